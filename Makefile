@@ -1,0 +1,50 @@
+# `make demo` and `make test` do all of their own set-up, in build/ and nowhere else.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+
+# Python 3.11 is the one with a CPU-only PyTorch on every platform we know; newer ones work, with a larger download.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := build/venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SPEC ?= examples/local/cloud_run.json
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## create build/venv with everything that the targets below need
+
+$(STAMP): pyproject.toml lock.txt tools/install.py
+	@$(PYTHON) tools/install.py $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model
+	@$(BIN)/dropforge demo $(SPEC)
+
+test: $(STAMP) ## the whole test suite
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## formatting, lint, types, generated files
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/schemas.py --check
+	@$(BIN)/python tools/lock.py --check
+
+format: $(STAMP) ## rewrite the code in the house's format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+schemas: $(STAMP) ## regenerate schemas/ from the pydantic models
+	@$(BIN)/python tools/schemas.py
+
+bench: $(STAMP) ## measure; prints medians
+	@$(BIN)/python -m bench
+
+lock: $(STAMP) ## regenerate functions/requirements.txt from lock.txt
+	@$(BIN)/python tools/lock.py
+
+clean: ## remove everything that was generated
+	rm -rf build
+
+.PHONY: help setup demo test check format schemas bench lock clean

@@ -1,0 +1,146 @@
+"""Every emulator on two loopback ports: one HTTP (REST, callbacks) and one gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from aiohttp import web
+
+from .errors import ApiError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HOST = "127.0.0.1"
+MAX_BODY_BYTES = 5 * 2**30
+
+
+class Emulator(Protocol):
+    """One emulated API. All methods run on the server's event loop."""
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """HTTP routes, by the paths of the real API."""
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        """gRPC services; empty for an API that clients reach over REST only."""
+
+    async def start(self) -> None:
+        """Start background work; normal start is also recovery."""
+
+    async def stop(self) -> None:
+        """Stop background work; state stays in the database."""
+
+
+@web.middleware
+async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn ApiError into Google's JSON; answer 501, saying so, for what no emulator has a route for."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.to_json(), status=error.http_status)
+    except web.HTTPNotFound:
+        refusal = ApiError("UNIMPLEMENTED", f"{request.method} {request.path} is not emulated by the local stack")
+        return web.json_response(refusal.to_json(), status=501)
+    except web.HTTPMethodNotAllowed:
+        refusal = ApiError(
+            "UNIMPLEMENTED",
+            f"{request.method} on {request.path} is not emulated by the local stack",
+        )
+        return web.json_response(refusal.to_json(), status=501)
+    except web.HTTPException:
+        raise
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        failure = ApiError("INTERNAL", "the emulator failed; its log has the traceback")
+        return web.json_response(failure.to_json(), status=500)
+
+
+class Server:
+    """The emulators' HTTP and gRPC listeners. Port 0 takes a free one; read the result after `start`."""
+
+    def __init__(self, emulators: Sequence[Emulator], http_port: int = 0, grpc_port: int = 0) -> None:
+        self.emulators = emulators
+        self.http_port = http_port
+        self.grpc_port = grpc_port
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self.grpc_port}"
+
+    async def start(self) -> None:
+        """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[render_errors])
+        for emulator in self.emulators:
+            app.router.add_routes(emulator.routes())
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, self.http_port)
+        await site.start()
+        self.http_port = self._runner.addresses[0][1]
+        self._grpc = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", 32 * 2**20),
+            ]
+        )
+        for emulator in self.emulators:
+            if handlers := emulator.grpc_handlers():
+                self._grpc.add_generic_rpc_handlers(tuple(handlers))
+        try:
+            self.grpc_port = self._grpc.add_insecure_port(f"{HOST}:{self.grpc_port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {HOST}:{self.grpc_port}: {error}") from error
+        await self._grpc.start()
+        for emulator in self.emulators:
+            await emulator.start()
+
+    async def stop(self) -> None:
+        for emulator in reversed(self.emulators):
+            await emulator.stop()
+        await self._grpc.stop(grace=0.5)
+        await self._runner.cleanup()
+
+
+class BackgroundServer:
+    """A server on an event loop of its own thread, for tests and benchmarks that are not asynchronous.
+
+    `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
+    """
+
+    def __init__(self, build: Callable[[], Sequence[Emulator]]) -> None:
+        self._build = build
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        self.server: Server = self.call(self._start())
+        return self.server
+
+    def call(self, work: Awaitable[Any], timeout: float = 60) -> Any:
+        """Run a coroutine on the server's loop and return its result."""
+
+        async def run() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
+
+    def __exit__(self, *exc: object) -> None:
+        self.call(self.server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _start(self) -> Server:
+        server = Server(self._build())
+        await server.start()
+        return server

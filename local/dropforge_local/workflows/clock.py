@@ -1,0 +1,63 @@
+"""Time as a parameter: the wall clock, or a virtual one that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What the local stack asks of time."""
+
+    def now(self) -> float:
+        """Seconds since the Unix epoch."""
+
+    async def sleep_until(self, when: float) -> None:
+        """Return once `now() >= when`; at once if it already is."""
+
+
+class SystemClock:
+    """The machine's wall clock."""
+
+    def now(self) -> float:
+        return time.time()
+
+    async def sleep_until(self, when: float) -> None:
+        while (delay := when - time.time()) > 0:
+            await asyncio.sleep(delay)
+
+
+class VirtualClock:
+    """A clock that stands still until `advance` is called, so that a week passes in a millisecond."""
+
+    def __init__(self, start: float = 1_750_000_000.0) -> None:
+        self._now = start
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep_until(self, when: float) -> None:
+        if when <= self._now:
+            return
+        wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (when, next(self._order), wake))
+        await wake
+
+    def next_wake(self) -> float | None:
+        """When the earliest sleeper is due, or None if nobody sleeps."""
+        while self._sleepers and self._sleepers[0][2].done():
+            heapq.heappop(self._sleepers)
+        return self._sleepers[0][0] if self._sleepers else None
+
+    def advance(self, to: float) -> None:
+        """Move the clock forward to `to` (never back) and wake everyone who is due, in order."""
+        self._now = max(self._now, to)
+        while self._sleepers and self._sleepers[0][0] <= self._now:
+            _, _, wake = heapq.heappop(self._sleepers)
+            if not wake.done():
+                wake.set_result(None)

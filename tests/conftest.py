@@ -1,0 +1,3 @@
+"""Fixtures that the whole suite shares."""
+
+from __future__ import annotations

@@ -1,0 +1,42 @@
+"""Create the virtual environment that every make target uses: `python tools/install.py build/venv`.
+
+Exact versions come from lock.txt. PyTorch is asked for as a CPU build first, and as whatever the
+configured index has only where there is none (a plain `torch` on Linux brings gigabytes of CUDA).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = "local,train,serve-cpu,dev"
+
+
+def main(target: str) -> int:
+    directory = ROOT / target
+    if not (directory / "bin" / "python").exists():
+        print(f"creating {target} with Python {sys.version.split()[0]}", flush=True)
+        venv.create(directory, with_pip=True, clear=True)
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
+    pip += ["--quiet", "--constraint", str(ROOT / "lock.txt")]
+    torch = locked("torch")
+    print(f"installing PyTorch {torch} (CPU build where there is one)", flush=True)
+    if subprocess.run([*pip, f"torch=={torch}+cpu"], stderr=subprocess.DEVNULL).returncode:
+        subprocess.run([*pip, f"torch=={torch}"], check=True)
+    print("installing dropforge and what it needs, as pinned in lock.txt", flush=True)
+    return subprocess.run([*pip, "--editable", f"{ROOT}[{EXTRAS}]"]).returncode
+
+
+def locked(name: str) -> str:
+    """The version of `name` in lock.txt."""
+    for line in (ROOT / "lock.txt").read_text().splitlines():
+        if line.startswith(f"{name}=="):
+            return line.split("==")[1].strip()
+    raise SystemExit(f"lock.txt does not pin {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "build/venv"))
