@@ -16,6 +16,10 @@ EXTRAS = "local,train,serve-cpu,dev"
 
 
 def main(target: str) -> int:
+    if sys.version_info < (3, 11):  # noqa: UP036  (this file runs before anything has checked the interpreter)
+        found = ".".join(map(str, sys.version_info[:3]))
+        print(f"dropforge needs Python 3.11 or newer; {sys.executable} is {found}", file=sys.stderr)
+        return 1
     directory = ROOT / target
     if not (directory / "bin" / "python").exists():
         print(f"creating {target} with Python {sys.version.split()[0]}", flush=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 from aiohttp import web
@@ -16,6 +16,7 @@ from .errors import ApiError
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 5 * 2**30
 
@@ -126,10 +127,10 @@ class BackgroundServer:
         self.server: Server = self.call(self._start())
         return self.server
 
-    def call(self, work: Awaitable[Any], timeout: float = 60) -> Any:
+    def call(self, work: Awaitable[T], timeout: float = 60) -> T:
         """Run a coroutine on the server's loop and return its result."""
 
-        async def run() -> Any:
+        async def run() -> T:
             return await work
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
