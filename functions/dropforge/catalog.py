@@ -1,0 +1,94 @@
+"""What Google Cloud offers, as data: accelerators, regions, memory, and dated prices with their sources.
+
+A price that is not here is unknown (None), never zero. Facts and their age: the `source` of each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date
+
+SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator: device memory in GiB, and Cloud Run's minimum CPU and memory beside it."""
+
+    name: str
+    memory_gib: float
+    cloud_run_min_cpu: int
+    cloud_run_min_memory_gib: int
+    cloud_run_regions: tuple[str, ...]
+
+
+# https://cloud.google.com/run/docs/configuring/jobs/gpu (regions: some need an invitation)
+ACCELERATORS = {
+    "nvidia-l4": Accelerator(
+        "nvidia-l4",
+        memory_gib=24,
+        cloud_run_min_cpu=4,
+        cloud_run_min_memory_gib=16,
+        cloud_run_regions=(
+            "asia-south1",
+            "asia-southeast1",
+            "europe-west1",
+            "europe-west4",
+            "us-central1",
+            "us-east4",
+        ),
+    ),
+    "nvidia-rtx-pro-6000": Accelerator(
+        "nvidia-rtx-pro-6000",
+        memory_gib=96,
+        cloud_run_min_cpu=20,
+        cloud_run_min_memory_gib=80,
+        cloud_run_regions=("europe-west4", "us-central1"),
+    ),
+}
+
+# GPU tasks of Cloud Run jobs: 12 h at most (https://cloud.google.com/run/docs/configuring/task-timeout, preview above 1 h)
+CLOUD_RUN_MAX_TASK_SECONDS = 12 * SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one unit costs for one hour, where, and who says so."""
+
+    usd_per_hour: float
+    regions: tuple[str, ...]
+    as_of: date
+    source: str
+
+
+_TIER_1 = ("europe-west1", "europe-west4", "us-central1", "us-east4")
+_CLOUD_RUN_PAGE = "https://cloud.google.com/run/pricing (instance-based billing, tier 1 regions)"
+
+# Cloud Run, instance-based billing. The GPU row is without zonal redundancy.
+CLOUD_RUN_PRICES = {
+    "vcpu": Price(0.000018 * SECONDS_PER_HOUR, _TIER_1, date(2026, 4, 30), _CLOUD_RUN_PAGE),
+    "memory_gib": Price(0.000002 * SECONDS_PER_HOUR, _TIER_1, date(2026, 4, 30), _CLOUD_RUN_PAGE),
+    "nvidia-l4": Price(0.0001867 * SECONDS_PER_HOUR, _TIER_1, date(2026, 4, 30), _CLOUD_RUN_PAGE),
+}
+
+
+@dataclass(frozen=True)
+class HourlyPrice:
+    """The price of a whole machine for an hour, or why it is not known."""
+
+    usd_per_hour: float | None
+    as_of: date | None
+    source: str
+
+
+def cloud_run_price(accelerator: str, region: str, cpu: int, memory_gib: int) -> HourlyPrice:
+    """The hourly price of one Cloud Run instance with one accelerator; unknown parts make it unknown."""
+    parts = {"vcpu": cpu, "memory_gib": memory_gib, accelerator: 1}
+    total = 0.0
+    for part, count in parts.items():
+        price = CLOUD_RUN_PRICES.get(part)
+        if price is None or region not in price.regions:
+            return HourlyPrice(None, None, f"no price for Cloud Run {part} in {region} in dropforge/catalog.py")
+        total += price.usd_per_hour * count
+    oldest = min(CLOUD_RUN_PRICES[part].as_of for part in parts)
+    return HourlyPrice(round(total, 4), oldest, _CLOUD_RUN_PAGE)
