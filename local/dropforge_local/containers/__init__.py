@@ -1,0 +1,1 @@
+"""Containers without Docker: images read from Dockerfiles, processes that outlive the stack, and their logs."""

@@ -1,0 +1,201 @@
+"""Container images without Docker: a URI names containers/<role>/, whose Dockerfile says what the image holds.
+
+The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
+installed packages come from the local virtual environment, without this repository's own packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .dockerfile import Stage, UnsupportedDockerfile, evaluate
+
+log = logging.getLogger(__name__)
+
+URI = re.compile(
+    r"(?:\w[\w.-]*(?::\d+)?/)*(?P<name>[a-z0-9]+(?:[._-][a-z0-9]+)*)(?::(?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:\w{64}))?"
+)
+PYTHON = re.compile(r"(?:/[\w./-]*/)?python(?:3(?:\.\d+)?)?")
+ABSOLUTE_PATH = re.compile(r"(?:^|(?<=[:=,\s\"']))/[^:=,\s\"']*")
+# Directories that the machine has too: only files that the image put there are the image's.
+SHARED_DIRECTORIES = re.compile(r"/|/(bin|boot|dev|etc|lib\w*|media|mnt|opt|proc|run|sbin|srv|sys|tmp|usr|var)(/.*)?")
+
+
+class ImageNotFound(Exception):
+    """No such image: Cloud Run shows it as CONTAINER_MISSING, Kubernetes as ErrImagePull."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What to run: a command with its environment and working directory, all paths on this machine."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: Path
+
+
+@dataclass(frozen=True)
+class Image:
+    """A built image. Paths in `workdir`, `entrypoint`, `cmd` and `env` are the container's; `unpack` maps them."""
+
+    uri: str
+    digest: str
+    rootfs: Path
+    workdir: str
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env: Mapping[str, str]
+    python: Path
+    own_paths: frozenset[str] = field(default_factory=frozenset)
+
+    def unpack(
+        self,
+        rootfs: Path,
+        command: Sequence[str] = (),
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        workdir: str = "",
+    ) -> Process:
+        """Give one container its own writable copy of the files; `command` and `args` override as in Kubernetes.
+
+        Raises ValueError when neither the image nor the caller names a command.
+        """
+        shutil.copytree(self.rootfs, rootfs)
+        words = [*(command or self.entrypoint), *(args or (() if command else self.cmd))]
+        if not words:
+            raise ValueError(f"image {self.uri!r} has no ENTRYPOINT or CMD and the container no command")
+        if PYTHON.fullmatch(words[0]):
+            words[0] = str(self.python)
+        if not words[0].startswith(str(self.python)):
+            words[0] = self._map(words[0], rootfs)
+        directory = rootfs / (workdir or self.workdir)[1:]
+        directory.mkdir(parents=True, exist_ok=True)
+        merged = {**self.env, **(env or {})}
+        return Process(
+            argv=(words[0], *(self._map(word, rootfs) for word in words[1:])),
+            env={name: self._map(value, rootfs) for name, value in merged.items()},
+            workdir=directory,
+        )
+
+    def _map(self, text: str, rootfs: Path) -> str:
+        """Replace container paths that the image owns, also in lists (PYTHONPATH) and options (--config=/app/x)."""
+        return ABSOLUTE_PATH.sub(lambda match: self._map_path(match[0], rootfs), text)
+
+    def _map_path(self, path: str, rootfs: Path) -> str:
+        return f"{rootfs}{path}" if any(own == path or path.startswith(f"{own}/") for own in self.own_paths) else path
+
+
+class ImageStore:
+    """Resolves image URIs against containers/ of a repository; `python` is the environment with the packages."""
+
+    def __init__(self, root: Path, directory: Path, python: Path) -> None:
+        self.root = root.resolve()
+        self.directory = directory.resolve()
+        self._environment = python.absolute().parent.parent
+        self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
+        self.python = self._isolated_python(python.absolute())
+
+    @property
+    def search_path(self) -> list[Path]:
+        """For PATH: the isolated python first, then the console scripts of the environment."""
+        return list(dict.fromkeys([self.python.parent, self._environment / "bin"]))
+
+    def resolve(self, uri: str) -> Image:
+        """The image as its Dockerfile is now. Raises ImageNotFound: no such role, another digest, or no build."""
+        match = URI.fullmatch(uri)
+        if match is None:
+            raise ImageNotFound(f"image {uri!r} is not an image reference; expected <path>/<name>[:tag][@sha256:…]")
+        role = match["name"].replace("-", "_")
+        dockerfile = self.root / "containers" / role / "Dockerfile"
+        if not dockerfile.is_file():
+            raise ImageNotFound(f"image {uri!r} not found: there is no containers/{role}/Dockerfile")
+        try:
+            stage = evaluate(dockerfile, self.root)
+        except UnsupportedDockerfile as error:
+            raise ImageNotFound(f"image {uri!r} cannot be built: {error}") from error
+        digest = self._digest(stage)
+        if match["digest"] not in (None, digest) and match["tag"] is None:
+            raise ImageNotFound(f"image {uri!r} not found: containers/{role} is {digest} now")
+        return self._image(uri, stage, digest)
+
+    def _image(self, uri: str, stage: Stage, digest: str) -> Image:
+        owned = {path for path in stage.directories if not SHARED_DIRECTORIES.fullmatch(path)} | set(stage.files)
+        return Image(
+            uri=uri,
+            digest=digest,
+            rootfs=self._materialise(stage, digest),
+            workdir=stage.workdir,
+            entrypoint=stage.entrypoint,
+            cmd=stage.cmd,
+            env=stage.env,
+            python=self.python,
+            own_paths=frozenset(owned),
+        )
+
+    def _digest(self, stage: Stage) -> str:
+        """sha256 over the configuration and every file's path, mode and content."""
+        config = [stage.workdir, stage.entrypoint, stage.cmd, stage.env, sorted(stage.directories)]
+        files = [(name, os.access(path, os.X_OK), self._hash(path)) for name, path in sorted(stage.files.items())]
+        return "sha256:" + hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
+
+    def _hash(self, path: Path) -> str:
+        status = path.stat()
+        key = (status.st_mtime_ns, status.st_size)
+        if (known := self._hashes.get(path)) and known[0] == key:
+            return known[1]
+        with path.open("rb") as file:
+            value = hashlib.file_digest(file, "sha256").hexdigest()
+        self._hashes[path] = (key, value)
+        return value
+
+    def _materialise(self, stage: Stage, digest: str) -> Path:
+        rootfs = self.directory / digest.removeprefix("sha256:")
+        if rootfs.is_dir():
+            return rootfs
+        for note in stage.notes:
+            log.info("image %s: %s", digest[:19], note)
+        temporary = self.directory / f"{rootfs.name}.{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        for name in sorted(stage.directories | {"/"}):
+            (temporary / name[1:]).mkdir(parents=True, exist_ok=True)
+        for name, path in stage.files.items():
+            target = temporary / name[1:]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        try:
+            temporary.rename(rootfs)
+        except OSError:  # another process built the same image meanwhile
+            shutil.rmtree(temporary)
+        return rootfs
+
+    def _isolated_python(self, python: Path) -> Path:
+        """An interpreter with the environment's packages, but without its .pth files.
+
+        An editable install puts this repository on sys.path by such a file; with it, code that a Dockerfile forgot
+        to COPY would be found here and missed in the cloud.
+        """
+        config = self._environment / "pyvenv.cfg"
+        packages = sorted(self._environment.glob("lib/python3*/site-packages"))
+        if not config.is_file() or not packages:
+            return python
+        home = self.directory / "python"
+        site = home / packages[0].relative_to(self._environment)
+        site.mkdir(parents=True, exist_ok=True)
+        (home / "bin").mkdir(exist_ok=True)
+        (home / "pyvenv.cfg").write_text(config.read_text())
+        # Python reads .pth files of its own site-packages only, not of directories that they add.
+        (site / "environment.pth").write_text(f"{packages[0]}\n")
+        for name in ("python", "python3", python.name):
+            link = home / "bin" / name
+            if not link.is_symlink() or Path(os.readlink(link)) != python:
+                link.unlink(missing_ok=True)
+                link.symlink_to(python)
+        return home / "bin" / "python"

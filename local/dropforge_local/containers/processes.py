@@ -1,0 +1,400 @@
+"""Process groups that stand for containers and outlive the stack that started them.
+
+Everything about a container is in its directory, which a later stack (or `end_all`, with no stack at all) reads back:
+`process.json` (shim pid, start time), `claim`, `exit` ("CODE TIME", written by the shim), `reason` and the output.
+Every process of a container carries its directory in the environment, so that none can be lost track of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from . import shim
+from .logs import append_platform_line, read_output
+
+MARKER = "DROPFORGE_CONTAINER_ID"
+KILLED = 137  # 128 + SIGKILL, as Docker and Cloud Run report it
+OUT_OF_MEMORY = "OOM"
+LOST = "LOST"
+EXIT_POLL_SECONDS = 0.1  # only where the kernel has no pidfd
+MEMORY_CHECK_SECONDS = 1.0
+SHIM_PATIENCE_SECONDS = 5.0
+# Unix socket paths end at 108 bytes, and torch and multiprocessing put sockets of up to 45 into TMPDIR.
+LONGEST_TMPDIR = 60
+
+
+@dataclass(frozen=True)
+class ContainerSpec:
+    """One command to run; `env` is all that it sees besides PATH, LANG, HOME and TMPDIR (which `env` may override)."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: Path
+    memory_bytes: int | None = None
+    log_bytes: int = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a container ended: exit code, when (Unix seconds), and "", OOM or LOST (it vanished without a trace)."""
+
+    code: int
+    at: float
+    reason: str = ""
+
+
+class Container:
+    """One started container; made by `Runtime` only."""
+
+    def __init__(self, directory: Path, pid: int, created: float, memory_bytes: int | None) -> None:
+        self.id = directory.name
+        self.directory = directory
+        self.pid = pid
+        self.created = created
+        self.memory_bytes = memory_bytes
+        self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    @property
+    def exit(self) -> Exit | None:
+        """How it ended, or None while it runs."""
+        return self._exit.result() if self._exit.done() else None
+
+    async def wait(self) -> Exit:
+        """Return once no process of the container is left."""
+        return await asyncio.shield(self._exit)
+
+    async def terminate(self, grace_seconds: float, reason: str = "") -> Exit:
+        """SIGTERM to every process, SIGKILL after the grace time; returns once none is left."""
+        if reason:
+            (self.directory / "reason").write_text(reason)
+        if not self._exit.done() and grace_seconds > 0:
+            send_signal(self.members(), signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), grace_seconds)
+        patience = time.monotonic() + SHIM_PATIENCE_SECONDS
+        while not self._exit.done():
+            # The shim is spared at first: it is the one that records the exit code.
+            spared = self.pid if time.monotonic() < patience else None
+            send_signal((pid for pid in self.members() if pid != spared), signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), 0.2)
+        return self._exit.result()
+
+    def members(self) -> list[int]:
+        """Every live process of the container, its shim included."""
+        return find_members(self.directory).get(self.directory, [])
+
+    def resident_bytes(self) -> int:
+        """Memory of all processes but the shim; shared pages count once where the kernel says (Linux)."""
+        processes = [pid for pid in self._tree() if pid != self.pid]
+        total = sum(_memory(pid, exact=False) for pid in processes)
+        if self.memory_bytes is None or total <= self.memory_bytes:
+            return total
+        # Forked workers share pages, which RSS counts again for each; only then is the dear exact figure read.
+        return sum(_memory(pid, exact=True) for pid in processes)
+
+    def release(self) -> None:
+        """Give back the disk that a finished container no longer needs; output and exit code stay."""
+        shutil.rmtree(temporary_directory(self.directory), ignore_errors=True)
+        for name in ("home", "rootfs"):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def _tree(self) -> list[int]:
+        try:
+            shim_process = psutil.Process(self.pid)
+            return [self.pid, *(child.pid for child in shim_process.children(recursive=True))]
+        except psutil.Error:
+            return []
+
+
+class Runtime:
+    """Starts containers under one directory and finds them again. Belongs to one event loop."""
+
+    def __init__(self, directory: Path, search_path: Iterable[Path] = ()) -> None:
+        self.directory = directory.resolve()
+        self.search_path = os.pathsep.join([*map(str, search_path), "/usr/local/bin", "/usr/bin", "/bin"])
+        self.containers: dict[str, Container] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._spawn(self._watch_memory())
+
+    async def stop(self) -> None:
+        """Stop watching; the containers go on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.containers.clear()
+
+    def launch(self, container_id: str, prepare: Callable[[Path], ContainerSpec]) -> Container:
+        """Start a container, or return it if this id was ever started. `prepare` fills its directory first."""
+        if container := self.adopt(container_id):
+            return container
+        directory = self.directory / container_id
+        shutil.rmtree(directory, ignore_errors=True)
+        for path in (directory, directory / "home", temporary_directory(directory)):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self._begin(directory, prepare(directory))
+
+    def adopt(self, container_id: str) -> Container | None:
+        """Find a container again, running or ended; None if it was never started."""
+        if container := self.containers.get(container_id):
+            return container
+        directory = self.directory / container_id
+        record = _read_record(directory)
+        if record is None and not (directory / "claim").exists():
+            return None
+        pid, created, memory_bytes = record or (_find_shim(directory), 0.0, None)
+        return self._track(Container(directory, pid, created, memory_bytes))
+
+    def output(self, container_id: str, tail: int | None = None) -> str:
+        return read_output(self.directory / container_id, tail)
+
+    def live(self) -> list[str]:
+        """Ids of the containers that have a process; the proof that none is left, read from the machine."""
+        return sorted(directory.name for directory in find_members(self.directory))
+
+    def _begin(self, directory: Path, spec: ContainerSpec) -> Container:
+        env = {
+            "LANG": "C.UTF-8",
+            "HOME": str(directory / "home"),
+            "TMPDIR": str(temporary_directory(directory)),
+            **spec.env,
+            # An image's own PATH comes second: the local environment stands for what the image installed.
+            "PATH": os.pathsep.join(filter(None, [self.search_path, spec.env.get("PATH")])),
+            MARKER: str(directory),
+        }
+        argv = [sys.executable, "-I", "-S", shim.__file__, str(directory), str(spec.log_bytes), str(spec.workdir)]
+        pid = os.posix_spawn(
+            sys.executable,
+            [*argv, *spec.argv],
+            env,
+            file_actions=_shim_files(directory),
+            setsigmask=(),
+            setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGTERM),
+        )
+        created = _created(pid) or time.time()
+        record = {"pid": pid, "created": created, "memory_bytes": spec.memory_bytes, "argv": list(spec.argv)}
+        _write(directory / "process.json", json.dumps(record))
+        return self._track(Container(directory, pid, created, spec.memory_bytes))
+
+    def _track(self, container: Container) -> Container:
+        self.containers[container.id] = container
+        self._spawn(self._watch_exit(container))
+        return container
+
+    async def _watch_exit(self, container: Container) -> None:
+        await wait_for_process(container.pid, container.created, container.directory)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(container.pid, os.WNOHANG)  # ours to collect, unless an earlier stack started it
+        while strays := [pid for pid in container.members() if pid != container.pid or _alive(pid)]:
+            send_signal(strays, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        container._exit.set_result(_read_exit(container.directory))
+        self.containers.pop(container.id, None)
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(MEMORY_CHECK_SECONDS)
+            for container in list(self.containers.values()):
+                limit = container.memory_bytes
+                if limit and container.exit is None and (used := container.resident_bytes()) > limit:
+                    append_platform_line(container.directory, _memory_message(limit, used))
+                    self._spawn(self._end_for_memory(container))
+                    container.memory_bytes = None
+
+    async def _end_for_memory(self, container: Container) -> None:
+        await container.terminate(0, OUT_OF_MEMORY)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def end_all(directory: Path, grace_seconds: float = 5.0) -> list[str]:
+    """End every container below `directory`, with or without a stack; returns the ids of those that were running.
+
+    For `dropforge down` after the stack has died. Raises TimeoutError if a process survives SIGKILL for ten seconds.
+    """
+    root = directory.resolve()
+    ended = sorted(container.name for container in find_members(root))
+    deadline = time.monotonic() + grace_seconds
+    send_signal(_all_members(root), signal.SIGTERM)
+    while (left := _all_members(root)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    deadline = time.monotonic() + 10
+    while left := _all_members(root):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {left!r} of containers under {root} survived SIGKILL; end them by hand")
+        send_signal(left, signal.SIGKILL)
+        time.sleep(0.02)
+    for container in root.glob("*/process.json"):
+        shutil.rmtree(temporary_directory(container.parent), ignore_errors=True)
+    return ended
+
+
+def find_members(directory: Path) -> dict[Path, list[int]]:
+    """Live processes marked with a container directory at or below `directory`, by container directory."""
+    found: dict[Path, list[int]] = {}
+    for pid, mark in _marks(str(directory)):
+        found.setdefault(Path(mark), []).append(pid)
+    return found
+
+
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+async def wait_for_process(pid: int, created: float, directory: Path) -> None:
+    """Return when the process is gone: woken by the kernel (pidfd), or by looking ten times a second."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        while _is_same(pid, created, directory):
+            await asyncio.sleep(EXIT_POLL_SECONDS)
+        return
+    try:
+        if _is_same(pid, created, directory):  # asked after the open: from here on the pid cannot change hands
+            await _readable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_directory(directory: Path) -> Path:
+    """A container's TMPDIR: inside its directory, or a short path when that one is too long for sockets."""
+    inside = directory / "tmp"
+    if len(str(inside)) <= LONGEST_TMPDIR:
+        return inside
+    name = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"dropforge-{name}"
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _shim_files(directory: Path) -> list[tuple[int, int, str, int, int]]:
+    errors = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(directory / "shim.log"), errors, 0o600),
+        (os.POSIX_SPAWN_OPEN, 2, str(directory / "shim.log"), errors, 0o600),
+    ]
+
+
+def _marks(prefix: str) -> Iterable[tuple[int, str]]:
+    """(pid, container directory) of every marked, live process whose mark is `prefix` or below it."""
+    for process in psutil.process_iter():
+        mark = _mark(process)
+        if mark and (mark == prefix or mark.startswith(f"{prefix}/")):
+            yield process.pid, mark
+
+
+def _mark(process: psutil.Process) -> str:
+    if sys.platform == "linux":
+        try:
+            data = Path(f"/proc/{process.pid}/environ").read_bytes()  # a zombie's reads as empty
+        except OSError:
+            return ""
+        _, found, rest = (b"\0" + data).partition(f"\0{MARKER}=".encode())
+        return os.fsdecode(rest.partition(b"\0")[0]) if found else ""
+    try:
+        return process.environ().get(MARKER, "") if process.status() != psutil.STATUS_ZOMBIE else ""
+    except psutil.Error:
+        return ""
+
+
+def _all_members(root: Path) -> list[int]:
+    return [pid for members in find_members(root).values() for pid in members]
+
+
+def _find_shim(directory: Path) -> int:
+    """The shim of a container whose record was never written; 0 when it is gone."""
+    members = find_members(directory).get(directory, [])
+    return min(members, key=lambda pid: _created(pid) or 0.0, default=0)
+
+
+def _is_same(pid: int, created: float, directory: Path) -> bool:
+    """Whether this is the recorded shim, alive, and not another process that got its number."""
+    now = _created(pid)
+    # psutil derives start times from the boot time, which moves with the clock: hence the tolerance and the mark.
+    same_start = now is not None and (not created or abs(now - created) < 2)
+    return same_start and _alive(pid) and _mark(psutil.Process(pid)) in ("", str(directory))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _created(pid: int) -> float | None:
+    try:
+        return psutil.Process(pid).create_time() if pid else None
+    except psutil.Error:
+        return None
+
+
+def _memory(pid: int, exact: bool) -> int:
+    try:
+        process = psutil.Process(pid)
+        if exact and sys.platform == "linux":
+            return int(process.memory_full_info().pss)
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _memory_message(limit: int, used: int) -> str:
+    mib = 2**20
+    return f"Memory limit of {limit // mib} MiB exceeded with {used // mib} MiB used. Consider increasing the limit."
+
+
+def _read_record(directory: Path) -> tuple[int, float, int | None] | None:
+    try:
+        record = json.loads((directory / "process.json").read_text())
+    except FileNotFoundError:
+        return None
+    return record["pid"], record["created"], record["memory_bytes"]
+
+
+def _read_exit(directory: Path) -> Exit:
+    reason = ""
+    with contextlib.suppress(FileNotFoundError):
+        reason = (directory / "reason").read_text()
+    try:
+        code, at = (directory / "exit").read_text().split()
+    except FileNotFoundError:
+        return Exit(KILLED, time.time(), reason or LOST)
+    return Exit(int(code), float(at), reason)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)

@@ -1,0 +1,192 @@
+"""The process between the local stack and one container, as containerd-shim is between containerd and runc.
+
+Usage: python -I -S shim.py DIRECTORY LOG_BYTES WORKDIR COMMAND [ARGUMENT...]; the container's environment is its own.
+It outlives the stack: it writes the container's output to DIRECTORY/output.log (rotated once, so never above
+LOG_BYTES) and, when the command has ended and nothing of it runs any more, "CODE TIME" to DIRECTORY/exit.
+Standard library only, and little of it: one of these starts with every container.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOG = "output.log"
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
+    os.setsid()
+    # Whoever creates the claim runs the command: a container can never be started twice, whatever was killed when.
+    os.close(os.open(os.path.join(directory, "claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    adopt_orphans()
+    output, output_writer = os.pipe()
+    wake, wake_writer = os.pipe()
+    for descriptor in (output, wake, wake_writer):
+        os.set_blocking(descriptor, False)
+    ignore_signals(wake_writer)
+    child = os.fork()
+    if child == 0:
+        run_command(workdir, list(command), output_writer)
+    os.close(output_writer)
+    log = RotatingLog(os.path.join(directory, LOG), int(log_bytes))
+    code = supervise(child, output, wake, log)
+    kill_leftovers(child)
+    drain(output, log)
+    write_exit(directory, code)
+    return 0
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every orphaned descendant (Linux), so that none can hide from `kill_leftovers`."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def ignore_signals(wake_writer: int) -> None:
+    # Handlers, not SIG_IGN: an ignored signal would stay ignored in the command.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+
+
+def run_command(workdir: str, command: list[str], output_writer: int) -> None:
+    """In the forked child: become the command, or say why not and end as a shell would (126, 127)."""
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output_writer, 1), (output_writer, 2)):
+        os.dup2(source, target)
+    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.chdir(workdir)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot start {command[0]!r} in {workdir!r}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def supervise(child: int, output: int, wake: int, log: RotatingLog) -> int:
+    """Copy output until the command has ended; return its exit code, 128 + signal when it was killed."""
+    sources = [output, wake]
+    while True:
+        readable, _, _ = select.select(sources, [], [])
+        if output in readable and not copy(output, log):
+            sources.remove(output)
+        if wake in readable:
+            os.read(wake, 4096)
+            if (code := reap(child)) is not None:
+                return code
+
+
+def reap(child: int) -> int | None:
+    """Collect every ended process; the command's exit code when it is one of them."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if pid == 0:
+            return code
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            code = 128 - code if code < 0 else code
+
+
+def copy(output: int, log: RotatingLog) -> bool:
+    """Move what is there to the log; False at the end of the stream."""
+    try:
+        data = os.read(output, 65536)
+    except BlockingIOError:
+        return True
+    log.write(data)
+    return bool(data)
+
+
+def drain(output: int, log: RotatingLog) -> None:
+    try:
+        while data := os.read(output, 65536):
+            log.write(data)
+    except BlockingIOError:
+        pass
+
+
+def kill_leftovers(child: int) -> None:
+    """When a container's first process ends, the kernel kills the others; do as it does."""
+    send_kill(os.killpg, child)
+    while left := descendants(os.getpid()):
+        for pid in left:
+            send_kill(os.kill, pid)
+        reap(child)
+        time.sleep(0.01)
+
+
+def send_kill(kill: Callable[[int, int], None], pid: int) -> None:
+    try:
+        kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def descendants(parent: int) -> list[int]:
+    """Every process below `parent`, by /proc; none where there is no /proc (the group kill has to do there)."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as stat:
+                    fields = stat.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found, frontier = [], [parent]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def write_exit(directory: str, code: int) -> None:
+    path = os.path.join(directory, "exit")
+    with open(f"{path}.tmp", "w") as file:
+        file.write(f"{code} {time.time():.6f}")
+    os.rename(f"{path}.tmp", path)
+
+
+class RotatingLog:
+    """Appends to a file; at half the cap it becomes FILE.1, in place of the one before."""
+
+    def __init__(self, path: str, log_bytes: int) -> None:
+        self.path = path
+        self.half = log_bytes // 2
+        self.descriptor = self.open()
+
+    def open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, data: bytes) -> None:
+        try:
+            size = os.fstat(self.descriptor).st_size
+            if size and size + len(data) > self.half:
+                os.rename(self.path, f"{self.path}.1")
+                os.close(self.descriptor)
+                self.descriptor = self.open()
+            os.write(self.descriptor, data)
+        except OSError:
+            return  # a full disk costs log lines, not the training
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""Containers as processes: exit codes, kills, memory, and life beyond the process that started them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dropforge_local.containers.processes import (
+    Container,
+    ContainerSpec,
+    Exit,
+    Runtime,
+    end_all,
+    find_members,
+    temporary_directory,
+)
+
+
+def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **env: str) -> ContainerSpec:
+    argv = (sys.executable, "-c", textwrap.dedent(code))
+    return ContainerSpec(argv, env, Path("/"), memory_bytes, log_bytes)
+
+
+def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
+    """Run `work` with a runtime on a fresh loop, as one life of the stack."""
+
+    async def life() -> Exit:
+        runtime = Runtime(directory)
+        await runtime.start()
+        try:
+            return await asyncio.wait_for(work(runtime), 30)
+        finally:
+            await runtime.stop()
+
+    return asyncio.run(life())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        await asyncio.sleep(0.02)
+
+
+async def ready(runtime: Runtime, container: Container) -> None:
+    await until(lambda: "ready" in runtime.output(container.id))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("import os; os.abort()", 134),
+    ],
+)
+def test_exit_code_is_reported(tmp_path: Path, code: str, expected: int) -> None:
+    ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code)).wait())
+    assert (ended.code, ended.reason) == (expected, "")
+    assert abs(ended.at - time.time()) < 10
+
+
+def test_command_that_does_not_exist_ends_with_127_and_says_so(tmp_path: Path) -> None:
+    missing = ContainerSpec(("no-such-command",), {}, Path("/"))
+    assert run(tmp_path, lambda runtime: runtime.launch("c", lambda _: missing).wait()).code == 127
+    assert "cannot start 'no-such-command'" in (tmp_path / "c/output.log").read_text()
+
+
+def test_environment_is_the_specs_and_nothing_of_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DROPFORGE_TEST_LEAK", "leaked")
+    code = "import os; print(sorted(k for k in os.environ if k != 'LC_CTYPE')); print(os.environ['HOME'])"
+    run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, A="1")).wait())
+    names, home = (tmp_path / "c/output.log").read_text().splitlines()
+    assert names == "['A', 'DROPFORGE_CONTAINER_ID', 'HOME', 'LANG', 'PATH', 'TMPDIR']"
+    assert Path(home).is_relative_to(tmp_path / "c")
+
+
+def test_output_is_capped_and_keeps_the_end(tmp_path: Path) -> None:
+    code = "for i in range(20000): print('line', i)"
+    run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, log_bytes=100_000)).wait())
+    assert sum(path.stat().st_size for path in (tmp_path / "c").glob("output.log*")) <= 100_000
+    assert (tmp_path / "c/output.log").read_text().endswith("line 19999\n")
+
+
+def test_terminate_is_polite_first(tmp_path: Path) -> None:
+    code = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec(code))
+        await ready(runtime, container)
+        return await container.terminate(10)
+
+    assert run(tmp_path, work).code == 5
+
+
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(60)"
+    subprocess.Popen([sys.executable, "-c", child], start_new_session=True, env={})
+    subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    time.sleep(60)
+"""
+
+
+def test_terminate_leaves_nothing_even_of_children_with_their_own_session(tmp_path: Path) -> None:
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec(STUBBORN))
+        await until(lambda: runtime.output("c").count("ready") == 2)
+        below = psutil.Process(container.pid).children(recursive=True)
+        ended = await container.terminate(0.2)
+        assert not any(process.is_running() and process.status() != "zombie" for process in below)
+        assert runtime.live() == []
+        return ended
+
+    assert run(tmp_path, work).code == 137
+
+
+def test_children_end_with_the_first_process(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        subprocess.Popen(["sleep", "60"], start_new_session=True, env={})
+    """
+
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec(code))
+        shim = psutil.Process(container.pid)
+        await until(lambda: bool(shim.children()) or container.exit is not None)
+        return await container.wait()
+
+    assert run(tmp_path, work).code == 0
+    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "60"]]
+
+
+def test_killed_shim_counts_as_lost_and_takes_the_rest_along(tmp_path: Path) -> None:
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+        await ready(runtime, container)
+        os.kill(container.pid, signal.SIGKILL)
+        return await container.wait()
+
+    ended = run(tmp_path, work)
+    assert (ended.code, ended.reason) == (137, "LOST")
+    assert find_members(tmp_path) == {}
+
+
+def test_memory_limit_kills_with_a_reason(tmp_path: Path) -> None:
+    code = "import time; hog = bytearray(120 * 2**20); time.sleep(60)"
+    ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, memory_bytes=64 * 2**20)).wait())
+    assert (ended.code, ended.reason) == (137, "OOM")
+    assert "Memory limit of 64 MiB exceeded" in (tmp_path / "c/output.log").read_text()
+
+
+def test_container_is_found_again_and_never_started_twice(tmp_path: Path) -> None:
+    code = "import time, pathlib; print('ready', flush=True); time.sleep({}); raise SystemExit(4)"
+
+    async def first(runtime: Runtime) -> Exit:
+        await ready(runtime, runtime.launch("c", lambda _: spec(code.format(1))))
+        return Exit(0, 0)
+
+    async def second(runtime: Runtime) -> Exit:
+        assert runtime.live() == ["c"]
+        return await runtime.launch("c", lambda _: spec("raise SystemExit(9)")).wait()
+
+    run(tmp_path, first)
+    assert run(tmp_path, second).code == 4
+    assert run(tmp_path, second if find_members(tmp_path) else _adopted).code == 4
+    assert (tmp_path / "c/output.log").read_text() == "ready\n"
+
+
+async def _adopted(runtime: Runtime) -> Exit:
+    container = runtime.adopt("c")
+    assert container is not None
+    return await container.wait()
+
+
+def test_container_without_a_record_is_found_by_its_mark(tmp_path: Path) -> None:
+    """The stack died between starting the shim and writing down its pid."""
+
+    async def work(runtime: Runtime) -> Exit:
+        await ready(
+            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+        )
+        (tmp_path / "c/process.json").unlink()
+        return Exit(0, 0)
+
+    async def second(runtime: Runtime) -> Exit:
+        container = runtime.adopt("c")
+        assert container is not None
+        return await container.terminate(5)
+
+    run(tmp_path, work)
+    assert run(tmp_path, second).code == 143
+    assert run(tmp_path, lambda runtime: _never(runtime)).code == 0
+
+
+async def _never(runtime: Runtime) -> Exit:
+    assert runtime.adopt("never-started") is None
+    return Exit(0, 0)
+
+
+def test_end_all_works_without_a_stack_after_it_was_killed(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from dropforge_local.containers.processes import ContainerSpec, Runtime
+async def main():
+    runtime = Runtime(Path({str(tmp_path)!r}))
+    await runtime.start()
+    for name in ("a", "b"):
+        runtime.launch(name, lambda _: ContainerSpec(("sleep", "300"), {{}}, Path("/")))
+    print("started", flush=True)
+    await asyncio.sleep(300)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stack:
+        assert stack.stdout is not None
+        assert stack.stdout.readline() == "started\n"
+        stack.kill()
+    deadline = time.monotonic() + 10
+    while not all((tmp_path / name / "claim").exists() for name in "ab"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert end_all(tmp_path) == ["a", "b"]
+    assert find_members(tmp_path) == {}
+    assert end_all(tmp_path) == []
+
+
+def test_long_paths_get_a_short_tmpdir(tmp_path: Path) -> None:
+    assert len(str(temporary_directory(tmp_path / ("x" * 100)))) <= 60
+    assert temporary_directory(Path("/a")) == Path("/a/tmp")
+
+
+def test_release_keeps_output_and_exit_only(tmp_path: Path) -> None:
+    async def work(runtime: Runtime) -> Exit:
+        container = runtime.launch("c", lambda _: spec("print('kept')"))
+        ended = await container.wait()
+        container.release()
+        return ended
+
+    assert run(tmp_path, work).code == 0
+    assert not (tmp_path / "c/home").exists()
+    assert (tmp_path / "c/output.log").read_text() == "kept\n"
