@@ -47,7 +47,8 @@ ACCELERATORS = {
     ),
 }
 
-# GPU tasks of Cloud Run jobs: 12 h at most (https://cloud.google.com/run/docs/configuring/task-timeout, preview above 1 h)
+# GPU tasks of Cloud Run jobs: 12 h at most, preview above 1 h
+# (https://cloud.google.com/run/docs/configuring/task-timeout)
 CLOUD_RUN_MAX_TASK_SECONDS = 12 * SECONDS_PER_HOUR
 
 

@@ -280,6 +280,11 @@ class JobSpec(Part):
         return self
 
 
+def job_spec_schema() -> dict[str, Any]:
+    """The JSON Schema of a job spec, for schemas/ and for editors."""
+    return {"$id": SCHEMA_ID, **JobSpec.model_json_schema(by_alias=True)}
+
+
 def check_source(value: str) -> str:
     """Accept `owner/name`, `name` or `gs://bucket/path`; raise Wrong for anything else."""
     if value.startswith("gs://"):

@@ -1,0 +1,128 @@
+"""What must exist, fit and be affordable before a spec is accepted: seconds now instead of hours later."""
+
+from __future__ import annotations
+
+import re
+
+from . import clients
+from .catalog import ACCELERATORS, HourlyPrice
+from .clients import TIMEOUT_SECONDS
+from .errors import InvalidSpec, SpecProblem
+from .settings import Settings
+from .spec import JobSpec, seconds
+from .targets import get_target
+
+MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
+
+# Bytes of device memory per parameter: weights, and for trained weights gradient and two Adam moments (bf16, fp32).
+_BYTES_PER_PARAMETER = {"none": 2 + 2 + 8, "lora": 2.0, "qlora": 0.6}
+_OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
+
+
+def check(spec: JobSpec, settings: Settings) -> None:
+    """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
+    problems = [*fit_problems(spec), *budget_problems(spec), *_missing_secrets(spec, settings), *_missing_objects(spec)]
+    if problems:
+        raise InvalidSpec(problems)
+
+
+def fit_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether the model can fit the accelerator, when its name tells its size (`gemma-2b`, `Qwen3-4B`)."""
+    parameters = parameters_of(spec.model.source)
+    if parameters is None:
+        return []  # the container computes it from the weights, before it loads them
+    adapter = spec.training.adapter.type
+    needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
+    available = ACCELERATORS[spec.target.accelerator].memory_gib
+    if needed <= available:
+        return []
+    found = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
+    expected = (
+        f"at most {available:.0f} GiB on {spec.target.accelerator}; try a smaller adapter (qlora) or another target"
+    )
+    return [SpecProblem("/model/source", "the model does not fit the accelerator", found, expected)]
+
+
+def parameters_of(source: str) -> int | None:
+    """The number of parameters that a model's name states; None when it states none."""
+    last = source.rstrip("/").rsplit("/", 1)[-1]
+    found = re.search(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)(b|m)(?![A-Za-z0-9])", last, re.I)
+    if not found:
+        return None
+    return int(float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6))
+
+
+def budget_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether the budget can be enforced, and buys enough time to be worth starting."""
+    budget = spec.limits.max_cost_usd
+    if budget is None:
+        return []
+    for index, region in enumerate(get_target(spec.target.type).regions(spec)):
+        price = get_target(spec.target.type).price(spec, index)
+        if price.usd_per_hour is None:
+            expected = "a known price: set target.price_usd_per_hour, or leave the budget out"
+            return [SpecProblem("/limits/max_cost_usd", "the budget cannot be enforced", price.source, expected)]
+        if training_seconds(spec, price) < MIN_ATTEMPT_SECONDS:
+            found = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}"
+            return [
+                SpecProblem("/limits/max_cost_usd", "the budget is too small", found, "at least a minute of training")
+            ]
+    return []
+
+
+def training_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> int:
+    """How long training may run: max_duration, or what is left of the budget if that is less."""
+    allowed = seconds(spec.limits.max_duration)
+    if spec.limits.max_cost_usd is None or price.usd_per_hour is None:
+        return allowed
+    return min(allowed, int((spec.limits.max_cost_usd - spent_usd) / price.usd_per_hour * 3600))
+
+
+def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Secrets that do not exist. Only their metadata is read, never a value."""
+    wanted = {f"/secrets/{name}": secret for name, secret in spec.secrets.items()}
+    if spec.notify.slack:
+        wanted["/notify/slack/webhook_secret"] = spec.notify.slack.webhook_secret
+    return [problem for pointer, secret in wanted.items() if (problem := _secret_problem(pointer, secret, settings))]
+
+
+def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
+    from google.api_core.exceptions import NotFound
+
+    name, _, version = secret.partition(":")
+    full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
+    try:
+        clients.secrets().get_secret_version(name=full_name, timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        return SpecProblem(
+            pointer, "the secret does not exist", repr(secret), f"a secret of project {settings.project}"
+        )
+    return None
+
+
+def _missing_objects(spec: JobSpec) -> list[SpecProblem]:
+    """gs:// sources that hold nothing."""
+    sources = {"/model/source": spec.model.source, "/dataset/source": spec.dataset.source}
+    problems = []
+    for pointer, uri in sources.items():
+        if uri.startswith("gs://"):
+            bucket, _, path = uri.removeprefix("gs://").partition("/")
+            problem = _object_problem(pointer, bucket, path)
+            problems += [problem] if problem else []
+    return problems
+
+
+def _object_problem(pointer: str, bucket: str, path: str) -> SpecProblem | None:
+    from google.api_core.exceptions import Forbidden, NotFound
+
+    try:
+        found = clients.storage().list_blobs(bucket, prefix=path.rstrip("/"), max_results=10, timeout=TIMEOUT_SECONDS)
+        if any(blob.name == path or blob.name.startswith(f"{path.rstrip('/')}/") for blob in found):
+            return None
+    except NotFound:
+        return SpecProblem(pointer, "the bucket does not exist", f"gs://{bucket}", "a bucket of this project")
+    except Forbidden:
+        return SpecProblem(pointer, "the bucket may not be read", f"gs://{bucket}", "a bucket that dropforge may read")
+    return SpecProblem(
+        pointer, "the object does not exist", f"gs://{bucket}/{path}", "an object or a prefix with objects"
+    )

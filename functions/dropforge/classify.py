@@ -1,0 +1,80 @@
+"""From what a Google client raises to an ErrorClass, a message and a hint.
+
+The same refusal is a different exception over REST and over gRPC, and quota and stock-out share status codes, so the
+text decides between those two (reference: the errors that other schedulers match on).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .errors import CloudError, ErrorClass
+
+_RATE = re.compile(r"per (minute|second)|rate ?limit|too many requests", re.I)
+_QUOTA = re.compile(r"quota|limit exceeded|max instances", re.I)
+_STOCKOUT = re.compile(r"no more capacity|insufficient (reserved )?capacity|stock-?out|resource_pool_exhausted", re.I)
+
+_BY_STATUS = {
+    "PERMISSION_DENIED": ErrorClass.PERMISSION,
+    "UNAUTHENTICATED": ErrorClass.PERMISSION,
+    "INVALID_ARGUMENT": ErrorClass.CONFIG,
+    "FAILED_PRECONDITION": ErrorClass.CONFIG,
+    "OUT_OF_RANGE": ErrorClass.CONFIG,
+    "NOT_FOUND": ErrorClass.CONFIG,
+    "ALREADY_EXISTS": ErrorClass.CONFIG,
+    "UNIMPLEMENTED": ErrorClass.CONFIG,
+    "RESOURCE_EXHAUSTED": ErrorClass.STOCKOUT,
+}
+_MAY_BE_QUOTA = frozenset({"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "PERMISSION_DENIED"})
+_BY_HTTP = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
+_HINTS = {
+    ErrorClass.QUOTA: "ask for quota in this region (IAM & Admin > Quotas), or add a placement in another region",
+    ErrorClass.STOCKOUT: "Google has none left there now; add placements in other regions",
+    ErrorClass.PERMISSION: "grant the missing role to the service account that the message names",
+    ErrorClass.CONFIG: "the request itself is wrong; correct the spec or the deployment's settings",
+    ErrorClass.TRANSIENT: "this passes by itself; it is tried again",
+}
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """What Google clients raise for a failed call, to catch and hand to `classify`."""
+    import requests
+    from google.api_core.exceptions import GoogleAPIError
+    from google.auth.exceptions import GoogleAuthError
+
+    return GoogleAPIError, GoogleAuthError, requests.RequestException
+
+
+def classify(error: Exception) -> CloudError:
+    """The CloudError for anything that a Google client, or the connection under it, raised."""
+    return classify_text(status_of(error), getattr(error, "message", None) or str(error) or repr(error))
+
+
+def classify_text(status: str, message: str) -> CloudError:
+    """The CloudError for a canonical status (google.rpc.Code name) and its message."""
+    found = _class_of(status, message)
+    return CloudError(found, message, _HINTS.get(found, ""))
+
+
+def status_of(error: Exception) -> str:
+    """The canonical status of a client's exception, over gRPC or REST; UNAVAILABLE for a broken connection."""
+    code: Any = getattr(error, "grpc_status_code", None)
+    if code is not None:
+        return str(code.name)
+    response: Any = getattr(error, "response", None)
+    try:
+        return str(response.json()["error"]["status"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        http: Any = getattr(error, "code", None)
+        return _BY_HTTP.get(http, "RESOURCE_EXHAUSTED" if http == 429 else "UNAVAILABLE")
+
+
+def _class_of(status: str, message: str) -> ErrorClass:
+    if _STOCKOUT.search(message):
+        return ErrorClass.STOCKOUT
+    if status in ("RESOURCE_EXHAUSTED", "ABORTED") and _RATE.search(message):
+        return ErrorClass.TRANSIENT
+    if status in _MAY_BE_QUOTA and _QUOTA.search(message):
+        return ErrorClass.QUOTA
+    return _BY_STATUS.get(status, ErrorClass.TRANSIENT)

@@ -1,0 +1,108 @@
+"""Stage `deploy`: advance a trained run towards an endpoint that has answered a real completion."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import requests
+
+from . import clients
+from .errors import CloudError, ErrorClass
+from .log import log
+from .notify import announce
+from .outcome import failed, superseded, waiting
+from .runs import Endpoint, Record, ResourceState, RunState, RunStore, open_store, utc_now
+from .serving import get_server
+from .serving.base import Deployment
+from .settings import settings
+from .spec import JobSpec, seconds
+
+COMPLETION_TIMEOUT_SECONDS = 120
+RETRY_SECONDS = 5
+
+
+def deploy(run: str, execution: str) -> dict[str, Any]:
+    """Make the endpoint of a run exist and answer, or report why it does not. Raises NotFound for an unknown run.
+
+    Answers {"status": "READY" | "PENDING" | "FAILED" | "CANCELLED" | "SUPERSEDED", ...}.
+    """
+    store = open_store()
+    record = store.update(run, lambda found: _enter(found, execution))
+    if record.execution != execution or record.state.is_terminal:
+        return superseded(record)
+    if record.cancel_requested:
+        return failed(ErrorClass.CANCELLED, "cancelled while deploying")
+    if record.endpoint:
+        return {"status": "READY", "url": record.endpoint.url}
+    announce(record, RunState.DEPLOYING)
+    spec = store.spec(run)
+    try:
+        return _deploy(store, record, spec)
+    except CloudError as error:
+        if error.error_class is ErrorClass.TRANSIENT:
+            raise
+        log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
+        return failed(error.error_class, error.message, error.hint)
+
+
+def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    server = get_server(spec.serve.type)
+    began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
+    # The label is set when the service is made, so that it expires even if nobody ever looks at it again.
+    expires = began + timedelta(seconds=seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl))
+    deployment = Deployment(record.run, spec, settings(), expires)
+    resources = server.resources(deployment)
+    for resource in resources:
+        store.intend(record.run, resource.kind, resource.name, record.attempt)
+    url = server.deploy(deployment)
+    problem = "the platform does not call it ready" if url is None else completion_problem(url, spec.name)
+    if url is None or problem:
+        return _not_yet(spec, began, problem)
+    for resource in resources:
+        store.note(record.run, resource.name, ResourceState.CREATED)
+    ready = utc_now()
+    endpoint = Endpoint(
+        url=url,
+        model=spec.name,
+        service=resources[0].name,
+        region=server.region(spec),
+        ready=ready,
+        expires=min(expires, ready + timedelta(seconds=seconds(spec.serve.ttl))),
+    )
+    store.update(record.run, lambda found: found.model_copy(update={"endpoint": endpoint}))
+    log("ready", stage="deploy", run=record.run, url=url)
+    return {"status": "READY", "url": url}
+
+
+def completion_problem(url: str, model: str) -> str:
+    """Why the endpoint does not answer a one-token completion; "" when it does.
+
+    A health check is not enough: an engine can be healthy and fail every request.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
+    try:
+        session = clients.endpoint(url)
+        response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
+        if response.status_code != 200:
+            return f"a completion was answered with {response.status_code}: {response.text[:300]}"
+        response.json()["choices"][0]["message"]
+    except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+        return f"a completion failed: {error!r}"[:400]
+    return ""
+
+
+def _enter(record: Record, execution: str) -> Record:
+    if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
+        return record
+    return record.entered(RunState.DEPLOYING, utc_now())
+
+
+def _not_yet(spec: JobSpec, began: datetime, problem: str) -> dict[str, Any]:
+    assert spec.serve is not None
+    patience = seconds(spec.serve.startup_timeout)
+    if (utc_now() - began).total_seconds() < patience:
+        return waiting("PENDING", RETRY_SECONDS)
+    hint = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
+    return failed(ErrorClass.CODE, f"the endpoint was not ready after {patience} s: {problem}", hint)

@@ -1,0 +1,15 @@
+"""One JSON line per stage change, in the fields that Cloud Logging knows (severity, message) plus stage and run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from .spec import redact
+
+
+def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
+    """Print one redacted log line."""
+    line = {"severity": severity, "message": message, "stage": stage, "run": run, **fields}
+    print(redact(json.dumps(line, default=str)), file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""Every name that dropforge gives: run ids, cloud resources, labels, objects in the runs bucket.
+
+Names are pure functions of the run and the attempt, so that whoever lost a reply finds the resource by looking.
+Limits: Cloud Run service id < 50 characters, job id plus execution token < 63, labels <= 63.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+MANAGED_BY = "managed-by"
+RUN_LABEL = "dropforge-run"
+ATTEMPT_LABEL = "dropforge-attempt"
+EXPIRES_LABEL = "dropforge-expires"
+
+SPECS_PREFIX = "specs/"
+
+
+def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
+    """The run of one generation of one uploaded spec; the slug is for people, the digest for uniqueness."""
+    stem = name.rsplit("/", 1)[-1].removesuffix(".json")
+    return f"{_slug(stem)}-{_digest(bucket, name, str(generation))}"
+
+
+def run_id_of_message(idempotency_key: str) -> str:
+    """The run of one request message, by its idempotency key (or, without one, its message id)."""
+    return f"request-{_digest('request', idempotency_key)}"
+
+
+def is_spec_object(name: str) -> bool:
+    """Whether an object of the specs bucket is a job spec: `specs/**/*.json`."""
+    return name.startswith(SPECS_PREFIX) and name.endswith(".json")
+
+
+def is_run_id(text: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9-]{0,19}-[0-9a-f]{12}", text) is not None
+
+
+def training_name(run: str, attempt: int) -> str:
+    """The training resource of one attempt: at most 40 characters."""
+    return f"df-{run}-a{attempt}"
+
+
+def endpoint_name(run: str) -> str:
+    """The endpoint of a run."""
+    return f"df-{run}-serve"
+
+
+def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:
+    """Ownership labels, with the user's own underneath."""
+    return {**user, MANAGED_BY: "dropforge", RUN_LABEL: run, **extra}
+
+
+def record_object(run: str) -> str:
+    return f"runs/{run}/record.json"
+
+
+def spec_object(run: str) -> str:
+    return f"runs/{run}/spec.json"
+
+
+def ledger_object(run: str) -> str:
+    return f"runs/{run}/ledger.json"
+
+
+def errors_object(run: str) -> str:
+    return f"runs/{run}/errors.json"
+
+
+def report_object(run: str) -> str:
+    return f"runs/{run}/report.json"
+
+
+def events_prefix(run: str, attempt: int | None = None) -> str:
+    return f"runs/{run}/events/" + ("" if attempt is None else f"{attempt:04d}-")
+
+
+def event_object(run: str, attempt: int, sequence: int, kind: str) -> str:
+    """Sorts by attempt, then sequence."""
+    return f"{events_prefix(run, attempt)}{sequence:015d}-{kind}.json"
+
+
+def _slug(text: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:20].strip("-")
+    return slug if re.match(r"[a-z]", slug) else f"run-{slug}"[:20].strip("-")
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

@@ -1,0 +1,328 @@
+"""Runs: their states, their record and ledger, and the store that keeps both in the runs bucket.
+
+Every write carries a generation precondition, so that two functions can never overwrite each other unseen
+(https://cloud.google.com/storage/docs/request-preconditions).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from . import names
+from .clients import TIMEOUT_SECONDS
+from .errors import Conflict, ErrorClass, NotFound
+from .spec import JobSpec
+
+M = TypeVar("M", bound=BaseModel)
+UPDATE_TRIES = 12
+
+
+class RunState(StrEnum):
+    """Where a run is. The last four are terminal and written once."""
+
+    ACCEPTED = "ACCEPTED"
+    PROVISIONING = "PROVISIONING"
+    TRAINING = "TRAINING"
+    DEPLOYING = "DEPLOYING"
+    TEARING_DOWN = "TEARING_DOWN"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    REJECTED = "REJECTED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.REJECTED})
+_ALLOWED = {
+    RunState.ACCEPTED: {RunState.PROVISIONING, RunState.TEARING_DOWN},
+    RunState.PROVISIONING: {RunState.TRAINING, RunState.DEPLOYING, RunState.TEARING_DOWN},
+    RunState.TRAINING: {RunState.PROVISIONING, RunState.DEPLOYING, RunState.TEARING_DOWN},
+    RunState.DEPLOYING: {RunState.TEARING_DOWN},
+    RunState.TEARING_DOWN: {RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED},
+}
+
+
+class Stored(BaseModel):
+    """Base of what the runs bucket keeps. Unknown fields are kept out, so that a newer writer is noticed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RunError(Stored):
+    """Why a run failed, for people: what happened, of which class, and what to do about it."""
+
+    error_class: ErrorClass
+    message: str
+    hint: str = ""
+
+
+class Transition(Stored):
+    """A state that the run entered, and when."""
+
+    state: RunState
+    time: datetime
+    attempt: int = 0
+
+
+class Attempt(Stored):
+    """One launch of the training."""
+
+    number: int
+    placement: int
+    region: str
+    started: datetime
+    deadline: datetime
+    usd_per_hour: float | None = None
+    ended: datetime | None = None
+    error: RunError | None = None
+
+
+class Endpoint(Stored):
+    """The served model."""
+
+    url: str
+    model: str
+    service: str
+    region: str
+    ready: datetime
+    expires: datetime
+    ended: datetime | None = None
+
+
+class Record(Stored):
+    """Everything that is known about a run. `history` starts with ACCEPTED or REJECTED."""
+
+    run: str
+    name: str
+    source: str
+    state: RunState
+    created: datetime
+    history: list[Transition]
+    execution: str | None = None
+    callback_url: str | None = None
+    cancel_requested: datetime | None = None
+    attempts: list[Attempt] = []
+    metrics: dict[str, float | None] = {}
+    endpoint: Endpoint | None = None
+    error: RunError | None = None
+    problems: list[dict[str, JsonValue]] = []
+    notices: list[str] = []
+
+    @property
+    def attempt(self) -> int:
+        """The number of the latest attempt; 0 before the first."""
+        return self.attempts[-1].number if self.attempts else 0
+
+    def entered(self, state: RunState, now: datetime) -> Record:
+        """This record in `state`. Entering the present state again changes nothing.
+
+        Raises Conflict when `state` cannot follow: above all, when this one is terminal.
+        """
+        if state is self.state:
+            return self
+        if state not in _ALLOWED.get(self.state, ()):
+            raise Conflict(f"run {self.run} is {self.state}; it cannot become {state}")
+        moved = Transition(state=state, time=now, attempt=self.attempt)
+        return self.model_copy(update={"state": state, "history": [*self.history, moved]})
+
+    def stage_seconds(self, now: datetime) -> dict[str, float]:
+        """Seconds spent in each state so far, in the order of the first entry."""
+        spent: dict[str, float] = {}
+        ends = [*[t.time for t in self.history[1:]], self.history[-1].time if self.state.is_terminal else now]
+        for transition, end in zip(self.history, ends, strict=True):
+            if not transition.state.is_terminal:
+                spent[transition.state] = spent.get(transition.state, 0.0) + (end - transition.time).total_seconds()
+        return spent
+
+    def training_cost(self, now: datetime) -> float | None:
+        """US dollars that the attempts have cost so far; None when a price is unknown."""
+        total = 0.0
+        for attempt in self.attempts:
+            if attempt.usd_per_hour is None:
+                return None
+            total += attempt.usd_per_hour * ((attempt.ended or now) - attempt.started).total_seconds() / 3600
+        return round(total, 6)
+
+
+class ResourceState(StrEnum):
+    INTENDED = "intended"  # about to be created; may exist
+    CREATED = "created"  # was seen to exist
+    GONE = "gone"  # was seen not to exist, after it was deleted
+
+
+class LedgerEntry(Stored):
+    """One cloud resource of a run. `name` is the full resource name; `kind` tells who deletes it."""
+
+    kind: str
+    name: str
+    attempt: int
+    state: ResourceState
+    intended: datetime
+    created: datetime | None = None
+    gone: datetime | None = None
+
+
+class Ledger(Stored):
+    """Every resource that a run ever intended to create; written before the call it announces."""
+
+    run: str
+    entries: list[LedgerEntry] = []
+
+    def find(self, name: str) -> LedgerEntry | None:
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+    def remaining(self) -> list[LedgerEntry]:
+        return [entry for entry in self.entries if entry.state is not ResourceState.GONE]
+
+    def with_entry(self, entry: LedgerEntry) -> Ledger:
+        others = [e for e in self.entries if e.name != entry.name]
+        return self.model_copy(update={"entries": [*others, entry]})
+
+
+class Versioned(NamedTuple):
+    """An object's bytes and the generation they were read at."""
+
+    data: bytes
+    generation: int
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class RunStore:
+    """The runs bucket."""
+
+    def __init__(self, client: Any, bucket: str) -> None:
+        self.bucket = client.bucket(bucket)
+
+    def create(self, record: Record) -> bool:
+        """Write a new run's record; False when the run exists already."""
+        return self.put_new(names.record_object(record.run), record.model_dump_json().encode())
+
+    def record(self, run: str) -> Record:
+        """Raises NotFound."""
+        return Record.model_validate_json(self.read(names.record_object(run)).data)
+
+    def find(self, run: str) -> Record | None:
+        try:
+            return self.record(run)
+        except NotFound:
+            return None
+
+    def update(self, run: str, change: Callable[[Record], Record]) -> Record:
+        """Apply `change` to the record, again on each conflict; `change` must be free of effects.
+
+        Raises NotFound, Conflict after many lost races, and whatever `change` raises.
+        """
+        return self._change(names.record_object(run), Record, change)
+
+    def spec(self, run: str) -> JobSpec:
+        """The accepted spec of a run. Raises NotFound."""
+        return JobSpec.model_validate_json(self.read(names.spec_object(run)).data)
+
+    def ledger(self, run: str) -> Ledger:
+        try:
+            return Ledger.model_validate_json(self.read(names.ledger_object(run)).data)
+        except NotFound:
+            return Ledger(run=run)
+
+    def intend(self, run: str, kind: str, name: str, attempt: int) -> None:
+        """Note that a resource is about to be created. Returns only once that is durable."""
+        entry = LedgerEntry(kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=utc_now())
+
+        def change(ledger: Ledger) -> Ledger:
+            found = ledger.find(name)
+            return ledger if found and found.state is not ResourceState.GONE else ledger.with_entry(entry)
+
+        self._change_ledger(run, change)
+
+    def note(self, run: str, name: str, state: ResourceState) -> None:
+        """Note that a resource was seen to exist, or seen to be gone."""
+
+        def change(ledger: Ledger) -> Ledger:
+            found = ledger.find(name)
+            if found is None or found.state in (state, ResourceState.GONE):
+                return ledger
+            field = "created" if state is ResourceState.CREATED else "gone"
+            return ledger.with_entry(found.model_copy(update={"state": state, field: utc_now()}))
+
+        self._change_ledger(run, change)
+
+    def put_new(self, name: str, data: bytes, content_type: str = "application/json") -> bool:
+        """Write an object that must not exist; False when it does."""
+        return self.write(name, data, 0, content_type)
+
+    def write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> bool:
+        """Write an object if its generation is still `generation` (0: it does not exist); False otherwise."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        blob = self.bucket.blob(name)
+        try:
+            blob.upload_from_string(
+                data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS
+            )
+        except PreconditionFailed:
+            return False
+        return True
+
+    def read(self, name: str) -> Versioned:
+        """Raises NotFound."""
+        from google.api_core.exceptions import NotFound as Missing
+
+        blob = self.bucket.blob(name)
+        try:
+            data = blob.download_as_bytes(timeout=TIMEOUT_SECONDS)
+        except Missing:
+            raise NotFound(f"gs://{self.bucket.name}/{name} does not exist") from None
+        return Versioned(data, int(blob.generation))
+
+    def names(self, prefix: str, start_offset: str | None = None) -> Iterator[str]:
+        """Object names under a prefix, in order."""
+        blobs = self.bucket.client.list_blobs(
+            self.bucket, prefix=prefix, start_offset=start_offset, fields="items(name),nextPageToken"
+        )
+        return (blob.name for blob in blobs)
+
+    def runs(self) -> Iterator[str]:
+        """Every run's id."""
+        blobs = self.bucket.client.list_blobs(self.bucket, prefix="runs/", delimiter="/")
+        for page in blobs.pages:
+            yield from sorted(prefix.split("/")[1] for prefix in page.prefixes)
+
+    def _change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> None:
+        name = names.ledger_object(run)
+        self._change(name, Ledger, change, new=Ledger(run=run))
+
+    def _change(self, name: str, model: type[M], change: Callable[[M], M], new: M | None = None) -> M:
+        for attempt in range(UPDATE_TRIES):
+            try:
+                found = self.read(name)
+                before, generation = model.model_validate_json(found.data), found.generation
+            except NotFound:
+                if new is None:
+                    raise
+                before, generation = new, 0
+            after = change(before)
+            if after is before or self.write(name, after.model_dump_json().encode(), generation):
+                return after
+            time.sleep(random.uniform(0, 0.01 * 2**attempt))  # lost the race: whoever won, let them finish
+        raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
+
+
+def open_store() -> RunStore:
+    """The runs bucket of this deployment."""
+    from .clients import storage
+    from .settings import settings
+
+    return RunStore(storage(), settings().runs_bucket)

@@ -1,0 +1,171 @@
+"""Serving `cloud_run`: vLLM on a Cloud Run service with one GPU, IAM on, scaling to zero.
+
+API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.services
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from .. import clients, names
+from ..catalog import HourlyPrice, cloud_run_price
+from ..classify import classify, classify_text, client_errors
+from ..clients import TIMEOUT_SECONDS
+from ..errors import CloudError, ErrorClass
+from ..spec import CloudRunServe, JobSpec, seconds
+from ..targets.base import Resource
+from .base import Deployment
+
+KIND = "run.googleapis.com/Service"
+PORT = 8000
+READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+LOOK_SECONDS = 0.2
+PROBE_PERIOD_SECONDS = 5  # a startup probe's period and time-out are each at most 240 s
+
+
+class CloudRunService:
+    """See `Server` for the contract of each verb."""
+
+    def region(self, spec: JobSpec) -> str:
+        return _serve(spec).region or spec.target.placements[0].region
+
+    def price(self, spec: JobSpec) -> HourlyPrice:
+        serve = _serve(spec)
+        return cloud_run_price(serve.accelerator, self.region(spec), serve.cpu, serve.memory_gib)
+
+    def resources(self, deployment: Deployment) -> list[Resource]:
+        return [Resource(KIND, service_name(deployment), service_request(deployment))]
+
+    def deploy(self, deployment: Deployment) -> str | None:
+        try:
+            if self._service(service_name(deployment)) is None:
+                self._create(deployment)
+            return self._ready(deployment)
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def teardown(self, kind: str, name: str) -> bool:
+        from google.api_core.exceptions import NotFound
+
+        services = clients.run_services()
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        try:
+            if not services.get_service(name=name, timeout=TIMEOUT_SECONDS).delete_time:
+                services.delete_service(name=name, timeout=TIMEOUT_SECONDS)
+            while time.monotonic() < deadline:
+                services.get_service(name=name, timeout=TIMEOUT_SECONDS)
+                time.sleep(LOOK_SECONDS)
+        except NotFound:
+            return True
+        except client_errors() as error:
+            raise classify(error) from error
+        return False
+
+    def _service(self, name: str) -> Any:
+        from google.api_core.exceptions import NotFound
+
+        try:
+            return clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
+        except NotFound:
+            return None
+
+    def _create(self, deployment: Deployment) -> None:
+        from google.api_core.exceptions import Conflict
+        from google.cloud import run_v2
+
+        request = service_request(deployment)
+        service = run_v2.Service.from_json(json.dumps(request["service"]), ignore_unknown_fields=False)
+        try:
+            clients.run_services().create_service(
+                parent=request["parent"], service=service, service_id=request["serviceId"], timeout=TIMEOUT_SECONDS
+            )
+        except Conflict:
+            return  # ours, from a reply that was lost; `_ready` looks whose it is
+
+    def _ready(self, deployment: Deployment) -> str | None:
+        """Look for a while; the URL once the service is ready, None while it is still being made."""
+        from google.cloud import run_v2
+
+        state = run_v2.Condition.State
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        while time.monotonic() < deadline:
+            service = self._service(service_name(deployment))
+            if service is not None:
+                _check_owner(service, deployment.run)
+                condition = service.terminal_condition
+                if not service.reconciling and service.observed_generation == service.generation:
+                    if condition.state == state.CONDITION_SUCCEEDED:
+                        return str(service.uri)
+                    if condition.state == state.CONDITION_FAILED:
+                        raise classify_text("FAILED_PRECONDITION", condition.message)
+            time.sleep(LOOK_SECONDS)
+        return None
+
+
+def service_name(deployment: Deployment) -> str:
+    """The full resource name of the run's service."""
+    region = _serve(deployment.spec).region or deployment.spec.target.placements[0].region
+    return f"projects/{deployment.settings.project}/locations/{region}/services/{names.endpoint_name(deployment.run)}"
+
+
+def service_request(deployment: Deployment) -> dict[str, Any]:
+    """The createService request, as JSON."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    expires = {names.EXPIRES_LABEL: str(int(deployment.expires.timestamp()))}
+    labels = names.labels(deployment.run, deployment.spec.labels, **expires)
+    template = {
+        "labels": labels,
+        "serviceAccount": settings.server_service_account,
+        "timeout": "600s",
+        "scaling": {"minInstanceCount": serve.min_instances, "maxInstanceCount": serve.max_instances},
+        "maxInstanceRequestConcurrency": serve.max_num_seqs,
+        "nodeSelector": {"accelerator": serve.accelerator},
+        "gpuZonalRedundancyDisabled": True,
+        "vpcAccess": {
+            "networkInterfaces": [{"network": settings.network, "subnetwork": settings.subnetwork}],
+            "egress": "PRIVATE_RANGES_ONLY",
+        },
+        "containers": [_container(deployment, serve)],
+    }
+    parent, _, service_id = service_name(deployment).rpartition("/services/")
+    service = {"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template}
+    return {"parent": parent, "serviceId": service_id, "service": service}
+
+
+def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
+    values = {
+        "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
+        "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,
+        "DROPFORGE_MAX_MODEL_LEN": str(serve.max_model_len),
+        "DROPFORGE_MAX_NUM_SEQS": str(serve.max_num_seqs),
+    }
+    limits = {"cpu": str(serve.cpu), "memory": f"{serve.memory_gib}Gi", "nvidia.com/gpu": "1"}
+    return {
+        "image": deployment.settings.serve_vllm_image,
+        "env": [{"name": name, "value": value} for name, value in values.items()],
+        # Instance-based billing: a GPU service must keep its CPU between requests.
+        "resources": {"limits": limits, "cpuIdle": False, "startupCpuBoost": True},
+        "ports": [{"name": "http1", "containerPort": PORT}],
+        "startupProbe": {
+            "httpGet": {"path": "/health", "port": PORT},
+            "periodSeconds": PROBE_PERIOD_SECONDS,
+            "timeoutSeconds": PROBE_PERIOD_SECONDS - 1,
+            "failureThreshold": max(1, seconds(serve.startup_timeout) // PROBE_PERIOD_SECONDS),
+        },
+    }
+
+
+def _serve(spec: JobSpec) -> CloudRunServe:
+    assert spec.serve is not None, "deploy is called only for specs that serve"
+    return spec.serve
+
+
+def _check_owner(service: Any, run: str) -> None:
+    if service.labels.get(names.RUN_LABEL) != run:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            f"{service.name} exists and belongs to {dict(service.labels)!r}",
+            "delete it, or drop the spec again to get another run id",
+        )

@@ -1,0 +1,68 @@
+"""What a deployment decides: DROPFORGE_* environment variables, set by Terraform or by the local stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+
+from .errors import DropforgeError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One field per variable: `runs_bucket` is DROPFORGE_RUNS_BUCKET. Fields without a default are required."""
+
+    project: str
+    location: str
+    specs_bucket: str
+    runs_bucket: str
+    workflow: str
+    requests_topic: str
+    job_events_topic: str
+    run_events_topic: str
+    train_trl_image: str
+    serve_vllm_image: str
+    trainer_service_account: str
+    server_service_account: str
+    network: str = "default"
+    subnetwork: str = "default"
+    slack_webhook_secret: str = ""
+    check_interval_seconds: int = 300
+    provision_deadline_seconds: int = 1800
+    console_url: str = ""
+
+    @property
+    def workflow_name(self) -> str:
+        return f"projects/{self.project}/locations/{self.location}/workflows/{self.workflow}"
+
+    def topic(self, short_name: str) -> str:
+        return f"projects/{self.project}/topics/{short_name}"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+        """Raises DropforgeError that lists every variable that is missing or malformed."""
+        values: dict[str, str | int] = {}
+        problems = []
+        for field in fields(cls):
+            name = f"DROPFORGE_{field.name.upper()}"
+            text = environment.get(name)
+            if text is None:
+                if field.default is MISSING:
+                    problems.append(f"{name} is not set")
+            elif field.type == "int":
+                if not text.isdigit():
+                    problems.append(f"{name} is {text!r}; expected a whole number of seconds")
+                values[field.name] = int(text) if text.isdigit() else 0
+            else:
+                values[field.name] = text
+        if problems:
+            raise DropforgeError("; ".join(problems) + " (terraform/functions.tf and local/dropforge_local set them)")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@cache
+def settings() -> Settings:
+    """This process's settings."""
+    return Settings.from_environment(os.environ)

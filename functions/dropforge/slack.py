@@ -1,0 +1,137 @@
+"""What people read in Slack: Block Kit messages, sent by an incoming webhook whose URL is a secret.
+
+Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters, section text 3,000, 50 blocks.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from . import clients
+from .clients import TIMEOUT_SECONDS
+from .runs import Record, RunState
+from .settings import Settings
+from .spec import JobSpec, redact
+
+MAX_HEADER, MAX_SECTION = 150, 3000
+_HEADLINES = {
+    RunState.ACCEPTED: ":inbox_tray: accepted",
+    RunState.REJECTED: ":no_entry: rejected",
+    RunState.TRAINING: ":fire: training started",
+    RunState.SUCCEEDED: ":white_check_mark: succeeded",
+    RunState.FAILED: ":x: failed",
+    RunState.CANCELLED: ":black_square_for_stop: cancelled",
+}
+
+
+class Message(NamedTuple):
+    """A Slack message: the text of the notification, and the blocks of the message itself."""
+
+    text: str
+    blocks: list[dict[str, Any]]
+
+
+def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> Message | None:
+    """The message for a record's present state; None when people do not care about that state."""
+    headline = _HEADLINES.get(record.state)
+    if headline is None:
+        return None
+    title = f"{record.name or record.run} {headline.split(' ', 1)[1]}"
+    blocks: list[dict[str, Any]] = [
+        {"type": "header", "text": {"type": "plain_text", "text": f"{headline.split()[0]} {title}"[:MAX_HEADER]}}
+    ]
+    blocks += [_section(text) for text in _paragraphs(record, spec, settings, now) if text]
+    event_id = f"{record.run}/{record.history[-1].attempt}/{record.state.lower()}"
+    blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"run `{record.run}` · {event_id}"}]})
+    return Message(redact(title), blocks)
+
+
+def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
+    """Send a message. Answers ("", False), or what went wrong and whether trying again may help."""
+    from slack_sdk.errors import SlackClientError
+    from slack_sdk.webhook import WebhookClient
+
+    try:
+        url = read_secret(secret, settings)
+    except LookupError as error:
+        return str(error), False
+    try:
+        response = WebhookClient(url, timeout=int(TIMEOUT_SECONDS)).send(text=message.text, blocks=message.blocks)
+    except (OSError, SlackClientError) as error:
+        return f"Slack could not be reached: {type(error).__name__}", True
+    if response.status_code == 200:
+        return "", False
+    may_pass = response.status_code == 429 or response.status_code >= 500
+    return (
+        f"Slack answered {response.status_code} {response.body[:100]!r} to the webhook of secret {secret!r}",
+        may_pass,
+    )
+
+
+def read_secret(secret: str, settings: Settings) -> str:
+    """The value of a Secret Manager secret (`name` or `name:version`). Raises LookupError; never shows the value."""
+    from google.api_core.exceptions import FailedPrecondition, Forbidden, NotFound
+
+    name, _, version = secret.partition(":")
+    full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
+    try:
+        payload = clients.secrets().access_secret_version(name=full_name, timeout=TIMEOUT_SECONDS).payload
+    except (FailedPrecondition, Forbidden, NotFound) as error:
+        raise LookupError(
+            f"secret {secret!r} of project {settings.project} cannot be read: {type(error).__name__}"
+        ) from None
+    return str(payload.data.decode()).strip()
+
+
+def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[str]:
+    if record.state is RunState.ACCEPTED:
+        return [f"from `{record.source}`"]
+    if record.state is RunState.REJECTED:
+        listed = "\n".join(f"• `{p['pointer'] or '/'}` {_problem(p)}" for p in record.problems[:20])
+        return [listed, f"details: `gs://{settings.runs_bucket}/runs/{record.run}/errors.json`"]
+    if record.state is RunState.TRAINING:
+        where = record.attempts[-1]
+        return [f"attempt {where.number} on {spec.target.accelerator if spec else 'its target'} in {where.region}"]
+    if record.state is RunState.SUCCEEDED:
+        return [_metrics(record), _endpoint(record), _cost(record, now)]
+    return [_error(record), _logs(record, settings), _cost(record, now)]
+
+
+def _problem(problem: dict[str, Any]) -> str:
+    parts = [str(problem["message"])]
+    parts += [f"{word} {problem[word]}" for word in ("found", "expected") if problem.get(word)]
+    return "; ".join(parts)
+
+
+def _metrics(record: Record) -> str:
+    shown = {name: value for name, value in record.metrics.items() if value is not None}
+    return "\n".join(f"• {name}: *{value:.4g}*" for name, value in shown.items())
+
+
+def _endpoint(record: Record) -> str:
+    if record.endpoint is None:
+        return "trained only; the spec asks for no endpoint"
+    return (
+        f"serving `{record.endpoint.model}` at {record.endpoint.url} until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
+    )
+
+
+def _error(record: Record) -> str:
+    if record.error is None:
+        return ""
+    hint = f"\n_{record.error.hint}_" if record.error.hint else ""
+    return f"*{record.error.error_class}*: {record.error.message}{hint}"
+
+
+def _logs(record: Record, settings: Settings) -> str:
+    return f"logs: `dropforge logs {record.run}`; artifacts: `gs://{settings.runs_bucket}/models/{record.run}/`"
+
+
+def _cost(record: Record, now: datetime) -> str:
+    cost = record.training_cost(now)
+    return "training cost: price unknown" if cost is None else f"training cost: *${cost:.2f}*"
+
+
+def _section(text: str) -> dict[str, Any]:
+    return {"type": "section", "text": {"type": "mrkdwn", "text": redact(text)[:MAX_SECTION]}}

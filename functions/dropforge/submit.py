@@ -1,0 +1,164 @@
+"""Stage `submit`: one spec event, however often delivered, becomes one run and one execution.
+
+An invalid spec is a result, not a fault: the run is recorded as REJECTED and people are told. Only what a later
+delivery can mend is raised.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from pydantic import JsonValue
+
+from . import admission, clients, names, notify
+from .clients import TIMEOUT_SECONDS
+from .errors import InvalidSpec, RetryLater, SpecProblem
+from .executions import find_execution, start_execution
+from .log import log
+from .runs import Record, RunState, RunStore, Transition, open_store, utc_now
+from .settings import settings
+from .spec import MAX_SPEC_BYTES, parse_spec, redact
+
+# A first delivery that has made the record starts the execution within this; a second one waits that long.
+START_SECONDS = 20
+
+
+def submit_object(bucket: str, name: str, generation: str, size: int) -> Record:
+    """Submit one generation of an object of the specs bucket. Raises RetryLater and client errors."""
+    run = names.run_id_of_object(bucket, name, generation)
+    source = f"gs://{bucket}/{name}#{generation}"
+    store = open_store()
+    if found := store.find(run):
+        return _resume(store, found)
+    try:
+        data = read_spec(bucket, name, generation, size)
+    except InvalidSpec as error:
+        return _reject(store, run, source, error.problems, b"")
+    return _submit(store, run, source, data)
+
+
+def submit_message(data: bytes, idempotency_key: str) -> Record:
+    """Submit the spec that a request message holds. Raises RetryLater and client errors."""
+    run = names.run_id_of_message(idempotency_key)
+    store = open_store()
+    if found := store.find(run):
+        return _resume(store, found)
+    return _submit(store, run, f"message {idempotency_key}", data)
+
+
+def submit_uri(uri: str, idempotency_key: str) -> Record:
+    """Submit the spec at a gs:// URI, in the run of the message that named it."""
+    run = names.run_id_of_message(idempotency_key)
+    store = open_store()
+    if found := store.find(run):
+        return _resume(store, found)
+    try:
+        data = _read_uri(uri)
+    except InvalidSpec as error:
+        return _reject(store, run, uri, error.problems, b"")
+    return _submit(store, run, uri, data)
+
+
+def read_spec(bucket: str, name: str, generation: str | None, size: int) -> bytes:
+    """The bytes of a spec object. Raises InvalidSpec when it is too large, or not there any more."""
+    from google.api_core.exceptions import NotFound
+
+    if size > MAX_SPEC_BYTES:
+        raise InvalidSpec(
+            [SpecProblem("", "the spec is too large", f"{size} bytes", f"at most {MAX_SPEC_BYTES} bytes")]
+        )
+    blob = clients.storage().bucket(bucket).blob(name, generation=int(generation) if generation else None)
+    try:
+        return bytes(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+    except NotFound:
+        expected = "an object that stays until its run is accepted"
+        problem = SpecProblem(
+            "", "the spec was deleted or overwritten before it was read", f"gs://{bucket}/{name}", expected
+        )
+        raise InvalidSpec([problem]) from None
+
+
+def _read_uri(uri: str) -> bytes:
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    if not (uri.startswith("gs://") and bucket and name):
+        raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", repr(uri), "gs://bucket/path")])
+    blob = clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
+    if blob is None:
+        raise InvalidSpec([SpecProblem("/spec_uri", "the object does not exist", uri, "a job spec")])
+    return read_spec(bucket, name, str(blob.generation), int(blob.size or 0))
+
+
+def _submit(store: RunStore, run: str, source: str, data: bytes) -> Record:
+    try:
+        spec = parse_spec(data)
+        admission.check(spec, settings())
+    except InvalidSpec as error:
+        return _reject(store, run, source, error.problems, data)
+    now = utc_now()
+    record = Record(
+        run=run,
+        name=spec.name,
+        source=source,
+        state=RunState.ACCEPTED,
+        created=now,
+        history=[Transition(state=RunState.ACCEPTED, time=now)],
+    )
+    store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True, exclude_none=True).encode())
+    if not store.create(record):
+        return _resume(store, store.record(run))
+    log("accepted", stage="submit", run=run, source=source)
+    return _start(store, record, start_execution(run, settings()))
+
+
+def _resume(store: RunStore, record: Record) -> Record:
+    """A run that exists: nothing to do, unless whoever made it died before its execution was started."""
+    if record.execution or record.state is not RunState.ACCEPTED:
+        if record.state is RunState.REJECTED:
+            notify.tell(record)  # the first delivery may have died before it told anybody; the event id is the same
+        return record
+    if utc_now() - record.created < timedelta(seconds=START_SECONDS):
+        raise RetryLater(f"run {record.run} is being submitted by another delivery; it is looked at again")
+    execution = find_execution(record.run, record.created, settings()) or start_execution(record.run, settings())
+    return _start(store, record, execution)
+
+
+def _start(store: RunStore, record: Record, execution: str) -> Record:
+    """Note the execution; the first one noted owns the run, and `provision` turns any other away."""
+
+    def change(found: Record) -> Record:
+        return found if found.execution else found.model_copy(update={"execution": execution})
+
+    record = store.update(record.run, change)
+    notify.tell(record.model_copy(update={"state": RunState.ACCEPTED}))
+    return record
+
+
+def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
+    now = utc_now()
+    listed: list[dict[str, JsonValue]] = [dict(problem._asdict()) for problem in problems]
+    record = Record(
+        run=run,
+        name=_name(data),
+        source=source,
+        state=RunState.REJECTED,
+        created=now,
+        history=[Transition(state=RunState.REJECTED, time=now)],
+        problems=listed,
+    )
+    errors = {"run": run, "source": source, "errors": listed}
+    store.put_new(names.errors_object(run), json.dumps(errors, indent=2, ensure_ascii=False).encode())
+    store.create(record)
+    log("rejected", stage="submit", run=run, source=source, severity="WARNING", problems=[str(p) for p in problems])
+    notify.tell(record)
+    return record
+
+
+def _name(data: bytes) -> str:
+    """The name that a rejected spec gives itself, if it can be read."""
+    try:
+        document: Any = json.loads(data)
+        return redact(str(document["name"]))[:63]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

@@ -1,0 +1,98 @@
+"""What a target is: four verbs on the training resource of one attempt.
+
+Each verb is one short look or push; none waits for the cloud longer than a few seconds, none keeps state in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Protocol
+
+from ..catalog import HourlyPrice
+from ..errors import ErrorClass
+from ..settings import Settings
+from ..spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One attempt, with all that its resources are made from."""
+
+    run: str
+    attempt: int
+    placement: int
+    spec: JobSpec
+    settings: Settings
+    deadline: datetime
+    timeout_seconds: int
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A cloud resource that would be, or is, created: its ledger name and the request that makes it."""
+
+    kind: str
+    name: str
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+class Phase(StrEnum):
+    """What the cloud says of an attempt."""
+
+    PENDING = "pending"  # accepted, not running yet
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"  # ended by itself with exit code 0
+    FAILED = "failed"
+    GONE = "gone"  # the resource does not exist
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at the cloud resource of an attempt."""
+
+    phase: Phase
+    message: str = ""
+    error_class: ErrorClass | None = None
+    exit_code: int | None = None
+
+
+class Target(Protocol):
+    """A place where training runs. Errors of the cloud are raised as CloudError."""
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        """The placements' regions, in the order in which they are tried."""
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        """What the attempt's machine costs for an hour."""
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        """What `provision` creates, in order; pure, and the same for the same launch."""
+
+    def provision(self, launch: Launch) -> bool:
+        """Advance towards a running attempt; True once it is launched. Called again, it makes nothing twice."""
+
+    def inspect(self, launch: Launch) -> Status:
+        """One look at the attempt."""
+
+    def teardown(self, kind: str, name: str) -> bool:
+        """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+# Exit codes of our training containers (docs/training.md).
+EXIT_CLASSES = {
+    64: ErrorClass.CONFIG,
+    65: ErrorClass.DATA,
+    66: ErrorClass.PERMISSION,
+    70: ErrorClass.CODE,
+    75: ErrorClass.PREEMPTED,
+    76: ErrorClass.OUT_OF_MEMORY,
+    137: ErrorClass.INFRASTRUCTURE,  # SIGKILL from outside
+    143: ErrorClass.INFRASTRUCTURE,  # SIGTERM that was not handled
+}
+
+
+def class_of_exit(code: int) -> ErrorClass:
+    """The error class that a training container's exit code stands for."""
+    return EXIT_CLASSES.get(code, ErrorClass.CODE)

@@ -1,0 +1,84 @@
+"""Stage `teardown`: every resource that the ledger knows is deleted and verified gone, on every path out of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .log import log
+from .notify import announce
+from .outcome import superseded, waiting
+from .runs import LedgerEntry, Record, ResourceState, RunState, RunStore, open_store, utc_now
+from .serving import get_server
+from .serving.base import Server
+from .targets import get_target
+from .targets.base import Target
+
+RETRY_SECONDS = 3
+
+# Who deletes a resource of which kind.
+_OWNERS: dict[str, Callable[[], Target | Server]] = {
+    "run.googleapis.com/Job": lambda: get_target("cloud_run"),
+    "run.googleapis.com/Service": lambda: get_server("cloud_run"),
+}
+ENDPOINT_KINDS = frozenset({"run.googleapis.com/Service"})
+
+
+def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[str, Any]:
+    """Delete the resources of a run. Raises NotFound for an unknown run, CloudError for what may pass.
+
+    `scope` is "attempt" between two attempts (the run goes on) or "run" at its end; `keep_endpoint` spares the
+    endpoint, which then lives for its ttl. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED", ...}.
+    """
+    store = open_store()
+    record = store.update(run, lambda found: _enter(found, execution, scope))
+    if record.execution != execution:
+        return superseded(record)
+    if scope == "run" and record.state is RunState.TEARING_DOWN:
+        announce(record, RunState.TEARING_DOWN)
+    spared = ENDPOINT_KINDS if keep_endpoint else frozenset()
+    remaining = delete_remaining(store, run, spared)
+    if remaining:
+        return {**waiting("PENDING", RETRY_SECONDS), "remaining": [entry.name for entry in remaining]}
+    log("gone", stage="teardown", run=run, scope=scope)
+    return {"status": "GONE"}
+
+
+def delete_remaining(store: RunStore, run: str, spared: frozenset[str] = frozenset()) -> list[LedgerEntry]:
+    """Push every resource that is left towards gone; what remains after that."""
+    remaining = []
+    for entry in store.ledger(run).remaining():
+        if entry.kind in spared:
+            continue
+        if _delete(entry):
+            store.note(run, entry.name, ResourceState.GONE)
+        else:
+            remaining.append(entry)
+    return remaining
+
+
+def end_endpoint(store: RunStore, run: str) -> bool:
+    """Delete the endpoint of a finished run; True once it is verified gone."""
+    if delete_remaining(store, run):
+        return False
+
+    def change(record: Record) -> Record:
+        if record.endpoint is None or record.endpoint.ended:
+            return record
+        return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": utc_now()})})
+
+    store.update(run, change)
+    log("endpoint gone", stage="teardown", run=run)
+    return True
+
+
+def _delete(entry: LedgerEntry) -> bool:
+    return _OWNERS[entry.kind]().teardown(entry.kind, entry.name)
+
+
+def _enter(record: Record, execution: str, scope: str) -> Record:
+    if record.execution not in (None, execution) or record.state.is_terminal:
+        return record
+    if record.execution is None:
+        record = record.model_copy(update={"execution": execution})
+    return record.entered(RunState.TEARING_DOWN, utc_now()) if scope == "run" else record
