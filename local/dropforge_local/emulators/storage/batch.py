@@ -1,0 +1,67 @@
+"""Batches: several JSON calls in one multipart/mixed request, each answered by itself, in order."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from email.message import Message
+from email.parser import BytesParser, Parser
+from http import HTTPStatus
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from .errors import StorageError, invalid
+from .wire import JSON_TYPE, Call, Reply, read_target, refusal
+
+# The service's own limit is 100, but google-cloud-storage 3.17.1 sends up to 1,000.
+MAX_CALLS = 1000
+Answer = Callable[[Call], Awaitable[Reply | web.StreamResponse]]
+
+
+async def answer_batch(call: Call, answer: Answer) -> web.Response:
+    """Answer every part of a batch with `answer`, which takes paths as they are sent, root and all."""
+    content_type = call.headers.get("Content-Type", "")
+    head = f"Content-Type: {content_type}\r\n\r\n".encode("utf-8", "surrogateescape")
+    message = BytesParser().parsebytes(head + call.body)
+    parts = message.get_payload()
+    if not isinstance(parts, list):
+        raise invalid(f"Failed to parse batch request: Content-Type is {content_type!r}; expected multipart/mixed")
+    if len(parts) > MAX_CALLS:
+        raise invalid(f"The batch has {len(parts)} calls; expected at most {MAX_CALLS}")
+    boundary = f"batch_{uuid.uuid4().hex}"
+    answers = [await _answer_part(call, part, answer) for part in parts if isinstance(part, Message)]
+    body = b"".join(f"--{boundary}\r\n".encode() + part for part in answers) + f"--{boundary}--\r\n".encode()
+    return web.Response(body=body, headers={"Content-Type": f"multipart/mixed; boundary={boundary}"})
+
+
+async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
+    try:
+        reply = await answer(_inner_call(outer, part))
+        assert isinstance(reply, Reply), "only calls with a stream of their own get other answers"
+    except StorageError as error:
+        reply = refusal(error)
+    body = reply.encode()
+    lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in reply.headers.items()]
+    lines += [f"Content-Type: {JSON_TYPE}"] if body else []
+    lines += [f"Content-Length: {len(body)}", "", ""]
+    content_id = str(part.get("Content-ID", "<>")).replace("<", "<response-", 1)
+    head = ["Content-Type: application/http", f"Content-ID: {content_id}", ""]
+    return "\r\n".join(head + lines).encode("utf-8", "replace") + body + b"\r\n"
+
+
+def _inner_call(outer: Call, part: Message) -> Call:
+    """The HTTP request inside an application/http part."""
+    text = part.get_payload(decode=True)
+    assert isinstance(text, bytes)
+    request_line, _, rest = text.lstrip().partition(b"\n")
+    words = request_line.decode("utf-8", "replace").split()
+    if len(words) < 2:
+        raise invalid(f"Failed to parse batch request: {request_line!r}; expected 'METHOD path HTTP/1.1'")
+    message = Parser().parsestr(rest.decode("utf-8", "surrogateescape"))
+    body = message.get_payload()
+    path, query = read_target(words[1])
+    headers = CIMultiDict((name, str(value)) for name, value in message.items())
+    encoded = body.encode("utf-8", "surrogateescape") if isinstance(body, str) else b""
+    return Call(words[0], path, query, headers, outer.base_url, encoded)

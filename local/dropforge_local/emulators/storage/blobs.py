@@ -1,0 +1,146 @@
+"""Object bytes on disk: one immutable file per upload, named at random so that no object name ever reaches the disk.
+
+A blob is written and fsynced before the row that names it is committed. What a crash leaves behind between the two
+is a file that no row names; `sweep` deletes those at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import google_crc32c
+
+from .errors import disk_failed
+from .models import Content
+
+# What a resumable upload keeps of a broken-off chunk is a multiple of this, as in the real service.
+GRANULE_BYTES = 256 * 1024
+FLUSH_BYTES = 4 * GRANULE_BYTES
+T = TypeVar("T")
+
+
+class Digest:
+    """Size, MD5 and CRC32C of the bytes seen so far."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._md5 = hashlib.md5(usedforsecurity=False)
+        self._crc32c = google_crc32c.Checksum()
+
+    def update(self, data: bytes) -> None:
+        self.size += len(data)
+        self._md5.update(data)
+        self._crc32c.update(data)
+
+    @property
+    def md5(self) -> str:
+        return base64.b64encode(self._md5.digest()).decode()
+
+    @property
+    def crc32c(self) -> str:
+        return base64.b64encode(self._crc32c.digest()).decode()
+
+
+class BlobStore:
+    """The blob directory. Disk work runs on its own threads, never on the event loop."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="storage-blob")
+        root.mkdir(parents=True, exist_ok=True)
+
+    def writer(self) -> BlobWriter:
+        """A writer of a new, empty blob."""
+        return BlobWriter(self, uuid.uuid4().hex, Digest())
+
+    def path(self, blob: str) -> Path:
+        return self._root / blob[:2] / blob
+
+    def open(self, blob: str) -> BinaryIO:
+        """Open for reading; the bytes stay readable through it even when the blob is removed meanwhile."""
+        return self.path(blob).open("rb")
+
+    def remove(self, blob: str) -> None:
+        self.path(blob).unlink(missing_ok=True)
+
+    def sweep(self, keep: Collection[str]) -> int:
+        """Remove every blob that is not in `keep`; return how many there were."""
+        strays = [path for path in self._root.glob("??/*") if path.name not in keep]
+        for path in strays:
+            path.unlink()
+        return len(strays)
+
+    async def digest(self, blob: str, size: int) -> Digest:
+        """Hash the first `size` bytes of a blob again (an upload that goes on after a restart)."""
+        return await self.run(_hash_file, self.path(blob), size)
+
+    async def run(self, work: Callable[..., T], *args: object) -> T:
+        """Run disk work on a blob thread. An OSError, such as a full disk, becomes 507."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        except OSError as error:
+            raise disk_failed(error) from error
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class BlobWriter:
+    """Appends to one blob in large pieces, hashing as it goes; `digest.size` is always what the file holds."""
+
+    def __init__(self, store: BlobStore, blob: str, digest: Digest) -> None:
+        self.blob = blob
+        self.digest = digest
+        self._store = store
+        self._buffer = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) >= FLUSH_BYTES:
+            await self._flush(len(self._buffer) // GRANULE_BYTES * GRANULE_BYTES)
+
+    async def finish(self) -> Content:
+        """Write and fsync what is left."""
+        await self._flush(len(self._buffer), sync=True)
+        return Content(self.blob, self.digest.size, self.digest.crc32c, self.digest.md5)
+
+    async def keep_granules(self) -> int:
+        """Write and fsync the whole granules that are left, forget the rest; return the blob's size."""
+        await self._flush(len(self._buffer) // GRANULE_BYTES * GRANULE_BYTES, sync=True)
+        self._buffer.clear()
+        return self.digest.size
+
+    async def _flush(self, count: int, sync: bool = False) -> None:
+        data = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        await self._store.run(_append, self._store.path(self.blob), data, self.digest, sync)
+
+
+def _append(path: Path, data: bytes, digest: Digest, sync: bool) -> None:
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        # Anything beyond is of an attempt that failed or was killed before it was recorded.
+        file.truncate(digest.size)
+        file.seek(digest.size)
+        file.write(data)
+        file.flush()
+        if sync:
+            os.fsync(descriptor)
+    digest.update(data)
+
+
+def _hash_file(path: Path, size: int) -> Digest:
+    digest = Digest()
+    with path.open("rb") as file:
+        while chunk := file.read(min(FLUSH_BYTES, size - digest.size)):
+            digest.update(chunk)
+    return digest

@@ -1,0 +1,103 @@
+"""What the storage emulator keeps: buckets, object versions, and the changes that it tells others about."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from .preconditions import etag_of
+
+Event = Literal["finalized", "deleted", "metadataUpdated", "archived"]
+Attributes = dict[str, Any]
+Edit = Callable[[Attributes], Attributes]
+
+
+@dataclass(frozen=True)
+class ObjectChange:
+    """One change of one object, as Eventarc words it; `resource` is StorageObjectData in its JSON form."""
+
+    event: Event
+    resource: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Content:
+    """The bytes of an object version: where they are, and their hashes. A composite object has no MD5."""
+
+    blob: str
+    size: int
+    crc32c: str
+    md5: str | None = None
+    component_count: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One version of one object. `attributes` are the fields that callers set (contentType, metadata, ...)."""
+
+    bucket: str
+    name: str
+    generation: int
+    metageneration: int
+    live: bool
+    content: Content
+    attributes: Attributes
+    created: str
+    updated: str
+    deleted: str | None
+
+    @property
+    def etag(self) -> str:
+        return etag_of(self.generation, self.metageneration)
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> StoredObject:
+        return cls(
+            row["bucket"],
+            row["name"],
+            row["generation"],
+            row["metageneration"],
+            bool(row["live"]),
+            Content(row["blob"], row["size"], row["crc32c"], row["md5"], row["component_count"]),
+            json.loads(row["attributes"]),
+            row["created"],
+            row["updated"],
+            row["deleted"],
+        )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket. `attributes` are the fields that callers set (location, labels, lifecycle, versioning, ...)."""
+
+    name: str
+    metageneration: int
+    attributes: Attributes
+    created: str
+    updated: str
+    policy: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def versioned(self) -> bool:
+        return bool((self.attributes.get("versioning") or {}).get("enabled"))
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> Bucket:
+        return cls(
+            row["name"],
+            row["metageneration"],
+            json.loads(row["attributes"]),
+            row["created"],
+            row["updated"],
+            json.loads(row["policy"]),
+        )
+
+
+def rfc3339(seconds: float) -> str:
+    """Milliseconds and Z, as Cloud Storage prints times."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"

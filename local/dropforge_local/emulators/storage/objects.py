@@ -1,0 +1,198 @@
+"""Object versions, in the table storage_objects: every change is one transaction, with its events inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...db import Database
+from ...workflows.clock import Clock
+from .blobs import BlobStore
+from .buckets import Buckets
+from .errors import object_not_found
+from .models import Attributes, Bucket, Content, Edit, Event, ObjectChange, StoredObject, rfc3339
+from .names import check_object_name
+from .preconditions import Preconditions
+from .resources import PUBLIC_URL, object_json
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS storage_objects (
+    bucket TEXT NOT NULL, name TEXT NOT NULL, generation INTEGER NOT NULL, metageneration INTEGER NOT NULL,
+    live INTEGER NOT NULL, blob TEXT NOT NULL, size INTEGER NOT NULL, crc32c TEXT NOT NULL, md5 TEXT,
+    component_count INTEGER, attributes TEXT NOT NULL, created TEXT NOT NULL, updated TEXT NOT NULL, deleted TEXT,
+    PRIMARY KEY (bucket, name, generation)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS storage_objects_live ON storage_objects (bucket, name) WHERE live = 1;
+CREATE INDEX IF NOT EXISTS storage_objects_blob ON storage_objects (blob);
+CREATE TABLE IF NOT EXISTS storage_generation (last INTEGER NOT NULL);
+INSERT INTO storage_generation SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM storage_generation);
+"""
+
+OnChange = Callable[[ObjectChange], None]
+
+
+class Objects:
+    """All object versions. `on_change` is called inside the transaction that makes the change."""
+
+    def __init__(
+        self, db: Database, clock: Clock, buckets: Buckets, blobs: BlobStore, on_change: OnChange | None
+    ) -> None:
+        self._db = db
+        self._clock = clock
+        self._buckets = buckets
+        self._blobs = blobs
+        self._on_change = on_change
+        db.connection.executescript(_SCHEMA)
+
+    def find(self, bucket: str, name: str, generation: int | None = None) -> StoredObject | None:
+        """The live version, or the one of `generation` whether live or not."""
+        query = "SELECT * FROM storage_objects WHERE bucket = ? AND name = ? AND "
+        if generation is None:
+            row = self._db.connection.execute(query + "live = 1", (bucket, name)).fetchone()
+        else:
+            row = self._db.connection.execute(query + "generation = ?", (bucket, name, generation)).fetchone()
+        return StoredObject.from_row(row) if row else None
+
+    def get(
+        self, bucket: str, name: str, generation: int | None = None, preconditions: Preconditions | None = None
+    ) -> StoredObject:
+        """As `find`, but 404 when there is none and 412 or 304 when a precondition does not hold."""
+        stored = self.find(bucket, name, generation)
+        if stored is None:
+            self._buckets.get(bucket)
+            raise object_not_found(bucket, name, generation)
+        if preconditions:
+            preconditions.check(stored.generation, stored.metageneration)
+        return stored
+
+    def check_create(self, bucket: str, name: str, preconditions: Preconditions) -> tuple[Bucket, StoredObject | None]:
+        """Raise unless a new version of (bucket, name) may be made now; return the bucket and the live version."""
+        check_object_name(name)
+        owner = self._buckets.get(bucket)
+        live = self.find(bucket, name)
+        if live:
+            preconditions.check(live.generation, live.metageneration)
+        else:
+            preconditions.check_absent()
+        return owner, live
+
+    def create(
+        self, bucket: str, name: str, content: Content, attributes: Attributes, preconditions: Preconditions
+    ) -> StoredObject:
+        """Make a new live version. Its blob is on disk already; a caller that gets an error discards that."""
+        with self._db.transaction():
+            owner, live = self.check_create(bucket, name, preconditions)
+            if live:
+                self._retire(owner, live)
+            now = rfc3339(self._clock.now())
+            stored = StoredObject(bucket, name, self._next_generation(), 1, True, content, attributes, now, now, None)
+            self._insert(stored)
+            self._tell("finalized", stored)
+        return stored
+
+    def change(
+        self,
+        bucket: str,
+        name: str,
+        generation: int | None,
+        preconditions: Preconditions,
+        edit: Edit,
+    ) -> StoredObject:
+        """Replace a version's attributes by what `edit` makes of them; the metageneration goes up by one."""
+        with self._db.transaction() as connection:
+            old = self.get(bucket, name, generation, preconditions)
+            stored = replace(
+                old,
+                metageneration=old.metageneration + 1,
+                attributes=edit(old.attributes),
+                updated=rfc3339(self._clock.now()),
+            )
+            connection.execute(
+                "UPDATE storage_objects SET metageneration = ?, attributes = ?, updated = ? "
+                "WHERE bucket = ? AND name = ? AND generation = ?",
+                (
+                    stored.metageneration,
+                    json.dumps(stored.attributes),
+                    stored.updated,
+                    bucket,
+                    name,
+                    stored.generation,
+                ),
+            )
+            self._tell("metadataUpdated", stored)
+        return stored
+
+    def delete(self, bucket: str, name: str, generation: int | None, preconditions: Preconditions) -> None:
+        """Delete for good a named generation or, without versioning, the live version; archive it with versioning."""
+        with self._db.transaction():
+            stored = self.get(bucket, name, generation, preconditions)
+            if generation is None:
+                self._retire(self._buckets.get(bucket), stored)
+            else:
+                self._erase(stored)
+
+    def move(self, bucket: str, source: StoredObject, name: str, preconditions: Preconditions) -> StoredObject:
+        """Rename in one transaction: the new name gets a new generation and the same bytes."""
+        with self._db.transaction():
+            stored = self.create(bucket, name, source.content, source.attributes, preconditions)
+            self.delete(bucket, source.name, None, Preconditions())
+        return stored
+
+    def discard_blob(self, blob: str) -> None:
+        """Remove a blob's file unless an object or an upload still names it (copies share one)."""
+        query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
+        if not self._db.connection.execute(query, (blob, blob)).fetchone():
+            self._blobs.remove(blob)
+
+    def _retire(self, owner: Bucket, live: StoredObject) -> None:
+        """What happens to the live version when it is overwritten, or deleted without naming a generation."""
+        if not owner.versioned:
+            self._erase(live)
+            return
+        archived = replace(live, live=False, deleted=rfc3339(self._clock.now()))
+        self._db.connection.execute(
+            "UPDATE storage_objects SET live = 0, deleted = ? WHERE bucket = ? AND name = ? AND generation = ?",
+            (archived.deleted, live.bucket, live.name, live.generation),
+        )
+        self._tell("archived", archived)
+
+    def _erase(self, stored: StoredObject) -> None:
+        self._db.connection.execute(
+            "DELETE FROM storage_objects WHERE bucket = ? AND name = ? AND generation = ?",
+            (stored.bucket, stored.name, stored.generation),
+        )
+        self._db.after_commit(lambda: self.discard_blob(stored.content.blob))
+        self._tell("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
+
+    def _insert(self, stored: StoredObject) -> None:
+        content = stored.content
+        self._db.connection.execute(
+            "INSERT INTO storage_objects VALUES (?, ?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
+            (
+                stored.bucket,
+                stored.name,
+                stored.generation,
+                stored.metageneration,
+                content.blob,
+                content.size,
+                content.crc32c,
+                content.md5,
+                content.component_count,
+                json.dumps(stored.attributes),
+                stored.created,
+                stored.updated,
+            ),
+        )
+
+    def _next_generation(self) -> int:
+        """Microseconds since the epoch, but always above every generation given before, also by another process."""
+        connection = self._db.connection
+        now = int(self._clock.now() * 1_000_000)
+        connection.execute("UPDATE storage_generation SET last = max(last + 1, ?)", (now,))
+        generation: int = connection.execute("SELECT last FROM storage_generation").fetchone()[0]
+        return generation
+
+    def _tell(self, event: Event, stored: StoredObject) -> None:
+        if self._on_change:
+            self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL)))

@@ -1,0 +1,28 @@
+"""Everything that the routes of the storage emulator share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...db import Database
+from .blobs import BlobStore
+from .buckets import Buckets
+from .objects import Objects
+from .uploads import Uploads
+
+
+@dataclass(frozen=True)
+class State:
+    """The tables and the blob directory of one emulator."""
+
+    db: Database
+    blobs: BlobStore
+    buckets: Buckets
+    objects: Objects
+    uploads: Uploads
+    project: str
+
+    @property
+    def project_number(self) -> str:
+        """A stable number for the project, as bucket resources carry one."""
+        return str(sum(byte << (8 * index) for index, byte in enumerate(self.project.encode()[:4])))
