@@ -1,0 +1,1 @@
+"""Benchmarks: each module has a main() that prints medians; `make bench` runs them."""

@@ -1,0 +1,74 @@
+"""A copy of functions/ alone starts in a clean environment that has only its requirements.txt."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (
+    "PROJECT LOCATION SPECS_BUCKET RUNS_BUCKET WORKFLOW REQUESTS_TOPIC JOB_EVENTS_TOPIC RUN_EVENTS_TOPIC "
+    "TRAIN_TRL_IMAGE SERVE_VLLM_IMAGE TRAINER_SERVICE_ACCOUNT SERVER_SERVICE_ACCOUNT"
+).split()
+
+
+@pytest.fixture(scope="session")
+def clean_python() -> Path:
+    """A virtual environment with the functions' requirements and nothing else; kept while they stay the same."""
+    requirements = ROOT / "functions" / "requirements.txt"
+    digest = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    directory = ROOT / "build" / "functions-venv" / digest
+    python = directory / "bin" / "python"
+    if not (directory / ".installed").exists():
+        venv.create(directory, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", requirements], check=True, timeout=600)
+        (directory / ".installed").touch()
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "functions", source, ignore=shutil.ignore_patterns("__pycache__"))
+    check = subprocess.run([clean_python, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stdout
+    environment = {"PATH": os.environ["PATH"], **{f"DROPFORGE_{name}": "x" for name in SETTINGS}}
+    command = [clean_python, "-m", "functions_framework", "--target", "inspect", "--source", source / "main.py"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", "0"], env=environment, cwd=tmp_path, stdout=log, stderr=log
+        )
+    try:
+        status = _first_answer(process)
+    finally:
+        process.terminate()
+        process.wait(20)
+    assert status == 400, (tmp_path / "log").read_text()
+
+
+def _first_answer(process: subprocess.Popen[bytes]) -> int:
+    """The status of a request without a body, once the server answers at all."""
+    import psutil
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        for connection in psutil.Process(process.pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                url = f"http://127.0.0.1:{connection.laddr.port}/"
+                try:
+                    urllib.request.urlopen(urllib.request.Request(url, data=b"", method="POST"), timeout=30)
+                except urllib.error.HTTPError as error:
+                    error.close()
+                    return error.code
+        time.sleep(0.05)
+    raise AssertionError(f"the function did not start; exit status {process.poll()}")

@@ -1,0 +1,88 @@
+"""The verdict on an attempt: every combination of what it reported, what it left and what the cloud says."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from dropforge.errors import ErrorClass
+from dropforge.events import Failed, Preempted, Started, Succeeded
+from dropforge.inspect import decide
+from dropforge.runs import Attempt, Record, RunState, Transition
+from dropforge.settings import Settings
+from dropforge.targets.base import Phase, Status
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+RUN = "job-0123456789ab"
+BASE: dict[str, Any] = {"run": RUN, "attempt": 1, "time": NOW}
+STARTED = Started(**BASE, sequence=1)
+FAILED = Failed(**BASE, sequence=2, error_class=ErrorClass.DATA, message="3 rows")
+PREEMPTED = Preempted(**BASE, sequence=2, step=40)
+SUCCEEDED = Succeeded(**BASE, sequence=2, manifest_uri="gs://b/m")
+RUNNING = Status(Phase.RUNNING)
+SETTINGS = Settings(*["x"] * 12)
+
+
+def record(started: timedelta = timedelta(minutes=-5), allowed: timedelta = timedelta(hours=1)) -> Record:
+    attempt = Attempt(
+        number=1, placement=0, region="us-central1", started=NOW + started, deadline=NOW + started + allowed
+    )
+    history = [Transition(state=RunState.ACCEPTED, time=NOW)]
+    return Record(
+        run=RUN, name="n", source="s", state=RunState.TRAINING, created=NOW, history=history, attempts=[attempt]
+    )
+
+
+def verdict(events: list[Any], cloud: Status | None, manifest: Any = None, **times: timedelta) -> Any:
+    return decide(events, manifest, cloud, record(**times), NOW, SETTINGS)
+
+
+@pytest.mark.parametrize("events", [[], [STARTED], [STARTED, FAILED], [PREEMPTED], [SUCCEEDED]])
+@pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.FAILED), Status(Phase.GONE)])
+def test_a_committed_manifest_is_success_whatever_else_is_said(events: list[Any], cloud: Status | None) -> None:
+    assert verdict(events, cloud, manifest=object()).succeeded
+
+
+@pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.PENDING)])
+def test_it_waits_while_nothing_is_decided(cloud: Status | None) -> None:
+    found = verdict([STARTED], cloud)
+    assert not found.succeeded
+    assert found.error is None
+    assert found.started
+
+
+def test_reported_success_without_a_manifest_waits_for_the_cloud() -> None:
+    assert verdict([SUCCEEDED], RUNNING).error is None
+    assert verdict([SUCCEEDED], Status(Phase.SUCCEEDED)).error.error_class is ErrorClass.CODE
+
+
+@pytest.mark.parametrize(
+    ("events", "cloud", "expected"),
+    [
+        ([FAILED], RUNNING, ErrorClass.DATA),
+        ([FAILED], None, ErrorClass.DATA),
+        ([FAILED], Status(Phase.FAILED, "x", ErrorClass.CODE, 65), ErrorClass.DATA),
+        ([PREEMPTED], None, ErrorClass.PREEMPTED),
+        ([STARTED], Status(Phase.FAILED, "x", ErrorClass.OUT_OF_MEMORY, 76), ErrorClass.OUT_OF_MEMORY),
+        ([STARTED], Status(Phase.FAILED, "x"), ErrorClass.INFRASTRUCTURE),
+        ([STARTED], Status(Phase.GONE, "x"), ErrorClass.INFRASTRUCTURE),
+        ([], Status(Phase.SUCCEEDED), ErrorClass.CODE),
+    ],
+)
+def test_either_path_alone_tells_the_failure(events: list[Any], cloud: Status | None, expected: ErrorClass) -> None:
+    assert verdict(events, cloud).error.error_class is expected
+
+
+@pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.PENDING), Status(Phase.FAILED)])
+@pytest.mark.parametrize("events", [[], [STARTED], [PREEMPTED]])
+def test_after_the_deadline_it_is_the_deadline(events: list[Any], cloud: Status | None) -> None:
+    found = verdict(events, cloud, started=timedelta(hours=-2))
+    assert found.error.error_class is ErrorClass.DEADLINE
+
+
+def test_pending_too_long_is_a_stockout() -> None:
+    found = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
+    assert found.error.error_class is ErrorClass.STOCKOUT
+    assert "us-central1" in found.error.message

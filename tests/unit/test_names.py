@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dropforge import names
+
+RUN = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", 1234567890123456)
+
+
+def test_run_id_is_a_function_of_bucket_object_and_generation() -> None:
+    again = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
+    assert again == RUN
+    assert RUN.startswith("my-job-v2-")
+
+
+@pytest.mark.parametrize("change", [("b", "specs/a.json", 1), ("a", "specs/b.json", 1), ("a", "specs/a.json", 2)])
+def test_another_object_or_generation_is_another_run(change: tuple[str, str, int]) -> None:
+    assert names.run_id_of_object(*change) != names.run_id_of_object("a", "specs/a.json", 1)
+
+
+@given(st.text(max_size=300), st.integers(min_value=0, max_value=2**63 - 1))
+def test_every_name_made_from_any_object_keeps_the_limits(name: str, generation: int) -> None:
+    run = names.run_id_of_object("bucket", f"specs/{name}.json", generation)
+    assert names.is_run_id(run)
+    assert re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", names.endpoint_name(run))
+    assert len(names.endpoint_name(run)) < 50
+    assert len(names.training_name(run, 999) + "-t999") < 63
+
+
+def test_a_message_id_gives_a_run_id_too() -> None:
+    assert names.is_run_id(names.run_id_of_message("any key: ünïcode"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("specs/a.json", True),
+        ("specs/team/b.json", True),
+        ("specs/a.txt", False),
+        ("other/a.json", False),
+        ("a.json", False),
+    ],
+)
+def test_only_json_below_specs_is_a_spec(name: str, expected: bool) -> None:
+    assert names.is_spec_object(name) is expected
+
+
+@pytest.mark.parametrize("text", ["", "../x-0123456789ab", "run-0123456789AB", "run", "x" * 40, "run-0123456789ab/.."])
+def test_what_is_no_run_id(text: str) -> None:
+    assert not names.is_run_id(text)
+
+
+def test_events_sort_by_attempt_then_sequence() -> None:
+    order = [(1, 5), (1, 40), (2, 3), (10, 1)]
+    keys = [names.event_object("r", attempt, sequence, "progress") for attempt, sequence in order]
+    assert keys == sorted(keys)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dropforge.errors import Conflict
+from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+def record(state: RunState = RunState.ACCEPTED) -> Record:
+    history = [Transition(state=state, time=NOW)]
+    return Record(run="job-0123456789ab", name="job", source="gs://b/o#1", state=state, created=NOW, history=history)
+
+
+def attempt(number: int, usd_per_hour: float | None, seconds: float | None) -> Attempt:
+    ended = None if seconds is None else NOW + timedelta(seconds=seconds)
+    return Attempt(
+        number=number,
+        placement=0,
+        region="us-central1",
+        started=NOW,
+        deadline=NOW + timedelta(hours=1),
+        usd_per_hour=usd_per_hour,
+        ended=ended,
+    )
+
+
+@pytest.mark.parametrize("terminal", [s for s in RunState if s.is_terminal])
+@pytest.mark.parametrize("state", list(RunState))
+def test_a_terminal_state_is_written_once(terminal: RunState, state: RunState) -> None:
+    ended = record(terminal)
+    if state is terminal:
+        assert ended.entered(state, NOW) is ended
+    else:
+        with pytest.raises(Conflict, match=f"is {terminal}; it cannot become {state}"):
+            ended.entered(state, NOW)
+
+
+def test_every_state_is_reachable_and_every_path_can_end() -> None:
+    reached, frontier = {RunState.ACCEPTED}, [record()]
+    while frontier:
+        here = frontier.pop()
+        following = []
+        for state in RunState:
+            try:
+                following.append(here.entered(state, NOW))
+            except Conflict:
+                continue
+        assert here.state.is_terminal or len(following) > 1, f"{here.state} is a dead end"
+        frontier += [r for r in following if r.state not in reached]
+        reached |= {r.state for r in following}
+    assert reached == set(RunState) - {RunState.REJECTED}
+
+
+def test_seconds_per_stage_add_up_over_attempts() -> None:
+    run = record()
+    for seconds, state in [(1, "PROVISIONING"), (3, "TRAINING"), (10, "PROVISIONING"), (11, "TRAINING")]:
+        run = run.entered(RunState(state), NOW + timedelta(seconds=seconds))
+    assert run.stage_seconds(NOW + timedelta(seconds=20)) == {"ACCEPTED": 1, "PROVISIONING": 3, "TRAINING": 16}
+
+
+def test_a_terminal_run_spends_no_more_time() -> None:
+    run = record().entered(RunState.TEARING_DOWN, NOW + timedelta(seconds=2))
+    run = run.entered(RunState.FAILED, NOW + timedelta(seconds=5))
+    assert run.stage_seconds(NOW + timedelta(days=1)) == {"ACCEPTED": 2, "TEARING_DOWN": 3}
+
+
+def test_cost_sums_attempts_and_is_unknown_when_one_price_is() -> None:
+    known = [attempt(1, 2.0, 1800), attempt(2, 4.0, None)]
+    run = record().model_copy(update={"attempts": known})
+    assert run.training_cost(NOW + timedelta(minutes=15)) == 2.0
+    run = run.model_copy(update={"attempts": [*known, attempt(3, None, 60)]})
+    assert run.training_cost(NOW) is None
+
+
+def test_the_ledger_keeps_one_entry_per_resource() -> None:
+    entry = LedgerEntry(kind="k", name="n", attempt=1, state=ResourceState.INTENDED, intended=NOW)
+    ledger = Ledger(run="r").with_entry(entry).with_entry(entry.model_copy(update={"state": ResourceState.GONE}))
+    assert len(ledger.entries) == 1
+    assert ledger.remaining() == []
