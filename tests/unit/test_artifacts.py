@@ -1,0 +1,205 @@
+"""The layout of the runs bucket, against the storage emulator and the real client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+
+from dropforge import artifacts
+from dropforge.artifacts import Manifest, Source
+from dropforge.errors import Conflict, DropforgeError, NotFound
+from dropforge_local.db import Database
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import SystemClock
+
+RUN = "tiny-0123456789ab"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("storage")
+
+    def build() -> list[StorageEmulator]:
+        return [StorageEmulator(Database(directory / "state.db"), directory / "blobs", SystemClock())]
+
+    with BackgroundServer(build) as server:
+        options = {"api_endpoint": server.url}
+        client = storage.Client(project="p", credentials=AnonymousCredentials(), client_options=options)
+        yield client
+        client.close()
+
+
+@pytest.fixture
+def bucket(client: Any, request: pytest.FixtureRequest) -> str:
+    name = f"runs-{abs(hash(request.node.nodeid)):x}"
+    client.create_bucket(name)
+    return name
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    directory = tmp_path / "exported"
+    (directory / "model").mkdir(parents=True)
+    (directory / "model" / "model.safetensors").write_bytes(b"weights" * 1000)
+    (directory / "README.md").write_text("a model")
+    (directory / "empty").write_bytes(b"")
+    return directory
+
+
+def manifest(files: list[artifacts.ArtifactFile], attempt: int = 1) -> Manifest:
+    prefix = artifacts.attempt_directory(attempt)
+    return Manifest(
+        run=RUN,
+        attempt=attempt,
+        created=datetime.now(UTC),
+        spec_sha256="0" * 64,
+        base=Source(uri="google/gemma-2b", revision="abc"),
+        dataset=Source(uri="gs://data/x.jsonl", revision="def"),
+        serve_path=f"{prefix}/model",
+        metrics={"exact_match": 0.9, "loss": float("nan")},
+        files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
+    )
+
+
+def upload(client: Any, bucket: str, exported: Path, attempt: int = 1) -> Manifest:
+    uri = f"{artifacts.model_uri(bucket, RUN)}/{artifacts.attempt_directory(attempt)}"
+    return manifest(artifacts.upload_directory(client, exported, uri), attempt)
+
+
+def test_a_directory_survives_the_way_to_the_bucket_and_back(
+    client: Any, bucket: str, exported: Path, tmp_path: Path
+) -> None:
+    sent = artifacts.upload_directory(client, exported, f"gs://{bucket}/a/b")
+    received = artifacts.download_prefix(client, f"gs://{bucket}/a/b/", tmp_path / "back")
+    assert sent == received
+    assert [file.path for file in sent] == ["README.md", "empty", "model/model.safetensors"]
+    assert (tmp_path / "back" / "model" / "model.safetensors").read_bytes() == b"weights" * 1000
+
+
+def test_an_absent_prefix_is_not_found(client: Any, bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=f"gs://{bucket}/nothing/"):
+        artifacts.download_prefix(client, f"gs://{bucket}/nothing", tmp_path)
+
+
+def test_a_prefix_does_not_include_its_neighbours(client: Any, bucket: str, tmp_path: Path) -> None:
+    client.bucket(bucket).blob("model-2/x").upload_from_string("no")
+    client.bucket(bucket).blob("model/x").upload_from_string("yes")
+    files = artifacts.download_prefix(client, f"gs://{bucket}/model", tmp_path)
+    assert [file.path for file in files] == ["x"]
+    assert (tmp_path / "x").read_text() == "yes"
+
+
+def test_no_object_is_written_outside_of_the_directory(client: Any, bucket: str, tmp_path: Path) -> None:
+    client.bucket(bucket).blob("model/../../evil").upload_from_string("no")
+    with pytest.raises(DropforgeError, match="outside"):
+        artifacts.download_prefix(client, f"gs://{bucket}/model", tmp_path / "in")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_the_revision_of_a_prefix_changes_with_its_content(client: Any, bucket: str) -> None:
+    blob = client.bucket(bucket).blob("model/x")
+    blob.upload_from_string("one")
+    first = artifacts.prefix_revision(client, f"gs://{bucket}/model")
+    assert first == artifacts.prefix_revision(client, f"gs://{bucket}/model/")
+    blob.upload_from_string("two")
+    assert artifacts.prefix_revision(client, f"gs://{bucket}/model") != first
+
+
+@pytest.mark.parametrize("uri", ["s3://b/x", "gs:/b/x", "b/x", "gs://"])
+def test_only_gs_uris_are_parsed(uri: str) -> None:
+    with pytest.raises(ValueError, match="expected gs://bucket/path"):
+        artifacts.parse_gs_uri(uri)
+
+
+def test_there_is_no_manifest_until_one_is_committed(client: Any, bucket: str, exported: Path) -> None:
+    assert artifacts.read_manifest(client, bucket, RUN) is None
+    written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    read = artifacts.read_manifest(client, bucket, RUN)
+    assert read is not None
+    assert read.files == written.files
+    assert read.metrics == {"exact_match": 0.9, "loss": None}
+
+
+def test_the_same_manifest_twice_is_one_commit(client: Any, bucket: str, exported: Path) -> None:
+    written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    again = artifacts.write_manifest(client, bucket, written.model_copy(update={"created": datetime.now(UTC)}))
+    assert again.created == written.created
+
+
+def test_a_second_writer_loses_and_spoils_nothing(client: Any, bucket: str, exported: Path) -> None:
+    first = artifacts.write_manifest(client, bucket, upload(client, bucket, exported, attempt=1))
+    (exported / "README.md").write_text("another model")
+    with pytest.raises(Conflict, match="attempt 1"):
+        artifacts.write_manifest(client, bucket, upload(client, bucket, exported, attempt=2))
+    assert artifacts.verify_manifest(client, bucket, first) == []
+    assert artifacts.read_artifact(client, bucket, first, "README.md") == b"a model"
+
+
+def test_verification_names_what_is_missing_or_different(client: Any, bucket: str, exported: Path) -> None:
+    committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    prefix = artifacts.model_prefix(RUN)
+    client.bucket(bucket).blob(f"{prefix}attempt-1/empty").delete()
+    client.bucket(bucket).blob(f"{prefix}attempt-1/README.md").upload_from_string("changed")
+    missing, changed = sorted(artifacts.verify_manifest(client, bucket, committed), reverse=True)
+    assert missing == "attempt-1/empty is missing"
+    assert changed.startswith("attempt-1/README.md is 7 bytes")
+
+
+def test_an_artifact_that_the_manifest_does_not_list_is_not_read(client: Any, bucket: str, exported: Path) -> None:
+    committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
+    with pytest.raises(NotFound, match=r"samples\.json"):
+        artifacts.read_artifact(client, bucket, committed, "samples.json")
+
+
+def test_a_manifest_that_nobody_can_read_is_an_error(client: Any, bucket: str) -> None:
+    client.bucket(bucket).blob(f"models/{RUN}/MANIFEST.json").upload_from_string('{"version": 2}')
+    with pytest.raises(DropforgeError, match=r"MANIFEST\.json is not a manifest"):
+        artifacts.read_manifest(client, bucket, RUN)
+
+
+def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_not(
+    client: Any, bucket: str, exported: Path
+) -> None:
+    assert artifacts.newest_complete_checkpoint(client, bucket, RUN) is None
+    for step in (20, 100):
+        artifacts.upload_checkpoint(client, bucket, RUN, step, exported, {"seconds": step})
+    artifacts.upload_directory(client, exported, f"gs://{bucket}/{artifacts.checkpoint_prefix(RUN, 120)}")
+    blob = client.bucket(bucket).blob(f"{artifacts.checkpoint_prefix(RUN, 140)}{artifacts.COMPLETE}")
+    blob.upload_from_string("{not json")
+    newest = artifacts.newest_complete_checkpoint(client, bucket, RUN)
+    assert newest is not None
+    assert (newest.step, newest.extra) == (100, {"seconds": 100})
+    assert newest.uri == f"gs://{bucket}/checkpoints/{RUN}/step-00000100/"
+
+
+def test_pruning_keeps_the_newest_and_never_the_last_hope(client: Any, bucket: str, exported: Path) -> None:
+    torn = f"gs://{bucket}/{artifacts.checkpoint_prefix(RUN, 5)}"
+    artifacts.upload_directory(client, exported, torn)
+    for step in (10, 20):
+        artifacts.upload_checkpoint(client, bucket, RUN, step, exported, {})
+    artifacts.prune_checkpoints(client, bucket, RUN, keep=3)
+    assert {name.split("/")[2] for name in names(client, bucket)} == {"step-00000005", "step-00000010", "step-00000020"}
+    artifacts.upload_checkpoint(client, bucket, RUN, 30, exported, {})
+    artifacts.prune_checkpoints(client, bucket, RUN, keep=2)
+    assert {name.split("/")[2] for name in names(client, bucket)} == {"step-00000020", "step-00000030"}
+
+
+def test_the_marker_is_the_last_object_of_a_checkpoint(client: Any, bucket: str, exported: Path) -> None:
+    checkpoint = artifacts.upload_checkpoint(client, bucket, RUN, 7, exported, {})
+    blobs = {blob.name: blob for blob in client.list_blobs(bucket)}
+    marker = blobs.pop(f"checkpoints/{RUN}/step-00000007/_COMPLETE")
+    assert all(blob.generation < marker.generation for blob in blobs.values())
+    listed = [file["path"] for file in json.loads(marker.download_as_bytes())["files"]]
+    assert listed == [file.path for file in checkpoint.files]
+
+
+def names(client: Any, bucket: str) -> list[str]:
+    return [blob.name for blob in client.list_blobs(bucket)]
