@@ -1,0 +1,135 @@
+"""The Pub/Sub emulator: wiring, set-up calls for the stack, and the one timer that ends leases and retentions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from aiohttp import web
+from google.cloud.pubsub_v1 import types
+
+from ...db import Database
+from ...workflows.clock import Clock
+from .. import rpc
+from .backlog import Backlog, Content
+from .checks import check_messages, check_topic
+from .faults import DeliveryFaults
+from .pull import PubsubMessage, Puller, StreamingPullResponse
+from .push import Pusher
+from .resources import Resources, Subscription, SubscriptionConfig, Topic
+from .service import MUTABLE_SUBSCRIPTION_FIELDS, PubSubService, services
+from .wakes import Wakes, wait
+
+
+class PubSubEmulator:
+    """google.pubsub.v1 over gRPC and REST. `token(audience)` makes the OIDC token of pushes that ask for one."""
+
+    def __init__(self, db: Database, clock: Clock, token: Callable[[str], str] | None = None) -> None:
+        self.clock = clock
+        self._resources = Resources(db)
+        self._backlog = Backlog(db, clock, self._resources)
+        self._wakes = Wakes()
+        self._puller = Puller(self._backlog, self._resources, self._wakes, clock)
+        self._pusher = Pusher(self._backlog, self._resources, self._wakes, clock, token)
+        self._service = PubSubService(self._resources, self._backlog, self._puller, self._subscription_changed)
+        self._services = services(self._service)
+        self._timer: asyncio.Task[None] | None = None
+        self._timer_target: float | None = None
+        self._timer_moved = asyncio.Event()
+        self._backlog.wake = self._wakes.wake
+        self._backlog.released = self._puller.released
+        self._backlog.deadline = self._move_timer
+
+    @property
+    def faults(self) -> DeliveryFaults:
+        """Faults that delivery suffers from now on; assign another value at any time."""
+        return self._backlog.faults
+
+    @faults.setter
+    def faults(self, faults: DeliveryFaults) -> None:
+        self._backlog.faults = faults
+
+    def create_topic(self, name: str) -> None:
+        """Make sure that the topic exists; idempotent."""
+        topic = Topic(name=name)
+        check_topic(topic)
+        if not self._resources.has_topic(name):
+            self._service.create_topic(topic)
+
+    def create_subscription(
+        self, name: str, topic: str, config: Mapping[str, Any] | None = None, *, cloud_event: bool = False
+    ) -> None:
+        """Make sure that the subscription exists as described; idempotent.
+
+        `config` is the REST resource's JSON, such as {"pushConfig": {"pushEndpoint": url}}. What can be changed is
+        changed in place; a change of topic, filter, ordering or `cloud_event` makes it anew, without its backlog.
+        """
+        wanted = rpc.parse_dict({**(config or {}), "name": name, "topic": topic}, SubscriptionConfig())
+        with self._backlog.db.transaction():
+            if not self._resources.has_subscription(name):
+                self._service.create_subscription(wanted, cloud_event)
+                return
+            current = self._resources.subscription(name)
+            if _identity(current.config, current.cloud_event) != _identity(wanted, cloud_event):
+                self.delete_subscription(name)
+                self._service.create_subscription(wanted, cloud_event)
+                return
+            request = types.UpdateSubscriptionRequest.pb()(subscription=wanted)
+            request.update_mask.paths.extend(sorted(MUTABLE_SUBSCRIPTION_FIELDS))
+            self._service.update_subscription(request)
+
+    def delete_subscription(self, name: str) -> None:
+        """Make sure that the subscription does not exist."""
+        if self._resources.has_subscription(name):
+            self._service.delete_subscription(types.DeleteSubscriptionRequest.pb()(subscription=name))
+
+    def publish(self, topic: str, data: bytes, attributes: Mapping[str, str] | None = None) -> str:
+        """Publish one message and return its id; inside a transaction it is part of that, and sent after commit."""
+        check_messages([PubsubMessage(data=data, attributes=attributes or {})])
+        return str(self._backlog.publish(topic, [Content(data, attributes or {})])[0])
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return rpc.routes(self._services)
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        streaming_pull = grpc.stream_stream_rpc_method_handler(
+            self._puller.streaming_pull,
+            request_deserializer=types.StreamingPullRequest.pb().FromString,
+            response_serializer=StreamingPullResponse.SerializeToString,
+        )
+        subscriber = self._services[1].name
+        stream = grpc.method_handlers_generic_handler(subscriber, {"StreamingPull": streaming_pull})
+        return [stream, *rpc.grpc_handlers(self._services)]
+
+    async def start(self) -> None:
+        self._backlog.recover()
+        await self._pusher.start()
+        self._timer = asyncio.create_task(self._run_timer())
+
+    async def stop(self) -> None:
+        self._puller.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.gather(self._timer, return_exceptions=True)
+        await self._pusher.stop()
+
+    def _subscription_changed(self, subscription: Subscription) -> None:
+        self._pusher.ensure_pump(subscription)
+        self._wakes.wake(subscription.id)
+
+    def _move_timer(self, when: float) -> None:
+        if self._timer_target is None or when < self._timer_target:
+            self._timer_moved.set()
+
+    async def _run_timer(self) -> None:
+        while True:
+            self._timer_moved.clear()
+            self._backlog.expire(self.clock.now())
+            self._timer_target = self._backlog.next_expiry()
+            await wait(self._timer_moved, self.clock, self._timer_target)
+
+
+def _identity(config: rpc.Message, cloud_event: bool) -> tuple[object, ...]:
+    return config.topic, config.filter, config.enable_message_ordering, cloud_event

@@ -1,0 +1,39 @@
+"""Delivery faults on purpose: duplicates, lost first deliveries, overtaking and delay, reproducible from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+REORDER_SECONDS = 0.5  # how long a held-back message may be overtaken
+
+
+@dataclass(frozen=True)
+class DeliveryFaults:
+    """Shares (0..1) of messages that suffer a fault, per subscription; none by default.
+
+    `duplicate`: the first acknowledgement is lost, so the message comes again. `drop_first`: the first delivery is lost
+    on its way and retried by the subscription's policy. `reorder`: the message is held back for up to half a second
+    (never one with an ordering key in an ordered subscription). `delay_seconds`: every message is due that much later.
+    """
+
+    seed: int = 0
+    duplicate: float = 0.0
+    drop_first: float = 0.0
+    reorder: float = 0.0
+    delay_seconds: float = 0.0
+
+    def duplicates(self, subscription: int, message: int) -> bool:
+        return self._draw("duplicate", subscription, message) < self.duplicate
+
+    def drops_first(self, subscription: int, message: int) -> bool:
+        return self._draw("drop", subscription, message) < self.drop_first
+
+    def hold_back_seconds(self, subscription: int, message: int, ordered: bool) -> float:
+        if ordered or self._draw("reorder", subscription, message) >= self.reorder:
+            return self.delay_seconds
+        return self.delay_seconds + REORDER_SECONDS * self._draw("hold", subscription, message)
+
+    def _draw(self, fault: str, subscription: int, message: int) -> float:
+        # A function of the ids rather than a running generator: the same whatever else goes on, and after a restart.
+        return random.Random(f"{self.seed}/{fault}/{subscription}/{message}").random()

@@ -1,0 +1,185 @@
+"""Push delivery: one pump per push subscription, a bounded number of requests in flight, keep-alive connections."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from ...workflows.clock import Clock
+from .backlog import Backlog, Delivery
+from .resources import Resources, Subscription, timestamp
+from .wakes import Wakes, wait
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 32
+ACKNOWLEDGING = frozenset((102, 200, 201, 202, 204))
+# A lease outlives the request's time-out by this much, so that the two do not race.
+LEASE_MARGIN_SECONDS = 1.0
+HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+HOP_HEADERS = frozenset(("connection", "content-length", "host", "transfer-encoding", "upgrade", "te", "trailer"))
+MESSAGE_PUBLISHED = "google.cloud.pubsub.topic.v1.messagePublished"
+
+
+class Pusher:
+    """Delivers every push subscription's messages by HTTP POST."""
+
+    def __init__(
+        self, backlog: Backlog, resources: Resources, wakes: Wakes, clock: Clock, token: Callable[[str], str] | None
+    ) -> None:
+        self.backlog = backlog
+        self.resources = resources
+        self.wakes = wakes
+        self.clock = clock
+        self.token = token
+        self._pumps: dict[int, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        # No cap here: each pump bounds its own. No cookies and no automatic headers beyond the protocol's.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+        )
+        for subscription in self.resources.push_subscriptions():
+            self.ensure_pump(subscription)
+
+    async def stop(self) -> None:
+        pumps, self._pumps = list(self._pumps.values()), {}
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def ensure_pump(self, subscription: Subscription) -> None:
+        """Start delivery of a push subscription that has none yet; a pump ends by itself."""
+        if subscription.is_push and subscription.id not in self._pumps and self._session is not None:
+            pump = asyncio.get_running_loop().create_task(self._pump(subscription.id))
+            self._pumps[subscription.id] = pump
+
+    async def _pump(self, subscription_id: int) -> None:
+        in_flight: set[asyncio.Task[None]] = set()
+        try:
+            with self.wakes.listen(subscription_id) as changed:
+                while (subscription := self.resources.subscription_by_id(subscription_id)) and subscription.is_push:
+                    changed.clear()
+                    now = self.clock.now()
+                    room = MAX_IN_FLIGHT - len(in_flight)
+                    for delivery in self._claim(subscription, room, now):
+                        task = asyncio.create_task(self._deliver(subscription, delivery))
+                        in_flight.add(task)
+                        task.add_done_callback(in_flight.discard)
+                        task.add_done_callback(lambda done: changed.set())
+                    due = self.backlog.next_due(subscription, now) if len(in_flight) < MAX_IN_FLIGHT else None
+                    await wait(changed, self.clock, due)
+        finally:
+            self._pumps.pop(subscription_id, None)
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
+    def _claim(self, subscription: Subscription, room: int, now: float) -> list[Delivery]:
+        if room <= 0:
+            return []
+        lease_seconds = subscription.config.ack_deadline_seconds + LEASE_MARGIN_SECONDS
+        return self.backlog.claim(subscription, room, lease_seconds, now, one_per_key=True)
+
+    async def _deliver(self, subscription: Subscription, delivery: Delivery) -> None:
+        """One request; a 2xx that Pub/Sub counts as one acks, everything else is a nack."""
+        acknowledged = await self._post(subscription, delivery)
+        current = self.resources.subscription_by_id(subscription.id)
+        if current is None:
+            return
+        if acknowledged:
+            self.backlog.acknowledge(current, [delivery.ack_id])
+        else:
+            self.backlog.modify_deadline(current, [delivery.ack_id], 0)
+
+    async def _post(self, subscription: Subscription, delivery: Delivery) -> bool:
+        assert self._session is not None
+        push = subscription.config.push_config
+        try:
+            headers, body = self._request(subscription, delivery)
+            async with self._session.post(
+                push.push_endpoint,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=subscription.config.ack_deadline_seconds),
+            ) as response:
+                await response.read()
+                return response.status in ACKNOWLEDGING
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            log.info("push of message %s to %s failed: %r", delivery.message, push.push_endpoint, error)
+            return False
+
+    def _request(self, subscription: Subscription, delivery: Delivery) -> tuple[dict[str, str], bytes]:
+        push = subscription.config.push_config
+        if subscription.cloud_event:
+            headers, body = _cloud_event(subscription, delivery)
+        elif push.WhichOneof("wrapper") == "no_wrapper":
+            headers, body = _unwrapped(subscription, delivery)
+        else:
+            headers, body = {"content-type": "application/json"}, _wrapped(subscription, delivery)
+        if push.oidc_token.service_account_email and self.token is not None:
+            headers["authorization"] = f"Bearer {self.token(push.oidc_token.audience or push.push_endpoint)}"
+        return headers, body
+
+
+def _wrapped(subscription: Subscription, delivery: Delivery) -> bytes:
+    """The JSON that a push endpoint receives (https://cloud.google.com/pubsub/docs/push#receive_push)."""
+    content, published = delivery.content, timestamp(delivery.published).ToJsonString()
+    message: dict[str, Any] = {"messageId": str(delivery.message), "message_id": str(delivery.message)}
+    message |= {"publishTime": published, "publish_time": published}
+    if content.data:
+        message["data"] = base64.b64encode(content.data).decode()
+    if content.attributes:
+        message["attributes"] = dict(content.attributes)
+    if content.ordering_key:
+        message["orderingKey"] = content.ordering_key
+    body: dict[str, Any] = {"message": message, "subscription": subscription.name}
+    if subscription.max_delivery_attempts:
+        body["deliveryAttempt"] = delivery.attempt
+    return json.dumps(body).encode()
+
+
+def _cloud_event(subscription: Subscription, delivery: Delivery) -> tuple[dict[str, str], bytes]:
+    """The same body as Eventarc delivers it: a binary-mode CloudEvent whose id is the message's."""
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": str(delivery.message),
+        "ce-source": f"//pubsub.googleapis.com/{subscription.topic}",
+        "ce-type": MESSAGE_PUBLISHED,
+        "ce-time": timestamp(delivery.published).ToJsonString(),
+        "content-type": "application/json",
+    }
+    return headers, _wrapped(subscription, delivery)
+
+
+def _unwrapped(subscription: Subscription, delivery: Delivery) -> tuple[dict[str, str], bytes]:
+    """The raw data; with write_metadata the attributes become plain headers, where they can be headers."""
+    headers = {"content-type": "application/octet-stream"}
+    if subscription.config.push_config.no_wrapper.write_metadata:
+        headers |= {
+            "x-goog-pubsub-message-id": str(delivery.message),
+            "x-goog-pubsub-publish-time": timestamp(delivery.published).ToJsonString(),
+            "x-goog-pubsub-subscription-name": subscription.name,
+        }
+        if delivery.content.ordering_key:
+            headers["x-goog-pubsub-ordering-key"] = _header_value(delivery.content.ordering_key)
+        for name, value in delivery.content.attributes.items():
+            if HEADER_NAME.fullmatch(name) and name.lower() not in HOP_HEADERS:
+                headers[name.lower()] = _header_value(value)
+    return headers, delivery.content.data
+
+
+def _header_value(value: str) -> str:
+    return re.sub(r"[\x00-\x1f\x7f]", " ", value)

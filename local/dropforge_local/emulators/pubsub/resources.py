@@ -1,0 +1,228 @@
+"""Topics, subscriptions and snapshots as rows: each resource's own protobuf message, and what the deliveries need."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.cloud.pubsub_v1 import types
+from google.protobuf import timestamp_pb2
+
+from ...db import Database
+from ...errors import ApiError
+from ..rpc import Message
+from .checks import DELETED_TOPIC, seconds
+
+Topic = types.Topic.pb()
+SubscriptionConfig = types.Subscription.pb()
+Snapshot = types.Snapshot.pb()
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+# A push without a retry policy backs off from 100 ms to 60 s (https://cloud.google.com/pubsub/docs/push#push_backoff);
+# a pull redelivers at once, which we space a little so that a nacking subscriber does not spin.
+PUSH_BACKOFF_SECONDS = (0.1, 60.0)
+PULL_BACKOFF_SECONDS = (0.01, 1.0)
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS pubsub_topics (name TEXT PRIMARY KEY, config BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS pubsub_subscriptions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, config BLOB NOT NULL,
+    cloud_event INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS pubsub_subscriptions_topic ON pubsub_subscriptions (topic);
+CREATE TABLE IF NOT EXISTS pubsub_snapshots (
+    name TEXT PRIMARY KEY, topic TEXT NOT NULL, config BLOB NOT NULL, last_message INTEGER NOT NULL,
+    expires REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS pubsub_snapshot_messages (
+    snapshot TEXT NOT NULL, message INTEGER NOT NULL, PRIMARY KEY (snapshot, message)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS pubsub_snapshots_topic ON pubsub_snapshots (topic);
+"""
+
+
+@dataclass(frozen=True)
+class Subscription:
+    """A stored subscription. `cloud_event`: pushed as Eventarc does, a messagePublished event in binary mode."""
+
+    id: int
+    name: str
+    topic: str
+    config: Message
+    cloud_event: bool
+
+    @property
+    def is_push(self) -> bool:
+        return bool(self.config.push_config.push_endpoint) and not self.config.detached
+
+    @property
+    def ordered(self) -> bool:
+        return bool(self.config.enable_message_ordering)
+
+    @property
+    def retention_seconds(self) -> float:
+        return seconds(self.config.message_retention_duration)
+
+    @property
+    def max_delivery_attempts(self) -> int | None:
+        """None without a dead-letter policy; only with one are attempts reported to the subscriber."""
+        if not self.config.HasField("dead_letter_policy"):
+            return None
+        return int(self.config.dead_letter_policy.max_delivery_attempts)
+
+    def retry_delay_seconds(self, failures: int) -> float:
+        """How long after its `failures`-th failure a message is due again."""
+        if self.config.HasField("retry_policy"):
+            policy = self.config.retry_policy
+            lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
+        else:
+            lowest, highest = PUSH_BACKOFF_SECONDS if self.is_push else PULL_BACKOFF_SECONDS
+        return min(highest, lowest * 2.0 ** min(failures - 1, 30))
+
+
+class Resources:
+    """The three tables. Methods neither validate nor wake anyone; that is the service's."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        db.connection.executescript(SCHEMA)
+
+    def topic(self, name: str) -> Message:
+        row = self.db.connection.execute("SELECT config FROM pubsub_topics WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise not_found(name)
+        return Topic.FromString(row["config"])
+
+    def has_topic(self, name: str) -> bool:
+        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_topics WHERE name = ?", (name,)).fetchone())
+
+    def save_topic(self, topic: Message) -> None:
+        with self.db.transaction() as sql:
+            sql.execute(
+                "INSERT INTO pubsub_topics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+                (topic.name, topic.SerializeToString()),
+            )
+
+    def delete_topic(self, name: str) -> None:
+        """Subscriptions and snapshots outlive their topic; they say `_deleted-topic_` from then on."""
+        with self.db.transaction() as sql:
+            for subscription in self.subscriptions_of(name):
+                subscription.config.topic = DELETED_TOPIC
+                self.save_subscription(subscription.config, subscription.cloud_event)
+            for snapshot in self._snapshots("topic = ?", name):
+                snapshot.topic = DELETED_TOPIC
+                sql.execute(
+                    "UPDATE pubsub_snapshots SET topic = ?, config = ? WHERE name = ?",
+                    (DELETED_TOPIC, snapshot.SerializeToString(), snapshot.name),
+                )
+            sql.execute("DELETE FROM pubsub_topics WHERE name = ?", (name,))
+
+    def subscription(self, name: str) -> Subscription:
+        row = self.db.connection.execute("SELECT * FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise not_found(name)
+        return _subscription(row)
+
+    def has_subscription(self, name: str) -> bool:
+        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone())
+
+    def subscription_by_id(self, subscription_id: int) -> Subscription | None:
+        row = self.db.connection.execute(
+            "SELECT * FROM pubsub_subscriptions WHERE id = ?", (subscription_id,)
+        ).fetchone()
+        return None if row is None else _subscription(row)
+
+    def subscriptions_of(self, topic: str) -> list[Subscription]:
+        rows = self.db.connection.execute("SELECT * FROM pubsub_subscriptions WHERE topic = ? ORDER BY name", (topic,))
+        return [_subscription(row) for row in rows.fetchall()]
+
+    def push_subscriptions(self) -> list[Subscription]:
+        rows = self.db.connection.execute("SELECT * FROM pubsub_subscriptions").fetchall()
+        return [subscription for subscription in map(_subscription, rows) if subscription.is_push]
+
+    def save_subscription(self, config: Message, cloud_event: bool = False) -> Subscription:
+        with self.db.transaction() as sql:
+            sql.execute(
+                "INSERT INTO pubsub_subscriptions (name, topic, config, cloud_event) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET topic = excluded.topic, config = excluded.config, "
+                "cloud_event = excluded.cloud_event",
+                (config.name, config.topic, config.SerializeToString(), cloud_event),
+            )
+            return self.subscription(config.name)
+
+    def delete_subscription(self, subscription: Subscription) -> None:
+        with self.db.transaction() as sql:
+            sql.execute("DELETE FROM pubsub_subscriptions WHERE id = ?", (subscription.id,))
+
+    def snapshot(self, name: str) -> Message:
+        for snapshot in self._snapshots("name = ?", name):
+            return snapshot
+        raise not_found(name)
+
+    def has_snapshot(self, name: str) -> bool:
+        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_snapshots WHERE name = ?", (name,)).fetchone())
+
+    def save_snapshot(self, snapshot: Message, last_message: int, expires: float) -> None:
+        with self.db.transaction() as sql:
+            sql.execute(
+                "INSERT INTO pubsub_snapshots VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+                (snapshot.name, snapshot.topic, snapshot.SerializeToString(), last_message, expires),
+            )
+
+    def delete_snapshot(self, name: str) -> None:
+        with self.db.transaction() as sql:
+            sql.execute("DELETE FROM pubsub_snapshots WHERE name = ?", (name,))
+            sql.execute("DELETE FROM pubsub_snapshot_messages WHERE snapshot = ?", (name,))
+
+    def expire_snapshots(self, now: float) -> None:
+        for row in self.db.connection.execute(
+            "SELECT name FROM pubsub_snapshots WHERE expires <= ?", (now,)
+        ).fetchall():
+            self.delete_snapshot(row["name"])
+
+    def snapshots_of(self, topic: str) -> list[str]:
+        return [snapshot.name for snapshot in self._snapshots("topic = ? ORDER BY name", topic)]
+
+    def page(self, collection: str, project: str, size: int, token: str) -> tuple[list[Message], str]:
+        """One page of a project's topics, subscriptions or snapshots by name, and the next page's token."""
+        kind = {"topics": Topic, "subscriptions": SubscriptionConfig, "snapshots": Snapshot}[collection]
+        prefix = f"{project}/{collection}/"
+        if size < 0 or (token and not token.startswith(prefix)):
+            raise ApiError("INVALID_ARGUMENT", f"invalid page_size {size} or page_token {token!r}")
+        size = min(size or DEFAULT_PAGE, MAX_PAGE)
+        rows = self.db.connection.execute(
+            f"SELECT config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? ORDER BY name LIMIT ?",
+            (token, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
+        ).fetchall()
+        found = [kind.FromString(row["config"]) for row in rows[:size]]
+        return found, found[-1].name if len(rows) > size else ""
+
+    def _snapshots(self, where: str, value: str) -> Iterator[Message]:
+        rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()
+        return (Snapshot.FromString(row["config"]) for row in rows)
+
+
+def describe(subscription: Subscription, resources: Resources) -> Message:
+    """The subscription as the API returns it, with its output-only fields."""
+    answer = SubscriptionConfig()
+    answer.CopyFrom(subscription.config)
+    answer.state = 1  # ACTIVE
+    if resources.has_topic(subscription.topic):
+        topic = resources.topic(subscription.topic)
+        if topic.HasField("message_retention_duration"):
+            answer.topic_message_retention_duration.CopyFrom(topic.message_retention_duration)
+    return answer
+
+
+def not_found(name: str) -> ApiError:
+    return ApiError("NOT_FOUND", f"Resource not found (resource={name}).")
+
+
+def timestamp(when: float) -> timestamp_pb2.Timestamp:
+    result = timestamp_pb2.Timestamp()
+    result.FromMicroseconds(round(when * 1e6))
+    return result
+
+
+def _subscription(row: sqlite3.Row) -> Subscription:
+    config = SubscriptionConfig.FromString(row["config"])
+    return Subscription(row["id"], row["name"], row["topic"], config, bool(row["cloud_event"]))

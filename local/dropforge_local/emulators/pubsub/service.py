@@ -1,0 +1,345 @@
+"""The unary RPCs of google.pubsub.v1.Publisher and Subscriber, and the rules by which REST reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from google.cloud.pubsub_v1 import types
+from google.protobuf import empty_pb2, field_mask_pb2
+
+from ...errors import ApiError
+from ..rpc import Message, Method, Service
+from .backlog import Backlog, Content
+from .checks import (
+    check_mask,
+    check_messages,
+    check_modified_deadline,
+    check_name,
+    check_project,
+    check_topic,
+    complete_push,
+    complete_subscription,
+    invalid,
+)
+from .pull import Puller, received_message
+from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
+from .resources import Resources, Snapshot, Subscription, describe, not_found, timestamp
+
+Empty = empty_pb2.Empty
+MUTABLE_TOPIC_FIELDS = frozenset(("labels", "message_storage_policy", "message_retention_duration"))
+MUTABLE_SUBSCRIPTION_FIELDS = frozenset(
+    (
+        "push_config", "ack_deadline_seconds", "retain_acked_messages", "message_retention_duration", "labels",
+        "expiration_policy", "dead_letter_policy", "retry_policy", "enable_exactly_once_delivery",
+    )
+)  # fmt: skip
+
+
+class PubSubService:
+    """One method per RPC, taking and returning the API's own messages.
+
+    `pushes(subscription)` is called after commit for a subscription that may have become a push subscription.
+    """
+
+    def __init__(
+        self, resources: Resources, backlog: Backlog, puller: Puller, pushes: Callable[[Subscription], None]
+    ) -> None:
+        self.resources = resources
+        self.backlog = backlog
+        self.puller = puller
+        self.pushes = pushes
+        self.replay = Replay(backlog)
+        self.db = backlog.db
+
+    # Publisher
+
+    def create_topic(self, topic: Message) -> Message:
+        check_topic(topic)
+        if self.resources.has_topic(topic.name):
+            raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={topic.name}).")
+        topic.state = 1  # ACTIVE
+        self.resources.save_topic(topic)
+        return topic
+
+    def update_topic(self, request: Message) -> Message:
+        topic = self.resources.topic(request.topic.name)
+        _merge(request.topic, topic, request.update_mask, MUTABLE_TOPIC_FIELDS)
+        check_topic(topic)
+        self.resources.save_topic(topic)
+        return topic
+
+    def publish(self, request: Message) -> Message:
+        check_messages(request.messages)
+        contents = [Content(m.data, dict(m.attributes), m.ordering_key) for m in request.messages]
+        ids = self.backlog.publish(request.topic, contents)
+        return types.PublishResponse.pb()(message_ids=map(str, ids))
+
+    def get_topic(self, request: Message) -> Message:
+        return self.resources.topic(request.topic)
+
+    def list_topics(self, request: Message) -> Message:
+        topics, token = self._page("topics", request)
+        return types.ListTopicsResponse.pb()(topics=topics, next_page_token=token)
+
+    def list_topic_subscriptions(self, request: Message) -> Message:
+        self.resources.topic(request.topic)
+        names = [subscription.name for subscription in self.resources.subscriptions_of(request.topic)]
+        names, token = _name_page(names, request.page_size, request.page_token)
+        return types.ListTopicSubscriptionsResponse.pb()(subscriptions=names, next_page_token=token)
+
+    def list_topic_snapshots(self, request: Message) -> Message:
+        self.resources.topic(request.topic)
+        names = self.resources.snapshots_of(request.topic)
+        names, token = _name_page(names, request.page_size, request.page_token)
+        return types.ListTopicSnapshotsResponse.pb()(snapshots=names, next_page_token=token)
+
+    def delete_topic(self, request: Message) -> Message:
+        with self.db.transaction():
+            self.resources.topic(request.topic)
+            self.resources.delete_topic(request.topic)
+            self.backlog.forget_topic(request.topic)
+        return Empty()
+
+    def detach_subscription(self, request: Message) -> Message:
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription)
+            subscription.config.detached = True
+            self.resources.save_subscription(subscription.config, subscription.cloud_event)
+            self.backlog.clear(subscription)
+        return types.DetachSubscriptionResponse.pb()()
+
+    # Subscriber
+
+    def create_subscription(self, config: Message, cloud_event: bool = False) -> Message:
+        complete_subscription(config)
+        check_name(config.topic, "topics")
+        with self.db.transaction():
+            self._check_topics(config)
+            if self.resources.has_subscription(config.name):
+                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={config.name}).")
+            config.ClearField("detached")
+            subscription = self.resources.save_subscription(config, cloud_event)
+            self.db.after_commit(lambda: self.pushes(subscription))
+        return describe(subscription, self.resources)
+
+    def get_subscription(self, request: Message) -> Message:
+        return describe(self.resources.subscription(request.subscription), self.resources)
+
+    def update_subscription(self, request: Message) -> Message:
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription.name)
+            _merge(request.subscription, subscription.config, request.update_mask, MUTABLE_SUBSCRIPTION_FIELDS)
+            complete_subscription(subscription.config)
+            self._check_topics(subscription.config, dead_letter_only=True)
+            self._save(subscription)
+        return describe(self.resources.subscription(subscription.name), self.resources)
+
+    def list_subscriptions(self, request: Message) -> Message:
+        found, token = self._page("subscriptions", request)
+        return types.ListSubscriptionsResponse.pb()(subscriptions=found, next_page_token=token)
+
+    def delete_subscription(self, request: Message) -> Message:
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription)
+            self.resources.delete_subscription(subscription)
+            self.backlog.clear(subscription)
+        return Empty()
+
+    def modify_ack_deadline(self, request: Message) -> Message:
+        check_modified_deadline(request.ack_deadline_seconds)
+        subscription = self._with_ack_ids(request)
+        refused = self.backlog.modify_deadline(subscription, request.ack_ids, request.ack_deadline_seconds)
+        if subscription.config.enable_exactly_once_delivery:
+            _refuse_ack_ids(refused)
+        return Empty()
+
+    def acknowledge(self, request: Message) -> Message:
+        subscription = self._with_ack_ids(request)
+        _refuse_ack_ids(self.backlog.acknowledge(subscription, request.ack_ids))
+        return Empty()
+
+    async def pull(self, request: Message) -> Message:
+        batch = await self.puller.pull(request.subscription, request.max_messages, request.return_immediately)
+        response = types.PullResponse.pb()()
+        if batch:
+            subscription = self.resources.subscription(request.subscription)
+            response.received_messages.extend(received_message(delivery, subscription) for delivery in batch)
+        return response
+
+    def modify_push_config(self, request: Message) -> Message:
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription)
+            subscription.config.push_config.CopyFrom(request.push_config)
+            complete_push(subscription.config)
+            self._save(subscription)
+        return Empty()
+
+    def seek(self, request: Message) -> Message:
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription)
+            target = request.WhichOneof("target")
+            if target == "time":
+                self.replay.seek_to_time(subscription, request.time.seconds + request.time.nanos / 1e9)
+            elif target == "snapshot":
+                if self.resources.snapshot(request.snapshot).topic != subscription.topic:
+                    raise invalid(f"{request.snapshot} is of another topic than {request.subscription}")
+                self.replay.seek_to_snapshot(subscription, request.snapshot)
+            else:
+                raise invalid("seek has no target; expected time or snapshot")
+        return types.SeekResponse.pb()()
+
+    def create_snapshot(self, request: Message) -> Message:
+        check_name(request.name, "snapshots")
+        with self.db.transaction():
+            subscription = self.resources.subscription(request.subscription)
+            if self.resources.has_snapshot(request.name):
+                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={request.name}).")
+            newest, expires = self.replay.take_snapshot(request.name, subscription)
+            if expires < self.backlog.now() + MINIMUM_SNAPSHOT_SECONDS:
+                raise ApiError(
+                    "FAILED_PRECONDITION", "the snapshot would expire in less than an hour: its backlog is old"
+                )
+            snapshot = Snapshot(name=request.name, topic=subscription.topic, labels=request.labels)
+            snapshot.expire_time.CopyFrom(timestamp(expires))
+            self.resources.save_snapshot(snapshot, newest, expires)
+            self.db.after_commit(lambda: self.backlog.deadline(expires))
+        return snapshot
+
+    def get_snapshot(self, request: Message) -> Message:
+        return self.resources.snapshot(request.snapshot)
+
+    def list_snapshots(self, request: Message) -> Message:
+        snapshots, token = self._page("snapshots", request)
+        return types.ListSnapshotsResponse.pb()(snapshots=snapshots, next_page_token=token)
+
+    def update_snapshot(self, request: Message) -> Message:
+        with self.db.transaction():
+            snapshot = self.resources.snapshot(request.snapshot.name)
+            _merge(request.snapshot, snapshot, request.update_mask, frozenset(("labels",)))
+            self.resources.save_snapshot(snapshot, 0, 0)
+        return snapshot
+
+    def delete_snapshot(self, request: Message) -> Message:
+        with self.db.transaction():
+            self.resources.snapshot(request.snapshot)
+            self.resources.delete_snapshot(request.snapshot)
+            self.backlog.collect(self.backlog.now())
+        return Empty()
+
+    def _page(self, collection: str, request: Message) -> tuple[list[Message], str]:
+        check_project(request.project)
+        return self.resources.page(collection, request.project, request.page_size, request.page_token)
+
+    def _check_topics(self, config: Message, dead_letter_only: bool = False) -> None:
+        names = [] if dead_letter_only else [config.topic]
+        if config.HasField("dead_letter_policy"):
+            names.append(config.dead_letter_policy.dead_letter_topic)
+        for name in names:
+            if not self.resources.has_topic(name):
+                raise not_found(name)
+
+    def _save(self, subscription: Subscription) -> None:
+        saved = self.resources.save_subscription(subscription.config, subscription.cloud_event)
+        self.backlog.apply_retention(saved)
+        self.db.after_commit(lambda: self.pushes(saved))
+
+    def _with_ack_ids(self, request: Message) -> Subscription:
+        if not request.ack_ids:
+            raise invalid("ack_ids is empty; expected at least one")
+        return self.resources.subscription(request.subscription)
+
+
+def services(implementation: PubSubService) -> tuple[Service, Service]:
+    """The two gRPC services with their HTTP rules; the emulator adds StreamingPull, which REST does not have."""
+    return (
+        Service("google.pubsub.v1.Publisher", PUBLISHER, implementation),
+        Service("google.pubsub.v1.Subscriber", SUBSCRIBER, implementation),
+    )
+
+
+def _merge(source: Message, target: Message, mask: field_mask_pb2.FieldMask, mutable: frozenset[str]) -> None:
+    check_mask(mask.paths, mutable)
+    try:
+        mask.MergeMessage(source, target, replace_message_field=True, replace_repeated_field=True)
+    except ValueError as error:
+        raise invalid(f"invalid update_mask: {error}") from error
+
+
+def _name_page(names: Sequence[str], size: int, token: str) -> tuple[list[str], str]:
+    if size < 0:
+        raise invalid(f"page_size is {size}; expected at least 0")
+    rest = [name for name in names if name > token]
+    page = rest[: size or len(rest)]
+    return page, page[-1] if len(page) < len(rest) else ""
+
+
+def _refuse_ack_ids(refused: Sequence[str]) -> None:
+    """Exactly-once clients read each id's failure from the error's details."""
+    if refused:
+        detail = {
+            "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+            "reason": "PERMANENT_FAILURE_INVALID_ACK_ID",
+            "domain": "pubsub.googleapis.com",
+            "metadata": dict.fromkeys(refused, "PERMANENT_FAILURE_INVALID_ACK_ID"),
+        }
+        raise ApiError("FAILED_PRECONDITION", "some acknowledgement ids were invalid: they have expired", [detail])
+
+
+def _method(name: str, request: str, response: str, *http: str) -> Method:
+    answer = Empty if response == "Empty" else getattr(types, response).pb()
+    return Method(name, getattr(types, request).pb(), answer, http)
+
+
+_TOPIC = "topic=projects/*/topics/*"
+_SUBSCRIPTION = "subscription=projects/*/subscriptions/*"
+_SNAPSHOT = "snapshot=projects/*/snapshots/*"
+PUBLISHER = (
+    _method("CreateTopic", "Topic", "Topic", "PUT /v1/{name=projects/*/topics/*} *"),
+    _method("UpdateTopic", "UpdateTopicRequest", "Topic", "PATCH /v1/{topic.name=projects/*/topics/*} *"),
+    _method("Publish", "PublishRequest", "PublishResponse", f"POST /v1/{{{_TOPIC}}}:publish *"),
+    _method("GetTopic", "GetTopicRequest", "Topic", f"GET /v1/{{{_TOPIC}}}"),
+    _method("ListTopics", "ListTopicsRequest", "ListTopicsResponse", "GET /v1/{project=projects/*}/topics"),
+    _method(
+        "ListTopicSubscriptions", "ListTopicSubscriptionsRequest", "ListTopicSubscriptionsResponse",
+        f"GET /v1/{{{_TOPIC}}}/subscriptions",
+    ),
+    _method(
+        "ListTopicSnapshots", "ListTopicSnapshotsRequest", "ListTopicSnapshotsResponse",
+        f"GET /v1/{{{_TOPIC}}}/snapshots",
+    ),
+    _method("DeleteTopic", "DeleteTopicRequest", "Empty", f"DELETE /v1/{{{_TOPIC}}}"),
+    _method(
+        "DetachSubscription", "DetachSubscriptionRequest", "DetachSubscriptionResponse",
+        f"POST /v1/{{{_SUBSCRIPTION}}}:detach",
+    ),
+)  # fmt: skip
+SUBSCRIBER = (
+    _method("CreateSubscription", "Subscription", "Subscription", "PUT /v1/{name=projects/*/subscriptions/*} *"),
+    _method("GetSubscription", "GetSubscriptionRequest", "Subscription", f"GET /v1/{{{_SUBSCRIPTION}}}"),
+    _method(
+        "UpdateSubscription", "UpdateSubscriptionRequest", "Subscription",
+        "PATCH /v1/{subscription.name=projects/*/subscriptions/*} *",
+    ),
+    _method(
+        "ListSubscriptions", "ListSubscriptionsRequest", "ListSubscriptionsResponse",
+        "GET /v1/{project=projects/*}/subscriptions",
+    ),
+    _method("DeleteSubscription", "DeleteSubscriptionRequest", "Empty", f"DELETE /v1/{{{_SUBSCRIPTION}}}"),
+    _method(
+        "ModifyAckDeadline", "ModifyAckDeadlineRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyAckDeadline *"
+    ),
+    _method("Acknowledge", "AcknowledgeRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:acknowledge *"),
+    _method("Pull", "PullRequest", "PullResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:pull *"),
+    _method(
+        "ModifyPushConfig", "ModifyPushConfigRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyPushConfig *"
+    ),
+    _method("GetSnapshot", "GetSnapshotRequest", "Snapshot", f"GET /v1/{{{_SNAPSHOT}}}"),
+    _method("ListSnapshots", "ListSnapshotsRequest", "ListSnapshotsResponse", "GET /v1/{project=projects/*}/snapshots"),
+    _method("CreateSnapshot", "CreateSnapshotRequest", "Snapshot", "PUT /v1/{name=projects/*/snapshots/*} *"),
+    _method(
+        "UpdateSnapshot", "UpdateSnapshotRequest", "Snapshot",
+        "PATCH /v1/{snapshot.name=projects/*/snapshots/*} *",
+    ),
+    _method("DeleteSnapshot", "DeleteSnapshotRequest", "Empty", f"DELETE /v1/{{{_SNAPSHOT}}}"),
+    _method("Seek", "SeekRequest", "SeekResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:seek *"),
+)  # fmt: skip

@@ -1,0 +1,50 @@
+"""Waiting without polling: until a subscription changes, or until a time on the stack's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...workflows.clock import Clock
+
+
+class Wakes:
+    """Per subscription, the events of everyone who waits for its messages."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
+
+    @contextmanager
+    def listen(self, subscription_id: int) -> Iterator[asyncio.Event]:
+        """An event that is set whenever the subscription may have something new."""
+        event = asyncio.Event()
+        self._events[subscription_id].add(event)
+        try:
+            yield event
+        finally:
+            self._events[subscription_id].discard(event)
+            if not self._events[subscription_id]:
+                del self._events[subscription_id]
+
+    def wake(self, subscription_id: int) -> None:
+        for event in self._events.get(subscription_id, ()):
+            event.set()
+
+    def wake_all(self) -> None:
+        for subscription_id in list(self._events):
+            self.wake(subscription_id)
+
+
+async def wait(event: asyncio.Event, clock: Clock, until: float | None) -> None:
+    """Return when `event` is set or the clock reaches `until` (None: never)."""
+    if until is None:
+        await event.wait()
+        return
+    tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep_until(until))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

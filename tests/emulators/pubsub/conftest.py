@@ -1,0 +1,154 @@
+"""A Pub/Sub emulator on a virtual or the wall clock, with Google's own clients connected to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.api_core.gapic_v1.method import DEFAULT
+from google.cloud import pubsub_v1
+
+from dropforge_local.db import Database
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.server import BackgroundServer, Server
+from dropforge_local.workflows.clock import SystemClock, VirtualClock
+
+PROJECT = "projects/test-project"
+
+
+@dataclass
+class PubSub:
+    """The clients, and shorthands that keep the tests about behaviour. `retry=None` shows every failure."""
+
+    address: str
+    server: Server | None = None
+    background: BackgroundServer | None = None
+    emulator: PubSubEmulator | None = None
+    clock: VirtualClock | None = None
+    names: Iterator[int] = field(default_factory=itertools.count)
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def __post_init__(self) -> None:
+        os.environ["PUBSUB_EMULATOR_HOST"] = self.address
+        try:
+            self.publisher = pubsub_v1.PublisherClient(
+                batch_settings=pubsub_v1.types.BatchSettings(max_messages=1),
+                publisher_options=pubsub_v1.types.PublisherOptions(enable_message_ordering=True),
+            )
+            self.subscriber = pubsub_v1.SubscriberClient()
+        finally:
+            del os.environ["PUBSUB_EMULATOR_HOST"]
+
+    def close(self) -> None:
+        self.publisher.stop()
+        self.publisher.transport.close()
+        self.subscriber.close()
+
+    def topic(self, **config: Any) -> str:
+        name = f"{PROJECT}/topics/topic-{self.run}-{next(self.names)}"
+        self.publisher.create_topic(request={"name": name, **config}, retry=None)
+        return name
+
+    def subscription(self, topic: str, **config: Any) -> str:
+        name = f"{PROJECT}/subscriptions/sub-{self.run}-{next(self.names)}"
+        self.subscriber.create_subscription(request={"name": name, "topic": topic, **config}, retry=None)
+        return name
+
+    def publish(self, topic: str, *data: bytes, ordering_key: str = "", **attributes: str) -> list[str]:
+        return [
+            self.publisher.publish(topic, item, ordering_key, retry=DEFAULT, **attributes).result(10) for item in data
+        ]
+
+    def pull(self, subscription: str, count: int = 100, wait: bool = False) -> list[Any]:
+        request = {"subscription": subscription, "max_messages": count, "return_immediately": not wait}
+        with warnings.catch_warnings():  # the client calls return_immediately deprecated; tests want it
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return list(self.subscriber.pull(request=request, retry=None, timeout=20).received_messages)
+
+    def pull_until(self, subscription: str, count: int, seconds: float = 10) -> list[Any]:
+        """Pull until `count` messages have come, in as many answers as it takes."""
+        received: list[Any] = []
+        deadline = time.monotonic() + seconds
+        while len(received) < count and time.monotonic() < deadline:
+            received += self.pull(subscription, count - len(received), wait=True)
+        assert len(received) == count
+        return received
+
+    def ack(self, subscription: str, received: list[Any]) -> None:
+        request = {"subscription": subscription, "ack_ids": [item.ack_id for item in received]}
+        self.subscriber.acknowledge(request=request, retry=None)
+
+    def nack(self, subscription: str, received: list[Any]) -> None:
+        ids = [item.ack_id for item in received]
+        request = {"subscription": subscription, "ack_ids": ids, "ack_deadline_seconds": 0}
+        self.subscriber.modify_ack_deadline(request=request, retry=None)
+
+    def advance(self, seconds: float) -> None:
+        """Move the virtual clock, and let what became due happen."""
+        assert self.clock is not None
+        assert self.background is not None
+        clock = self.clock
+
+        async def move() -> None:
+            clock.advance(clock.now() + seconds)
+
+        self.background.call(move())
+
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        assert self.background is not None
+        assert self.emulator is not None
+        database = self.emulator._backlog.db
+
+        async def read() -> list[tuple[Any, ...]]:
+            return [tuple(row) for row in database.connection.execute(sql)]
+
+        return self.background.call(read())
+
+
+def serve(clock: SystemClock | VirtualClock, path: Path) -> Iterator[PubSub]:
+    built: list[PubSubEmulator] = []
+
+    def build() -> list[PubSubEmulator]:
+        built.append(PubSubEmulator(Database(path), clock, lambda audience: f"token-for-{audience}"))
+        return built
+
+    background = BackgroundServer(build)
+    with background as server:
+        virtual = clock if isinstance(clock, VirtualClock) else None
+        client = PubSub(server.grpc_address, server, background, built[0], virtual)
+        yield client
+        client.close()
+
+
+@pytest.fixture
+def pubsub(tmp_path: Path) -> Iterator[PubSub]:
+    """On the wall clock."""
+    yield from serve(SystemClock(), tmp_path / "state.db")
+
+
+@pytest.fixture
+def timeless(tmp_path: Path) -> Iterator[PubSub]:
+    """On a clock that only `advance` moves."""
+    yield from serve(VirtualClock(), tmp_path / "state.db")
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10) -> Any:
+    """Poll until `condition` holds, and return its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture(name="eventually")
+def eventually_fixture() -> Callable[..., Any]:
+    return eventually
