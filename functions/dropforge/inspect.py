@@ -10,7 +10,7 @@ from typing import Any
 from . import names
 from .artifacts import Manifest, read_manifest
 from .clients import storage
-from .errors import CloudError, ErrorClass
+from .errors import CloudError, DropforgeError, ErrorClass
 from .events import Failed, JobEvent, Preempted, Started, Succeeded, parse_job_event
 from .log import log
 from .outcome import failed, retry_or_fail, superseded, waiting
@@ -46,7 +46,10 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, "cancelled while training")
     spec = store.spec(run)
-    manifest = read_manifest(storage(), settings().runs_bucket, run)
+    try:
+        manifest = read_manifest(storage(), settings().runs_bucket, run)
+    except DropforgeError as error:
+        return failed(ErrorClass.CODE, str(error), "the training image and the functions are of different versions")
     verdict = decide(
         read_events(store, run, attempt), manifest, _cloud(record, spec, manifest), record, utc_now(), settings()
     )

@@ -68,6 +68,7 @@ class Server:
         self.emulators = emulators
         self.http_port = http_port
         self.grpc_port = grpc_port
+        self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
 
     @property
     def url(self) -> str:
@@ -100,6 +101,7 @@ class Server:
             self.grpc_port = self._grpc.add_insecure_port(f"{HOST}:{self.grpc_port}")
         except RuntimeError as error:
             raise OSError(f"cannot listen on {HOST}:{self.grpc_port}: {error}") from error
+        self.before_start()
         await self._grpc.start()
         for emulator in self.emulators:
             await emulator.start()

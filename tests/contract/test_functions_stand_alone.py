@@ -10,15 +10,15 @@ import sys
 import time
 import urllib.request
 import venv
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
+from dropforge.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = (
-    "PROJECT LOCATION SPECS_BUCKET RUNS_BUCKET WORKFLOW REQUESTS_TOPIC JOB_EVENTS_TOPIC RUN_EVENTS_TOPIC "
-    "TRAIN_TRL_IMAGE SERVE_VLLM_IMAGE TRAINER_SERVICE_ACCOUNT SERVER_SERVICE_ACCOUNT"
-).split()
+SETTINGS = [f"DROPFORGE_{field.name.upper()}" for field in fields(Settings) if field.default is MISSING]
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Pat
     shutil.copytree(ROOT / "functions", source, ignore=shutil.ignore_patterns("__pycache__"))
     check = subprocess.run([clean_python, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stdout
-    environment = {"PATH": os.environ["PATH"], **{f"DROPFORGE_{name}": "x" for name in SETTINGS}}
+    environment = {"PATH": os.environ["PATH"], **dict.fromkeys(SETTINGS, "x")}
     command = [clean_python, "-m", "functions_framework", "--target", "inspect", "--source", source / "main.py"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(

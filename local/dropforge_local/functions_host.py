@@ -1,0 +1,90 @@
+"""The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
+
+One process for all of them, started by the stack: `python -m dropforge_local.functions_host URL FD`, FD being a bound
+socket, with the functions' environment, and the secret that signs tokens on standard input. It ends when that pipe
+closes, i.e. with its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .identity import Identity
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+SOURCE = Path(__file__).resolve().parents[2] / "functions" / "main.py"
+THREADS = 24  # a stage spends its time waiting for the emulators
+
+
+def entry_points(source: Path = SOURCE) -> list[str]:
+    """The names that main.py decorates as functions, in order."""
+    return re.findall(r"^@functions_framework\.\w+\ndef (\w+)", source.read_text(), re.M)
+
+
+def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
+    """One WSGI application with each function at /<name>; callers need an OIDC token for that URL, as in the cloud."""
+    import functions_framework
+    from werkzeug.exceptions import NotFound
+    from werkzeug.middleware.dispatcher import DispatcherMiddleware
+
+    apps = {f"/{name}": functions_framework.create_app(name, str(source)) for name in entry_points(source)}
+    dispatch = DispatcherMiddleware(NotFound(), apps)
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        name = environ.get("PATH_INFO", "").lstrip("/").partition("/")[0]
+        if identity.is_for({"Authorization": environ.get("HTTP_AUTHORIZATION", "")}, base_url + name):
+            return dispatch(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [f"{name}: the caller needs an OIDC token for the audience {base_url + name}\n".encode()]
+
+    return checked
+
+
+def serve(url: str, descriptor: int, identity: Identity) -> None:
+    """Serve at a bound socket until SIGTERM."""
+    from gunicorn.app.base import BaseApplication
+
+    app = build(identity, url)
+
+    class Application(BaseApplication):  # type: ignore[misc]
+        def load_config(self) -> None:
+            options = {
+                "bind": f"fd://{descriptor}",
+                "worker_class": "gthread",
+                "threads": THREADS,
+                "timeout": 0,
+                "keepalive": 75,
+                "graceful_timeout": 2,
+                "loglevel": "error",
+                "control_socket_disable": True,
+            }
+            for name, value in options.items():
+                self.cfg.set(name, value)
+
+        def load(self) -> Wsgi:
+            return app
+
+    Application().run()
+
+
+def _end_with_parent() -> None:
+    """End when the stack does, even if it was killed: its end of the pipe closes then."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    identity = Identity(sys.stdin.readline().strip())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(sys.argv[1], int(sys.argv[2]), identity)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A training container that trains nothing and keeps the real one's contract; the standard library only, so that it
+starts in milliseconds. The spec's label `behave` says what becomes of it (see BEHAVIOURS).
+"""
+
+import base64
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
+BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
+STORAGE = urllib.parse.urlsplit(os.environ["STORAGE_EMULATOR_HOST"]).netloc
+connection = http.client.HTTPConnection(STORAGE)
+sequence = 0
+
+
+def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    connection.request(method, path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def spec() -> dict:
+    name = urllib.parse.quote(f"runs/{RUN}/spec.json", safe="")
+    status, body = request("GET", f"/storage/v1/b/{BUCKET}/o/{name}?alt=media")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def publish(kind: str, copies: int = 1, **fields: object) -> None:
+    global sequence
+    sequence = max(sequence + 1, int(time.time() * 1000))
+    event = {"type": kind, "run": RUN, "attempt": ATTEMPT, "sequence": sequence, "time": datetime.now(UTC).isoformat()}
+    data = base64.b64encode(json.dumps({**event, **fields}).encode()).decode()
+    attributes = {"ce-type": f"dev.dropforge.job.{kind}", "ce-id": f"{RUN}/{ATTEMPT}/{sequence}"}
+    body = json.dumps({"messages": [{"data": data, "attributes": attributes}] * copies}).encode()
+    status, answer = request("POST", f"/v1/{TOPIC}:publish", body)
+    assert status == 200, answer
+
+
+def commit(exact_match: float) -> None:
+    """The manifest, written once."""
+    manifest = {
+        "run": RUN,
+        "attempt": ATTEMPT,
+        "created": datetime.now(UTC).isoformat(),
+        "base": {"uri": "noop", "revision": "main"},
+        "dataset": {"uri": "noop", "revision": "main"},
+        "spec_sha256": "0" * 64,
+        "serve_path": f"attempt-{ATTEMPT}/model",
+        "metrics": {"exact_match": exact_match, "exact_match_before": 0.0, "loss": 0.1},
+        "files": [],
+    }
+    name = urllib.parse.quote(f"models/{RUN}/MANIFEST.json", safe="")
+    path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}&ifGenerationMatch=0"
+    status, answer = request("POST", path, json.dumps(manifest).encode())
+    assert status in (200, 412), answer
+
+
+def uri() -> str:
+    return f"gs://{BUCKET}/models/{RUN}/MANIFEST.json"
+
+
+def succeed(copies: int = 1, exact_match: float = 0.9) -> int:
+    publish("started", copies)
+    publish("progress", copies, step=1, total_steps=2, loss=2.0)
+    publish("progress", copies, step=2, total_steps=2, loss=1.0)
+    commit(exact_match)
+    publish("succeeded", copies, manifest_uri=uri(), metrics={"exact_match": exact_match})
+    return 0
+
+
+def silent() -> int:
+    commit(0.9)
+    return 0
+
+
+def fail(error_class: str, code: int) -> int:
+    publish("started")
+    publish("failed", error_class=error_class, message=f"behaves as {error_class}")
+    return code
+
+
+def preempted_once() -> int:
+    if ATTEMPT > 1:
+        return succeed()
+    publish("started")
+    publish("preempted", step=1)
+    return 75
+
+
+def hang() -> int:
+    publish("started")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    while True:
+        time.sleep(3600)
+
+
+def lie() -> int:
+    publish("started")
+    publish("succeeded", manifest_uri=uri())
+    return 0
+
+
+BEHAVIOURS: dict[str, Callable[[], int]] = {
+    "succeed": succeed,
+    "repeat": lambda: succeed(copies=3),  # every event thrice
+    "poor": lambda: succeed(exact_match=0.1),  # does not pass a gate
+    "silent": silent,  # succeeds without a single event
+    "fail-data": lambda: fail("data", 65),
+    "fail-code": lambda: fail("code", 70),
+    "exit-65": lambda: 65,  # fails without a single event
+    "exit-76": lambda: 76,
+    "exit-3": lambda: 3,
+    "preempted-once": preempted_once,
+    "preempted": lambda: (publish("started"), publish("preempted", step=1), 75)[2],
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL) or 1,
+    "hang": hang,
+    "lie": lie,  # reports success, leaves nothing
+}
+
+if __name__ == "__main__":
+    sys.exit(BEHAVIOURS[spec().get("labels", {}).get("behave", "succeed")]())
