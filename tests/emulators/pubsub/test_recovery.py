@@ -1,0 +1,122 @@
+"""The emulator's process is killed at any moment and started again on the same database."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from google.api_core import exceptions
+from google.pubsub_v1 import PublisherClient as GapicPublisher  # publishes without batching or retries
+
+from .conftest import PubSub, eventually
+
+PROCESS = """
+import asyncio, sys
+from dropforge_local.db import Database
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.server import Server
+from dropforge_local.workflows.clock import SystemClock
+
+async def main():
+    server = Server([PubSubEmulator(Database(sys.argv[1]), SystemClock())])
+    await server.start()
+    print(server.grpc_port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Process:
+    """A killable emulator; `start` returns clients of the new process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clients: list[PubSub] = []
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> PubSub:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(self.path)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.clients.append(PubSub(f"127.0.0.1:{self.process.stdout.readline().strip()}"))
+        return self.clients[-1]
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path / "state.db")
+    yield process
+    process.kill()
+    for client in process.clients:
+        client.close()
+
+
+def test_acked_messages_stay_acked_and_unacked_ones_come_again(process: Process) -> None:
+    before = process.start()
+    topic = before.topic()
+    subscription = before.subscription(topic, ack_deadline_seconds=10)
+    sent = before.publish(topic, *(b"%d" % number for number in range(6)))
+    received = before.pull_until(subscription, 4)
+    before.ack(subscription, received[:2])
+    before.nack(subscription, received[2:])
+    process.kill()
+    after = process.start()
+    again = after.pull_until(subscription, 4)
+    assert sorted(item.message.message_id for item in again) == sorted(sent[2:])
+
+
+def test_ack_id_from_before_the_crash_still_acks(process: Process) -> None:
+    before = process.start()
+    topic = before.topic()
+    subscription = before.subscription(topic)
+    before.publish(topic, b"x")
+    received = before.pull_until(subscription, 1)
+    process.kill()
+    after = process.start()
+    assert after.pull(subscription) == []  # still leased
+    after.ack(subscription, received)
+    after.nack(subscription, received)
+    assert after.pull(subscription) == []
+
+
+@pytest.mark.slow
+def test_no_acknowledged_publish_is_lost_to_kills_under_load(process: Process) -> None:
+    client = process.start()
+    topic = client.topic()
+    subscription = client.subscription(topic)
+    sent: set[str] = set()
+
+    def publish(client: PubSub) -> None:
+        request = {"topic": topic, "messages": [{"data": b"x"}]}
+        try:
+            while True:
+                sent.update(GapicPublisher.publish(client.publisher, request=request, retry=None).message_ids)
+        except exceptions.GoogleAPICallError:
+            return
+
+    for round_ in range(1, 4):
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(publish, client) for _ in range(2)]
+            eventually(lambda enough=round_ * 60: len(sent) >= enough)
+            process.kill()
+            assert [future.result(20) for future in futures] == [None, None]
+        client = process.start()
+    received: set[str] = set()  # and maybe more than was sent: a kill can hide that a publish succeeded
+
+    def all_received() -> bool:
+        received.update(item.message.message_id for item in client.pull(subscription))
+        return sent <= received
+
+    eventually(all_received)
