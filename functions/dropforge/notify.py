@@ -43,17 +43,24 @@ def notify(run: str, execution: str, state: RunState, error: RunError | None) ->
 def tell(record: Record, spec: JobSpec | None = None) -> None:
     """Publish the record's present state as a run event and, when people care about it, to Slack."""
     announce(record, record.state)
+    tell_people(record, spec)
+
+
+def tell_people(record: Record, spec: JobSpec | None = None) -> None:
+    """Send the Slack message for the record's present state.
+
+    Raises CloudError (TRANSIENT) when a terminal state could not be told and trying again may help; nobody should
+    wait for Slack in the middle of a run.
+    """
     message = slack_message(record, spec, settings(), utc_now())
-    if message is None:
-        return
     secret = spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings().slack_webhook_secret
-    if not secret:
+    if message is None or not secret:
         return
     problem, may_pass = send(secret, message, settings())
     if not problem:
         return
     log(problem, stage="notify", run=record.run, severity="ERROR")
-    if may_pass:
+    if may_pass and record.state.is_terminal:
         raise CloudError(ErrorClass.TRANSIENT, problem)
 
 

@@ -42,7 +42,8 @@ def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now:
         {"type": "header", "text": {"type": "plain_text", "text": f"{headline.split()[0]} {title}"[:MAX_HEADER]}}
     ]
     blocks += [_section(text) for text in _paragraphs(record, spec, settings, now) if text]
-    event_id = f"{record.run}/{record.history[-1].attempt}/{record.state.lower()}"
+    entered = next(t for t in reversed(record.history) if t.state is record.state)
+    event_id = f"{record.run}/{entered.attempt}/{record.state.lower()}"
     blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"run `{record.run}` · {event_id}"}]})
     return Message(redact(title), blocks)
 

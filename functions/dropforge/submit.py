@@ -109,7 +109,10 @@ def _submit(store: RunStore, run: str, source: str, data: bytes) -> Record:
     if not store.create(record):
         return _resume(store, store.record(run))
     log("accepted", stage="submit", run=run, source=source)
-    return _start(store, record, start_execution(run, settings()))
+    notify.announce(record, RunState.ACCEPTED)
+    record = _start(store, record, start_execution(run, settings()))
+    notify.tell_people(record.model_copy(update={"state": RunState.ACCEPTED}), spec)
+    return record
 
 
 def _resume(store: RunStore, record: Record) -> Record:
@@ -130,9 +133,7 @@ def _start(store: RunStore, record: Record, execution: str) -> Record:
     def change(found: Record) -> Record:
         return found if found.execution else found.model_copy(update={"execution": execution})
 
-    record = store.update(record.run, change)
-    notify.tell(record.model_copy(update={"state": RunState.ACCEPTED}))
-    return record
+    return store.update(record.run, change)
 
 
 def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
