@@ -105,7 +105,7 @@ def _submit(store: RunStore, run: str, source: str, data: bytes) -> Record:
         created=now,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
     )
-    store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True, exclude_none=True).encode())
+    store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode())
     if not store.create(record):
         return _resume(store, store.record(run))
     log("accepted", stage="submit", run=run, source=source)
