@@ -1,0 +1,24 @@
+"""A storage emulator as a process of its own, for tests that kill it: python server_main.py DIRECTORY."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from dropforge_local.db import Database
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import Server
+from dropforge_local.workflows.clock import SystemClock
+
+
+async def main(root: Path) -> None:
+    emulator = StorageEmulator(Database(root / "state.sqlite"), root / "blobs", SystemClock())
+    server = Server([emulator])
+    await server.start()
+    print(server.url, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
