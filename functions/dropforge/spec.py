@@ -46,9 +46,9 @@ def seconds(duration: str) -> int:
 
 
 class Part(BaseModel):
-    """Base of every part of a spec: immutable, unknown fields refused, numbers are not strings."""
+    """Base of every part of a spec: immutable, unknown fields refused, numbers finite and not strings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Part):
@@ -251,9 +251,7 @@ class Notify(Part):
 class JobSpec(Part):
     """One fine-tuning job: what to train, on what, where, and what to do with the result."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, populate_by_name=True, title="dropforge job spec"
-    )
+    model_config = ConfigDict(title="dropforge job spec")
 
     schema_uri: str | None = Field(default=None, alias="$schema")
     api_version: Literal["dropforge/v1"]
@@ -327,7 +325,7 @@ def parse_spec(data: bytes) -> JobSpec:
         # Validated as JSON, so that strict mode accepts what JSON has (1 for a float, lists) and nothing else.
         return JobSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        raise InvalidSpec([_problem(dict(e), document) for e in error.errors(include_url=False)]) from None
+        raise InvalidSpec(_merged([_problem(dict(e), document) for e in error.errors(include_url=False)])) from None
 
 
 def _parse_json(data: bytes) -> JsonValue:
@@ -341,7 +339,12 @@ def _parse_json(data: bytes) -> JsonValue:
         found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InvalidSpec([SpecProblem("", "the spec is not UTF-8 text", found, "JSON encoded as UTF-8")]) from None
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)  # type: ignore[no-any-return]
+        document: JsonValue = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        json.dumps(document, ensure_ascii=False).encode()  # what "\ud800" alone stands for is no text
+        return document
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(error.object[error.start]):04x}"
+        raise InvalidSpec([SpecProblem("", "half of a surrogate pair", found, "whole characters")]) from None
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise InvalidSpec([SpecProblem("", "the spec is not JSON", where, "a JSON object")]) from None
@@ -399,9 +402,9 @@ def redact(text: str) -> str:
 
 def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     """A pydantic error as a problem: where, what was found there, what was expected."""
-    steps = _document_path(error["loc"], document)
-    pointer = "".join(f"/{_escape(str(step))}" for step in steps)
     kind, context = error["type"], error.get("ctx", {})
+    steps = _document_path(error["loc"], document, missing=kind == "missing")
+    pointer = "".join(f"/{_escape(str(step))}" for step in steps)
     if kind == "extra_forbidden":
         return SpecProblem(pointer, "unknown field", _shown(error["input"]), _field_names(steps))
     if kind == "missing":
@@ -418,23 +421,34 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
         return wrong.problem._replace(pointer=pointer + wrong.problem.pointer)
     if kind == "string_pattern_mismatch":
         return SpecProblem(pointer, "malformed value", _shown(error["input"]), f"text matching {context['pattern']}")
+    if error["msg"].startswith("Input should be "):
+        message = "wrong type" if kind.endswith("_type") else "wrong value"
+        return SpecProblem(pointer, message, _shown(error["input"]), error["msg"].removeprefix("Input should be "))
     return SpecProblem(pointer, error["msg"], _shown(error["input"]), None)
 
 
-def _document_path(loc: tuple[str | int, ...], document: JsonValue) -> list[str | int]:
-    """pydantic's location without the union tags that it adds, i.e. a path in the document."""
+def _merged(problems: list[SpecProblem]) -> list[SpecProblem]:
+    """One problem per place: a value that fits no branch of a union is reported once for each."""
+    merged: dict[tuple[str, str | None], SpecProblem] = {}
+    for problem in problems:
+        first = merged.setdefault((problem.pointer, problem.found), problem)
+        if first is not problem and first.expected and problem.expected:
+            merged[problem.pointer, problem.found] = first._replace(expected=f"{first.expected} or {problem.expected}")
+    return list(merged.values())
+
+
+def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: bool) -> list[str | int]:
+    """pydantic's location without the union tags that it adds (`lora`, `list[str]`), i.e. a path in the document.
+
+    Only the last step of a missing field is not there.
+    """
     path: list[str | int] = []
     here: Any = document
-    for index, step in enumerate(loc):
-        last = index == len(loc) - 1
+    for step in loc[:-1] if missing else loc:
         if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int)):
             here = here[step]  # type: ignore[index]
-        elif not last:
-            continue  # a union tag such as "lora" or "cloud_run"
-        elif step == "[key]":
-            continue
-        path.append(step)
-    return path
+            path.append(step)
+    return [*path, loc[-1]] if missing else path
 
 
 def _field_names(path: list[str | int]) -> str:

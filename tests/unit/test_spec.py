@@ -1,0 +1,201 @@
+"""The job spec's rules: by example (schemas/examples, which are documentation too) and by mutation."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dropforge.errors import InvalidSpec, SpecProblem
+from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, redact, seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "schemas" / "examples"
+VALID = sorted([*(EXAMPLES / "valid").glob("*.json"), *(ROOT / "examples").rglob("*.json")])
+INVALID = sorted((EXAMPLES / "invalid").glob("*.json"))
+SCHEMA = json.loads((ROOT / "schemas" / "job_spec.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+DOCUMENTS = [json.loads(path.read_text()) for path in VALID]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT).with_suffix(""))
+
+
+def bytes_of(case: dict[str, Any]) -> bytes:
+    """The document of an invalid example, as it would lie in the bucket."""
+    if "spec" in case:
+        return json.dumps(case["spec"]).encode()
+    raw = base64.b64decode(case["base64"]) if "base64" in case else case["text"].encode()
+    return bytes(raw * case.get("repeat", 1))
+
+
+def problems_of(data: bytes) -> list[SpecProblem]:
+    """What is wrong with a document; nothing when it is a spec."""
+    try:
+        parse_spec(data)
+    except InvalidSpec as refusal:
+        return refusal.problems
+    return []
+
+
+def is_there(pointer: str, document: Any) -> bool:
+    """Whether a JSON pointer leads to something in the document, or to a field that is missing from an object in it."""
+    *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")]
+    for step in steps[1:]:
+        try:
+            document = document[int(step)] if isinstance(document, list) else document[step]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return False
+    if pointer == "" or isinstance(document, dict):
+        return True
+    return isinstance(document, list) and last.isdecimal() and int(last) < len(document)
+
+
+@pytest.mark.parametrize("path", VALID, ids=name_of)
+def test_a_valid_example_is_accepted_by_both_validators(path: Path) -> None:
+    VALIDATOR.validate(json.loads(path.read_text()))
+    assert parse_spec(path.read_bytes()).api_version == "dropforge/v1"
+
+
+@pytest.mark.parametrize("path", VALID, ids=name_of)
+def test_an_accepted_spec_survives_being_stored(path: Path) -> None:
+    spec = parse_spec(path.read_bytes())
+    stored = spec.model_dump_json(by_alias=True)
+    assert JobSpec.model_validate_json(stored) == parse_spec(stored.encode()) == spec
+
+
+@pytest.mark.parametrize("path", INVALID, ids=name_of)
+def test_an_invalid_example_is_refused_where_and_why_it_says(path: Path) -> None:
+    case = json.loads(path.read_text())
+    with pytest.raises(InvalidSpec) as refusal:
+        parse_spec(bytes_of(case))
+    assert [{"pointer": p.pointer, "message": p.message} for p in refusal.value.problems] == case["problems"]
+
+
+def test_every_field_has_an_invalid_example() -> None:
+    """Of fields with a rule beyond their type; the pointer of the example ends in the field's name."""
+    pointers = [p["pointer"] for path in INVALID for p in json.loads(path.read_text())["problems"]]
+    wrong = {step for pointer in pointers for step in pointer.split("/") if not step.isdecimal()}
+    rules = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "enum", "const", "minItems"}
+    ruled = set()
+    for part in [SCHEMA, *SCHEMA["$defs"].values()]:
+        ruled |= {name for name, rule in part.get("properties", {}).items() if rules & set(json.dumps(rule).split('"'))}
+    assert not ruled - wrong
+
+
+def test_the_schema_file_is_what_the_models_say() -> None:
+    assert {key: value for key, value in SCHEMA.items() if key != "$schema"} == job_spec_schema()
+
+
+@pytest.mark.parametrize(("duration", "expected"), [("90s", 90), ("45m", 2700), ("2h", 7200), ("7d", 604800)])
+def test_durations(duration: str, expected: int) -> None:
+    assert seconds(duration) == expected
+
+
+def test_a_credential_is_never_repeated() -> None:
+    token = "hf_" + "THISISNOTAREALTOKEN"
+    document = {**DOCUMENTS[0], "name": f"x {token}", "labels": {"a": token, token: "b"}, "secrets": {"A": [token]}}
+    with pytest.raises(InvalidSpec) as refusal:
+        parse_spec(json.dumps(document).encode())
+    assert len(refusal.value.problems) == 4
+    assert token not in str(refusal.value)
+    assert redact(f"a {token} b") == "a [redacted] b"
+
+
+@pytest.mark.parametrize("depth", [10, 100, 300, 500, 900, 1000, 100_000])
+@pytest.mark.parametrize(("opening", "inside", "closing"), [("[", "", "]"), ('{"a":', "1", "}")])
+def test_nesting_of_any_depth_is_an_answer_not_a_crash(opening: str, inside: str, closing: str, depth: int) -> None:
+    text = f'{{"labels": {opening * depth}{inside}{closing * depth}}}'
+    with pytest.raises(InvalidSpec):
+        parse_spec(text.encode())
+
+
+def test_the_largest_spec_is_read_and_one_byte_more_is_not() -> None:
+    small = json.dumps(DOCUMENTS[0]).encode()
+    assert parse_spec(small.ljust(MAX_SPEC_BYTES)).name
+    with pytest.raises(InvalidSpec, match="too large"):
+        parse_spec(small.ljust(MAX_SPEC_BYTES + 1))
+
+
+def test_a_byte_order_mark_is_no_obstacle() -> None:
+    assert parse_spec(b"\xef\xbb\xbf" + json.dumps(DOCUMENTS[0]).encode()).name
+
+
+# What people write by mistake, and what fuzzers write on purpose.
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 70) | st.floats(allow_nan=False) | st.text(max_size=20)
+    | st.sampled_from(["", "auto", "lora", "cloud_run", "gs://a", "nvidia-l4", "us-central1", "1h", "0s", 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+FIELDS = sorted({name for part in [SCHEMA, *SCHEMA["$defs"].values()] for name in part.get("properties", {})})
+KEYS = (
+    st.sampled_from(FIELDS) | st.sampled_from(["lora", "cloud_run", "a/b", "a~b", "literal['auto']", "0"]) | st.text()
+)
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a document."""
+    if isinstance(document, dict):
+        return [(document, key) for key in document] + [p for value in document.values() for p in places(value)]
+    if isinstance(document, list):
+        return [(document, index) for index in range(len(document))] + [p for value in document for p in places(value)]
+    return []
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> Any:
+    """A valid spec with one to three things replaced, added, taken away or moved."""
+    document = copy.deepcopy(draw(st.sampled_from(DOCUMENTS)))
+    for _ in range(draw(st.integers(1, 3))):
+        found = places(document)
+        if not found:
+            break
+        container, key = draw(st.sampled_from(found))
+        match draw(st.sampled_from(["replace", "replace", "remove", "add", "copy"])):
+            case "replace":
+                container[key] = draw(VALUES)
+            case "remove":
+                del container[key]
+            case "add" if isinstance(container, dict):
+                container[draw(KEYS)] = draw(VALUES)
+            case _:
+                source, source_key = draw(st.sampled_from(found))
+                if source_key in source if isinstance(source, dict) else source_key < len(source):
+                    container[key] = copy.deepcopy(source[source_key])
+    return document
+
+
+@settings(max_examples=400, deadline=None)
+@given(mutated())
+@example({**DOCUMENTS[0], "schema_uri": "x"})
+@example({**DOCUMENTS[0], "training": {"adapter": {"type": "lora", "lora": {"r": "x"}, "r": "bad"}}})
+def test_any_mutation_is_a_spec_or_is_refused_at_places_that_exist(document: Any) -> None:
+    problems = problems_of(json.dumps(document).encode())
+    for problem in problems:
+        assert problem.message
+        assert is_there(problem.pointer, document), problem
+    assert len({(p.pointer, p.message, p.found) for p in problems}) == len(problems)
+
+
+@settings(max_examples=400, deadline=None)
+@given(mutated())
+@example({**DOCUMENTS[0], "schema_uri": "x"})
+@example({**DOCUMENTS[0], "limits": {"max_cost_usd": True}})
+def test_what_the_json_schema_refuses_is_refused(document: Any) -> None:
+    assert VALIDATOR.is_valid(document) or problems_of(json.dumps(document).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_are_a_spec_or_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidSpec):
+        parse_spec(data)
