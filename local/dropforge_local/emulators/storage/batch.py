@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from email.message import Message
-from email.parser import BytesParser, Parser
+from email.parser import BytesParser
 from http import HTTPStatus
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from .wire import JSON_TYPE, Call, Reply, read_target, refusal
 
 # The service's own limit is 100, but google-cloud-storage 3.17.1 sends up to 1,000.
 MAX_CALLS = 1000
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
 Answer = Callable[[Call], Awaitable[Reply | web.StreamResponse]]
 
 
@@ -54,14 +56,16 @@ async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
 def _inner_call(outer: Call, part: Message) -> Call:
     """The HTTP request inside an application/http part."""
     text = part.get_payload(decode=True)
-    assert isinstance(text, bytes)
-    request_line, _, rest = text.lstrip().partition(b"\n")
-    words = request_line.decode("utf-8", "replace").split()
+    if not isinstance(text, bytes):  # a multipart of its own
+        raise invalid(f"Failed to parse batch request: a part is {part.get_content_type()}; expected application/http")
+    head, *rest = _HEAD_END.split(text.lstrip(), maxsplit=1)
+    request_line, *header_lines = head.decode("utf-8", "replace").splitlines() or [""]
+    words = request_line.split()
     if len(words) < 2:
         raise invalid(f"Failed to parse batch request: {request_line!r}; expected 'METHOD path HTTP/1.1'")
-    message = Parser().parsestr(rest.decode("utf-8", "surrogateescape"))
-    body = message.get_payload()
     path, query = read_target(words[1])
-    headers = CIMultiDict((name, str(value)) for name, value in message.items())
-    encoded = body.encode("utf-8", "surrogateescape") if isinstance(body, str) else b""
-    return Call(words[0], path, query, headers, outer.base_url, encoded)
+    headers: CIMultiDict[str] = CIMultiDict()
+    for line in header_lines:
+        name, _, value = line.partition(":")
+        headers[name.strip()] = value.strip()
+    return Call(words[0], path, query, headers, outer.base_url, b"".join(rest))

@@ -35,6 +35,7 @@ class BucketRoutes:
             ("PUT", "b/{bucket}/iam", self.set_policy),
             ("GET", "b/{bucket}/iam/testPermissions", self.test_permissions),
             ("GET", "b/{bucket}/storageLayout", self.storage_layout),
+            ("GET", "b/{bucket}/managedFolders", self.list_managed_folders),
             ("GET", "projects/{project}/serviceAccount", self.service_account),
             *((method, path, self.refuse_acl) for method in _ACL_METHODS for path in _ACL_PATHS),
         ]
@@ -98,6 +99,11 @@ class BucketRoutes:
         bucket = self._json(call, self._buckets.get(call.names["bucket"]))
         layout = {"kind": "storage#storageLayout", "bucket": bucket["name"]}
         return Reply(layout | {name: bucket[name] for name in ("location", "locationType")})
+
+    async def list_managed_folders(self, call: Call) -> Reply:
+        """There are none, as they cannot be made here; `gcloud storage rm -r` asks."""
+        self._buckets.get(call.names["bucket"])
+        return Reply({"kind": "storage#managedFolders"})
 
     async def service_account(self, call: Call) -> Reply:
         address = f"service-{self._state.project_number}@gs-project-accounts.iam.gserviceaccount.com"
