@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from google.api_core import exceptions
+from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage import transfer_manager
 
@@ -23,8 +24,6 @@ from google.cloud.storage import transfer_manager
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[storage.Client]:
     if host := os.environ.get("STORAGE_CONFORMANCE_HOST"):
-        from google.auth.credentials import AnonymousCredentials
-
         client = storage.Client("p", credentials=AnonymousCredentials(), client_options={"api_endpoint": host})
     else:
         client = request.getfixturevalue("running").client

@@ -20,7 +20,9 @@ import requests
 
 from dropforge_local.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.storage.preconditions import Preconditions
 from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS
+from dropforge_local.server import BackgroundServer
 from dropforge_local.workflows.clock import VirtualClock
 
 from .conftest import Api, Running
@@ -67,8 +69,6 @@ def test_stray_blobs_are_removed_at_start(start: Callable[[], Running]) -> None:
 def test_sessions_end_after_a_week(tmp_path: Path) -> None:
     db, clock = Database(":memory:"), VirtualClock()
     uploads = StorageEmulator(db, tmp_path, clock)._state.uploads
-    from dropforge_local.emulators.storage.preconditions import Preconditions
-
     upload_id = uploads.start("bucket", "x", {}, Preconditions(), {}, "blob")
     for passed, left in ((LIFETIME_SECONDS - 1, 1), (2, 0)):
         clock.advance(clock.now() + passed)
@@ -97,8 +97,6 @@ def test_full_disk_is_told_and_leaves_nothing(running: Running, monkeypatch: pyt
 
 
 def test_full_database_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    from dropforge_local.server import BackgroundServer
-
     def build() -> list[StorageEmulator]:
         db = Database(tmp_path / "state.sqlite")
         emulator = StorageEmulator(db, tmp_path / "blobs", VirtualClock())
