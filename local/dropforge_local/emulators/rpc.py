@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import re
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,8 +113,13 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
 
 
 async def _call(handler: Callable[[Message], Any], request: Message) -> Message:
-    result = handler(request)
-    return await result if inspect.isawaitable(result) else result
+    try:
+        result = handler(request)
+        return await result if inspect.isawaitable(result) else result
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorname != "SQLITE_FULL":
+            raise
+        raise ApiError("RESOURCE_EXHAUSTED", "the local stack's disk is full; free some space and try again") from error
 
 
 def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
@@ -148,11 +154,7 @@ def _route(rule: str, method: Method, handler: Callable[[Message], Any]) -> web.
         response = await _call(handler, message)
         return web.json_response(json_format.MessageToDict(response))
 
-    return (
-        web.route(verb, VARIABLE.sub(_path_pattern, path), serve, allow_head=False)
-        if verb == "GET"
-        else web.route(verb, VARIABLE.sub(_path_pattern, path), serve)
-    )
+    return web.route(verb, VARIABLE.sub(_path_pattern, path), serve)
 
 
 def _path_pattern(variable: re.Match[str]) -> str:

@@ -20,7 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from dropforge_local.workflows.clock import SystemClock
 
-from .conftest import PROJECT, PubSub, serve
+from .conftest import PROJECT, Endpoint, PubSub, eventually, serve
 
 
 def official_jar() -> Path:
@@ -287,3 +287,17 @@ def test_impossible_subscription_is_refused(either: PubSub, config: dict[str, ob
 def test_empty_message_is_refused(either: PubSub) -> None:
     with pytest.raises(exceptions.InvalidArgument):
         either.publish(either.topic(), b"")
+
+
+def test_push_wraps_messages_alike(either: PubSub, endpoint: Endpoint) -> None:
+    topic = either.topic()
+    subscription = either.subscription(topic, push_config={"push_endpoint": endpoint.url})
+    either.publish(topic, b"data", kind="test")
+    either.publish(topic, b"bare")
+    either.publish(topic, b"", only="attributes")
+    eventually(lambda: len(endpoint.requests) == 3)
+    bodies = {request.json["message"]["data"]: request.json for request in endpoint.requests}
+    fields = {"data", "attributes", "messageId", "message_id", "publishTime", "publish_time"}
+    assert all(set(body["message"]) == fields for body in bodies.values())
+    assert all(set(body) == {"message", "subscription"} for body in bodies.values())
+    assert (bodies["YmFyZQ=="]["message"]["attributes"], subscription) == ({}, bodies[""]["subscription"])

@@ -62,7 +62,7 @@ def judge(tree: Tree, attributes: Mapping[str, str]) -> bool:
         case ("has", key):
             return key in attributes
         case ("prefix", key, value):
-            return attributes.get(key, "\0").startswith(value)
+            return key in attributes and attributes[key].startswith(value)
         case ("=", key, value):
             return attributes.get(key) == value
         case ("!=", key, value):

@@ -3,91 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 from google.api_core import exceptions
 
 from dropforge_local.emulators.pubsub import DeliveryFaults
 
-from .conftest import PubSub, eventually
-
-
-@dataclass
-class Request:
-    path: str
-    headers: dict[str, str]
-    body: bytes
-    arrived: float
-
-    @property
-    def json(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(self.body)
-        return value
-
-
-@dataclass
-class Endpoint:
-    """Records requests; `answer(request)` decides the status, and may take its time."""
-
-    url: str = ""
-    requests: list[Request] = field(default_factory=list)
-    connections: set[object] = field(default_factory=set)
-    answer: Callable[[Request], int] = lambda request: 204
-    in_flight: int = 0
-    most_in_flight: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def bodies(self) -> list[bytes]:
-        return [base64.b64decode(request.json["message"].get("data", "")) for request in list(self.requests)]
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    state = Endpoint()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            request = Request(self.path, {k.lower(): v for k, v in self.headers.items()}, body, time.monotonic())
-            with state.lock:
-                state.requests.append(request)
-                state.connections.add(self.client_address)
-                state.in_flight += 1
-                state.most_in_flight = max(state.most_in_flight, state.in_flight)
-            status = state.answer(request)
-            with state.lock:
-                state.in_flight -= 1
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class HttpServer(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, *_: object) -> None:
-            pass  # the emulator hung up first
-
-    server = HttpServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}/push"
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
+from .conftest import Endpoint, PubSub, Request, eventually
 
 
 def test_wrapped_body_and_oidc_token(pubsub: PubSub, endpoint: Endpoint) -> None:

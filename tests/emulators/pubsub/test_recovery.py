@@ -13,7 +13,7 @@ import pytest
 from google.api_core import exceptions
 from google.pubsub_v1 import PublisherClient as GapicPublisher  # publishes without batching or retries
 
-from .conftest import PubSub, eventually
+from .conftest import Endpoint, PubSub, eventually
 
 PROCESS = """
 import asyncio, sys
@@ -120,3 +120,21 @@ def test_no_acknowledged_publish_is_lost_to_kills_under_load(process: Process) -
         return sent <= received
 
     eventually(all_received)
+
+
+def test_full_disk_is_said_and_loses_nothing(pubsub: PubSub, endpoint: Endpoint) -> None:
+    topic = pubsub.topic()
+    pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
+    endpoint.answer = lambda request: 500
+    pubsub.publish(topic, b"before")
+    eventually(lambda: endpoint.requests)
+    ((pages,),) = pubsub.query("PRAGMA page_count")
+    pubsub.query(f"PRAGMA max_page_count = {pages}")
+    request = {"topic": topic, "messages": [{"data": b"x" * 5_000_000}]}
+    with pytest.raises(exceptions.ResourceExhausted, match="disk is full"):
+        GapicPublisher.publish(pubsub.publisher, request=request, retry=None)
+    pubsub.query("PRAGMA max_page_count = 1000000")
+    endpoint.answer = lambda request: 200
+    pubsub.publish(topic, b"after")
+    eventually(lambda: pubsub.query("SELECT COUNT(*) FROM pubsub_deliveries") == [(0,)])
+    assert {b"before", b"after"} <= set(endpoint.bodies())

@@ -20,7 +20,7 @@ from .pull import PubsubMessage, Puller, StreamingPullResponse
 from .push import Pusher
 from .resources import Resources, Subscription, SubscriptionConfig, Topic
 from .service import MUTABLE_SUBSCRIPTION_FIELDS, PubSubService, services
-from .wakes import Wakes, wait
+from .wakes import Wakes, supervise, wait
 
 
 class PubSubEmulator:
@@ -109,9 +109,10 @@ class PubSubEmulator:
         return [stream, *rpc.grpc_handlers(self._services)]
 
     async def start(self) -> None:
+        self._puller.stopping = False
         self._backlog.recover()
         await self._pusher.start()
-        self._timer = asyncio.create_task(self._run_timer())
+        self._timer = asyncio.create_task(supervise("the Pub/Sub timer", self._run_timer))
 
     async def stop(self) -> None:
         self._puller.stop()

@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import re
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import aiohttp
 from ...workflows.clock import Clock
 from .backlog import Backlog, Delivery
 from .resources import Resources, Subscription, timestamp
-from .wakes import Wakes, wait
+from .wakes import Wakes, supervise, wait
 
 log = logging.getLogger(__name__)
 
@@ -62,29 +63,31 @@ class Pusher:
     def ensure_pump(self, subscription: Subscription) -> None:
         """Start delivery of a push subscription that has none yet; a pump ends by itself."""
         if subscription.is_push and subscription.id not in self._pumps and self._session is not None:
-            pump = asyncio.get_running_loop().create_task(self._pump(subscription.id))
+            pump = asyncio.get_running_loop().create_task(self._run_pump(subscription.id))
             self._pumps[subscription.id] = pump
 
-    async def _pump(self, subscription_id: int) -> None:
+    async def _run_pump(self, subscription_id: int) -> None:
         in_flight: set[asyncio.Task[None]] = set()
         try:
-            with self.wakes.listen(subscription_id) as changed:
-                while (subscription := self.resources.subscription_by_id(subscription_id)) and subscription.is_push:
-                    changed.clear()
-                    now = self.clock.now()
-                    room = MAX_IN_FLIGHT - len(in_flight)
-                    for delivery in self._claim(subscription, room, now):
-                        task = asyncio.create_task(self._deliver(subscription, delivery))
-                        in_flight.add(task)
-                        task.add_done_callback(in_flight.discard)
-                        task.add_done_callback(lambda done: changed.set())
-                    due = self.backlog.next_due(subscription, now) if len(in_flight) < MAX_IN_FLIGHT else None
-                    await wait(changed, self.clock, due)
+            await supervise(f"push of subscription {subscription_id}", lambda: self._pump(subscription_id, in_flight))
         finally:
             self._pumps.pop(subscription_id, None)
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
+
+    async def _pump(self, subscription_id: int, in_flight: set[asyncio.Task[None]]) -> None:
+        with self.wakes.listen(subscription_id) as changed:
+            while (subscription := self.resources.subscription_by_id(subscription_id)) and subscription.is_push:
+                changed.clear()
+                now = self.clock.now()
+                for delivery in self._claim(subscription, MAX_IN_FLIGHT - len(in_flight), now):
+                    task = asyncio.create_task(self._deliver(subscription, delivery))
+                    in_flight.add(task)
+                    task.add_done_callback(in_flight.discard)
+                    task.add_done_callback(lambda done: changed.set())
+                due = self.backlog.next_due(subscription, now) if len(in_flight) < MAX_IN_FLIGHT else None
+                await wait(changed, self.clock, due)
 
     def _claim(self, subscription: Subscription, room: int, now: float) -> list[Delivery]:
         if room <= 0:
@@ -98,10 +101,13 @@ class Pusher:
         current = self.resources.subscription_by_id(subscription.id)
         if current is None:
             return
-        if acknowledged:
-            self.backlog.acknowledge(current, [delivery.ack_id])
-        else:
-            self.backlog.modify_deadline(current, [delivery.ack_id], 0)
+        try:
+            if acknowledged:
+                self.backlog.acknowledge(current, [delivery.ack_id])
+            else:
+                self.backlog.modify_deadline(current, [delivery.ack_id], 0)
+        except sqlite3.Error:  # a full disk: the lease ends by itself, and the message comes again
+            log.exception("could not settle message %s of %s", delivery.message, current.name)
 
     async def _post(self, subscription: Subscription, delivery: Delivery) -> bool:
         assert self._session is not None
@@ -137,12 +143,14 @@ class Pusher:
 def _wrapped(subscription: Subscription, delivery: Delivery) -> bytes:
     """The JSON that a push endpoint receives (https://cloud.google.com/pubsub/docs/push#receive_push)."""
     content, published = delivery.content, timestamp(delivery.published).ToJsonString()
-    message: dict[str, Any] = {"messageId": str(delivery.message), "message_id": str(delivery.message)}
-    message |= {"publishTime": published, "publish_time": published}
-    if content.data:
-        message["data"] = base64.b64encode(content.data).decode()
-    if content.attributes:
-        message["attributes"] = dict(content.attributes)
+    message: dict[str, Any] = {
+        "data": base64.b64encode(content.data).decode(),
+        "attributes": dict(content.attributes),
+        "messageId": str(delivery.message),
+        "message_id": str(delivery.message),
+        "publishTime": published,
+        "publish_time": published,
+    }
     if content.ordering_key:
         message["orderingKey"] = content.ordering_key
     body: dict[str, Any] = {"message": message, "subscription": subscription.name}

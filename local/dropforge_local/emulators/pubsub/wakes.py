@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from ...workflows.clock import Clock
+
+log = logging.getLogger(__name__)
+
+DATABASE_RETRY_SECONDS = 1.0
 
 
 class Wakes:
@@ -48,3 +54,13 @@ async def wait(event: asyncio.Event, clock: Clock, until: float | None) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work` until it returns, again and again while the database refuses (a full disk): delivery must go on."""
+    while True:
+        try:
+            return await work()
+        except sqlite3.Error:
+            log.exception("%s failed; it goes on in %g s", name, DATABASE_RETRY_SECONDS)
+            await asyncio.sleep(DATABASE_RETRY_SECONDS)
