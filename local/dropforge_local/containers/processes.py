@@ -165,6 +165,12 @@ class Runtime:
     def output(self, container_id: str, tail: int | None = None) -> str:
         return read_output(self.directory / container_id, tail)
 
+    def forget(self, container_id: str) -> None:
+        """Delete all that is left of an ended container, its output too."""
+        directory = self.directory / container_id
+        shutil.rmtree(temporary_directory(directory), ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
     def live(self) -> list[str]:
         """Ids of the containers that have a process; the proof that none is left, read from the machine."""
         return sorted(directory.name for directory in find_members(self.directory))

@@ -1,0 +1,145 @@
+"""A service's own address: checks the caller and streams requests to an instance and answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from ...server import HOST
+from .instances import Instance, Pool
+from .workloads import Unready
+
+log = logging.getLogger(__name__)
+
+HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+HEAD_SENT = web.RequestKey("head_sent", bool)
+LARGEST_REQUEST = 32 * 2**20  # HTTP/1; https://cloud.google.com/run/quotas
+
+
+class Listener:
+    """One port of one service (or of one of its traffic tags)."""
+
+    def __init__(
+        self,
+        port: int,
+        session: aiohttp.ClientSession,
+        route: Callable[[], Pool | None],
+        is_allowed: Callable[[Mapping[str, str]], bool],
+    ) -> None:
+        self.port = port
+        self._session = session
+        self._route = route
+        self._is_allowed = is_allowed
+
+    async def start(self) -> None:
+        """Listen. Raises OSError when the port is taken."""
+        # Cancelled with the caller: an answer that nobody reads must not keep an instance busy.
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self.port).start()
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self._is_allowed(request.headers):
+            return _refuse(403, "Your client does not have permission to get this URL from this server.")
+        if (request.content_length or 0) > LARGEST_REQUEST:
+            return _refuse(413, f"The request is larger than {LARGEST_REQUEST} bytes.")
+        if "upgrade" in request.headers.get("Connection", "").lower():
+            return _refuse(501, "WebSockets are not emulated by the local stack.")
+        pool = self._route()
+        if pool is None:
+            return _refuse(503, "Service Unavailable: no revision is ready.")
+        try:
+            async with asyncio.timeout(pool.revision.timeout.total_seconds()):
+                return await self._serve(request, pool)
+        except Unready as error:
+            return _refuse(503, f"Service Unavailable: {error.message}")
+        except TimeoutError:
+            if not request.get(HEAD_SENT):
+                return _refuse(504, "upstream request timeout")
+            return _cut(request)
+
+    async def _serve(self, request: web.BaseRequest, pool: Pool) -> web.StreamResponse:
+        for attempt in range(2):
+            instance = await pool.acquire()
+            try:
+                return await self._forward(request, instance)
+            except aiohttp.ClientConnectorError:
+                # Nothing was sent, so another try is safe: the instance has just ended, and nobody has noticed yet.
+                await pool.suspect(instance)
+                log.info("instance %s refuses connections (%d)", instance.container.id, attempt)
+            except aiohttp.ClientConnectionError as error:
+                log.info("request to instance %s failed: %s", instance.container.id, error)
+                break
+            finally:
+                pool.release()
+        return _refuse(503, "Service Unavailable: the instance could not be reached, or it ended.")
+
+    async def _forward(self, request: web.BaseRequest, instance: Instance) -> web.StreamResponse:
+        upstream = await self._session.request(
+            request.method,
+            URL(f"{instance.url}{request.raw_path}", encoded=True),
+            headers=_forwarded_headers(request),
+            data=request.content if request.body_exists else None,
+            allow_redirects=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+        async with upstream:
+            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+            for name, value in _end_to_end(upstream.headers).items():
+                response.headers.add(name, value)
+            request[HEAD_SENT] = True
+            await response.prepare(request)
+            try:
+                async for chunk in upstream.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+            except (aiohttp.ClientError, ConnectionError):
+                return _cut(request)
+            return response
+
+
+def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:
+    headers = _end_to_end(request.headers)
+    headers.popall("X-Serverless-Authorization", None)
+    headers.add("X-Forwarded-For", request.remote or HOST)
+    headers["X-Forwarded-Proto"] = request.scheme
+    return headers
+
+
+def _end_to_end(headers: Any) -> CIMultiDict[str]:
+    """Headers without those that are about one connection."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
+    )
+
+
+def _cut(request: web.BaseRequest) -> web.Response:
+    """Once the head is out, a cut connection is the only way left to say that an answer is not whole."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+def _refuse(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=f"{text}\n")

@@ -1,0 +1,256 @@
+"""Executions: containers run, fail, are retried, time out, are cancelled, preempted and deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+from typing import Any
+
+import pytest
+from google.api_core import exceptions
+from google.cloud import run_v2
+
+REASON = run_v2.Condition.ExecutionReason
+COMPLETION = run_v2.ExecutionReference.CompletionStatus
+
+
+def start(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) -> run_v2.Execution:
+    job = cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id).result()
+    return cloud.jobs.run_job(name=job.name).metadata
+
+
+def completed(execution: run_v2.Execution) -> run_v2.Condition:
+    return next(one for one in execution.conditions if one.type_ == "Completed")
+
+
+def only_task(cloud: Any, execution: run_v2.Execution) -> run_v2.Task:
+    (task,) = cloud.tasks.list_tasks(parent=execution.name)
+    return task
+
+
+def running(cloud: Any, execution: run_v2.Execution, text: str) -> None:
+    def output() -> str:
+        return cloud.logs(execution.name) if cloud.processes() else ""
+
+    cloud.until(output, lambda found: text in found)
+
+
+def test_success_is_reported_everywhere(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make).name)
+    assert completed(execution).state == run_v2.Condition.State.CONDITION_SUCCEEDED
+    assert (execution.succeeded_count, execution.running_count, execution.reconciling) == (1, 0, False)
+    assert execution.create_time <= execution.start_time <= execution.completion_time
+    job = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1")
+    assert job.execution_count == 1
+    assert job.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
+    task = only_task(cloud, execution)
+    assert (task.name, task.last_attempt_result.status.code) == (
+        f"{execution.name}/tasks/{execution.name.rsplit('/')[-1]}-task0",
+        0,
+    )
+    assert cloud.logs(execution.name) == "task 0 attempt 0 succeed\n"
+    assert execution.log_uri == f"{cloud.url}/_local/logs/{execution.name}"
+
+
+def test_run_operation_ends_with_the_execution(cloud: Any, make: Any) -> None:
+    cloud.jobs.create_job(parent=make.parent, job=make.job("fail"), job_id="j1").result()
+    execution = cloud.jobs.run_job(name=f"{make.parent}/jobs/j1").result()
+    assert (execution.failed_count, execution.completion_time is None) == (1, False)
+
+
+def test_non_zero_exit_fails_with_its_code(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "fail").name)
+    assert completed(execution).execution_reason == REASON.NON_ZERO_EXIT_CODE
+    assert "task0 failed with message: The container exited with an error" in completed(execution).message
+    assert only_task(cloud, execution).last_attempt_result.exit_code == 7
+
+
+def test_failed_attempts_are_retried(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "fail-first", max_retries=2).name)
+    assert (execution.succeeded_count, execution.retried_count) == (1, 1)
+    assert cloud.logs(execution.name) == "task 0 attempt 0 fail-first\ntask 0 attempt 1 fail-first\n"
+    assert cloud.logs(execution.name, tail=1) == "task 0 attempt 1 fail-first\n"
+
+
+def test_retries_are_exhausted(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "fail", max_retries=2).name)
+    assert (execution.failed_count, execution.retried_count) == (1, 2)
+    assert cloud.logs(execution.name).count("attempt") == 3
+
+
+def test_environment_is_cloud_runs_the_platforms_and_the_jobs(cloud: Any, make: Any) -> None:
+    env = [
+        {"name": "PLAIN", "value": "1"},
+        {"name": "TOKEN", "value_source": {"secret_key_ref": {"secret": "hf-token", "version": "latest"}}},
+    ]
+    execution = cloud.wait(start(cloud, make, "env", container={"env": env}).name)
+    seen = json.loads(cloud.logs(execution.name).splitlines()[1])
+    short = execution.name.rsplit("/")[-1]
+    assert {key: value for key, value in seen.items() if key.startswith("CLOUD_RUN")} == {
+        "CLOUD_RUN_JOB": "j1",
+        "CLOUD_RUN_EXECUTION": short,
+        "CLOUD_RUN_TASK_INDEX": "0",
+        "CLOUD_RUN_TASK_ATTEMPT": "0",
+        "CLOUD_RUN_TASK_COUNT": "1",
+    }
+    assert (seen["PLAIN"], seen["TOKEN"], seen["DROPFORGE_ENDPOINT"]) == ("1", "s3cret", "http://127.0.0.1:1")
+    assert seen["PYTHONPATH"].endswith("/rootfs/app")
+    assert not {"HF_HUB_OFFLINE", "USER", "VIRTUAL_ENV"} & set(seen)
+
+
+def test_overrides_change_one_run_only(cloud: Any, make: Any) -> None:
+    start(cloud, make, container={"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]})
+    override = {"args": ["env"], "env": [{"name": "B", "value": "2"}]}
+    request = run_v2.RunJobRequest(
+        name=f"{make.parent}/jobs/j1", overrides={"container_overrides": [override], "task_count": 2, "timeout": "30s"}
+    )
+    execution = cloud.wait(cloud.jobs.run_job(request=request).metadata.name)
+    assert (execution.task_count, execution.template.timeout.total_seconds()) == (2, 30)
+    seen = json.loads(cloud.logs(execution.name).splitlines()[1])
+    assert (seen["A"], seen["B"]) == ("1", "2")
+    assert list(cloud.jobs.get_job(name=request.name).template.template.containers[0].args) == []
+
+
+def test_every_run_is_a_new_execution(cloud: Any, make: Any) -> None:
+    first = start(cloud, make)
+    second = cloud.jobs.run_job(name=f"{make.parent}/jobs/j1").metadata
+    assert first.name != second.name
+    assert len(list(cloud.executions.list_executions(parent=f"{make.parent}/jobs/j1"))) == 2
+    assert len(list(cloud.executions.list_executions(parent=f"{make.parent}/jobs/-"))) == 2
+
+
+def test_start_token_names_the_execution_and_starts_it_once(cloud: Any, make: Any) -> None:
+    job = make.job()
+    job.start_execution_token = "a1"
+    created = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    assert created.latest_created_execution.name == "j1-a1"
+    name = f"{created.name}/executions/j1-a1"
+    cloud.wait(name)
+    created.start_execution_token = "a1"
+    assert cloud.jobs.update_job(job=created).result().execution_count == 1
+    cloud.executions.delete_execution(name=name).result()
+    created.etag = ""
+    assert cloud.jobs.update_job(job=created).result().execution_count == 1
+    created.start_execution_token = "a2"
+    assert cloud.jobs.update_job(job=created).result().latest_created_execution.name == "j1-a2"
+
+
+def test_run_token_makes_the_job_ready_when_the_execution_is_over(cloud: Any, make: Any) -> None:
+    job = make.job("sleep", "0.5")
+    job.run_execution_token = "r"
+    created = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    assert created.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
+
+
+def test_task_past_its_timeout_is_ended_politely_and_fails(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "polite", timeout="1s").name)
+    assert "checkpoint" in cloud.logs(execution.name)
+    result = only_task(cloud, execution).last_attempt_result
+    assert (result.status.code, result.term_signal) == (4, 15)
+    assert "maximum timeout of 1 seconds" in result.status.message
+
+
+def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "stubborn", timeout="1s").name)
+    assert only_task(cloud, execution).last_attempt_result.term_signal == 9
+    assert cloud.processes() == []
+
+
+def test_memory_above_the_limit_is_killed(cloud: Any, make: Any) -> None:
+    execution = cloud.wait(start(cloud, make, "hog").name)
+    result = only_task(cloud, execution).last_attempt_result
+    assert (result.exit_code, result.status.message) == (137, "The container exceeded its memory limit.")
+    assert "Memory limit of 512 MiB exceeded" in cloud.logs(execution.name)
+
+
+def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
+    execution = start(cloud, make, "sleep", "60", max_retries=3)
+    running(cloud, execution, "sleep")
+    cancelled = cloud.executions.cancel_execution(name=execution.name).result()
+    assert completed(cancelled).execution_reason == REASON.CANCELLED
+    assert (cancelled.cancelled_count, cancelled.retried_count) == (1, 0)
+    assert cloud.processes() == []
+    with pytest.raises(exceptions.BadRequest, match="has completed"):
+        cloud.executions.cancel_execution(name=execution.name)
+
+
+def test_delete_job_while_it_runs_leaves_nothing(cloud: Any, make: Any) -> None:
+    execution = start(cloud, make, "stubborn")
+    running(cloud, execution, "ignoring")
+    cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1").result()
+    assert (cloud.live(), cloud.processes()) == ([], [])
+    with pytest.raises(exceptions.NotFound):
+        cloud.executions.get_execution(name=execution.name)
+    assert "ignoring" in cloud.logs(execution.name)
+
+
+def test_preemption_fails_the_attempt_as_the_system_would(cloud: Any, make: Any) -> None:
+    execution = start(cloud, make, "sleep", "60")
+    running(cloud, execution, "sleep")
+    cloud.faults(preempt=execution.name.rsplit("/")[-1])
+    result = only_task(cloud, cloud.wait(execution.name)).last_attempt_result
+    assert (result.status.code, result.term_signal) == (14, 15)
+
+
+def test_parallelism_bounds_tasks_and_a_failed_task_cancels_the_others(cloud: Any, make: Any) -> None:
+    execution = start(cloud, make, "fail-other", "60", task_count=3, parallelism=2)
+    done = cloud.wait(execution.name)
+    assert (done.failed_count, done.cancelled_count, done.succeeded_count) == (1, 2, 0)
+    assert len(list(cloud.tasks.list_tasks(parent=execution.name))) == 3
+    assert "task 2" not in cloud.logs(execution.name)
+
+
+def test_stock_out_keeps_an_execution_pending_until_it_is_over(cloud: Any, make: Any) -> None:
+    cloud.faults(stockout=["us-central1"])
+    gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
+    selector = {"accelerator": "nvidia-l4"}
+    execution = start(cloud, make, limits=gpu, node_selector=selector)
+
+    def waiting() -> str:
+        conditions = cloud.executions.get_execution(name=execution.name).conditions
+        return next((one.message for one in conditions if one.type_ == "ResourcesAvailable"), "")
+
+    assert "nvidia-l4 capacity in us-central1" in cloud.until(waiting, bool)
+    job = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1")
+    assert job.latest_created_execution.completion_status == COMPLETION.EXECUTION_PENDING
+    cloud.faults(stockout=[])
+    assert cloud.wait(execution.name).succeeded_count == 1
+
+
+def test_pending_execution_can_be_cancelled(cloud: Any, make: Any) -> None:
+    cloud.faults(stockout=["us-central1"])
+    gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
+    execution = start(cloud, make, limits=gpu, node_selector={"accelerator": "nvidia-l4"})
+    assert cloud.executions.cancel_execution(name=execution.name).result().cancelled_count == 1
+
+
+def test_gpu_quota_bounds_what_runs_at_once(cloud: Any, make: Any) -> None:
+    cloud.faults(quota={"us-central1": {"nvidia-l4": 1}})
+    gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
+    first = start(cloud, make, "sleep", "60", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
+    running(cloud, first, "sleep")
+    request = run_v2.RunJobRequest(
+        name=f"{make.parent}/jobs/j1", overrides={"container_overrides": [{"args": ["succeed"]}]}
+    )
+    second = cloud.jobs.run_job(request=request).metadata
+
+    def state() -> Any:
+        return cloud.executions.get_execution(name=second.name)
+
+    cloud.until(state, lambda one: any("quota" in condition.message for condition in one.conditions))
+    cloud.executions.cancel_execution(name=first.name).result()
+    assert cloud.wait(second.name).succeeded_count == 1
+
+
+def test_container_killed_from_outside_fails_with_137(cloud: Any, make: Any) -> None:
+    execution = start(cloud, make, "sleep", "60")
+    running(cloud, execution, "sleep")
+    for pid in cloud.processes():
+        os.kill(pid, 9)
+    assert only_task(cloud, cloud.wait(execution.name)).last_attempt_result.exit_code == 137
+
+
+def test_logs_of_what_never_ran_are_not_found(cloud: Any, make: Any) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        cloud.logs(f"{make.parent}/jobs/never")

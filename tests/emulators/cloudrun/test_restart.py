@@ -1,0 +1,146 @@
+"""The emulator's process is killed with SIGKILL; the next one finds everything again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.cloud import run_v2
+
+GOOD = {"Authorization": "Bearer good"}
+
+
+def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
+    job = make.job(*args, **task)
+    job.start_execution_token = "a1"
+    cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    name = f"{make.parent}/jobs/j1/executions/j1-a1"
+    cloud.until(lambda: cloud.executions.get_execution(name=name), lambda one: one.running_count == 1)
+    cloud.until(lambda: cloud.logs(name), lambda text: "attempt 0" in text)
+    return name
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=GOOD), timeout=20) as response:
+        return json.loads(response.read())
+
+
+def test_job_that_goes_on_is_adopted_and_seen_to_its_end(stack: Any, make: Any) -> None:
+    name = begin(stack.start(), make, "sleep", "2")
+    stack.kill()
+    cloud = stack.start()
+    assert cloud.executions.get_execution(name=name).running_count == 1
+    done = cloud.wait(name)
+    assert (done.succeeded_count, done.retried_count) == (1, 0)
+    assert cloud.logs(name).count("attempt") == 1
+
+
+@pytest.mark.parametrize(("code", "succeeded"), [(0, 1), (5, 0)])
+def test_job_that_ends_meanwhile_is_judged_by_its_exit_code(stack: Any, make: Any, code: int, succeeded: int) -> None:
+    name = begin(stack.start(), make, "sleep", "1", str(code))
+    stack.kill()
+    (container,) = (stack.home / "containers").iterdir()
+    until((container / "exit").exists)
+    cloud = stack.start()
+    assert cloud.wait(name).succeeded_count == succeeded
+    (task,) = cloud.tasks.list_tasks(parent=name)
+    assert task.last_attempt_result.exit_code == code
+    # The container's own end, not the moment at which somebody looked again.
+    assert abs(task.completion_time.timestamp() - float((container / "exit").read_text().split()[1])) < 0.01
+
+
+def test_deadline_holds_across_a_restart(stack: Any, make: Any) -> None:
+    name = begin(stack.start(), make, "sleep", "60", timeout="2s")
+    stack.kill()
+    cloud = stack.start()
+    cloud.wait(name)
+    (task,) = cloud.tasks.list_tasks(parent=name)
+    assert task.last_attempt_result.status.code == 4
+    assert cloud.processes() == []
+
+
+def test_process_killed_while_nobody_watched_counts_as_killed(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    name = begin(cloud, make, "sleep", "60")
+    stack.kill()
+    for pid in cloud.processes():
+        os.kill(pid, 9)
+    cloud = stack.start()
+    cloud.wait(name)
+    (task,) = cloud.tasks.list_tasks(parent=name)
+    assert task.last_attempt_result.exit_code == 137
+
+
+def test_deletion_that_was_begun_is_finished(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    name = begin(cloud, make, "stubborn")
+    cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1")
+    stack.kill()
+    cloud = stack.start()
+    cloud.until(lambda: list(cloud.jobs.list_jobs(parent=make.parent)), lambda jobs: jobs == [])
+    assert (cloud.processes(), name.startswith(make.parent)) == ([], True)
+
+
+def test_cancel_that_was_begun_is_finished(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    name = begin(cloud, make, "stubborn", max_retries=3)
+    cloud.executions.cancel_execution(name=name)
+    stack.kill()
+    done = stack.start().wait(name)
+    assert (done.cancelled_count, done.retried_count) == (1, 0)
+
+
+def test_create_that_was_begun_starts_its_execution_once(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    job = make.job("sleep", "1")
+    job.start_execution_token = "a1"
+    cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1")
+    stack.kill()
+    cloud = stack.start()
+    name = f"{make.parent}/jobs/j1/executions/j1-a1"
+    cloud.until(lambda: [one.name for one in cloud.executions.list_executions(parent=f"{make.parent}/jobs/j1")], bool)
+    assert cloud.wait(name).succeeded_count == 1
+    assert cloud.jobs.get_job(name=f"{make.parent}/jobs/j1").execution_count == 1
+
+
+def test_service_keeps_its_port_and_its_instance(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    service = cloud.services.create_service(parent=make.parent, service=make.service(), service_id="s1").result()
+    before = get(service.uri)["pid"]
+    stack.kill()
+    cloud = stack.start()
+    assert get(service.uri)["pid"] == before
+    stack.kill()
+    for pid in cloud.processes():
+        os.kill(pid, 9)
+    cloud = stack.start()
+    assert get(service.uri)["pid"] != before
+    cloud.services.delete_service(name=service.name).result()
+    assert cloud.processes() == []
+
+
+def test_deployment_that_was_begun_is_finished(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    probe = {"http_get": {"path": "/health"}, "period_seconds": 1, "timeout_seconds": 1, "failure_threshold": 30}
+    service = make.service({"WARM_UP": "1.5"}, container={"startup_probe": probe})
+    cloud.services.create_service(parent=make.parent, service=service, service_id="s1")
+    cloud.until(cloud.processes, bool)
+    stack.kill()
+    cloud = stack.start()
+    name = f"{make.parent}/services/s1"
+    ready = cloud.until(lambda: cloud.services.get_service(name=name), lambda one: not one.reconciling)
+    assert ready.terminal_condition.state == run_v2.Condition.State.CONDITION_SUCCEEDED
+    assert len(list((stack.home / "containers").iterdir())) == 1
+    assert get(ready.uri)["service"] == "s1"
