@@ -109,7 +109,7 @@ class PubSub:
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         assert self.background is not None
         assert self.emulator is not None
-        database = self.emulator._backlog.db
+        database = self.emulator.db
 
         async def read() -> list[tuple[Any, ...]]:
             return [tuple(row) for row in database.connection.execute(sql)]
