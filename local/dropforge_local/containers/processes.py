@@ -156,8 +156,10 @@ class Runtime:
         if container := self.containers.get(container_id):
             return container
         directory = self.directory / container_id
+        if not directory.exists():
+            return None
         record = _read_record(directory)
-        if record is None and not (directory / "claim").exists():
+        if record is None and not (directory / "claim").exists() and not find_members(directory):
             return None
         pid, created, memory_bytes = record or (_find_shim(directory), 0.0, None)
         return self._track(Container(directory, pid, created, memory_bytes))

@@ -16,7 +16,7 @@ COMPLETION = run_v2.ExecutionReference.CompletionStatus
 
 
 def start(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) -> run_v2.Execution:
-    job = cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id).result()
+    job = cloud.done(cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id))
     return cloud.jobs.run_job(name=job.name).metadata
 
 
@@ -54,8 +54,8 @@ def test_success_is_reported_everywhere(cloud: Any, make: Any) -> None:
 
 
 def test_run_operation_ends_with_the_execution(cloud: Any, make: Any) -> None:
-    cloud.jobs.create_job(parent=make.parent, job=make.job("fail"), job_id="j1").result()
-    execution = cloud.jobs.run_job(name=f"{make.parent}/jobs/j1").result()
+    cloud.done(cloud.jobs.create_job(parent=make.parent, job=make.job("fail"), job_id="j1"))
+    execution = cloud.done(cloud.jobs.run_job(name=f"{make.parent}/jobs/j1"))
     assert (execution.failed_count, execution.completion_time is None) == (1, False)
 
 
@@ -123,23 +123,23 @@ def test_every_run_is_a_new_execution(cloud: Any, make: Any) -> None:
 def test_start_token_names_the_execution_and_starts_it_once(cloud: Any, make: Any) -> None:
     job = make.job()
     job.start_execution_token = "a1"
-    created = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    created = cloud.done(cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1"))
     assert created.latest_created_execution.name == "j1-a1"
     name = f"{created.name}/executions/j1-a1"
     cloud.wait(name)
     created.start_execution_token = "a1"
-    assert cloud.jobs.update_job(job=created).result().execution_count == 1
-    cloud.executions.delete_execution(name=name).result()
+    assert cloud.done(cloud.jobs.update_job(job=created)).execution_count == 1
+    cloud.done(cloud.executions.delete_execution(name=name))
     created.etag = ""
-    assert cloud.jobs.update_job(job=created).result().execution_count == 1
+    assert cloud.done(cloud.jobs.update_job(job=created)).execution_count == 1
     created.start_execution_token = "a2"
-    assert cloud.jobs.update_job(job=created).result().latest_created_execution.name == "j1-a2"
+    assert cloud.done(cloud.jobs.update_job(job=created)).latest_created_execution.name == "j1-a2"
 
 
 def test_run_token_makes_the_job_ready_when_the_execution_is_over(cloud: Any, make: Any) -> None:
     job = make.job("sleep", "0.5")
     job.run_execution_token = "r"
-    created = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    created = cloud.done(cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1"))
     assert created.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
 
 
@@ -167,7 +167,7 @@ def test_memory_above_the_limit_is_killed(cloud: Any, make: Any) -> None:
 def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
     execution = start(cloud, make, "sleep", "60", max_retries=3)
     running(cloud, execution, "sleep")
-    cancelled = cloud.executions.cancel_execution(name=execution.name).result()
+    cancelled = cloud.done(cloud.executions.cancel_execution(name=execution.name))
     assert completed(cancelled).execution_reason == REASON.CANCELLED
     assert (cancelled.cancelled_count, cancelled.retried_count) == (1, 0)
     assert cloud.processes() == []
@@ -178,7 +178,7 @@ def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
 def test_delete_job_while_it_runs_leaves_nothing(cloud: Any, make: Any) -> None:
     execution = start(cloud, make, "stubborn")
     running(cloud, execution, "ignoring")
-    cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1").result()
+    cloud.done(cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1"))
     assert (cloud.live(), cloud.processes()) == ([], [])
     with pytest.raises(exceptions.NotFound):
         cloud.executions.get_execution(name=execution.name)
@@ -222,7 +222,7 @@ def test_pending_execution_can_be_cancelled(cloud: Any, make: Any) -> None:
     cloud.faults(stockout=["us-central1"])
     gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
     execution = start(cloud, make, limits=gpu, node_selector={"accelerator": "nvidia-l4"})
-    assert cloud.executions.cancel_execution(name=execution.name).result().cancelled_count == 1
+    assert cloud.done(cloud.executions.cancel_execution(name=execution.name)).cancelled_count == 1
 
 
 def test_gpu_quota_bounds_what_runs_at_once(cloud: Any, make: Any) -> None:
@@ -239,7 +239,7 @@ def test_gpu_quota_bounds_what_runs_at_once(cloud: Any, make: Any) -> None:
         return cloud.executions.get_execution(name=second.name)
 
     cloud.until(state, lambda one: any("quota" in condition.message for condition in one.conditions))
-    cloud.executions.cancel_execution(name=first.name).result()
+    cloud.done(cloud.executions.cancel_execution(name=first.name))
     assert cloud.wait(second.name).succeeded_count == 1
 
 

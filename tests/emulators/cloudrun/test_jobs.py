@@ -19,7 +19,7 @@ def status_of(error: exceptions.GoogleAPICallError) -> str:
 
 
 def create(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) -> run_v2.Job:
-    return cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id).result()
+    return cloud.done(cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id))
 
 
 def test_created_job_is_ready_with_defaults_and_deleted_job_is_gone(cloud: Any, make: Any) -> None:
@@ -27,13 +27,13 @@ def test_created_job_is_ready_with_defaults_and_deleted_job_is_gone(cloud: Any, 
     job.template.template = run_v2.TaskTemplate(containers=[{"image": f"{make.registry}/train-job:1"}])
     operation = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1")
     assert operation.metadata.name == f"{make.parent}/jobs/j1"
-    created = operation.result()
+    created = cloud.done(operation)
     task = created.template.template
     assert (task.max_retries, task.timeout.total_seconds(), created.template.task_count) == (3, 600, 1)
     assert dict(task.containers[0].resources.limits) == {"cpu": "1000m", "memory": "512Mi"}
     assert (created.terminal_condition.state, created.reconciling) == (STATE.CONDITION_SUCCEEDED, False)
     assert created.observed_generation == created.generation == 1
-    deleted = cloud.jobs.delete_job(name=created.name).result()
+    deleted = cloud.done(cloud.jobs.delete_job(name=created.name))
     assert deleted.delete_time
     with pytest.raises(exceptions.NotFound, match=r"Resource 'j1' of kind 'JOB' in region 'us-central1'"):
         cloud.jobs.get_job(name=created.name)
@@ -50,10 +50,10 @@ def test_second_create_is_already_exists_and_no_retry_hides_it(cloud: Any, make:
 def test_update_replaces_everything_and_counts_generations(cloud: Any, make: Any) -> None:
     job = make.job()
     job.labels = {"a": "1"}
-    first = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    first = cloud.done(cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1"))
     replacement = make.job("fail")
     replacement.name = first.name
-    second = cloud.jobs.update_job(job=replacement).result()
+    second = cloud.done(cloud.jobs.update_job(job=replacement))
     assert (dict(second.labels), second.generation, second.uid) == ({}, 2, first.uid)
     assert list(second.template.template.containers[0].args) == ["fail"]
 
@@ -61,7 +61,7 @@ def test_update_replaces_everything_and_counts_generations(cloud: Any, make: Any
 def test_read_modify_write_ignores_output_fields_and_checks_the_etag(cloud: Any, make: Any) -> None:
     first = create(cloud, make)
     first.labels["b"] = "2"
-    second = cloud.jobs.update_job(job=first).result()
+    second = cloud.done(cloud.jobs.update_job(job=first))
     assert second.labels["b"] == "2"
     with pytest.raises(exceptions.Conflict, match="etag") as refused:
         cloud.jobs.update_job(job=first)
@@ -75,13 +75,13 @@ def test_update_with_allow_missing_creates(cloud: Any, make: Any) -> None:
     job.name = f"{make.parent}/jobs/new"
     with pytest.raises(exceptions.NotFound):
         cloud.jobs.update_job(job=job)
-    made = cloud.jobs.update_job(request=run_v2.UpdateJobRequest(job=job, allow_missing=True)).result()
+    made = cloud.done(cloud.jobs.update_job(request=run_v2.UpdateJobRequest(job=job, allow_missing=True)))
     assert made.generation == 1
 
 
 def test_validate_only_changes_nothing(cloud: Any, make: Any) -> None:
     request = run_v2.CreateJobRequest(parent=make.parent, job=make.job(), job_id="j1", validate_only=True)
-    assert cloud.jobs.create_job(request=request).result().template.task_count == 1
+    assert cloud.done(cloud.jobs.create_job(request=request)).template.task_count == 1
     assert list(cloud.jobs.list_jobs(parent=make.parent)) == []
 
 
@@ -105,7 +105,7 @@ def test_missing_image_fails_the_operation_and_the_condition(cloud: Any, make: A
     job = make.job(container={"image": f"{make.registry}/no-such:1"})
     operation = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1")
     with pytest.raises(exceptions.NotFound, match="containers/no_such/Dockerfile"):
-        operation.result()
+        cloud.done(operation)
     condition = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1").terminal_condition
     assert condition.state == STATE.CONDITION_FAILED
     assert condition.reason == run_v2.Condition.CommonReason.CONTAINER_MISSING
@@ -118,7 +118,7 @@ def test_missing_secret_fails_the_check(cloud: Any, make: Any) -> None:
     env = [{"name": "T", "value_source": {"secret_key_ref": {"secret": "nope", "version": "3"}}}]
     operation = cloud.jobs.create_job(parent=make.parent, job=make.job(container={"env": env}), job_id="j1")
     with pytest.raises(exceptions.NotFound, match="projects/p1/secrets/nope/versions/3"):
-        operation.result()
+        cloud.done(operation)
     condition = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1").terminal_condition
     assert condition.reason == run_v2.Condition.CommonReason.SECRETS_ACCESS_CHECK_FAILED
 

@@ -18,7 +18,7 @@ GOOD = {"Authorization": "Bearer good"}
 def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
     job = make.job(*args, **task)
     job.start_execution_token = "a1"
-    cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1").result()
+    cloud.done(cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1"))
     name = f"{make.parent}/jobs/j1/executions/j1-a1"
     cloud.until(lambda: cloud.executions.get_execution(name=name), lambda one: one.running_count == 1)
     cloud.until(lambda: cloud.logs(name), lambda text: "attempt 0" in text)
@@ -117,7 +117,7 @@ def test_create_that_was_begun_starts_its_execution_once(stack: Any, make: Any) 
 
 def test_service_keeps_its_port_and_its_instance(stack: Any, make: Any) -> None:
     cloud = stack.start()
-    service = cloud.services.create_service(parent=make.parent, service=make.service(), service_id="s1").result()
+    service = cloud.done(cloud.services.create_service(parent=make.parent, service=make.service(), service_id="s1"))
     before = get(service.uri)["pid"]
     stack.kill()
     cloud = stack.start()
@@ -127,7 +127,7 @@ def test_service_keeps_its_port_and_its_instance(stack: Any, make: Any) -> None:
         os.kill(pid, 9)
     cloud = stack.start()
     assert get(service.uri)["pid"] != before
-    cloud.services.delete_service(name=service.name).result()
+    cloud.done(cloud.services.delete_service(name=service.name))
     assert cloud.processes() == []
 
 

@@ -24,7 +24,7 @@ PRO = {
 
 def create(cloud: Any, make: Any, job: run_v2.Job, job_id: str = "j1", region: str = "us-central1") -> run_v2.Job:
     parent = f"projects/p1/locations/{region}"
-    return cloud.jobs.create_job(parent=parent, job=job, job_id=job_id).result()
+    return cloud.done(cloud.jobs.create_job(parent=parent, job=job, job_id=job_id))
 
 
 @pytest.mark.parametrize("job_id", ["", "J", "1a", "a-", "a_b", "a" * 64])

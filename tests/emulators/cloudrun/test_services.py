@@ -24,7 +24,7 @@ GOOD = {"Authorization": "Bearer good"}
 
 def deploy(cloud: Any, make: Any, env: dict[str, str] | None = None, **template: Any) -> run_v2.Service:
     service = make.service(env, **template)
-    return cloud.services.create_service(parent=make.parent, service=service, service_id="s1").result()
+    return cloud.done(cloud.services.create_service(parent=make.parent, service=service, service_id="s1"))
 
 
 def get(url: str, headers: dict[str, str] = GOOD, timeout: float = 20) -> Any:
@@ -64,7 +64,7 @@ def test_callers_need_a_token_unless_the_check_is_off(cloud: Any, make: Any) -> 
     assert [status(service.uri, headers) for headers in ({}, {"Authorization": "Bearer bad"}, GOOD)] == [403, 403, 200]
     service.invoker_iam_disabled = True
     request = run_v2.UpdateServiceRequest(service=service, update_mask={"paths": ["invoker_iam_disabled"]})
-    updated = cloud.services.update_service(request=request).result()
+    updated = cloud.done(cloud.services.update_service(request=request))
     assert updated.latest_ready_revision == service.latest_ready_revision
     assert status(service.uri, {}) == 200
 
@@ -72,7 +72,7 @@ def test_callers_need_a_token_unless_the_check_is_off(cloud: Any, make: Any) -> 
 def test_delete_ends_the_instance_and_closes_the_port(cloud: Any, make: Any) -> None:
     service = deploy(cloud, make)
     assert cloud.processes()
-    cloud.services.delete_service(name=service.name).result()
+    cloud.done(cloud.services.delete_service(name=service.name))
     assert (cloud.live(), cloud.processes()) == ([], [])
     with pytest.raises(exceptions.NotFound):
         cloud.services.get_service(name=service.name)
@@ -197,7 +197,7 @@ def test_failed_update_keeps_serving_the_old_revision(cloud: Any, make: Any) -> 
     broken = make.service({"MODE": "die"})
     broken.name = service.name
     with pytest.raises(exceptions.FailedPrecondition):
-        cloud.services.update_service(service=broken).result()
+        cloud.done(cloud.services.update_service(service=broken))
     now = cloud.services.get_service(name=service.name)
     assert (now.latest_ready_revision, now.observed_generation, now.generation) == (service.latest_ready_revision, 1, 2)
     assert get(service.uri)["revision"] == service.latest_ready_revision.rsplit("/")[-1]
@@ -208,7 +208,7 @@ def test_update_moves_the_traffic_and_retires_the_old_instance(cloud: Any, make:
     old = get(service.uri)
     changed = make.service({"A": "1"})
     changed.name = service.name
-    updated = cloud.services.update_service(service=changed).result()
+    updated = cloud.done(cloud.services.update_service(service=changed))
     new = get(service.uri)
     assert (updated.uri, updated.latest_ready_revision.rsplit("/")[-1]) == (service.uri, new["revision"])
     assert new["revision"].startswith("s1-00002-")
@@ -226,12 +226,12 @@ def test_canary_has_its_own_address_until_traffic_moves(cloud: Any, make: Any) -
         ],
     )
     canary.name = service.name
-    updated = cloud.services.update_service(service=canary).result()
+    updated = cloud.done(cloud.services.update_service(service=canary))
     assert get(service.uri)["revision"] == old
     assert get(updated.traffic_statuses[1].uri)["revision"] == updated.latest_ready_revision.rsplit("/")[-1] != old
     moved = make.service({"A": "1"})
     moved.name = service.name
-    final = cloud.services.update_service(service=moved).result()
+    final = cloud.done(cloud.services.update_service(service=moved))
     assert final.latest_ready_revision == updated.latest_ready_revision
     assert get(service.uri)["revision"] != old
 
@@ -243,13 +243,13 @@ def test_newer_state_does_not_wait_for_a_revision_that_hangs(cloud: Any, make: A
     cloud.until(cloud.processes, bool)
     good = make.service()
     good.name = name
-    cloud.services.update_service(service=good).result(timeout=20)
+    cloud.done(cloud.services.update_service(service=good))
     with pytest.raises(exceptions.Aborted):
-        first.result(timeout=20)
+        cloud.done(first)
     hanging = make.service({"MODE": "mute"})
     hanging.name = name
     cloud.services.update_service(service=hanging)
-    cloud.services.delete_service(name=name).result(timeout=20)
+    cloud.done(cloud.services.delete_service(name=name))
     assert (cloud.live(), cloud.processes()) == ([], [])
 
 
@@ -270,7 +270,7 @@ def test_names_conflicts_and_validate_only(cloud: Any, make: Any) -> None:
     request = run_v2.CreateServiceRequest(
         parent=make.parent, service=make.service(), service_id="s1", validate_only=True
     )
-    assert cloud.services.create_service(request=request).result().traffic[0].percent == 100
+    assert cloud.done(cloud.services.create_service(request=request)).traffic[0].percent == 100
     assert cloud.live() == []
     deploy(cloud, make)
     with pytest.raises(exceptions.Conflict, match="already exists"):
