@@ -1,0 +1,231 @@
+"""Values of the language (64-bit int, double, string, bool, null, list, map, bytes): their size, their form as text.
+
+Lists and maps are never changed after they are made: an assignment into one makes a new one along the path, so that
+assigning a variable is a copy in meaning and a reference in cost.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any, Final, TypeAlias
+
+from . import decisions
+from .errors import WorkflowError, limit_error, system_error
+
+Value: TypeAlias = Any  # of the kinds above; the language is dynamically typed
+
+INT_MIN: Final = -(2**63)
+INT_MAX: Final = 2**63 - 1
+SCALARS: Final = frozenset((int, float, bool, type(None)))
+
+
+class Unset:
+    """The one value of a variable that nothing has assigned yet; never seen by a workflow."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = Unset()
+
+
+class Function:
+    """A reference to a subworkflow or library function, as in `predicate: ${my_predicate}`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+_KINDS: Final = {
+    int: "integer",
+    float: "double",
+    str: "string",
+    bool: "boolean",
+    list: "list",
+    dict: "map",
+    bytes: "bytes",
+    type(None): "null",
+    Function: "function",
+}
+
+
+def kind(value: Value) -> str:
+    """What `get_type` answers."""
+    return _KINDS[type(value)]
+
+
+def double_text(number: float) -> str:
+    """A double as string() and JSON show it."""
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "+Inf" if number > 0 else "-Inf"
+    return repr(number)
+
+
+def integer(number: int) -> int:
+    """`number` if it fits 64 bits. Raises the overflow error otherwise."""
+    if INT_MIN <= number <= INT_MAX:
+        return number
+    raise system_error(decisions.INTEGER_OVERFLOW_TAG, "integer overflow")
+
+
+class Sizer:
+    """Bytes that values take by the service's rule: 8 for a scalar, recursive for strings, lists and maps.
+
+    Sizes of lists and maps are remembered by identity (they never change), so that sizing an unchanged variable again
+    costs nothing, and sizing one that was made from another costs only the difference.
+    """
+
+    def __init__(self, variables_bytes: int, string_bytes: int) -> None:
+        self._variables_bytes = variables_bytes
+        self._string_bytes = string_bytes
+        self._known: dict[int, tuple[Value, int, int]] = {}
+        self._remembered = 0
+
+    def check(self, value: Value) -> None:
+        """Refuse a value that alone is over a limit, or nested too deeply to be handled."""
+        if type(value) is str or type(value) is bytes:
+            if len(value) > self._string_bytes // 4 and self.size(value) > self._string_bytes:
+                raise limit_error(f"a string of {self.size(value)} bytes; the limit is {self._string_bytes}")
+            return
+        size, depth = self.measure(value)
+        if size > self._variables_bytes:
+            raise memory_error(size, self._variables_bytes)
+        if depth > decisions.MAX_VALUE_DEPTH:
+            raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}")
+        self._remembered += size
+        if self._remembered > 16_000_000 or len(self._known) > 4096:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the values that sizes are remembered of."""
+        self._known.clear()
+        self._remembered = 0
+
+    def size(self, value: Value) -> int:
+        kind_ = type(value)
+        if kind_ is list or kind_ is dict:
+            return self._measure(value)[0]
+        if kind_ is str:
+            return 8 if len(value) < 8 else len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
+        return max(8, len(value)) if kind_ is bytes else 8
+
+    def measure(self, value: Value) -> tuple[int, int]:
+        """Size and depth of any value."""
+        if type(value) is list or type(value) is dict:
+            return self._measure(value)
+        return self.size(value), 0
+
+    def _measure(self, value: Value) -> tuple[int, int]:
+        known = self._known.get(id(value))
+        if known is not None and known[0] is value:
+            return known[1], known[2]
+        size, depth = 8, 0
+        parts = value
+        if type(value) is dict:
+            parts = value.values()
+            size += sum(map(len, value))
+        if SCALARS.issuperset(map(type, parts)):
+            size += 8 * len(value)
+        else:
+            for part in parts:
+                part_size, part_depth = self.measure(part)
+                size += part_size
+                depth = max(depth, part_depth)
+        self._known[id(value)] = (value, size, depth + 1)
+        return size, depth + 1
+
+
+def memory_error(size: int, limit: int) -> WorkflowError:
+    return limit_error(
+        f"memory usage limit exceeded: {size} bytes of variables; the limit is {limit}", "MemoryLimitExceededError"
+    )
+
+
+_BYTES_KEY: Final = "\x00workflows.bytes"
+_FUNCTION_KEY: Final = "\x00workflows.function"
+_ESCAPED: Final = "\\u0000workflows."
+
+
+def _encode_special(value: Value) -> Value:
+    if isinstance(value, bytes):
+        return {_BYTES_KEY: base64.b64encode(value).decode()}
+    if isinstance(value, Function):
+        return {_FUNCTION_KEY: value.name}
+    raise TypeError(f"a value of type {type(value).__name__} cannot be stored")
+
+
+def _decode_special(pairs: dict[str, Any]) -> Value:
+    if len(pairs) == 1:
+        if (text := pairs.get(_BYTES_KEY)) is not None:
+            return base64.b64decode(text)
+        if (name := pairs.get(_FUNCTION_KEY)) is not None:
+            return Function(name)
+    return pairs
+
+
+_encoder = json.JSONEncoder(default=_encode_special, separators=(",", ":"), check_circular=False)
+
+
+def store(value: Value) -> str:
+    """A value as text for the database: JSON in which bytes and function references survive."""
+    return _encoder.encode(value)
+
+
+def restore(text: str) -> Value:
+    """The value that `store` wrote."""
+    return json.loads(text, object_hook=_decode_special) if _ESCAPED in text else json.loads(text)
+
+
+class NotJson(Exception):
+    """A value that JSON has no form for; says which."""
+
+
+def _refuse(value: Value) -> Value:
+    raise NotJson(f"{kind(value)} is not JSON-encodable")
+
+
+_strict = json.JSONEncoder(
+    default=_refuse, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False
+)
+_sorted = json.JSONEncoder(
+    default=_refuse, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False, sort_keys=True
+)
+
+
+def to_json(value: Value, *, sort_keys: bool = False) -> str:
+    """A value as JSON for the outside. Raises NotJson for bytes, NaN and infinities."""
+    try:
+        return (_sorted if sort_keys else _strict).encode(value)
+    except ValueError as error:
+        raise NotJson("NaN and infinities are not JSON-encodable") from error
+
+
+def from_json(text: str) -> Value:
+    """JSON from the outside as a value: integers beyond 64 bits become doubles. Raises ValueError."""
+    try:
+        return json.loads(text, parse_int=_parse_int, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _parse_int(text: str) -> Value:
+    if len(text) < 19:
+        return int(text)
+    number = float(text) if len(text) > 400 else int(text)
+    return number if isinstance(number, int) and INT_MIN <= number <= INT_MAX else float(text)
+
+
+def _refuse_constant(text: str) -> Value:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,133 @@
+"""Callback endpoints over real HTTP: who may call them, when, and what the workflow gets."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import requests
+
+WAITER = """
+main:
+  params: [args]
+  steps:
+    - init:
+        assign:
+          - request: null
+    - make:
+        call: events.create_callback_endpoint
+        args:
+          http_callback_method: POST
+        result: callback
+    - tell:
+        call: http.post
+        args:
+          url: ${args.peer + "/told"}
+          body:
+            url: ${callback.url}
+    - loop:
+        for:
+          value: i
+          range: [1, 2]
+          steps:
+            - wait:
+                call: events.await_callback
+                args:
+                  callback: ${callback}
+                  timeout: 30
+                result: request
+            - report:
+                call: http.post
+                args:
+                  url: ${args.peer + "/got"}
+                  body: ${request.http_request}
+    - done:
+        return: ${request.http_request.body}
+"""
+TOKEN = {"Authorization": "Bearer t"}
+
+
+def start(served: Any, source: str = WAITER) -> tuple[Any, str]:
+    workflow = served.deploy("waiter", source)
+    argument = json.dumps({"peer": served.peer_url})
+    record = served.call(lambda: served.engine.create_execution(workflow, argument))
+    (told,) = eventually(lambda: served.peer.asked("told"))
+    return record, json.loads(told[3])["url"]
+
+
+def eventually(condition: Any, seconds: float = 10) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
+    return value
+
+
+def test_an_endpoint_is_awaited_again_and_again(served: Any) -> None:
+    record, url = start(served)
+    assert url.startswith(f"{served.url}/v1/{record.name}/callbacks/")
+    first = requests.post(url + "?a=1&b=2&b=3", json={"n": 1}, headers=TOKEN, timeout=10)
+    assert first.status_code == 200
+    eventually(lambda: len(served.peer.asked("got")) == 1)
+    got = json.loads(served.peer.asked("got")[0][3])
+    assert got["body"] == {"n": 1}
+    assert got["method"] == "POST"
+    assert got["query"] == {"a": "1", "b": ["2", "3"]}
+    assert got["headers"]["Content-Type"] == "application/json"
+    assert "Authorization" not in got["headers"]
+    assert requests.post(url, data="plain", headers={**TOKEN, "Content-Type": "text/plain"}, timeout=10).ok
+    done = served.call(lambda: served.engine.wait(record.name))
+    assert done.result == '"plain"'
+    assert requests.post(url, json={}, headers=TOKEN, timeout=10).status_code == 404
+
+
+def test_only_a_bearer_of_a_token_may_call(served: Any) -> None:
+    _, url = start(served)
+    assert requests.post(url, json={}, timeout=10).status_code == 401
+    assert requests.post(url, json={}, headers={"Authorization": "Basic eA=="}, timeout=10).status_code == 401
+    assert requests.post(url, json={}, headers={"Authorization": "Bearer stranger"}, timeout=10).status_code == 403
+    assert requests.put(url, json={}, headers=TOKEN, timeout=10).status_code == 405
+    assert requests.post(url + "x", json={}, headers=TOKEN, timeout=10).status_code == 404
+
+
+def test_one_early_request_is_kept_and_a_second_refused(served: Any) -> None:
+    source = WAITER.replace(
+        "    - loop:\n", "    - nap:\n        call: sys.sleep\n        args: {seconds: 0.5}\n    - loop:\n"
+    )
+    record, url = start(served, source)
+    assert requests.post(url, json=1, headers=TOKEN, timeout=10).status_code == 200
+    assert requests.post(url, json=2, headers=TOKEN, timeout=10).status_code == 429
+    eventually(lambda: served.peer.asked("got"))
+    assert requests.post(url, json=3, headers=TOKEN, timeout=10).status_code == 200
+    assert served.call(lambda: served.engine.wait(record.name)).result == "3"
+
+
+def test_waiting_too_long_is_a_timeout_error(served: Any) -> None:
+    source = """
+main:
+  steps:
+    - make: {call: events.create_callback_endpoint, result: callback}
+    - wait:
+        try:
+          call: events.await_callback
+          args: {callback: "${callback}", timeout: 0.05}
+        except:
+          as: e
+          steps:
+            - back: {return: "${e}"}
+"""
+    record = served.run(source)
+    assert json.loads(record.result)["tags"] == ["TimeoutError"]
+
+
+def test_callbacks_are_listed(served: Any) -> None:
+    record, url = start(served)
+    eventually(
+        lambda: (
+            requests.get(f"{served.url}/v1/{record.name}/callbacks", timeout=10).json()["callbacks"][0]["waiters"]
+            == "1"
+        )
+    )
+    listed = requests.get(f"{served.url}/v1/{record.name}/callbacks", timeout=10).json()["callbacks"]
+    assert listed == [{"name": url.split("/v1/")[1], "method": "POST", "waiters": "1"}]
