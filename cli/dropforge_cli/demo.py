@@ -1,0 +1,223 @@
+"""`dropforge demo`: one job spec from the bucket to a served answer, on this machine, with nothing left afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import secrets as random_secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from dropforge import clients
+from dropforge.artifacts import upload_directory
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.runs import Record, RunState, open_store
+from dropforge.spec import JobSpec
+
+from . import report
+from .deployment import Deployment, of_stack
+from .display import duration, stdout, titled
+from .follow import show_until_terminal
+from .options import SPEC_FILE
+from .problems import FAILED, INTERRUPTED, CliError, explained
+from .runs import request_cancel
+from .specs import read_spec, upload_spec
+
+CACHE = Path("build/tiny")
+DATA_ROWS = 3000
+ENDING_SECONDS = 60.0
+LOOK_SECONDS = 0.1
+
+
+@click.command()
+@click.argument("spec", type=SPEC_FILE, default="examples/local/cloud_run.json")
+@click.option("--state", metavar="DIR", default="build/demo", show_default=True, help="Where the demo's own stack is.")
+def demo(spec: Path, state: str) -> None:
+    """Train and serve a small model on this machine, then end everything that was started."""
+    directory, job = Path(state).resolve(), read_spec(spec)
+    with _alone(directory):
+        raise SystemExit(run_demo(job, spec, directory, stdout()))
+
+
+def run_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
+    """The exit code of a demo of `spec`. However it goes, everything that was started is ended."""
+    began = time.monotonic()
+    code = FAILED
+    try:
+        code = _try_demo(spec, path, state, out)
+    finally:
+        with _signals(signal.SIG_IGN):  # a second Ctrl-C must not leave half of it running
+            nothing_left = _end(state, out, interrupted=code == INTERRUPTED)
+    out.print(f"{'done' if code == 0 else 'ended'} after {duration(time.monotonic() - began)}")
+    return code or (0 if nothing_left else FAILED)
+
+
+def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
+    try:
+        with _signals(signal.default_int_handler), explained():
+            return 0 if _demonstrate(spec, path, state, out) else FAILED
+    except CliError as error:
+        error.show()
+        return FAILED
+    except KeyboardInterrupt:
+        out.print("interrupted")
+        return INTERRUPTED
+
+
+def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
+    """Everything that is shown; whether the run succeeded."""
+    deployment = _start(state, out)
+    _step(out, "made the secrets that the spec names", lambda: make_secrets(spec, deployment))
+    for uri in (spec.model.source, spec.dataset.source):
+        if uri in SOURCES:
+            _step(out, f"put {uri} into the emulated bucket", lambda uri=uri: upload_source(uri))  # type: ignore[misc]
+    run = upload_spec(deployment, path.read_bytes(), path.name)
+    out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/\n")
+    record = show_until_terminal(deployment, run, out)
+    if record.state is not RunState.SUCCEEDED:
+        report.show_failure(deployment, open_store(), record, out)
+        return False
+    report.show_metrics(record, out)
+    if record.endpoint is not None:
+        report.show_answer(deployment, record, record.endpoint, out)
+        record = end_endpoint(deployment, record)
+    report.show_stages(record, out)
+    report.show_cost(record, spec, out)
+    report.show_slack(deployment, out)
+    return True
+
+
+def _start(state: Path, out: Console) -> Deployment:
+    """A fresh stack, after ending what a demo that was killed has left."""
+    from dropforge_local import stack
+
+    for name in stack.down(state, delete=True):
+        out.print(f"ended {name}, which an earlier demo had left")
+    began = time.monotonic()
+    deployment = of_stack(stack.up(state))
+    out.print(f"started the local stack in {duration(time.monotonic() - began)}: {deployment.where}")
+    return deployment
+
+
+def _step(out: Console, what: str, work: Callable[[], None]) -> None:
+    began = time.monotonic()
+    work()
+    out.print(f"{what} ({duration(time.monotonic() - began)})")
+
+
+def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
+    """The secrets that a spec names: the webhook leads to the local sink, every other one is a value of no use."""
+    from google.api_core.exceptions import Conflict
+
+    assert deployment.stack is not None, "secrets are made only in the local stack"
+    values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
+    if spec.notify.slack:
+        name = spec.notify.slack.webhook_secret.partition(":")[0]
+        values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
+    project, client = f"projects/{deployment.settings.project}", clients.secrets()
+    for name, value in values.items():
+        secret: dict[str, Any] = {"replication": {"automatic": {}}}
+        try:
+            client.create_secret(parent=project, secret_id=name, secret=secret, timeout=TIMEOUT_SECONDS)
+        except Conflict:
+            continue  # the stack makes the webhook's itself
+        payload = {"data": value.encode()}
+        client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
+
+
+def upload_source(uri: str) -> None:
+    """Make a source that SOURCES knows, unless it is cached, and upload it with the ordinary storage client."""
+    from google.api_core.exceptions import Conflict
+
+    made = SOURCES[uri](CACHE)
+    bucket, _, name = uri.removeprefix("gs://").partition("/")
+    client = clients.storage()
+    with suppress(Conflict):  # the source before has made it
+        client.create_bucket(bucket, timeout=TIMEOUT_SECONDS)
+    if made.is_dir():
+        upload_directory(client, made, uri)
+    else:
+        client.bucket(bucket).blob(name).upload_from_filename(str(made), timeout=TIMEOUT_SECONDS)
+
+
+def _base_model(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.base_model(cache)
+
+
+def _text_to_sql(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.dataset(cache / "text-to-sql.jsonl", DATA_ROWS)
+
+
+# What a demo's spec may name without anybody having put it there; other sources are left alone.
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "gs://local-data/tiny-gemma3": _base_model,
+    "gs://local-data/text-to-sql.jsonl": _text_to_sql,
+}
+
+
+def end_endpoint(deployment: Deployment, record: Record) -> Record:
+    """End a finished run's endpoint by the ordinary request; the record once it is verified gone. Raises CliError."""
+    request_cancel(deployment, record.run)
+    store, patience = open_store(), time.monotonic() + ENDING_SECONDS
+    while time.monotonic() < patience:
+        record = store.record(record.run)
+        if record.endpoint is None or record.endpoint.ended:
+            return record
+        time.sleep(LOOK_SECONDS)
+    raise CliError(f"the endpoint of {record.run} was not gone after {ENDING_SECONDS:.0f} s")
+
+
+def _end(state: Path, out: Console, *, interrupted: bool) -> bool:
+    """End the stack and prove that nothing is left; whether that is so.
+
+    After an interruption the emulated cloud is deleted with what was in it; otherwise it must be empty by itself.
+    """
+    from dropforge_local import stack
+
+    stack.down(state)
+    left = stack.leftovers(state)
+    if interrupted:
+        stack.down(state, delete=True)
+        left = stack.Leftovers([], left.processes, left.ports)
+    out.print()
+    counts = f"{len(left.resources)} resources, {len(left.processes)} processes, {len(left.ports)} ports"
+    out.print(titled("what is left", counts))
+    for name in [*left.resources, *map(str, left.processes), *map(str, left.ports)]:
+        out.print(f"  {name}", style="red")
+    if not interrupted:
+        out.print(f"the run's files and logs are in {state}", style="dim")
+    return not left
+
+
+@contextmanager
+def _alone(state: Path) -> Iterator[None]:
+    """One demo per state directory. Raises CliError."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with (state.parent / f"{state.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CliError(f"another demo runs in {state}", "wait for its end, or choose another --state") from None
+        yield
+
+
+@contextmanager
+def _signals(handler: signal.Handlers | Callable[..., object]) -> Iterator[None]:
+    """SIGINT and SIGTERM are handled by `handler` meanwhile."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)

@@ -1,0 +1,239 @@
+"""Following a run: looks at its record and its new job events, shown live on a terminal, line by line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dropforge import names
+from dropforge.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
+from dropforge.runs import Record, RunState, RunStore, open_store, utc_now
+
+from .deployment import Deployment
+from .display import duration
+from .problems import CliError
+
+BAR_WIDTH = 40
+LINES_PER_TRAINING = 10  # progress lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at a run. `progress` is the latest of the present attempt; `events` are new since the last look."""
+
+    record: Record
+    progress: Progress | None = None
+    events: list[JobEvent] = field(default_factory=list)
+
+
+class Follower:
+    """Looks at one run again and again; each job event's object is read once, of progress only the newest."""
+
+    def __init__(self, store: RunStore, run: str) -> None:
+        self.store = store
+        self.run = run
+        self._progress: Progress | None = None
+        self._last = names.events_prefix(run)
+
+    def look(self) -> Snapshot | None:
+        """The run as it is now; None while there is no record of it."""
+        record = self.store.find(self.run)
+        if record is None:
+            return None
+        events = self._new_events() if record.attempts else []
+        for event in events:
+            if isinstance(event, Progress):
+                self._progress = event
+        current = self._progress if self._progress and self._progress.attempt == record.attempt else None
+        return Snapshot(record, current, events)
+
+    def _new_events(self) -> list[JobEvent]:
+        """In order. Names grow with the attempt and the sequence, so a listing can start after the last one seen."""
+        found = [name for name in self.store.names(names.events_prefix(self.run), self._last) if name != self._last]
+        if not found:
+            return []
+        self._last = found[-1]
+        progress = [name for name in found if name.endswith("-progress.json")]
+        wanted = [name for name in found if name not in progress[:-1]]
+        return [parse_job_event(self.store.read(name).data) for name in wanted]
+
+
+def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
+    """Looks at a run until it is terminal. Raises CliError when it does not appear."""
+    follower = Follower(open_store(), run)
+    patience = time.monotonic() + deployment.patience_seconds
+    while True:
+        snapshot = follower.look()
+        if snapshot is not None:
+            yield snapshot
+            if snapshot.record.state.is_terminal:
+                return
+        elif time.monotonic() > patience:
+            message = f"run {run} did not appear within {deployment.patience_seconds:.0f} s of its spec"
+            raise CliError(message, f"see the log of the function on_spec_uploaded of {deployment.where}")
+        time.sleep(deployment.look_seconds)
+
+
+def watch(deployment: Deployment, run: str, out: Console) -> bool:
+    """Show a run until it is terminal; whether it succeeded. Ctrl-C leaves the run alone."""
+    try:
+        record = show_until_terminal(deployment, run, out)
+    except KeyboardInterrupt:
+        out.print(f"\nthe run goes on; `dropforge cancel {run}` ends it")
+        raise
+    return record.state is RunState.SUCCEEDED
+
+
+def show_until_terminal(deployment: Deployment, run: str, out: Console) -> Record:
+    """Show a run until it is terminal; its last record."""
+    latest: Record | None = None
+    with display_on(out) as display:
+        for snapshot in snapshots(deployment, run):
+            latest = snapshot.record
+            display.show(snapshot)
+    assert latest is not None, "snapshots yields at least once or raises"
+    return latest
+
+
+class Display(Protocol):
+    """Shows snapshot after snapshot of one run."""
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def display_on(out: Console) -> Display:
+    """Live on a terminal, one line per change elsewhere."""
+    return LiveDisplay(out) if out.is_terminal else LineDisplay(out)
+
+
+class LineDisplay:
+    """One line per change, for logs and pipes."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._entered = 0
+        self._tenth = -1
+
+    def show(self, snapshot: Snapshot) -> None:
+        record = snapshot.record
+        lines = [(t.time, f"{t.state.lower()}{_where(record, t.attempt)}") for t in record.history[self._entered :]]
+        self._entered = len(record.history)
+        lines += [(event.time, text) for event in snapshot.events if (text := self._text(event))]
+        for when, text in sorted(lines, key=lambda line: line[0]):
+            self._out.print(f"{(when - record.created).total_seconds():7.1f} s  {text}")
+
+    def _text(self, event: JobEvent) -> str:
+        """The line for an event; "" for none: progress gets one for each tenth of the way."""
+        if not isinstance(event, Progress):
+            return describe_event(event)
+        tenth = event.step * LINES_PER_TRAINING // max(1, event.total_steps)
+        if tenth == self._tenth:
+            return ""
+        self._tenth = tenth
+        return describe_progress(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class LiveDisplay:
+    """The stages with their seconds and a progress bar, redrawn in place."""
+
+    def __init__(self, out: Console) -> None:
+        self._snapshot: Snapshot | None = None
+        self._live = Live(console=out, refresh_per_second=4, get_renderable=self._render)
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def _render(self) -> Group | Text:
+        if self._snapshot is None:
+            return Text("waiting for the run to appear")
+        return render(self._snapshot, utc_now())
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+
+def render(snapshot: Snapshot, now: datetime) -> Group:
+    """A run's stages and progress, for a terminal."""
+    record = snapshot.record
+    header = Text.assemble((record.run, "bold"), f"  {_where(record, record.attempt).strip()}")
+    stages = Table.grid(padding=(0, 2))
+    for state, spent in record.stage_seconds(now).items():
+        going_on = state == record.state
+        mark = ("▶", "yellow") if going_on else ("✓", "green")
+        stages.add_row(Text(*mark), Text(state.lower(), "bold" if going_on else ""), Text(duration(spent), "dim"))
+    if record.state.is_terminal:
+        good = record.state is RunState.SUCCEEDED
+        stages.add_row(Text("✓" if good else "✗", "green" if good else "red"), Text(record.state.lower(), "bold"))
+    parts: list[Text | Table] = [header, stages]
+    if snapshot.progress is not None:
+        parts.append(bar(snapshot.progress))
+    return Group(*parts)
+
+
+def bar(progress: Progress) -> Table:
+    """A progress bar with what it stands for."""
+    grid = Table.grid(padding=(0, 2))
+    total = float(max(1, progress.total_steps))
+    grid.add_row(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
+    return grid
+
+
+def describe_progress(progress: Progress) -> str:
+    """`step 40 of 160, loss 1.234, 5,210 tokens/s, 12.0 s left`"""
+    parts = [f"step {progress.step} of {progress.total_steps}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4g}")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.eta_seconds is not None:
+        parts.append(f"{duration(progress.eta_seconds)} left")
+    return ", ".join(parts)
+
+
+def describe_event(event: JobEvent) -> str:
+    """A job event other than progress in a line; "" for what the run's own states say as well."""
+    if isinstance(event, Started):
+        resumed = f", from step {event.resumed_step}" if event.resumed_step else ""
+        return f"the container has started on {event.device or 'an unknown device'}{resumed}"
+    if isinstance(event, Checkpointed):
+        return f"checkpoint at step {event.step}"
+    if isinstance(event, Preempted):
+        return f"preempted; step {event.step} is saved"
+    if isinstance(event, Failed):
+        return f"the container failed: {event.error_class}: {event.message}"
+    return ""
+
+
+def _where(record: Record, number: int) -> str:
+    attempt = next((a for a in record.attempts if a.number == number), None)
+    return "" if attempt is None else f"  attempt {attempt.number} in {attempt.region}"

@@ -1,0 +1,114 @@
+"""`dropforge logs`: what a run's training containers and its endpoint wrote."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import time
+
+import click
+import requests
+
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.runs import Ledger, RunStore, open_store
+
+from .deployment import Deployment, connect
+from .options import state_option
+from .problems import CliError
+from .runs import find_run
+
+FOLLOW_SECONDS = 0.5
+
+
+@click.command()
+@click.argument("run")
+@click.option("--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("--tail", type=click.IntRange(1), metavar="N", help="Only the last N lines of each container.")
+@state_option
+def logs(run: str, follow: bool, tail: int | None, state: str | None) -> None:
+    """Show the logs of a run's training and of its endpoint."""
+    deployment = connect(state)
+    store = open_store()
+    run = find_run(store, run).run
+    if deployment.stack is None:
+        _run_gcloud(deployment, store.ledger(run), follow, tail)
+    elif follow:
+        _follow(deployment.stack.http, store, run, tail)
+    else:
+        _print_all(deployment.stack.http, store.ledger(run), tail)
+
+
+def read_log(http: str, resource: str, tail: int | None = None) -> str | None:
+    """What the containers of an emulated resource wrote; None when none has run, or its kind keeps no logs."""
+    parameters = {} if tail is None else {"tail": str(tail)}
+    response = requests.get(f"{http}/_local/logs/{resource}", params=parameters, timeout=TIMEOUT_SECONDS)
+    if response.status_code in (404, 501):
+        return None
+    response.raise_for_status()
+    return response.text
+
+
+def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None) -> list[str]:
+    """The gcloud command line that shows the logs of a run's resources."""
+    project = f"--project={deployment.settings.project}"
+    wanted = " OR ".join(_log_filter(entry.kind, entry.name) for entry in ledger.entries)
+    line = "--format=value(timestamp, severity, textPayload, jsonPayload.message)"
+    if follow:
+        return ["gcloud", "beta", "logging", "tail", wanted, project, line]
+    limit = [] if tail is None else [f"--limit={tail}"]
+    order = "desc" if tail is not None else "asc"
+    return ["gcloud", "logging", "read", wanted, project, line, "--freshness=30d", f"--order={order}", *limit]
+
+
+def _log_filter(kind: str, name: str) -> str:
+    """https://cloud.google.com/run/docs/logging; other kinds by their name anywhere in the entry's labels."""
+    short = name.rsplit("/", 1)[1]
+    if kind == "run.googleapis.com/Job":
+        return f'(resource.type="cloud_run_job" AND resource.labels.job_name="{short}")'
+    if kind == "run.googleapis.com/Service":
+        return f'(resource.type="cloud_run_revision" AND resource.labels.service_name="{short}")'
+    return f'"{short}"'
+
+
+def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None) -> None:
+    if not ledger.entries:
+        raise CliError("the run has no resources yet, so there are no logs", "see `dropforge status`")
+    command = gcloud_command(deployment, ledger, follow, tail)
+    click.echo(f"$ {shlex.join(command)}", err=True)
+    if shutil.which("gcloud") is None:
+        raise CliError("gcloud is not installed here", "run the command above where it is")
+    if code := subprocess.run(command, check=False).returncode:
+        raise CliError(f"gcloud ended with exit code {code}")
+
+
+def _print_all(http: str, ledger: Ledger, tail: int | None) -> None:
+    found = {entry.name: text for entry in ledger.entries if (text := read_log(http, entry.name, tail))}
+    if not found:
+        click.echo("no container of this run has written anything yet", err=True)
+    for resource, text in found.items():
+        click.echo(f"--- {resource}", err=True)
+        click.echo(text, nl=not text.endswith("\n"))
+
+
+def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
+    """Print what is new until the run is terminal. A log only grows, so what was shown is a length."""
+    shown: dict[str, int] = {}
+    current = ""
+    while True:
+        ended = store.record(run).state.is_terminal  # before the last look, so that nothing is missed
+        for entry in store.ledger(run).entries:
+            text = read_log(http, entry.name) or ""
+            start = shown.get(entry.name, _tail_start(text, tail))
+            if len(text) > start and current != entry.name:
+                current = entry.name
+                click.echo(f"--- {current}", err=True)
+            click.echo(text[start:], nl=False)
+            shown[entry.name] = len(text)
+        if ended:
+            return
+        time.sleep(FOLLOW_SECONDS)
+
+
+def _tail_start(text: str, tail: int | None) -> int:
+    return 0 if tail is None else len(text) - len("".join(text.splitlines(keepends=True)[-tail:]))

@@ -1,0 +1,49 @@
+"""The `dropforge` command: every subcommand, and what becomes of errors and Ctrl-C."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from dropforge import __version__
+
+from .demo import demo
+from .local import down, up
+from .logs import logs
+from .plan import plan
+from .problems import INTERRUPTED, explained
+from .runs import cancel, runs, status
+from .specs import submit, validate
+
+
+class Commands(click.Group):
+    """Commands in the order in which they are met; expected errors are one line, Ctrl-C ends with 130."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with explained():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dropforge")
+def cli() -> None:
+    """Drop a job spec in a bucket; get back a fine-tuned model that is being served, and nothing else left running.
+
+    Commands talk to the local stack when one runs, or to the project that DROPFORGE_* variables or dropforge.toml name.
+    """
+
+
+for command in (demo, up, down, validate, plan, submit, runs, status, logs, cancel):
+    cli.add_command(command)
+if find_spec("dropforge_cli.workflows") is not None:
+    cli.add_command(import_module("dropforge_cli.workflows").workflows)

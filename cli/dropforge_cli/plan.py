@@ -1,0 +1,229 @@
+"""`dropforge plan`: what a spec would create, where, with which requests, and what that can cost at most."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from dropforge import names
+from dropforge.admission import training_seconds
+from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.serving import get_server
+from dropforge.serving.base import Deployment as EndpointDeployment
+from dropforge.settings import Settings
+from dropforge.spec import JobSpec, seconds
+from dropforge.targets import get_target
+from dropforge.targets.base import Launch, Resource
+
+from .deployment import find, placeholders
+from .display import duration, stdout, table, titled, usd
+from .options import SPEC_FILE, json_option, state_option
+from .specs import read_spec
+
+OLD_PRICE = timedelta(days=180)
+UNKNOWN_DIGEST = "0" * 12  # of bucket, object and generation; the generation is given by the upload
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """One attempt at one placement; `worst_case_usd` is for all attempts, if all of them run here."""
+
+    region: str
+    timeout_seconds: int
+    price: HourlyPrice
+    worst_case_usd: float | None
+    resources: list[Resource]
+
+
+@dataclass(frozen=True)
+class EndpointPlan:
+    """The served model; the price is per instance while it runs, the worst case is all of them for all the time."""
+
+    region: str
+    lifetime_seconds: int
+    min_instances: int
+    max_instances: int
+    price: HourlyPrice
+    worst_case_usd: float | None
+    resources: list[Resource]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be created for a spec."""
+
+    run: str
+    spec: JobSpec
+    placements: list[PlacementPlan]
+    endpoint: EndpointPlan | None
+    warnings: list[str]
+
+    @property
+    def worst_case_usd(self) -> float | None:
+        """Of everything; None when a part is unknown."""
+        parts = [placement.worst_case_usd for placement in self.placements]
+        training = None if None in parts else max(part for part in parts if part is not None)
+        if self.endpoint is None or training is None:
+            return training
+        return None if self.endpoint.worst_case_usd is None else training + self.endpoint.worst_case_usd
+
+
+@click.command()
+@click.argument("spec", type=SPEC_FILE)
+@json_option
+@state_option
+def plan(spec: Path, as_json: bool, state: str | None) -> None:
+    """Show what a job spec would create and cost, without creating anything."""
+    deployment = find(state)
+    made = make_plan(read_spec(spec), deployment.settings if deployment else placeholders(), spec.name)
+    if as_json:
+        click.echo(json.dumps(to_json(made), indent=2))
+        return
+    out = stdout()
+    show(made, out)
+    note = (
+        f"names are those of {deployment.where}" if deployment else "no deployment is configured: YOUR-… stand for it"
+    )
+    out.print(f"\n{note}; the run's last digits are known after the upload", style="dim")
+
+
+def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime | None = None) -> Plan:
+    """What would happen to `spec`, dropped as `object_name` at `now`. Pure."""
+    now = now or datetime.now(UTC)
+    slug = names.run_id_of_object("", object_name, 0).rpartition("-")[0]
+    run = f"{slug}-{UNKNOWN_DIGEST}"
+    target = get_target(spec.target.type)
+    placements = [_placement(run, spec, settings, index, now) for index in range(len(target.regions(spec)))]
+    endpoint = None if spec.serve is None else _endpoint(run, spec, settings, now)
+    prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
+    return Plan(run, spec, placements, endpoint, _warnings(prices, now.date()))
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """A plan for programs; requests are exactly those that would be sent, but for the run's last digits."""
+    parts = {**asdict(plan), "spec": plan.spec.model_dump(mode="json", by_alias=True)}
+    parts["worst_case_usd"] = plan.worst_case_usd
+    return json.loads(json.dumps(parts, default=str))  # type: ignore[no-any-return]
+
+
+def show(plan: Plan, out: Console) -> None:
+    """A plan for people."""
+    spec = plan.spec
+    out.print(titled(spec.name, f"run {plan.run}"))
+    out.print(f"{spec.model.source} on {spec.dataset.source}, {spec.training.method}, {spec.training.adapter.type}\n")
+    out.print(titled("training", f"{_machine(spec.target)}; at most {spec.limits.max_attempts} attempts"))
+    rows = table("#", "region", "resource", "time-out", "$ per hour", "worst case", right=("$ per hour", "worst case"))
+    for number, placement in enumerate(plan.placements, start=1):
+        price = usd(placement.price.usd_per_hour)
+        limit = duration(placement.timeout_seconds)
+        for resource in placement.resources:
+            rows.add_row(str(number), placement.region, resource.name, limit, price, usd(placement.worst_case_usd))
+    out.print(rows)
+    for image in _images(plan.placements[0].resources):
+        out.print(f"image {image}")
+    _show_budget(plan, out)
+    if plan.endpoint is not None:
+        _show_endpoint(plan.endpoint, spec, out)
+    out.print()
+    out.print(titled("worst case", f"{usd(plan.worst_case_usd)} in all"))
+    for source in _sources(plan):
+        out.print(f"price: {source}")
+    for warning in plan.warnings:
+        out.print(f"warning: {warning}", style="yellow")
+
+
+def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> PlacementPlan:
+    target = get_target(spec.target.type)
+    price = target.price(spec, index)
+    allowed = training_seconds(spec, price)
+    deadline = now + timedelta(seconds=allowed)
+    launch = Launch(run, 1, index, spec, settings, deadline, allowed)
+    cost = _cost(price, allowed)
+    return PlacementPlan(target.regions(spec)[index], allowed, price, cost, target.resources(launch))
+
+
+def _endpoint(run: str, spec: JobSpec, settings: Settings, now: datetime) -> EndpointPlan:
+    serve = spec.serve
+    assert serve is not None, "planned only for specs that serve"
+    server = get_server(serve.type)
+    lifetime = seconds(serve.startup_timeout) + seconds(serve.ttl)
+    resources = server.resources(EndpointDeployment(run, spec, settings, now + timedelta(seconds=lifetime)))
+    price = server.price(spec)
+    worst = _cost(price, lifetime * serve.max_instances)
+    return EndpointPlan(
+        server.region(spec), lifetime, serve.min_instances, serve.max_instances, price, worst, resources
+    )
+
+
+def _cost(price: HourlyPrice, machine_seconds: int) -> float | None:
+    if price.usd_per_hour is None:
+        return None
+    return round(price.usd_per_hour * machine_seconds / SECONDS_PER_HOUR, 4)
+
+
+def _warnings(prices: list[HourlyPrice], today: date) -> list[str]:
+    warnings = []
+    for price in prices:
+        if price.usd_per_hour is None:
+            warnings.append(f"unknown price: {price.source}; the cost above is not known")
+        elif price.as_of is not None and today - price.as_of > OLD_PRICE:
+            age = (today - price.as_of).days
+            warnings.append(f"the price of {price.as_of} is {age} days old; check {price.source}")
+    return list(dict.fromkeys(warnings))
+
+
+def _show_budget(plan: Plan, out: Console) -> None:
+    limits = plan.spec.limits
+    if limits.max_cost_usd is None:
+        out.print(f"budget: none; the time limit is {limits.max_duration} for the whole run")
+        return
+    prices = [placement.price.usd_per_hour or 0.0 for placement in plan.placements]
+    bought = duration(limits.max_cost_usd / max(prices) * SECONDS_PER_HOUR)
+    binding = "the budget" if plan.placements[0].timeout_seconds < seconds(limits.max_duration) else "max_duration"
+    text = f"budget: {usd(limits.max_cost_usd)} buys {bought} of training; max_duration is {limits.max_duration}"
+    out.print(f"{text}; {binding} ends it first")
+
+
+def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
+    out.print()
+    out.print(titled("endpoint", f"{_machine(spec.serve)}; for {duration(endpoint.lifetime_seconds)} at most"))
+    rows = table("region", "resource", "instances", "$ per hour", "worst case", right=("$ per hour", "worst case"))
+    instances = f"{endpoint.min_instances} to {endpoint.max_instances}"
+    for resource in endpoint.resources:
+        price, worst = usd(endpoint.price.usd_per_hour), usd(endpoint.worst_case_usd)
+        rows.add_row(endpoint.region, resource.name, instances, price, worst)
+    out.print(rows)
+    for image in _images(endpoint.resources):
+        out.print(f"image {image}")
+    idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
+    out.print(f"the price is per instance while it runs; it {idle}")
+
+
+def _machine(part: Any) -> str:
+    """A target's or an endpoint's own fields, whatever kind it is."""
+    shown = part.model_dump(exclude={"type", "placements", "price_usd_per_hour", "region", "ttl"}, exclude_none=True)
+    return f"{part.type}: " + ", ".join(f"{name} {str(value).lower()}" for name, value in shown.items())
+
+
+def _images(resources: list[Resource]) -> list[str]:
+    """Every container image that the requests name."""
+
+    def walk(node: Any) -> list[str]:
+        if isinstance(node, dict):
+            own = [node["image"]] if isinstance(node.get("image"), str) else []
+            return own + [image for value in node.values() for image in walk(value)]
+        return [image for item in node for image in walk(item)] if isinstance(node, list) else []
+
+    return sorted({image for resource in resources for image in walk(resource.request)})
+
+
+def _sources(plan: Plan) -> list[str]:
+    prices = [placement.price for placement in plan.placements] + ([plan.endpoint.price] if plan.endpoint else [])
+    shown = [f"{p.source}, as of {p.as_of}" if p.as_of else p.source for p in prices if p.usd_per_hour is not None]
+    return list(dict.fromkeys(shown))

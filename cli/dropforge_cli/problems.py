@@ -1,0 +1,69 @@
+"""Expected failures: one clear line and a hint for people, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+from dropforge.classify import classify, client_errors
+from dropforge.errors import CloudError, DropforgeError, InvalidSpec
+from dropforge.spec import redact
+
+FAILED, INTERRUPTED = 1, 130
+LONGEST_MESSAGE = 2000
+
+
+class CliError(click.ClickException):
+    """A failure that the user can do something about; `hint` says what."""
+
+    exit_code = FAILED
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(redact(message)[:LONGEST_MESSAGE])
+        self.hint = hint
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+        if self.hint:
+            click.echo(f"hint: {self.hint}", file=file or sys.stderr)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn what dropforge, the local stack and Google's clients raise on purpose into a CliError."""
+    try:
+        yield
+    except InvalidSpec as error:
+        raise CliError("the job spec is refused\n" + str(error)) from error
+    except CloudError as error:
+        raise CliError(f"{error.error_class}: {error.message}", error.hint) from error
+    except DropforgeError as error:
+        raise CliError(str(error)) from error
+    except OSError as error:
+        # ConnectionError and requests' own errors are OSErrors too.
+        raise _of_client(error) if isinstance(error, _client_errors()) else CliError(str(error)) from error
+    except Exception as error:
+        if isinstance(error, _client_errors()):
+            raise _of_client(error) from error
+        if (found := _of_stack(error)) is not None:
+            raise found from error
+        raise
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """Nothing that was never imported can have raised anything; importing it here would cost a second."""
+    return client_errors() if "google.api_core" in sys.modules or "requests" in sys.modules else ()
+
+
+def _of_client(error: Exception) -> CliError:
+    found = classify(error)
+    return CliError(f"{found.error_class}: {found.message}", found.hint)
+
+
+def _of_stack(error: Exception) -> CliError | None:
+    stack = sys.modules.get("dropforge_local.stack")
+    return CliError(str(error)) if stack is not None and isinstance(error, stack.StackError) else None

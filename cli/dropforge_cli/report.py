@@ -1,0 +1,171 @@
+"""What `dropforge demo` shows of a run: how good the model is, what it took, what people were told, why it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from typing import Any
+
+import requests
+from rich.console import Console
+
+from dropforge import clients
+from dropforge.artifacts import read_artifact, read_manifest
+from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.errors import NotFound
+from dropforge.runs import Endpoint, Record, RunState, RunStore, utc_now
+from dropforge.serving import get_server
+from dropforge.spec import JobSpec
+from dropforge.targets import get_target
+
+from .deployment import Deployment
+from .display import number, table, titled, usd
+from .logs import read_log
+
+LOG_LINES = 30
+ANSWER_SECONDS = 120.0
+ANSWER_TOKENS = 128
+
+
+def show_metrics(record: Record, out: Console) -> None:
+    """The metrics; those that were measured before the training as well, side by side."""
+    out.print()
+    out.print(titled("evaluation", f"{number(record.metrics.get('rows_eval'))} held-out rows"))
+    rows = table("", "before", "after", right=("before", "after"))
+    for name, value in record.metrics.items():
+        before = f"{name}_before"
+        if before in record.metrics:
+            rows.add_row(name.replace("_", " "), number(record.metrics[before]), number(value))
+    out.print(rows)
+
+
+def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out: Console) -> None:
+    """One held-out question, put to the endpoint over the OpenAI API, and the answer that was expected."""
+    sample = held_out_sample(deployment, record)
+    if sample is None:
+        return
+    answer = ask(endpoint, sample["prompt"])
+    out.print()
+    out.print(titled("a held-out question", f"answered by {endpoint.model} at {endpoint.url}/v1"))
+    for message in sample["prompt"]:
+        out.print(message["content"])
+    out.print(f"expected  {sample['expected']}")
+    out.print(f"base      {sample['before']}")
+    out.print(f"served    {answer}", style="green" if answer.strip() == sample["expected"].strip() else "yellow")
+
+
+def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | None:
+    """The first held-out row that the training kept with its artifacts; None when it kept none."""
+    bucket = deployment.settings.runs_bucket
+    manifest = read_manifest(clients.storage(), bucket, record.run)
+    if manifest is None:
+        return None
+    try:
+        samples = json.loads(read_artifact(clients.storage(), bucket, manifest, "samples.json"))
+    except NotFound:
+        return None
+    return dict(samples[0]) if samples else None
+
+
+def ask(endpoint: Endpoint, messages: list[Any]) -> str:
+    """The endpoint's answer, by the ordinary openai package."""
+    from openai import OpenAI
+
+    token = os.environ["DROPFORGE_EMULATOR_TOKEN"]
+    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=token, timeout=ANSWER_SECONDS) as client:
+        reply = client.chat.completions.create(
+            model=endpoint.model, messages=messages, temperature=0, max_tokens=ANSWER_TOKENS
+        )
+    return reply.choices[0].message.content or ""
+
+
+def show_stages(record: Record, out: Console) -> None:
+    """Seconds in each stage."""
+    spent = record.stage_seconds(utc_now())
+    out.print()
+    out.print(titled("seconds per stage", f"{sum(spent.values()):.1f} in all"))
+    rows = table("", "", right=("",))
+    rows.show_header = False
+    for state, seconds in spent.items():
+        rows.add_row(state.lower().replace("_", " "), f"{seconds:.1f}")
+    out.print(rows)
+
+
+def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
+    """What the same seconds would have cost on the cloud, by the catalogue's prices."""
+    out.print()
+    out.print(titled("on the cloud the same seconds would have cost"))
+    target = get_target(spec.target.type)
+    used = [
+        (f"attempt {a.number} in {a.region}", _seconds(a.started, a.ended), target.price(spec, a.placement))
+        for a in record.attempts
+    ]
+    if spec.serve is not None and record.endpoint is not None:
+        began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
+        price = get_server(spec.serve.type).price(spec)
+        used.append((f"endpoint in {record.endpoint.region}", _seconds(began, record.endpoint.ended), price))
+    rows = table("", "seconds", "$ per hour", "cost", right=("seconds", "$ per hour", "cost"))
+    for what, seconds, price in used:
+        rows.add_row(what, f"{seconds:.1f}", usd(price.usd_per_hour), usd(_cost(price, seconds)))
+    costs = [_cost(price, seconds) for _, seconds, price in used]
+    rows.add_row("in all", "", "", usd(None if None in costs else sum(cost for cost in costs if cost is not None)))
+    out.print(rows)
+    for line in dict.fromkeys(_source(price) for _, _, price in used):
+        out.print(line, style="dim")
+
+
+def show_slack(deployment: Deployment, out: Console) -> None:
+    """The Slack messages as they were sent, from the local stack's sink."""
+    assert deployment.stack is not None, "the sink is a part of the local stack"
+    response = requests.get(f"{deployment.stack.http}/slack/messages", timeout=TIMEOUT_SECONDS)
+    messages = response.json()["messages"]
+    out.print()
+    out.print(titled("Slack", f"{len(messages)} messages as sent"))
+    for message in messages:
+        for index, text in enumerate(slack_texts(message["payload"])):
+            for line in text.splitlines():
+                out.print(f"  {line}", style="bold" if index == 0 else "")
+        out.print()
+
+
+def slack_texts(payload: dict[str, Any]) -> list[str]:
+    """Every text of a Block Kit message, in order."""
+    texts = []
+    for block in payload.get("blocks") or [{"text": {"text": payload.get("text", "")}}]:
+        parts = [block["text"]] if "text" in block else block.get("elements", [])
+        texts += [str(part["text"]) for part in parts if "text" in part]
+    return texts
+
+
+def show_failure(deployment: Deployment, store: RunStore, record: Record, out: Console) -> None:
+    """Why a run did not succeed: its error, or what is wrong with its spec, and the end of its containers' logs."""
+    out.print()
+    out.print(titled(f"the run is {record.state}"))
+    for problem in record.problems:
+        out.print(f"{problem['pointer'] or '/'}: {problem['message']}; found {problem['found']}")
+    if record.error is not None:
+        out.print(f"{record.error.error_class}: {record.error.message}", style="red")
+        if record.error.hint:
+            out.print(f"hint: {record.error.hint}")
+    for entry in store.ledger(record.run).entries:
+        if deployment.stack and (text := read_log(deployment.stack.http, entry.name, LOG_LINES)):
+            out.print()
+            out.print(titled("the end of the log of", entry.name))
+            out.print(text.rstrip("\n"))
+
+
+def _seconds(began: datetime, ended: datetime | None) -> float:
+    return ((ended or utc_now()) - began).total_seconds()
+
+
+def _cost(price: HourlyPrice, seconds: float) -> float | None:
+    return None if price.usd_per_hour is None else price.usd_per_hour * seconds / SECONDS_PER_HOUR
+
+
+def _source(price: HourlyPrice) -> str:
+    if price.usd_per_hour is None:
+        return f"price unknown: {price.source}"
+    dated = f", as of {price.as_of}" if price.as_of else ""
+    return f"price: {price.source}{dated}"

@@ -1,0 +1,72 @@
+"""`dropforge validate` and `dropforge submit`: a job spec on this machine, before and when it is dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dropforge import clients, names
+from dropforge.admission import budget_problems, fit_problems
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.errors import InvalidSpec
+from dropforge.spec import JobSpec, parse_spec
+
+from .deployment import Deployment, connect
+from .display import stdout
+from .follow import watch
+from .options import SPEC_FILE, state_option
+from .problems import FAILED, CliError
+
+
+@click.command()
+@click.argument("specs", nargs=-1, required=True, type=SPEC_FILE, metavar="SPEC...")
+def validate(specs: tuple[Path, ...]) -> None:
+    """Check job specs without dropping them."""
+    refused = 0
+    for path in specs:
+        try:
+            spec = read_spec(path)
+        except InvalidSpec as error:
+            refused += 1
+            for problem in error.problems:
+                click.echo(f"{path}: {problem}")
+        else:
+            click.echo(f"{path}: ok, {spec.name}")
+    if refused:
+        raise SystemExit(FAILED)
+
+
+@click.command()
+@click.argument("spec", type=SPEC_FILE)
+@click.option("--name", "object_name", metavar="OBJECT", help="Object below specs/; default: the file's name.")
+@click.option("--unchecked", is_flag=True, help="Drop it even if it is invalid.")
+@click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
+@state_option
+def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, state: str | None) -> None:
+    """Drop a job spec into the specs bucket; prints the run's id."""
+    if not unchecked:
+        read_spec(spec)
+    deployment = connect(state)
+    run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
+    click.echo(run)
+    if watched and not watch(deployment, run, stdout()):
+        raise SystemExit(FAILED)
+
+
+def read_spec(path: Path) -> JobSpec:
+    """A spec that submit would accept, as far as that can be told here. Raises InvalidSpec."""
+    spec = parse_spec(path.read_bytes())
+    if problems := [*fit_problems(spec), *budget_problems(spec)]:
+        raise InvalidSpec(problems)
+    return spec
+
+
+def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:
+    """Drop a spec with the ordinary storage client; the run that it becomes."""
+    name = object_name if object_name.startswith(names.SPECS_PREFIX) else names.SPECS_PREFIX + object_name
+    if not names.is_spec_object(name):
+        raise CliError(f"the object name is {name!r}; only specs/….json starts a run", "choose another --name")
+    blob = clients.storage().bucket(deployment.settings.specs_bucket).blob(name)
+    blob.upload_from_string(data, content_type="application/json", timeout=TIMEOUT_SECONDS)
+    return names.run_id_of_object(deployment.settings.specs_bucket, name, blob.generation)

@@ -1,0 +1,136 @@
+"""The command line in this process, against a deployment whose buckets and topics are emulated and empty."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dropforge import clients, names
+from dropforge.events import JobEvent
+from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, RunStore, Transition
+from dropforge.settings import settings
+from dropforge_cli.main import cli
+from dropforge_local.db import Database
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import SystemClock
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"
+CREATED = datetime(2026, 11, 20, 12, tzinfo=UTC)
+CACHED: list[Any] = [clients.storage, clients.publisher, settings]
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def dropforge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Run a command in an empty directory with no deployment configured."""
+    monkeypatch.chdir(tmp_path)
+    with patch.dict(os.environ):
+        for name in list(os.environ):
+            if name.startswith("DROPFORGE_") or name.endswith("_EMULATOR_HOST"):
+                del os.environ[name]
+        yield lambda *arguments: CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    for function in CACHED:
+        function.cache_clear()
+
+
+@dataclass
+class Deployed:
+    """A project with an inbox, a runs bucket and a requests topic, and nobody who works there."""
+
+    run: Run
+    store: RunStore
+    configuration: dict[str, str]
+
+    def record(self, run: str, state: RunState, **changes: Any) -> Record:
+        """Put a run's record into the bucket."""
+        history = [Transition(state=RunState.ACCEPTED, time=CREATED)]
+        if state is not RunState.ACCEPTED:
+            history.append(Transition(state=state, time=CREATED + timedelta(seconds=90)))
+        values = {"name": "job", "source": "gs://s/specs/job.json#1", "created": CREATED, **changes}
+        record = Record(run=run, state=state, history=history, **values)
+        assert self.store.create(record)
+        return record
+
+    def event(self, event: JobEvent) -> None:
+        name = names.event_object(event.run, event.attempt, event.sequence, event.type)
+        self.store.put_new(name, event.model_dump_json().encode())
+
+    def ledger(self, run: str, *entries: LedgerEntry) -> None:
+        self.store.put_new(names.ledger_object(run), Ledger(run=run, entries=list(entries)).model_dump_json().encode())
+
+
+@pytest.fixture
+def deployed(dropforge: Run, tmp_path: Path) -> Iterator[Deployed]:
+    clock = SystemClock()
+
+    def build() -> list[Any]:
+        database = Database(tmp_path / "state.db")
+        return [StorageEmulator(database, tmp_path / "blobs", clock), PubSubEmulator(database, clock)]
+
+    with BackgroundServer(build) as server:
+        os.environ["STORAGE_EMULATOR_HOST"], os.environ["PUBSUB_EMULATOR_HOST"] = server.url, server.grpc_address
+        for function in CACHED:
+            function.cache_clear()
+        configuration = toml()
+        os.environ["DROPFORGE_PROJECT"] = configuration["project"]
+        client = clients.storage()
+        for bucket in ("specs_bucket", "runs_bucket"):
+            client.create_bucket(configuration[bucket])
+        clients.publisher().create_topic(name=f"projects/p/topics/{configuration['requests_topic']}")
+        del os.environ["DROPFORGE_PROJECT"]
+        write_toml(configuration)
+        yield Deployed(dropforge, RunStore(client, configuration["runs_bucket"]), configuration)
+        clients.publisher().stop()
+        clients.publisher().transport.close()
+
+
+def toml() -> dict[str, str]:
+    """The settings of a real project, as dropforge.toml has them."""
+    return {
+        "project": "p",
+        "location": "us-central1",
+        "specs_bucket": "p-specs",
+        "runs_bucket": "p-runs",
+        "workflow": "dropforge-run",
+        "requests_topic": "dropforge-requests",
+        "job_events_topic": "dropforge-job-events",
+        "run_events_topic": "dropforge-run-events",
+        "train_trl_image": "us-docker.pkg.dev/p/train-trl@sha256:1",
+        "serve_vllm_image": "us-docker.pkg.dev/p/serve-vllm@sha256:2",
+        "trainer_service_account": "trainer@p.iam.gserviceaccount.com",
+        "server_service_account": "server@p.iam.gserviceaccount.com",
+    }
+
+
+def write_toml(values: dict[str, Any]) -> None:
+    Path("dropforge.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+
+
+def attempt(number: int = 1, **changes: Any) -> Attempt:
+    values: dict[str, Any] = {
+        "placement": 0,
+        "region": "us-central1",
+        "started": CREATED,
+        "ended": CREATED + timedelta(minutes=30),
+        "deadline": CREATED + timedelta(hours=2),
+        "usd_per_hour": 2.0,
+        **changes,
+    }
+    return Attempt(number=number, **values)
+
+
+def entry(kind: str, name: str) -> LedgerEntry:
+    return LedgerEntry(kind=kind, name=name, attempt=1, state=ResourceState.CREATED, intended=CREATED)

@@ -1,0 +1,178 @@
+"""Following a run: what is read, and what people see of it on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from rich.console import Console
+
+from dropforge.errors import ErrorClass
+from dropforge.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
+from dropforge.runs import Record, RunState, RunStore
+from dropforge_cli.deployment import Deployment, connect
+from dropforge_cli.display import duration, number, usd
+from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal
+from dropforge_cli.problems import CliError
+
+from .conftest import CREATED, Deployed, attempt
+
+RUN = "job-0123456789ab"
+
+
+def progress(step: int, attempt: int = 1, total: int = 40) -> Progress:
+    return Progress(
+        run=RUN, attempt=attempt, sequence=step + 1, time=CREATED + timedelta(seconds=step), step=step,
+        total_steps=total, loss=2.0 - step / 40, tokens_per_second=5210.4, eta_seconds=float(total - step),
+    )  # fmt: skip
+
+
+def event(kind: type[JobEvent], sequence: int, **fields: object) -> JobEvent:
+    return kind(run=RUN, attempt=1, sequence=sequence, time=CREATED + timedelta(seconds=sequence), **fields)
+
+
+def advance(store: RunStore, state: RunState, seconds: float) -> Record:
+    return store.update(RUN, lambda found: found.entered(state, CREATED + timedelta(seconds=seconds)))
+
+
+def test_a_run_that_is_not_there_yet_is_not_an_error(deployed: Deployed) -> None:
+    assert Follower(deployed.store, RUN).look() is None
+
+
+def test_each_event_is_told_once_and_of_progress_the_newest(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    follower = Follower(deployed.store, RUN)
+    for new in (event(Started, 1, device="cpu"), progress(10), progress(20)):
+        deployed.event(new)
+    first, second = follower.look(), follower.look()
+    assert first is not None
+    assert second is not None
+    assert [e.type for e in first.events] == ["started", "progress"]
+    assert first.progress == second.progress == progress(20)
+    assert second.events == []
+    deployed.event(progress(30))
+    third = follower.look()
+    assert third is not None
+    assert third.events == [progress(30)]
+
+
+def test_progress_of_an_earlier_attempt_is_not_shown_as_the_present_one_s(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt(), attempt(2, ended=None)])
+    deployed.event(progress(39))
+    follower = Follower(deployed.store, RUN)
+    snapshot = follower.look()
+    assert snapshot is not None
+    assert snapshot.progress is None
+    deployed.event(progress(5, attempt=2))
+    snapshot = follower.look()
+    assert snapshot is not None
+    assert snapshot.progress == progress(5, attempt=2)
+
+
+def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.ACCEPTED)
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=200))
+    follower = Follower(deployed.store, RUN)
+
+    def look() -> None:
+        snapshot = follower.look()
+        assert snapshot is not None
+        display.show(snapshot)
+
+    look()
+    deployed.store.update(RUN, lambda found: found.model_copy(update={"attempts": [attempt(ended=None)]}))
+    advance(deployed.store, RunState.PROVISIONING, 1)
+    deployed.event(event(Started, 1, device="cpu"))
+    look()
+    for step in range(1, 41):
+        deployed.event(progress(step))
+        look()
+    deployed.event(event(Checkpointed, 50, step=40, uri="gs://b/c"))
+    deployed.event(event(Succeeded, 51, manifest_uri="gs://b/m"))
+    advance(deployed.store, RunState.TEARING_DOWN, 52)
+    advance(deployed.store, RunState.SUCCEEDED, 53)
+    look()
+    lines = out.getvalue().splitlines()
+    assert lines[:4] == [
+        "    0.0 s  accepted",
+        "    1.0 s  provisioning  attempt 1 in us-central1",
+        "    1.0 s  the container has started on cpu",
+        "    1.0 s  step 1 of 40, loss 1.975, 5,210 tokens/s, 39.0 s left",
+    ]
+    assert len([line for line in lines if "step" in line and "of 40" in line]) == 11
+    assert lines[-3:] == [
+        "   50.0 s  checkpoint at step 40",
+        "   52.0 s  tearing_down  attempt 1 in us-central1",
+        "   53.0 s  succeeded  attempt 1 in us-central1",
+    ]
+
+
+def test_what_a_container_says_of_its_end_is_told(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.TRAINING, attempts=[attempt()])
+    deployed.event(event(Preempted, 1, step=7))
+    deployed.event(event(Failed, 2, error_class=ErrorClass.DATA, message="[1] is not a row"))
+    out = io.StringIO()
+    snapshot = Follower(deployed.store, RUN).look()
+    assert snapshot is not None
+    LineDisplay(Console(file=out, width=200, markup=False)).show(snapshot)
+    assert "preempted; step 7 is saved" in out.getvalue()
+    assert "the container failed: data: [1] is not a row" in out.getvalue()
+
+
+def test_a_terminal_gets_stages_with_seconds_and_a_bar(deployed: Deployed) -> None:
+    record = deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None)
+    console.print(render(Snapshot(record, progress(20)), CREATED + timedelta(seconds=130)))
+    assert "✓  accepted  90.0 s" in out.getvalue()
+    assert "▶  training  40.0 s" in out.getvalue()
+    assert "━" * 20 in out.getvalue()
+    assert "step 20 of 40, loss 1.5, 5,210 tokens/s, 20.0 s left" in out.getvalue()
+
+
+@pytest.fixture
+def hurried(deployed: Deployed) -> Iterator[Deployment]:
+    """The deployment, looked at often and with little patience."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dropforge_cli.deployment.CLOUD_LOOK_SECONDS", 0.01)
+        patch.setattr("dropforge_cli.deployment.CLOUD_PATIENCE_SECONDS", 0.5)
+        yield connect(None)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_is_followed_to_its_end(deployed: Deployed, hurried: Deployment, terminal: bool) -> None:
+    deployed.record(RUN, RunState.ACCEPTED)
+
+    def work() -> None:
+        for seconds, state in enumerate((RunState.TEARING_DOWN, RunState.CANCELLED)):
+            advance(deployed.store, state, seconds)
+
+    out = io.StringIO()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(work)
+        record = show_until_terminal(hurried, RUN, Console(file=out, width=120, force_terminal=terminal))
+    assert record.state is RunState.CANCELLED
+    assert "cancelled" in out.getvalue()
+
+
+def test_a_spec_that_nobody_picks_up_is_an_error_in_time(deployed: Deployed, hurried: Deployment) -> None:
+    with pytest.raises(CliError, match=f"run {RUN} did not appear within") as error:
+        show_until_terminal(hurried, RUN, Console(file=io.StringIO()))
+    assert "on_spec_uploaded of project p" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0.0 s"), (12.34, "12.3 s"), (120, "2 min"), (5025, "1 h 24 min"), (7200, "2 h"), (180_000, "2 d 2 h")],
+)
+def test_durations_read_well(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
+
+
+def test_money_and_metrics_read_well() -> None:
+    assert [usd(v) for v in (None, 0.0, 0.0123, 1.5, 12.345)] == ["unknown", "$0.00", "$0.0123", "$1.50", "$12.35"]
+    assert [number(v) for v in (None, 0.0, 0.95674, 3.0, 12345.6)] == ["-", "0", "0.9567", "3", "12,346"]

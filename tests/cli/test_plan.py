@@ -1,0 +1,119 @@
+"""`dropforge plan`: names, places, requests and money, before anything exists."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge import catalog
+from dropforge.spec import parse_spec
+from dropforge_cli.deployment import placeholders
+from dropforge_cli.plan import Plan, make_plan
+
+from .conftest import EXAMPLE, ROOT, Deployed, Run
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+def plan_of(**changes: Any) -> Plan:
+    document = {**json.loads(EXAMPLE.read_text()), **changes}
+    return make_plan(parse_spec(json.dumps(document).encode()), placeholders(), "spec.json", NOW)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.json")), ids=lambda path: path.stem)
+def test_every_example_plans(dropforge: Run, path: Path) -> None:
+    result = dropforge("plan", path)
+    assert result.exit_code == 0, result.output
+    spec = json.loads(path.read_text())
+    assert spec["name"] in result.output
+    for placement in spec["target"]["placements"]:
+        assert placement["region"] in result.output
+
+
+def test_placements_come_in_order_with_the_names_that_would_be_used(dropforge: Run) -> None:
+    output = dropforge("plan", EXAMPLE).output
+    job = "projects/YOUR-PROJECT/locations/{}/jobs/df-cloud-run-gemma-2b-q-000000000000-a1"
+    assert 0 < output.index(job.format("us-central1")) < output.index(job.format("europe-west4"))
+    assert "services/df-cloud-run-gemma-2b-q-000000000000-serve" in output
+    assert "no deployment is configured" in output
+
+
+def test_the_requests_are_exactly_those_of_the_deployment(deployed: Deployed) -> None:
+    planned = json.loads(deployed.run("plan", "--json", EXAMPLE).stdout)
+    [job] = planned["placements"][0]["resources"]
+    assert job["request"]["parent"] == "projects/p/locations/us-central1"
+    task = job["request"]["job"]["template"]["template"]
+    assert task["containers"][0]["image"] == deployed.configuration["train_trl_image"]
+    assert task["timeout"] == "7200s"
+    [service] = planned["endpoint"]["resources"]
+    container = service["request"]["service"]["template"]["containers"][0]
+    assert container["image"] == deployed.configuration["serve_vllm_image"]
+
+
+def test_the_worst_case_is_the_price_for_all_the_allowed_time() -> None:
+    plan = plan_of(serve=None, limits={"max_duration": "2h"})
+    hourly = 8 * 0.0648 + 32 * 0.0072 + 0.67212
+    assert plan.placements[0].price.usd_per_hour == pytest.approx(hourly, abs=1e-4)
+    assert plan.worst_case_usd == pytest.approx(2 * hourly, abs=1e-3)
+
+
+def test_a_budget_shortens_the_time_and_bounds_the_cost(dropforge: Run) -> None:
+    plan = plan_of(serve=None, limits={"max_duration": "2h", "max_cost_usd": 0.5})
+    assert plan.placements[0].timeout_seconds == pytest.approx(0.5 / 1.4209 * 3600, abs=1)
+    assert plan.worst_case_usd == pytest.approx(0.5, abs=0.001)
+    Path("spec.json").write_text(
+        json.dumps({**json.loads(EXAMPLE.read_text()), "limits": {"max_duration": "2h", "max_cost_usd": 0.5}})
+    )
+    assert "$0.5000 buys 21 min of training; max_duration is 2h; the budget ends it first" in dropforge(
+        "plan", "spec.json"
+    ).output.replace("\n", " ")
+
+
+def test_an_endpoint_is_counted_for_all_instances_and_all_its_life() -> None:
+    serve = {"type": "cloud_run", "max_instances": 3, "ttl": "10h", "startup_timeout": "60m"}
+    plan = plan_of(serve=serve, limits={"max_duration": "1h"})
+    assert plan.endpoint is not None
+    assert plan.endpoint.worst_case_usd == pytest.approx(3 * 11 * 1.4209, abs=0.01)
+    assert plan.worst_case_usd == pytest.approx(34 * 1.4209, abs=0.01)
+
+
+def test_an_unknown_price_is_called_unknown_never_0(dropforge: Run) -> None:
+    target = {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}, {"region": "us-central1"}]}
+    plan = plan_of(target=target, serve=None, limits={"max_duration": "1h"})
+    assert plan.placements[0].worst_case_usd is None
+    assert plan.worst_case_usd is None
+    assert plan.warnings == [
+        "unknown price: no price for Cloud Run vcpu in asia-southeast1 in dropforge/catalog.py; "
+        "the cost above is not known"
+    ]
+    Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "target": target, "limits": {}}))
+    output = dropforge("plan", "s.json").output
+    assert "worst case  unknown in all" in output
+    assert "$0.00" not in output
+
+
+def test_the_spec_s_own_price_is_used_and_never_old() -> None:
+    target = {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}], "price_usd_per_hour": 2.5}
+    plan = plan_of(target=target, serve=None, limits={"max_duration": "2h"})
+    assert plan.worst_case_usd == 5.0
+    assert plan.warnings == []
+
+
+def test_an_old_price_is_called_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of().warnings == []
+    for part, price in catalog.CLOUD_RUN_PRICES.items():
+        old = catalog.Price(price.usd_per_hour, price.regions, date(2025, 12, 1), price.source)
+        monkeypatch.setitem(catalog.CLOUD_RUN_PRICES, part, old)
+    [warning] = plan_of().warnings
+    assert warning.startswith("the price of 2025-12-01 is 182 days old; check https://cloud.google.com/run/pricing")
+
+
+def test_a_spec_that_would_be_refused_is_refused_with_a_pointer(dropforge: Run) -> None:
+    Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "limits": {"max_cost_usd": 0.001}}))
+    result = dropforge("plan", "s.json")
+    assert result.exit_code == 1
+    assert "/limits/max_cost_usd: the budget is too small" in result.stderr

@@ -1,0 +1,79 @@
+"""`dropforge validate`: every problem of every file, each with its place; and the command as a real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import EXAMPLE, ROOT, Run
+
+INVALID = ROOT / "schemas" / "examples" / "invalid"
+
+
+def test_valid_specs_are_named_and_exit_0(dropforge: Run) -> None:
+    result = dropforge("validate", *sorted((ROOT / "schemas" / "examples" / "valid").glob("*.json")), EXAMPLE)
+    assert result.exit_code == 0, result.output
+    assert all(": ok, " in line for line in result.output.splitlines())
+
+
+def test_every_problem_has_its_pointer_and_one_bad_file_does_not_hide_another(dropforge: Run) -> None:
+    documents = [json.loads((INVALID / f"{name}.json").read_text()) for name in ("unknown-field", "label-malformed")]
+    for index, document in enumerate(documents):
+        Path(f"{index}.json").write_text(json.dumps(document["spec"]))
+    result = dropforge("validate", "0.json", EXAMPLE, "1.json")
+    assert result.exit_code == 1
+    assert [line.split(": ")[:2] for line in result.output.splitlines()] == [
+        ["0.json", "/evalution"],
+        [str(EXAMPLE), "ok, gemma-2b-text-to-sql"],
+        ["1.json", "/labels/Team"],
+        ["1.json", "/labels/team"],
+    ]
+    assert "'evaluation'?" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model": {"source": "google/gemma-3-27b-it"}, "training": {"adapter": {"type": "lora"}}}, "/model/source"),
+        ({"limits": {"max_cost_usd": 0.01}}, "/limits/max_cost_usd: the budget is too small"),
+        (
+            {"target": {"type": "cloud_run", "placements": [{"region": "asia-south1"}]}},
+            "/limits/max_cost_usd: the budget cannot be enforced",
+        ),
+    ],
+)
+def test_what_cannot_fit_or_be_paid_is_refused_here_already(
+    dropforge: Run, change: dict[str, object], expected: str
+) -> None:
+    Path("spec.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), **change}))
+    result = dropforge("validate", "spec.json")
+    assert result.exit_code == 1
+    assert f"spec.json: {expected}" in result.output
+
+
+def test_a_credential_is_not_repeated(dropforge: Run) -> None:
+    Path("spec.json").write_text(json.dumps(json.loads((INVALID / "literal-token.json").read_text())["spec"]))
+    result = dropforge("validate", "spec.json")
+    assert "/secrets/HF_TOKEN" in result.output
+    assert "NOTAREALTOKEN" not in result.output
+
+
+def test_wrong_usage_is_exit_2(dropforge: Run) -> None:
+    for arguments in (["validate"], ["validate", "absent.json"], ["validate", "."], ["plan"], ["forge"], ["up", "-x"]):
+        assert dropforge(*arguments).exit_code == 2, arguments
+
+
+def test_the_installed_command_says_why_and_exits_1(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_bytes(b"\xff")
+    command = [str(Path(sys.executable).with_name("dropforge")), "validate", str(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == (
+        f"{spec}: /: the spec is not UTF-8 text; found byte 0xff at offset 0; expected JSON encoded as UTF-8\n"
+    )
+    assert done.stderr == ""
