@@ -38,7 +38,8 @@ def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
     dispatch = DispatcherMiddleware(NotFound(), apps)
 
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        name = environ.get("PATH_INFO", "").lstrip("/").partition("/")[0]
+        name, _, rest = environ.get("PATH_INFO", "").lstrip("/").partition("/")
+        environ["PATH_INFO"] = f"/{name}/{rest}"  # without the second slash, werkzeug redirects
         if identity.is_for({"Authorization": environ.get("HTTP_AUTHORIZATION", "")}, base_url + name):
             return dispatch(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])

@@ -30,6 +30,7 @@ from .containers import processes
 from .containers.images import ImageStore
 from .db import Database
 from .emulators.cloudrun import CloudRunConfig, CloudRunEmulator
+from .emulators.cloudrun.store import Store as CloudRunStore
 from .emulators.eventarc import EventarcRouter, Trigger
 from .emulators.executions import WorkflowsEmulator
 from .emulators.pubsub import PubSubEmulator
@@ -130,9 +131,11 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
 def leftovers(state: Path) -> Leftovers:
     """What still exists: the emulators' resources, processes of containers and of the stack, ports they listen on."""
     info = _read_info(state)
-    pids = [*processes.live(state / "containers"), *([info.pid] if info and _is_alive(info) else [])]
-    known = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
-    return Leftovers(_resources(state), pids, [port for port in known if _is_listening(port)])
+    pids = [pid for members in processes.find_members(state / "containers").values() for pid in members]
+    pids += [info.pid] if info and _is_alive(info) else []
+    ports = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
+    resources, service_ports = _emulated(state)
+    return Leftovers(resources, pids, [port for port in [*ports, *service_ports] if _is_listening(port)])
 
 
 @dataclass(frozen=True)
@@ -353,25 +356,30 @@ async def _serve(state: Path, ports: list[int]) -> None:
 def _start_in_background(state: Path, ports: list[int]) -> StackInfo:
     (state / "stack.json").unlink(missing_ok=True)
     log_path = state / "stack.log"
-    with log_path.open("ab") as output:
-        offset = output.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dropforge_local.stack", str(state), *map(str, ports)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    offset = log_path.stat().st_size if log_path.exists() else 0
+    pid = _spawn([sys.executable, "-m", "dropforge_local.stack", str(state), *map(str, ports)], log_path)
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if (info := _read_info(state)) and info.pid == process.pid:
+        if (info := _read_info(state)) and info.pid == pid:
             return info
-        if process.poll() is not None:
+        if not psutil.pid_exists(pid):
             reason = log_path.read_bytes()[offset:].decode(errors="replace").strip().splitlines()
-            raise StackError(reason[-1] if reason else f"the stack ended with {process.returncode}; see {log_path}")
+            raise StackError(reason[-1] if reason else f"the stack ended; see {log_path}")
         time.sleep(0.02)
-    process.terminate()
+    _terminate(pid)
     raise StackError(f"the stack was not ready after {START_SECONDS:.0f} s; see {log_path}")
+
+
+def _spawn(command: list[str], log_path: Path) -> int:
+    """Start a process that outlives this one and is no child of it; its pid."""
+    script = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
+    shell = subprocess.run(
+        ["sh", "-c", script, "sh", str(log_path), *command],
+        stdout=subprocess.PIPE,
+        check=True,
+        start_new_session=True,
+    )
+    return int(shell.stdout)
 
 
 def _ports(state: Path, *asked: int) -> list[int]:
@@ -462,13 +470,14 @@ def _is_container(process: psutil.Process) -> bool:
         return False
 
 
-def _resources(state: Path) -> list[str]:
-    """Cloud resources in the emulators' state; read from the file, so that it works without a running stack."""
+def _emulated(state: Path) -> tuple[list[str], list[int]]:
+    """Resources and service ports in the emulators' state; read from the file, so that no stack need run."""
     if not (state / "state.db").exists():
-        return []
+        return [], []
     db = Database(state / "state.db")
     try:
-        return CloudRunEmulator.names_in(db)
+        store = CloudRunStore(db)
+        return store.names(), [int(row["port"]) for row in db.connection.execute("SELECT port FROM cloudrun_ports")]
     finally:
         db.close()
 
@@ -484,7 +493,8 @@ def _port(address: str) -> int:
 
 def main() -> None:
     """`python -m dropforge_local.stack STATE HTTP_PORT GRPC_PORT FUNCTIONS_PORT`"""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    level = os.environ.get("DROPFORGE_LOG_LEVEL", "WARNING")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         asyncio.run(_serve(Path(sys.argv[1]), [int(port) for port in sys.argv[2:5]]))
     except StackError as error:

@@ -121,7 +121,9 @@ class Pusher:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=subscription.config.ack_deadline_seconds),
             ) as response:
-                await response.read()
+                answer = await response.text(errors="replace")
+                if response.status not in ACKNOWLEDGING:
+                    log.info("push to %s was answered %s: %s", push.push_endpoint, response.status, answer[:200])
                 return response.status in ACKNOWLEDGING
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.info("push of message %s to %s failed: %r", delivery.message, push.push_endpoint, error)
