@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dropforge_local.containers import shim
 from dropforge_local.containers.processes import (
     Container,
     ContainerSpec,
@@ -257,3 +258,33 @@ def test_release_keeps_output_and_exit_only(tmp_path: Path) -> None:
     assert run(tmp_path, work).code == 0
     assert not (tmp_path / "c/home").exists()
     assert (tmp_path / "c/output.log").read_text() == "kept\n"
+
+
+def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fail(_: Path) -> ContainerSpec:
+        raise ValueError("no command")
+
+    async def work(runtime: Runtime) -> Exit:
+        with pytest.raises(ValueError, match="no command"):
+            runtime.launch("c", fail)
+        assert runtime.adopt("c") is None
+        return await runtime.launch("c", lambda _: spec("pass")).wait()
+
+    assert run(tmp_path, work).code == 0
+    assert not temporary_directory(tmp_path / "c").exists()
+
+
+def test_exit_code_survives_a_full_disk(tmp_path: Path) -> None:
+    """The shim may write no file larger than it is: its output is lost, its exit code is not."""
+    code = "print('x' * 4096, flush=True)"
+    limit = (
+        "import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    directory = tmp_path / "c"
+    directory.mkdir()
+    shim_path = shim.__file__
+    command = [sys.executable, "-I", "-S", shim_path, str(directory), "1000", "/", sys.executable, "-c", code]
+    subprocess.run([sys.executable, "-c", limit, *command], check=True, timeout=20, env={})
+    assert (directory / "exit").read_text().split()[0] == "0"
+    assert (directory / "output.log").stat().st_size <= 100

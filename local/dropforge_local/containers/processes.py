@@ -79,7 +79,7 @@ class Container:
 
     async def terminate(self, grace_seconds: float, reason: str = "") -> Exit:
         """SIGTERM to every process, SIGKILL after the grace time; returns once none is left."""
-        if reason:
+        if reason and not (self.directory / "exit").exists():
             (self.directory / "reason").write_text(reason)
         if not self._exit.done() and grace_seconds > 0:
             send_signal(self.members(), signal.SIGTERM)
@@ -109,7 +109,6 @@ class Container:
 
     def release(self) -> None:
         """Give back the disk that a finished container no longer needs; output and exit code stay."""
-        shutil.rmtree(temporary_directory(self.directory), ignore_errors=True)
         for name in ("home", "rootfs"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
@@ -149,7 +148,12 @@ class Runtime:
         shutil.rmtree(directory, ignore_errors=True)
         for path in (directory, directory / "home", temporary_directory(directory)):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return self._begin(directory, prepare(directory))
+        try:
+            spec = prepare(directory)
+        except BaseException:
+            self.forget(container_id)
+            raise
+        return self._begin(directory, spec)
 
     def adopt(self, container_id: str) -> Container | None:
         """Find a container again, running or ended; None if it was never started."""
@@ -198,7 +202,9 @@ class Runtime:
         )
         created = _created(pid) or time.time()
         record = {"pid": pid, "created": created, "memory_bytes": spec.memory_bytes, "argv": list(spec.argv)}
-        _write(directory / "process.json", json.dumps(record))
+        # Without a record, as on a full disk, a later stack still finds the container: by its mark.
+        with contextlib.suppress(OSError):
+            _write(directory / "process.json", json.dumps(record))
         return self._track(Container(directory, pid, created, spec.memory_bytes))
 
     def _track(self, container: Container) -> Container:
@@ -213,6 +219,7 @@ class Runtime:
         while strays := [pid for pid in container.members() if pid != container.pid or _alive(pid)]:
             send_signal(strays, signal.SIGKILL)
             await asyncio.sleep(0.01)
+        shutil.rmtree(temporary_directory(container.directory), ignore_errors=True)
         container._exit.set_result(_read_exit(container.directory))
         self.containers.pop(container.id, None)
 
@@ -252,8 +259,8 @@ def end_all(directory: Path, grace_seconds: float = 5.0) -> list[str]:
             raise TimeoutError(f"processes {left!r} of containers under {root} survived SIGKILL; end them by hand")
         send_signal(left, signal.SIGKILL)
         time.sleep(0.02)
-    for container in root.glob("*/process.json"):
-        shutil.rmtree(temporary_directory(container.parent), ignore_errors=True)
+    for container in root.glob("*/"):
+        shutil.rmtree(temporary_directory(container), ignore_errors=True)
     return ended
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOG = "output.log"
+EXIT_BYTES = 64
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -26,6 +27,7 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     os.setsid()
     # Whoever creates the claim runs the command: a container can never be started twice, whatever was killed when.
     os.close(os.open(os.path.join(directory, "claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    exit_file = reserve_exit(directory)
     adopt_orphans()
     output, output_writer = os.pipe()
     wake, wake_writer = os.pipe()
@@ -40,7 +42,7 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     code = supervise(child, output, wake, log)
     kill_leftovers(child)
     drain(output, log)
-    write_exit(directory, code)
+    write_exit(directory, exit_file, code)
     return 0
 
 
@@ -158,10 +160,16 @@ def descendants(parent: int) -> list[int]:
     return found
 
 
-def write_exit(directory: str, code: int) -> None:
+def reserve_exit(directory: str) -> int:
+    """Take the disk space of the exit file beforehand: a full disk must not turn a success into a loss."""
+    descriptor = os.open(os.path.join(directory, "exit.tmp"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    os.write(descriptor, b" " * EXIT_BYTES)
+    return descriptor
+
+
+def write_exit(directory: str, descriptor: int, code: int) -> None:
+    os.pwrite(descriptor, f"{code} {time.time():.6f}".ljust(EXIT_BYTES).encode(), 0)
     path = os.path.join(directory, "exit")
-    with open(f"{path}.tmp", "w") as file:
-        file.write(f"{code} {time.time():.6f}")
     os.rename(f"{path}.tmp", path)
 
 
@@ -178,14 +186,18 @@ class RotatingLog:
 
     def write(self, data: bytes) -> None:
         try:
-            size = os.fstat(self.descriptor).st_size
-            if size and size + len(data) > self.half:
-                os.rename(self.path, f"{self.path}.1")
-                os.close(self.descriptor)
-                self.descriptor = self.open()
-            os.write(self.descriptor, data)
+            for start in range(0, len(data), self.half):
+                self.append(data[start : start + self.half])
         except OSError:
             return  # a full disk costs log lines, not the training
+
+    def append(self, data: bytes) -> None:
+        size = os.fstat(self.descriptor).st_size
+        if size and size + len(data) > self.half:
+            os.rename(self.path, f"{self.path}.1")
+            os.close(self.descriptor)
+            self.descriptor = self.open()
+        os.write(self.descriptor, data)
 
 
 if __name__ == "__main__":

@@ -265,13 +265,15 @@ def build_emulator(home: Path, secrets: Mapping[tuple[str, str], bytes], config:
 class Stack:
     """The emulator in a process of its own, to be killed and started again over the same state."""
 
+    program = __file__
+
     def __init__(self, home: Path) -> None:
         self.home = home
         self.port = free_port(range(30000, 32000), set())
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> Cloud:
-        command = [sys.executable, __file__, str(self.home), str(self.port)]
+        command = [sys.executable, self.program, str(self.home), str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"

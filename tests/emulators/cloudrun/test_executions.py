@@ -211,7 +211,7 @@ def test_stock_out_keeps_an_execution_pending_until_it_is_over(cloud: Any, make:
         conditions = cloud.executions.get_execution(name=execution.name).conditions
         return next((one.message for one in conditions if one.type_ == "ResourcesAvailable"), "")
 
-    assert "nvidia-l4 capacity in us-central1" in cloud.until(waiting, bool)
+    assert "Insufficient capacity: waiting for nvidia-l4 in us-central1" in cloud.until(waiting, bool)
     job = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1")
     assert job.latest_created_execution.completion_status == COMPLETION.EXECUTION_PENDING
     cloud.faults(stockout=[])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -144,3 +148,48 @@ def test_deployment_that_was_begun_is_finished(stack: Any, make: Any) -> None:
     assert ready.terminal_condition.state == run_v2.Condition.State.CONDITION_SUCCEEDED
     assert len(list((stack.home / "containers").iterdir())) == 1
     assert get(ready.uri)["service"] == "s1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_any_moment_run_a_container_once_and_lose_nothing(stack: Any, make: Any, seed: int) -> None:
+    moments = random.Random(seed)
+    job = make.job("sleep", "2", max_retries=3)
+    job.start_execution_token = "a1"
+    service = make.service()
+    for life in range(7):
+        cloud = stack.start()
+        try:
+            if life == 0:
+                cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1", retry=None)
+                cloud.services.create_service(parent=make.parent, service=service, service_id="s1", retry=None)
+        finally:
+            time.sleep(moments.uniform(0, 0.4))
+            stack.kill()
+    cloud = stack.start()
+    name = f"{make.parent}/jobs/j1/executions/j1-a1"
+    done = cloud.wait(name)
+    assert (done.succeeded_count, done.retried_count, cloud.logs(name).count("attempt")) == (1, 0, 1)
+    ready = cloud.until(
+        lambda: cloud.services.get_service(name=f"{make.parent}/services/s1"), lambda one: not one.reconciling
+    )
+    assert get(ready.uri)["service"] == "s1"
+    cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1")
+    cloud.services.delete_service(name=ready.name)
+    stack.kill()
+    cloud = stack.start()
+    cloud.until(lambda: list(cloud.jobs.list_jobs(parent=make.parent)), lambda left: not left)
+    cloud.until(lambda: list(cloud.services.list_services(parent=make.parent)), lambda left: not left)
+    assert cloud.processes() == []
+
+
+def test_service_port_that_something_else_took_is_named(stack: Any, make: Any) -> None:
+    cloud = stack.start()
+    service = cloud.done(cloud.services.create_service(parent=make.parent, service=make.service(), service_id="s1"))
+    stack.kill()
+    port = int(service.uri.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        command = [sys.executable, stack.program, str(stack.home), str(stack.port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode != 0
+    assert f"services/s1' was promised port {port}, which is taken now" in done.stderr

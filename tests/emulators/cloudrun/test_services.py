@@ -256,7 +256,7 @@ def test_newer_state_does_not_wait_for_a_revision_that_hangs(cloud: Any, make: A
 def test_stock_out_fails_a_gpu_service(cloud: Any, make: Any) -> None:
     cloud.faults(stockout=["us-central1"])
     limits = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
-    with pytest.raises(exceptions.ResourceExhausted, match="nvidia-l4 capacity"):
+    with pytest.raises(exceptions.ResourceExhausted, match="Insufficient capacity"):
         deploy(
             cloud,
             make,

@@ -40,7 +40,7 @@ class Capacity:
     def obstacle(self, kind: GpuKind) -> str:
         """Why a GPU cannot be had now; empty if it can."""
         if self._faults.is_stocked_out(kind.region):
-            return f"Waiting for {kind.accelerator} capacity in {kind.region}."
+            return f"Insufficient capacity: waiting for {kind.accelerator} in {kind.region}."
         used = sum(1 for held in self._held.values() if held == kind)
         if used >= (quota := self._faults.gpu_quota(kind.region, kind.accelerator)):
             return f"Waiting for {kind.accelerator} quota in {kind.region}: {used} of {quota} in use."

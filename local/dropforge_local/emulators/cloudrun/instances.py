@@ -152,7 +152,7 @@ class Pool:
         """Start a container, or take over a running one, and wait until it is healthy."""
         kind = gpu_kind(self.revision.name, self.revision)
         if kind is not None and adopted is None and self._context.faults.is_stocked_out(kind.region):
-            message = f"No {kind.accelerator} capacity in {kind.region}: the instance could not be started."
+            message = f"Insufficient capacity: no {kind.accelerator} could be had in {kind.region} for an instance."
             raise Unready("RESOURCE_EXHAUSTED", message, revision_reason="MIN_INSTANCES_NOT_PROVISIONED")
         container, port = adopted or self._launch()
         self._context.capacity.claim(container.id, kind)
