@@ -1,7 +1,8 @@
 """The instances of a revision: started on demand, probed, restarted after a crash, ended when idle.
 
 Cloud Run scales out; one machine does not: a revision has at most one instance here, and requests above
-max_instance_request_concurrency queue for it.
+max_instance_request_concurrency queue for it. All containers share the machine's ports, so a container gets a free one
+in PORT whatever its spec says, and its probes look there.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ DEFAULT_CONCURRENCY = 80
 DEFAULT_MAX_INSTANCES = 100
 DEFAULT_PERIOD_SECONDS = 10
 DEFAULT_FAILURE_THRESHOLD = 3
-SUCCEEDED = run_v2.Condition.State.CONDITION_SUCCEEDED
 # What a revision takes over from the service's template, where given.
 REVISION_FIELDS = (
     "scaling",

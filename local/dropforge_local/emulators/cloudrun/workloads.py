@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...containers.images import Image, ImageNotFound, ImageStore
+from ...containers.logs import last_lines
 from ...containers.processes import Container, ContainerSpec, Runtime
 from ...errors import ApiError
 from ...workflows.clock import Clock
@@ -121,8 +122,7 @@ class Workloads:
         ).fetchall()
         if not rows:
             raise ApiError("NOT_FOUND", f"nothing of {resource!r} has run here")
-        text = "".join(self._runtime.output(row["id"]) for row in rows)
-        return text if tail is None else "".join(text.splitlines(keepends=True)[-tail:] if tail > 0 else [])
+        return last_lines("".join(self._runtime.output(row["id"]) for row in rows), tail)
 
     def tail(self, container: Container, lines: int) -> str:
         return self._runtime.output(container.id, lines)
