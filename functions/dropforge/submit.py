@@ -22,7 +22,7 @@ from .settings import settings
 from .spec import MAX_SPEC_BYTES, parse_spec, redact
 
 # A first delivery that has made the record starts the execution within this; a second one waits that long.
-START_SECONDS = 20
+START_SECONDS = 5
 
 
 def submit_object(bucket: str, name: str, generation: str, size: int) -> Record:

@@ -40,7 +40,7 @@ from .emulators.storage import StorageEmulator
 from .identity import CLOUD_PLATFORM, Identity
 from .server import HOST, Server
 from .workflows.clock import SystemClock
-from .workflows.engine import AiohttpTransport, Engine
+from .workflows.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events",
 IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
 SWEEP_SECONDS = 60.0
 START_SECONDS = 60.0
+BIND_SECONDS = 3.0
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
@@ -118,9 +119,9 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
     Works on the remains of a killed stack as well. `delete` removes the state afterwards.
     """
     ended = []
-    if info := running(state):
-        ended.append(f"stack (pid {info.pid})")
-        _terminate(info.pid)
+    for pid in _stack_processes(state):
+        ended.append(f"stack (pid {pid})")
+        _terminate(pid)
     ended += processes.end_all(state / "containers")
     (state / "stack.json").unlink(missing_ok=True)
     if delete:
@@ -130,9 +131,8 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
 
 def leftovers(state: Path) -> Leftovers:
     """What still exists: the emulators' resources, processes of containers and of the stack, ports they listen on."""
-    info = _read_info(state)
     pids = [pid for members in processes.find_members(state / "containers").values() for pid in members]
-    pids += [info.pid] if info and _is_alive(info) else []
+    pids += _stack_processes(state)
     ports = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
     resources, service_ports = _emulated(state)
     return Leftovers(resources, pids, [port for port in [*ports, *service_ports] if _is_listening(port)])
@@ -196,7 +196,11 @@ class Stack:
             config=CloudRunConfig(**self.config.cloud_run),
         )
         self.engine = Engine(
-            self.db, clock=self.clock, http=AiohttpTransport(), token=token, authorize=self.identity.is_known
+            self.db,
+            clock=self.clock,
+            token=token,
+            authorize=self.identity.is_known,
+            repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
         self.workflows = WorkflowsEmulator(self.engine)
         self.emulators: list[Any] = [
@@ -205,7 +209,7 @@ class Stack:
 
     async def start(self) -> StackInfo:
         """Bind, deploy and start. Raises StackError when a port is taken."""
-        listener = _bind(self._functions_port)
+        listener = await _bind(self._functions_port)
         self.functions_url = f"http://{HOST}:{listener.getsockname()[1]}/"
         self._server.before_start = self._deploy
         try:
@@ -389,17 +393,22 @@ def _ports(state: Path, *asked: int) -> list[int]:
     return [port or before for port, before in zip(asked, last, strict=True)]
 
 
-def _bind(port: int) -> socket.socket:
+async def _bind(port: int) -> socket.socket:
+    """A listening socket. The functions of a killed stack may hold the port for a moment: it is waited for."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-    except OSError as error:
-        raise StackError(
-            f"cannot listen on {HOST}:{port}: {error.strerror}; choose another with --functions-port"
-        ) from error
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            listener.bind((HOST, port))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                listener.close()
+                reason = f"cannot listen on {HOST}:{port}: {error.strerror}"
+                raise StackError(f"{reason}; choose another with --functions-port") from error
+        await asyncio.sleep(0.05)
     listener.listen(1024)
-    listener.set_inheritable(True)
     return listener
 
 
@@ -446,6 +455,17 @@ def _is_alive(info: StackInfo) -> bool:
         return abs(process.create_time() - info.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _stack_processes(state: Path) -> list[int]:
+    """The stack's process, also while it starts: stack.json knows only one that is ready."""
+    info = running(state)
+    pids = {info.pid} if info else set()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "dropforge_local.stack" in command and str(state) in command:
+            pids.add(process.pid)
+    return sorted(pids)
 
 
 def _terminate(pid: int) -> None:

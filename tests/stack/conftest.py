@@ -85,11 +85,16 @@ class User:
             time.sleep(0.05)
         raise AssertionError(f"run {run} was not there in {timeout} s; it is {record!r}")
 
-    def slack(self, run: str) -> list[str]:
-        """The headlines of the Slack messages about a run, in order."""
-        with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=10) as response:
-            messages = json.load(response)["messages"]
-        return [m["payload"]["blocks"][0]["text"]["text"] for m in messages if run in json.dumps(m["payload"])]
+    def slack(self, run: str, last: str) -> list[str]:
+        """The headlines of the Slack messages about a run, in order, once the last of them ends with `last`."""
+        headlines: list[str] = []
+        deadline = time.monotonic() + 20
+        while not (headlines and headlines[-1].endswith(last)) and time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=10) as response:
+                payloads = [message["payload"] for message in json.load(response)["messages"]]
+            headlines = [p["blocks"][0]["text"]["text"] for p in payloads if run in json.dumps(p)]
+            time.sleep(0.02)
+        return headlines
 
     def executions(self, run: str) -> list[Any]:
         """The workflow's executions for a run."""

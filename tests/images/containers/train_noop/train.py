@@ -21,9 +21,18 @@ sequence = 0
 
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    connection.request(method, path, body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    return response.status, response.read()
+    """One call, again and again for a minute when the cloud cannot be reached, as Google's clients do."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def spec() -> dict:
@@ -102,6 +111,18 @@ def hang() -> int:
         time.sleep(3600)
 
 
+def slow() -> int:
+    publish("started")
+    time.sleep(3)
+    return succeed()
+
+
+def killed_later() -> int:
+    publish("started")
+    time.sleep(2)
+    return 65
+
+
 def lie() -> int:
     publish("started")
     publish("succeeded", manifest_uri=uri())
@@ -122,6 +143,8 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "preempted": lambda: (publish("started"), publish("preempted", step=1), 75)[2],
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL) or 1,
     "hang": hang,
+    "killed-later": killed_later,  # fails two seconds later, without telling anybody
+    "slow": slow,  # three seconds
     "lie": lie,  # reports success, leaves nothing
 }
 

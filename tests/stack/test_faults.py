@@ -1,0 +1,165 @@
+"""What must survive: a killed stack, killed functions, Slack down, duplicate deliveries at once, a taken port."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dropforge import names
+from dropforge.runs import RunState
+from dropforge_local import stack as local
+from dropforge_local.stack import StackConfig, StackError
+
+from .conftest import NOOP_IMAGES, NOOP_SETTINGS, User
+from .test_runs import assert_clean, deliver_upload, states
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
+    """Start, or start again, a stack of the test's own."""
+    state = tmp_path / "stack"
+    StackConfig(images=str(NOOP_IMAGES), settings=NOOP_SETTINGS, cloud_run={"gpu_quota": 1000}).save(state)
+
+    def start() -> User:
+        local.up(state)
+        return open_user(state)
+
+    yield start
+    local.down(state)
+    assert not local.leftovers(state).processes
+
+
+def kill(user: User) -> None:
+    """SIGKILL for the stack; its functions end with it, its containers go on."""
+    stack = psutil.Process(user.info.pid)
+    functions = [p for p in stack.children(recursive=True) if "functions_host" in " ".join(p.cmdline())]
+    stack.kill()
+    psutil.wait_procs([stack, *functions], timeout=20)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
+def test_a_killed_stack_goes_on_where_it_was(own_stack: Callable[[], User], seconds: float) -> None:
+    user = own_stack()
+    run = user.drop(user.spec("slow"))
+    time.sleep(seconds)  # wherever the run is by then
+    kill(user)
+    user = own_stack()
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+    assert len(user.executions(run)) == 1
+    assert_clean(user, run)
+
+
+def test_a_container_that_ends_while_the_stack_is_dead_is_seen(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    run = user.drop(user.spec("killed-later"))
+    user.wait(run, "TRAINING")
+    kill(user)
+    deadline = time.monotonic() + 20
+    while local.leftovers(user.state).processes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    record = own_stack().wait(run)
+    assert record.state is RunState.FAILED
+    assert record.error is not None
+    assert record.error.error_class == "data"
+
+
+def test_killed_functions_are_started_again(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    run = user.drop(user.spec("slow"))
+    user.wait(run, "TRAINING")
+    for process in psutil.Process(user.info.pid).children():
+        if "functions_host" in " ".join(process.cmdline()):
+            os.kill(process.pid, signal.SIGKILL)
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED
+    assert_clean(user, run)
+
+
+def test_slack_down_delays_a_message_and_nothing_else(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    request = urllib.request.Request(f"{user.info.http}/slack/_fail", b'{"count": 4, "status": 503}', method="POST")
+    urllib.request.urlopen(request, timeout=10).close()
+    run = user.drop(user.spec())
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED
+    assert user.slack(run, "succeeded")[-1].endswith("succeeded")
+
+
+def test_simultaneous_deliveries_are_one_run(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    bucket = user.settings.specs_bucket
+    for number in range(5):
+        name = f"specs/race-{number}.json"
+        run = user.drop(user.spec(), name)
+        again = [user, bucket, name, user_generation(user, name)]
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(deliver_upload, *zip(*[again] * 8, strict=True))
+        assert set(answers) <= {204, 500}  # 500: come back later, another delivery is at it
+        record = user.wait(run)
+        assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+        assert len(record.attempts) == 1
+        assert_clean(user, run)
+
+
+def user_generation(user: User, name: str) -> str:
+    from dropforge import clients
+
+    return str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
+
+
+@pytest.mark.parametrize("which", ["http_port", "grpc_port", "functions_port"])
+def test_a_port_that_is_taken_is_named(tmp_path: Path, which: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StackError, match=str(port)):
+            local.up(tmp_path / "stack", **{which: port})
+    assert not local.leftovers(tmp_path / "stack")
+
+
+def test_two_stacks_cannot_share_a_state_directory(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    assert local.up(user.state).pid == user.info.pid
+    (user.state / "stack.json").rename(user.state / "hidden")
+    with pytest.raises(StackError, match="another stack uses"):
+        local.up(user.state)
+    (user.state / "hidden").rename(user.state / "stack.json")
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_storage_cp_drops_a_spec_that_runs(own_stack: Callable[[], User], tmp_path: Path) -> None:
+    import json
+
+    user = own_stack()
+    spec = tmp_path / "from-gcloud.json"
+    spec.write_text(json.dumps(user.spec()))
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_CORE_PROJECT": user.settings.project,
+        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{user.info.http}/",
+    }
+    destination = f"gs://{user.settings.specs_bucket}/specs/from-gcloud.json"
+    subprocess.run(["gcloud", "storage", "cp", spec, destination], env=environment, check=True, timeout=100)
+    generation = user_generation(user, "specs/from-gcloud.json")
+    run = names.run_id_of_object(user.settings.specs_bucket, "specs/from-gcloud.json", generation)
+    assert user.wait(run).state is RunState.SUCCEEDED
