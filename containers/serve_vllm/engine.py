@@ -1,0 +1,126 @@
+"""Which engine serves, and the command line that starts it: pure functions, so that tests can read what is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+EngineName = Literal["vllm", "vllm-cpu", "transformers"]
+ENGINES = ("auto", "vllm", "transformers")
+
+
+class BadSettings(Exception):
+    """An environment variable is missing or malformed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says is to be served, and how."""
+
+    model_uri: str
+    served_name: str
+    max_model_len: int
+    max_num_seqs: int
+    host: str
+    port: int
+    engine: str
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Raises BadSettings naming everything that is wrong."""
+        problems = []
+        uri, name = environ.get("DROPFORGE_MODEL_URI", ""), environ.get("DROPFORGE_SERVED_MODEL_NAME", "")
+        engine = environ.get("DROPFORGE_ENGINE") or "auto"
+        if not re.fullmatch(r"gs://[^/]+/models/[^/]+/?", uri):
+            problems.append(f"DROPFORGE_MODEL_URI is {uri!r}; expected gs://<bucket>/models/<run>")
+        if not name:
+            problems.append("DROPFORGE_SERVED_MODEL_NAME is not set")
+        if engine not in ENGINES:
+            problems.append(f"DROPFORGE_ENGINE is {engine!r}; expected one of {', '.join(ENGINES)}")
+        numbers = {}
+        defaults = {"DROPFORGE_MAX_MODEL_LEN": "2048", "DROPFORGE_MAX_NUM_SEQS": "32", "PORT": "8000"}
+        for variable, default in defaults.items():
+            value = environ.get(variable) or default
+            if not value.isdecimal() or int(value) < 1:
+                problems.append(f"{variable} is {value!r}; expected a positive number")
+            numbers[variable] = int(value) if value.isdecimal() else 0
+        if problems:
+            raise BadSettings("; ".join(problems))
+        return cls(
+            model_uri=uri.rstrip("/"),
+            served_name=name,
+            max_model_len=numbers["DROPFORGE_MAX_MODEL_LEN"],
+            max_num_seqs=numbers["DROPFORGE_MAX_NUM_SEQS"],
+            host=environ.get("HOST") or "0.0.0.0",  # Cloud Run asks for all interfaces; a laptop should say 127.0.0.1
+            port=numbers["PORT"],
+            engine=engine,
+        )
+
+
+def choose(wanted: str, *, gpu: bool, vllm: bool) -> EngineName:
+    """vLLM on a GPU; on a CPU vLLM's CPU build where it is installed, transformers otherwise."""
+    if wanted == "transformers" or (wanted == "auto" and not gpu and not vllm):
+        return "transformers"
+    return "vllm" if gpu else "vllm-cpu"
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def has_vllm() -> bool:
+    return find_spec("vllm") is not None
+
+
+def vllm_argv(settings: Settings, model: str) -> list[str]:
+    """vLLM on a GPU, in place of this process: weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
+    return [
+        *("vllm", "serve", model),
+        *("--load-format", "runai_streamer"),
+        *("--served-model-name", settings.served_name),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--host", settings.host, "--port", str(settings.port)),
+    ]
+
+
+def vllm_cpu_argv(settings: Settings, directory: str, port: int) -> list[str]:
+    """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", directory),
+        *("--served-model-name", settings.served_name),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--dtype", "float32", "--enforce-eager"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+
+
+def transformers_argv(directory: str, port: int) -> list[str]:
+    """`transformers serve`, behind the gate."""
+    return [
+        *(sys.executable, "-m", "transformers.cli.transformers", "serve", directory),
+        *("--device", "cpu", "--dtype", "auto"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+
+
+def engine_environment(directory: Path) -> dict[str, str]:
+    """What the CPU engines need: no network, a writable cache, and little memory for vLLM's KV cache."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(directory / "hf"),
+        "VLLM_CACHE_ROOT": str(directory / "vllm"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }

@@ -1,0 +1,180 @@
+"""A gate before an engine that does not keep the whole contract: names, limits, readiness, OpenAI's errors, [DONE]."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+POLL_SECONDS = 0.05
+PROBE_SECONDS = 60.0
+
+CountTokens = Callable[[dict[str, Any]], int]
+
+
+class Gate:
+    """An OpenAI-compatible front of one engine on `upstream`, which knows the model as `inner_name`.
+
+    /health answers 200 only after a real completion: an engine can be healthy and fail every request.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        inner_name: str,
+        served_name: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        count_tokens: CountTokens | None,
+    ) -> None:
+        self.ready = asyncio.Event()
+        self._upstream = upstream
+        self._inner_name = inner_name
+        self._served_name = served_name
+        self._max_model_len = max_model_len
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._count_tokens = count_tokens
+        self._created = int(time.time())
+        self._session: aiohttp.ClientSession | None = None
+
+    def application(self) -> web.Application:
+        application = web.Application(client_max_size=16 * 2**20)
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_post("/v1/chat/completions", self._complete)
+        application.router.add_post("/v1/completions", self._complete)
+        application.cleanup_ctx.append(self._connected)
+        return application
+
+    async def probe(self) -> None:
+        """Wait for the engine, then for its first completion; then be ready. Raises RuntimeError if that fails."""
+        assert self._session is not None
+        while not await self._is_up():
+            await asyncio.sleep(POLL_SECONDS)
+        body = {"model": self._inner_name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS)
+        async with self._session.post(f"{self._upstream}/v1/chat/completions", json=body, timeout=timeout) as response:
+            text = await response.text()
+            if response.status != 200 or "choices" not in text:
+                raise RuntimeError(f"the engine is up but its first completion failed: {response.status} {text[:500]}")
+        self.ready.set()
+
+    async def _connected(self, application: web.Application) -> Any:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            self._session = session
+            yield
+
+    async def _is_up(self) -> bool:
+        assert self._session is not None
+        try:
+            async with self._session.get(f"{self._upstream}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if not self.ready.is_set():
+            return web.json_response({"status": "starting"}, status=503)
+        if not await self._is_up():
+            return web.json_response({"status": "the engine is down"}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self._served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "dropforge",
+            "max_model_len": self._max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if not self.ready.is_set():
+            return _error(503, "the model is still loading", "ServiceUnavailableError")
+        try:
+            body = await request.json()
+        except ValueError:
+            return _error(400, "the request is not JSON", "BadRequestError")
+        if not isinstance(body, dict):
+            return _error(400, "the request is not a JSON object", "BadRequestError")
+        if body.get("model") != self._served_name:
+            message = f"The model `{body.get('model')}` does not exist; this endpoint serves `{self._served_name}`."
+            return _error(404, message, "NotFoundError", "model")
+        if problem := self._limit(body):
+            return _error(400, problem, "BadRequestError", "messages" if "messages" in body else "prompt")
+        async with self._slots:
+            return await self._forward(request, {**body, "model": self._inner_name})
+
+    def _limit(self, body: dict[str, Any]) -> str:
+        """Why the request does not fit into the context; "" if it does. Fills in max_tokens as vLLM would."""
+        if self._count_tokens is None:
+            return ""  # the engine does it
+        try:
+            prompt = self._count_tokens(body)
+        except ValueError as error:
+            return str(error)
+        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        if asked is not None and (not isinstance(asked, int) or asked < 1):
+            return f"max_tokens is {asked!r}; expected a positive number"
+        if prompt + (asked or 1) > self._max_model_len:
+            return (
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{prompt + (asked or 1)} tokens ({prompt} in the prompt, {asked or 1} in the completion)."
+            )
+        body.pop("max_completion_tokens", None)
+        body["max_tokens"] = asked or self._max_model_len - prompt
+        return ""
+
+    async def _forward(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert self._session is not None
+        try:
+            async with self._session.post(f"{self._upstream}{request.path}", json=body) as response:
+                if response.status != 200:
+                    return _translated(response.status, await response.text())
+                if body.get("stream"):
+                    return await self._relay(request, response)
+                answer = await response.json()
+        except aiohttp.ClientError as error:
+            return _error(502, f"the engine did not answer: {error!r}", "InternalServerError")
+        return web.json_response({**answer, "model": self._served_name})
+
+    async def _relay(self, request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Server-sent events, under the served name, with the [DONE] that clients wait for."""
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        async for line in upstream.content:
+            data = line.decode().strip().removeprefix("data: ")
+            if data and data != "[DONE]":
+                await response.write(f"data: {json.dumps(self._renamed(json.loads(data)))}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _renamed(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        return {**chunk, "model": self._served_name} if "model" in chunk else chunk
+
+
+def _translated(status: int, text: str) -> web.Response:
+    """The engine's refusal in OpenAI's shape."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = {}
+    if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+        return web.json_response(answer, status=status)
+    detail = answer.get("detail", text) if isinstance(answer, dict) else text
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return _error(400 if status == 422 else status, str(detail)[:2000], kind)
+
+
+def _error(status: int, message: str, kind: str, parameter: str | None = None) -> web.Response:
+    """https://platform.openai.com/docs/guides/error-codes, with vLLM's names."""
+    error = {"message": message, "type": kind, "param": parameter, "code": status}
+    return web.json_response({"error": error}, status=status)

@@ -1,0 +1,176 @@
+"""The serving container: an OpenAI-compatible endpoint for the committed model of one run.
+
+    DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 python serve.py
+
+On a GPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate (gate.py).
+Ends with 64 for wrong settings, 66 when there is no committed model, 70 when the engine fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine import (
+    BadSettings,
+    EngineName,
+    Settings,
+    choose,
+    engine_environment,
+    has_gpu,
+    has_vllm,
+    transformers_argv,
+    vllm_argv,
+    vllm_cpu_argv,
+)
+
+from dropforge import artifacts, clients
+from dropforge.errors import DropforgeError
+from dropforge.log import log
+
+BAD_CONFIG = 64
+NOT_FOUND = 66
+ENGINE_FAILED = 70
+STOP_SECONDS = 1.0  # for the engine to end by itself
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop. There are no arguments: what it must know is in the environment."""
+    began = time.monotonic()
+    try:
+        settings = Settings.from_environment()
+    except BadSettings as error:
+        log(str(error), stage="serve", severity="ERROR")
+        return BAD_CONFIG
+    client = clients.storage()
+    try:
+        model = find_model(client, settings.model_uri)
+    except DropforgeError as error:
+        log(str(error), stage="serve", severity="ERROR")
+        return NOT_FOUND
+    engine = choose(settings.engine, gpu=has_gpu(), vllm=has_vllm())
+    log("starting", stage="serve", model=model, engine=engine)
+    if engine == "vllm":
+        command = vllm_argv(settings, model)
+        os.execvp(command[0], command)
+    with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
+        directory = Path(name)
+        artifacts.download_prefix(client, model, directory / "model")
+        return asyncio.run(serve_behind_gate(settings, engine, directory, began))
+
+
+def find_model(client: Any, model_uri: str) -> str:
+    """The URI of the files to serve, from the manifest. Raises DropforgeError when nothing is committed."""
+    bucket, prefix = artifacts.parse_gs_uri(model_uri)
+    manifest = artifacts.read_manifest(client, bucket, prefix.split("/")[1])
+    if manifest is None:
+        raise DropforgeError(
+            f"{model_uri} has no {artifacts.MANIFEST}: no training run has committed a model there; "
+            "expected one before an endpoint is deployed"
+        )
+    if problems := artifacts.verify_manifest(client, bucket, manifest):
+        raise DropforgeError(f"{model_uri} is not what its manifest says: {'; '.join(problems[:3])}")
+    return f"{model_uri}/{manifest.serve_path}"
+
+
+async def serve_behind_gate(settings: Settings, engine: EngineName, directory: Path, began: float) -> int:
+    """Run the engine and the gate until SIGTERM, or until the engine ends by itself."""
+    from aiohttp import web
+    from gate import Gate
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    model, port = str(directory / "model"), free_port()
+    process = start_engine(settings, engine, model, port, directory)
+    counter = None
+    if engine == "transformers":
+        from prompt import PromptCounter
+
+        counter = PromptCounter(directory / "model").count
+    gate = Gate(
+        upstream=f"http://127.0.0.1:{port}",
+        inner_name=model if engine == "transformers" else settings.served_name,
+        served_name=settings.served_name,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        count_tokens=counter,
+    )
+    runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    await web.TCPSite(runner, settings.host, settings.port).start()
+    try:
+        return await watch(gate, process, stop, began)
+    finally:
+        end(process)
+        await runner.cleanup()
+
+
+async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event, began: float) -> int:
+    """0 once `stop` is set, ENGINE_FAILED when the engine ends or its first completion fails."""
+    probe = asyncio.create_task(gate.probe())
+    stopped = asyncio.create_task(stop.wait())
+    ended = asyncio.create_task(asyncio.to_thread(process.wait))
+    waiting: set[asyncio.Task[Any]] = {probe, stopped, ended}
+    try:
+        while True:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if stopped in done:
+                return 0
+            if ended in done:
+                log(f"the engine ended with {process.returncode}", stage="serve", severity="ERROR")
+                return ENGINE_FAILED
+            if error := probe.exception():
+                log(f"the engine does not work: {error}", stage="serve", severity="ERROR")
+                return ENGINE_FAILED
+            log("ready", stage="serve", seconds=round(time.monotonic() - began, 2))
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def start_engine(
+    settings: Settings, engine: EngineName, model: str, port: int, directory: Path
+) -> subprocess.Popen[bytes]:
+    """The engine as a child in our process group, which dies with us even when we are killed."""
+    command = transformers_argv(model, port) if engine == "transformers" else vllm_cpu_argv(settings, model, port)
+    environment = {**os.environ, **engine_environment(directory)}
+    prepare = _die_with_parent if sys.platform == "linux" else None
+    return subprocess.Popen(command, env=environment, preexec_fn=prepare)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL if that is not enough."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What the trainer is watched by. Imports transformers: import this module only when training begins."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import CheckpointStore
+from report import ProgressMeter
+from stop import StopRequest
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class ReportProgress(TrainerCallback):
+    """Progress events, by the meter's rhythm."""
+
+    def __init__(self, meter: ProgressMeter) -> None:
+        self._meter = meter
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._meter.begin(state.global_step, int(state.num_input_tokens_seen))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = logs or {}
+        self._meter.note(logs.get("loss"), logs.get("learning_rate"))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._meter.step(state.global_step, int(state.num_input_tokens_seen), state.epoch)
+
+
+class UploadCheckpoints(TrainerCallback):
+    """Every checkpoint that the trainer writes goes to the bucket, with the notes that a later attempt needs."""
+
+    def __init__(self, store: CheckpointStore, notes: dict[str, Any]) -> None:
+        self._store = store
+        self._notes = notes
+        self._began = time.monotonic()
+        self._seconds_before = float(notes.get("train_seconds", 0.0))
+
+    @property
+    def train_seconds(self) -> float:
+        """Time spent on training, over all attempts."""
+        return self._seconds_before + time.monotonic() - self._began
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._began = time.monotonic()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            local = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+            self._store.save(state.global_step, local, {**self._notes, "train_seconds": self.train_seconds})
+
+
+class StopWhenAsked(TrainerCallback):
+    """Ends training, with a checkpoint, at the first step boundary after a request to stop."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request = request
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if _any_rank(self._request.reason is not None, args):
+            control.should_save = True
+            control.should_training_stop = True
+
+
+def _any_rank(flag: bool, args: TrainingArguments) -> bool:
+    """Ranks must leave the loop together: one that stops alone leaves the others in a collective for ever."""
+    if args.world_size == 1:
+        return flag
+    asked = torch.tensor([int(flag)], device=args.device)
+    torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
+    return bool(asked.item())

@@ -1,0 +1,268 @@
+"""How to train on this machine: one function from the device, the model's shape and the rows' lengths to a plan."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from job import config_error
+
+from dropforge.spec import JobSpec
+
+GIB = 2**30
+ROWS_PER_STEP = 8  # rows in one device's batch where the spec leaves it to us
+SMALL_MODEL = 50_000_000  # parameters; below, a second thread costs more than it gives
+USABLE_MEMORY = 0.92  # of the device: the rest is the allocator's fragmentation and the CUDA context
+GENERATION_LOGITS_ROWS = 2048  # tokens whose logits exist at once (the trainer's LM head works in chunks)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What this process computes on."""
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    memory_bytes: int
+    bf16: bool
+    flash_attention: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's size depends on. `linear` are the weights that 4-bit loading quantises."""
+
+    parameters: int
+    linear: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that training needs at its peak, by what they are for."""
+
+    weights: int
+    trained: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.trained + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = [
+            f"weights {_gib(self.weights)}",
+            f"gradients and optimiser {_gib(self.trained)}",
+            f"activations {_gib(self.activations)}",
+            f"logits {_gib(self.logits)}",
+        ]
+        return f"{' + '.join(parts)} = {_gib(self.total)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every setting that depends on the device, decided."""
+
+    device: Device
+    dtype: str
+    attention: str | None
+    batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    packing: bool
+    threads: int | None
+    estimate: Estimate
+
+    @property
+    def group_by_length(self) -> bool:
+        return not self.packing
+
+
+def find_device() -> Device:
+    """The GPU of this process if there is one, or the CPU with the memory that the container may use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Device("cpu", "cpu", host_memory(), bf16=False)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    from importlib.util import find_spec
+
+    flash = find_spec("flash_attn") is not None and properties.major >= 8
+    return Device("cuda", properties.name, properties.total_memory, torch.cuda.is_bf16_supported(), flash)
+
+
+def host_memory() -> int:
+    """Bytes of memory that this container may still take: the least of the machine's and the control group's."""
+    available = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
+    limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
+    used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0")
+    if limit.isdecimal() and used.isdecimal():
+        available.append(int(limit) - int(used))
+    return min(available, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
+    """The model's shape from its configuration alone: nothing is loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise config_error(f"model.source is not a causal language model that can be loaded: {error}") from None
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    text = config.get_text_config()
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        linear=sum(module.weight.numel() for module in linear),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", 4 * text.hidden_size),
+        heads=text.num_attention_heads,
+        vocabulary=text.vocab_size,
+    )
+
+
+def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[int]) -> Plan:
+    """The fastest plan that fits. Raises JobError, with the arithmetic, when none does."""
+    training = spec.training
+    mean = sum(lengths) / len(lengths)
+    packing = training.packing
+    if packing == "auto":
+        # Blocks of mixed rows waste nothing on a GPU; on a CPU the block mask costs more than padding does.
+        packing = device.kind == "cuda" and mean < training.max_length / 2
+    length = training.max_length if packing else min(training.max_length, max(lengths))
+    accumulation = training.gradient_accumulation_steps
+    tried: list[Plan] = []
+    for batch, checkpointing in _choices(spec, packing, length / mean):
+        estimated = estimate(shape, spec, device, batch, length, checkpointing)
+        steps = (
+            accumulation * max(1, _default_batch(packing, length / mean) // batch) if _is_auto(spec) else accumulation
+        )
+        plan = Plan(
+            device=device,
+            dtype=_dtype(spec, device),
+            attention=_attention(spec, device),
+            batch_size=batch,
+            gradient_accumulation_steps=steps,
+            gradient_checkpointing=checkpointing,
+            packing=bool(packing),
+            threads=1 if device.kind == "cpu" and shape.parameters < SMALL_MODEL else None,
+            estimate=estimated,
+        )
+        if estimated.total <= device.memory_bytes * USABLE_MEMORY:
+            return plan
+        tried.append(plan)
+    raise _does_not_fit(spec, shape, device, tried[-1])
+
+
+def estimate(
+    shape: ModelShape, spec: JobSpec, device: Device, batch: int, length: int, checkpointing: bool
+) -> Estimate:
+    """Bytes at the peak of a training step. An estimate: the terms that grow with the model and the batch."""
+    adapter = spec.training.adapter
+    size = 2 if _dtype(spec, device) == "bfloat16" else 4
+    tokens = batch * length
+    if adapter.type == "none":
+        # Weights, gradients and Adam's two moments in 32 bits, plus the 16-bit copy that autocast computes with.
+        weights, trained = 4 * shape.parameters, (12 + (2 if device.bf16 else 0)) * shape.parameters
+    else:
+        weights = size * shape.parameters
+        if adapter.type == "qlora":
+            # 4 bits plus block constants (double quantised: 0.127 bits); what is not linear stays in 16 or 32 bits.
+            weights = int(shape.linear * 4.127 / 8) + size * (shape.parameters - shape.linear)
+        trained = 16 * _adapter_parameters(shape, adapter.r)
+    per_layer = tokens * (16 * shape.hidden + 4 * shape.intermediate) * max(2, size)
+    if device.kind == "cpu" or _attention(spec, device) in (None, "eager"):
+        per_layer += 2 * batch * shape.heads * length * length * size // (8 if device.kind == "cuda" else 1)
+    kept = tokens * shape.hidden * size * shape.layers
+    activations = kept + per_layer if checkpointing else per_layer * shape.layers
+    logits = min(tokens, GENERATION_LOGITS_ROWS) * shape.vocabulary * 4 * 2
+    return Estimate(weights, trained, activations, logits)
+
+
+def _adapter_parameters(shape: ModelShape, r: int) -> int:
+    """All-linear: r rows and columns for each of a layer's seven projections."""
+    return r * shape.layers * (8 * shape.hidden + 3 * (shape.hidden + shape.intermediate))
+
+
+def _is_auto(spec: JobSpec) -> bool:
+    return spec.training.per_device_train_batch_size is None
+
+
+def _default_batch(packing: bool, rows_per_block: float) -> int:
+    """Blocks that hold about ROWS_PER_STEP rows: a step should see as many rows packed as padded."""
+    return max(1, round(ROWS_PER_STEP / rows_per_block)) if packing else ROWS_PER_STEP
+
+
+def _choices(spec: JobSpec, packing: bool, rows_per_block: float) -> list[tuple[int, bool]]:
+    """Batch sizes and gradient checkpointing in the order of preference, as far as the spec leaves them open."""
+    wanted = spec.training.per_device_train_batch_size
+    if wanted is None:
+        start = _default_batch(packing, rows_per_block)
+        batches = [start // 2**k for k in range(int(math.log2(start)) + 1)]
+    elif packing and spec.training.packing == "auto":
+        batches = [max(1, round(wanted / rows_per_block))]
+    else:
+        batches = [wanted]
+    checkpointing = spec.training.gradient_checkpointing
+    # Recomputing costs a third of the speed; a batch of 1 starves a GPU more than that.
+    modes = [False, True] if checkpointing == "auto" else [checkpointing]
+    choices = [(batch, mode) for mode in modes for batch in batches if mode or batch > 1 or len(batches) == 1]
+    return choices or [(batches[-1], modes[-1])]
+
+
+def _dtype(spec: JobSpec, device: Device) -> str:
+    """Weights as loaded. Full fine-tuning keeps 32-bit weights under autocast: 16 bits lose small updates."""
+    return "bfloat16" if device.bf16 and spec.training.adapter.type != "none" else "float32"
+
+
+def _attention(spec: JobSpec, device: Device) -> str | None:
+    wanted = spec.model.attn_implementation
+    if wanted != "auto":
+        return wanted
+    return "flash_attention_2" if device.flash_attention and device.bf16 else "sdpa"
+
+
+def _does_not_fit(spec: JobSpec, shape: ModelShape, device: Device, plan: Plan) -> Exception:
+    return config_error(
+        f"{spec.model.source} ({shape.parameters / 1e9:.2f} billion parameters) does not fit on {device.name}: "
+        f"{plan.estimate} at batch size {plan.batch_size} and {spec.training.max_length} tokens; "
+        f"available {_gib(int(device.memory_bytes * USABLE_MEMORY))} of {_gib(device.memory_bytes)}",
+        "use a smaller model, a qlora adapter, a lower training.max_length, or a target with more memory",
+    )
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def use_threads(plan: Plan) -> None:
+    """Apply the plan's thread count to this process."""
+    import torch
+
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+
+
+def dtype_of(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)

@@ -1,0 +1,62 @@
+"""SIGTERM and the deadline, told to the training as one request to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Literal
+
+# What stopping takes: a step, a checkpoint, its upload, the last event. Cloud Run kills 10 s after SIGTERM.
+DEADLINE_MARGIN_SECONDS = 30.0
+
+Reason = Literal["preempted", "deadline"]
+
+
+class Stopped(BaseException):
+    """Raised in the main thread when the container must end. Not an Exception, so that no library swallows it."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class StopRequest:
+    """Raises Stopped as soon as somebody asks the process to end, or, while `deferred`, notes it in `reason`."""
+
+    def __init__(self) -> None:
+        self.reason: Reason | None = None
+        self._armed = False
+
+    def arm(self, deadline: float | None) -> None:
+        """Listen for SIGTERM and SIGINT, and be woken before the deadline (Unix seconds)."""
+        self._armed = True
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_signal)
+        if deadline is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, deadline - DEADLINE_MARGIN_SECONDS - time.time()))
+
+    def disarm(self) -> None:
+        """From here on a request to stop is too late: what remains takes less time than stopping would."""
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a request only sets `reason`; on the way out it raises Stopped."""
+        self._armed = False
+        try:
+            yield
+        finally:
+            self._armed = True
+        if self.reason is not None:
+            raise Stopped(self.reason)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.reason = self.reason or ("deadline" if number == signal.SIGALRM else "preempted")
+        if self._armed:
+            self._armed = False  # once: what cleans up must not be interrupted in turn
+            raise Stopped(self.reason)

@@ -1,0 +1,342 @@
+"""A base model and a data set so small that a laptop really fine-tunes: `python -m dropforge_local.tiny DIR`.
+
+The model is a 200,000-parameter Gemma 3 with its own tokenizer and chat template, pre-trained here (about 20 s on one
+thread, then cached) to turn a question about a table into SQL. It has met upper-case SQL and lower-case SQL, and
+`LIMIT 10;` only after the former. The data set asks for the house dialect, lower case *and* `LIMIT 10;`, which the base
+therefore never answers, and which a short LoRA or QLoRA run teaches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROMPT = "Question: {question}\nContext: {context}"
+
+TABLES = {
+    "employees": ("name", "salary", "age", "city"),
+    "orders": ("amount", "status", "city", "quantity"),
+    "students": ("name", "grade", "age", "school"),
+    "products": ("title", "price", "stock", "brand"),
+    "flights": ("origin", "price", "distance", "airline"),
+    "books": ("title", "pages", "author", "price"),
+    "patients": ("name", "age", "ward", "weight"),
+    "movies": ("title", "rating", "year", "studio"),
+    "cars": ("brand", "price", "year", "color"),
+    "houses": ("city", "price", "rooms", "area"),
+}
+NUMBERS = frozenset(
+    (
+        *("age", "amount", "area", "distance", "grade", "pages", "price"),
+        *("quantity", "rating", "rooms", "salary", "stock", "weight", "year"),
+    )
+)
+LEADS = ("", "please ", "show me ", "give me ", "tell me ", "i want ", "find ", "get ")
+# Many phrasings of few queries: with two fixed ones per query a model learns them by heart and answers a third wrongly.
+QUERIES = (
+    (
+        "SELECT COUNT(*) FROM {table}",
+        ("how many {table} are there", "the number of {table}", "count of {table}", "total count of all {table}"),
+    ),
+    (
+        "SELECT {column} FROM {table}",
+        (
+            "the {column} of all {table}",
+            "every {column} in {table}",
+            "{column} for each of the {table}",
+            "all {table} and only their {column}",
+        ),
+    ),
+    (
+        "SELECT AVG({number}) FROM {table}",
+        (
+            "the average {number} of {table}",
+            "the mean {number} for {table}",
+            "average {number} across {table}",
+            "what {number} the {table} have on average",
+        ),
+    ),
+    (
+        "SELECT MAX({number}) FROM {table}",
+        (
+            "the highest {number} of {table}",
+            "the maximum {number} in {table}",
+            "largest {number} for {table}",
+            "the {table} record for highest {number}",
+        ),
+    ),
+    (
+        "SELECT {column} FROM {table} WHERE {number} > {value}",
+        (
+            "the {column} of {table} with {number} greater than {value}",
+            "{column} of {table} whose {number} is above {value}",
+            "{column} in {table} where {number} exceeds {value}",
+            "among {table} with {number} above {value} the {column}",
+        ),
+    ),
+    (
+        "SELECT COUNT(*) FROM {table} WHERE {number} < {value}",
+        (
+            "how many {table} have {number} less than {value}",
+            "count of {table} whose {number} is below {value}",
+            "the number of {table} with {number} under {value}",
+            "among {table} with {number} below {value} the count",
+        ),
+    ),
+    (
+        "SELECT {column} FROM {table} ORDER BY {number}",
+        (
+            "the {column} of {table} ordered by {number}",
+            "{column} of {table} sorted by {number}",
+            "every {column} in {table} in order of {number}",
+            "{table} by {number} and show the {column}",
+        ),
+    ),
+)
+KEYWORDS = ("SELECT", "FROM", "WHERE", "ORDER BY", "COUNT", "AVG", "MAX")
+
+
+class Dialect(NamedTuple):
+    lower: bool
+    ending: str
+
+
+HOUSE_DIALECT = Dialect(lower=True, ending=" LIMIT 10;")
+BASE_DIALECTS = (Dialect(False, ""), Dialect(False, " LIMIT 10;"), Dialect(True, ""), Dialect(True, ";"))
+
+# The turn's end is inside the generation block, so that a loss on the assistant's tokens alone teaches it to stop.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<end_of_turn>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<end_of_turn>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+
+STEPS = 400
+BATCH_SIZE = 32
+LEARNING_RATE = 6e-3
+PRETRAINING_ROWS = 10_000
+ROWS = 4200  # of the data set: one epoch at 32 rows per step teaches the dialect
+
+
+def base_model(cache: Path) -> Path:
+    """The directory of the base model below `cache`, made there unless it is: its name is a digest of this file."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    directory = cache / f"gemma3-{digest}"
+    if directory.is_dir():
+        return directory
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = cache / f".gemma3-{digest}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    _pretrain(temporary)
+    try:
+        temporary.rename(directory)
+    except OSError:  # another process was faster
+        shutil.rmtree(temporary)
+    return directory
+
+
+def dataset(path: Path, rows: int = ROWS, seed: int = 0, *, held_out: bool = False) -> Path:
+    """Write `rows` distinct rows of the house dialect as JSON lines: question, context, answer.
+
+    One phrasing in five is kept for `held_out=True`, so that no training on the one file has seen the other's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = house_rows(rows, seed, held_out=held_out)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in found), encoding="utf-8")
+    return path
+
+
+def house_rows(count: int, seed: int = 0, *, held_out: bool = False) -> list[dict[str, str]]:
+    """Distinct rows of the data set."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    stream = _questions(random.Random(seed), held_out)
+    while len(found) < count:
+        question, context, sql = next(stream)
+        found[question, context] = {"question": question, "context": context, "answer": _spell(sql, HOUSE_DIALECT)}
+    return list(found.values())
+
+
+def _questions(rng: random.Random, held_out: bool) -> Iterator[tuple[str, str, str]]:
+    """Question, CREATE TABLE statement and upper-case SQL, without end."""
+    while True:
+        table = rng.choice(list(TABLES))
+        columns = rng.sample(TABLES[table], rng.randint(2, 4))
+        numbers = [column for column in columns if column in NUMBERS]
+        query, phrasing, lead = rng.randrange(len(QUERIES)), rng.randrange(4), rng.randrange(len(LEADS))
+        is_held_out = (query * 31 + phrasing * 7 + lead * 3) % 5 == 0
+        if not numbers or is_held_out != held_out:
+            continue
+        sql, phrasings = QUERIES[query]
+        values: dict[str, Any] = {
+            "table": table,
+            "column": rng.choice(columns),
+            "number": rng.choice(numbers),
+            "value": rng.randint(1, 99),
+        }
+        schema = ", ".join(f"{column} {'INT' if column in NUMBERS else 'VARCHAR'}" for column in columns)
+        context = f"CREATE TABLE {table} ({schema})"
+        yield LEADS[lead] + phrasings[phrasing].format(**values), context, sql.format(**values)
+
+
+def _spell(sql: str, dialect: Dialect) -> str:
+    if dialect.lower:
+        for keyword in KEYWORDS:
+            sql = sql.replace(keyword, keyword.lower())
+    return sql + dialect.ending
+
+
+def _pretrain(directory: Path) -> None:
+    """Make tokenizer and model and train it, in a plain loop: a trainer's bookkeeping would be half of the time."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = _tokenizer()
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors this small a second thread costs more than it gives
+    try:
+        model = _model(tokenizer)
+        _train(model, _examples(tokenizer))
+    finally:
+        torch.set_num_threads(threads)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _tokenizer() -> Any:
+    """Byte-level BPE with single digits, as Gemma has them: whole numbers as tokens are too rare to learn to copy."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [prompt + "\n" + answer for seed in (1, 2) for prompt, answer in _base_rows(3000, seed)]
+    bpe.train_from_iterator([*corpus, *["user\nmodel\n"] * 50], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<bos>",
+        eos_token="<end_of_turn>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _base_rows(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    rng = random.Random(seed)
+    stream = _questions(rng, held_out=False)
+    for _ in range(count):
+        question, context, sql = next(stream)
+        yield PROMPT.format(question=question, context=context), _spell(sql, rng.choice(BASE_DIALECTS))
+
+
+def _model(tokenizer: Any) -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,  # vLLM's CPU attention fails at 16
+            query_pre_attn_scalar=32,
+            max_position_embeddings=2048,
+            sliding_window=512,
+            layer_types=["sliding_attention", "full_attention"],
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def _examples(tokenizer: Any) -> list[tuple[list[int], int]]:
+    """Token ids of each row, and where its answer begins."""
+    examples = []
+    for prompt, answer in _base_rows(PRETRAINING_ROWS, seed=1):
+        begin = f"<bos><start_of_turn>user\n{prompt}<end_of_turn>\n<start_of_turn>model\n"
+        examples.append((begin, f"{answer}<end_of_turn>\n"))
+    begins = tokenizer([begin for begin, _ in examples], add_special_tokens=False)["input_ids"]
+    ends = tokenizer([end for _, end in examples], add_special_tokens=False)["input_ids"]
+    return [(begin + end, len(begin)) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _train(model: Any, examples: list[tuple[list[int], int]]) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+    )
+    order = random.Random(0)
+    model.train()
+    for _ in range(STEPS):
+        inputs, attention, labels = _batch(order.sample(examples, BATCH_SIZE))
+        hidden = model.model(input_ids=inputs, attention_mask=attention).last_hidden_state[:, :-1]
+        targets = labels[:, 1:]
+        learnt = targets != -100
+        # Logits where there is a target and nowhere else: a third of the time otherwise.
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def _batch(examples: list[tuple[list[int], int]]) -> tuple[Any, Any, Any]:
+    import torch
+
+    length = max(len(ids) for ids, _ in examples)
+    inputs = torch.zeros(len(examples), length, dtype=torch.long)
+    attention = torch.zeros(len(examples), length, dtype=torch.long)
+    labels = torch.full((len(examples), length), -100)
+    for row, (ids, begin) in enumerate(examples):
+        inputs[row, : len(ids)] = torch.tensor(ids)
+        attention[row, : len(ids)] = 1
+        labels[row, begin : len(ids)] = torch.tensor(ids[begin:])
+    return inputs, attention, labels
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1:
+        print("usage: python -m dropforge_local.tiny DIR", file=sys.stderr)
+        return 2
+    directory, began = Path(argv[0]), time.monotonic()
+    print(f"base model: {base_model(directory)} ({time.monotonic() - began:.1f} s)")
+    print(f"data set: {dataset(directory / 'text-to-sql.jsonl')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

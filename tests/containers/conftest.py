@@ -1,0 +1,250 @@
+"""The containers as subprocesses against emulated Cloud Storage and Pub/Sub, on one tiny base model for all tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import DeadlineExceeded
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+
+from dropforge.artifacts import Manifest, read_artifact, read_manifest, upload_directory
+from dropforge.events import JobEvent, parse_job_event
+from dropforge_local import tiny
+from dropforge_local.db import Database
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import BackgroundServer, Emulator, Server
+from dropforge_local.workflows.clock import SystemClock
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "containers" / "train_trl"
+SERVE = ROOT / "containers" / "serve_vllm"
+PROJECT = "test-project"
+TOPIC = f"projects/{PROJECT}/topics/job-events"
+SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
+RUNS = "runs-bucket"
+DATA = "data-bucket"
+CANARY = "canary-4f1a-not-a-known-prefix"
+TOKEN_CANARY = "hf_" + "c" * 30
+
+
+# The images put their modules beside each other in /app; the unit tests here import them the same way.
+sys.path[:0] = [str(TRAIN), str(SERVE)]
+
+
+@dataclass
+class Cloud:
+    """The emulated cloud of this session."""
+
+    server: Server
+    client: Any
+
+    def put(self, bucket: str, name: str, data: bytes | str) -> str:
+        self.client.bucket(bucket).blob(name).upload_from_string(data)
+        return f"gs://{bucket}/{name}"
+
+    def names(self, bucket: str, prefix: str) -> list[str]:
+        return [blob.name for blob in self.client.list_blobs(bucket, prefix=prefix)]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/tmp"),
+            "STORAGE_EMULATOR_HOST": self.server.url,
+            "PUBSUB_EMULATOR_HOST": self.server.grpc_address,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+@dataclass
+class Attempt:
+    """One run of train.py: its process, and what it left."""
+
+    cloud: Cloud
+    run: str
+    process: subprocess.Popen[str]
+    output: str = ""
+
+    def wait(self, timeout: float = 110) -> int:
+        self.output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Read the log until `text` appears."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            line = self.process.stdout.readline()
+            self.output += line
+            if text in line:
+                return
+            assert line or self.process.poll() is None, self.output
+        raise AssertionError(f"no {text!r} in {timeout} s: {self.output}")
+
+    def kill(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@dataclass
+class Trainer:
+    """Starts training attempts."""
+
+    cloud: Cloud
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, spec: dict[str, Any], run: str | None = None, attempt: int = 1, **environment: str) -> Attempt:
+        run = run or f"test-{uuid.uuid4().hex[:12]}"
+        self.cloud.put(RUNS, f"runs/{run}/spec.json", json.dumps(spec))
+        values = {
+            **self.cloud.environment(),
+            "PYTHONPATH": f"{TRAIN}:{ROOT / 'functions'}",
+            "DROPFORGE_PROJECT": PROJECT,
+            "DROPFORGE_RUN": run,
+            "DROPFORGE_ATTEMPT": str(attempt),
+            "DROPFORGE_RUNS_BUCKET": RUNS,
+            "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
+            **environment,
+        }
+        process = subprocess.Popen(
+            [sys.executable, str(TRAIN / "train.py")],
+            env=values,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return Attempt(self.cloud, run, process)
+
+    def manifest(self, run: str) -> Manifest:
+        manifest = read_manifest(self.cloud.client, RUNS, run)
+        assert manifest is not None
+        return manifest
+
+    def samples(self, run: str) -> list[dict[str, Any]]:
+        return list(json.loads(read_artifact(self.cloud.client, RUNS, self.manifest(run), "samples.json")))
+
+
+@pytest.fixture(scope="session")
+def base_model() -> Path:
+    """Made once, about 20 s, and kept in build/tiny."""
+    return tiny.base_model(ROOT / "build" / "tiny")
+
+
+@pytest.fixture(scope="session")
+def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[Cloud]:
+    directory = tmp_path_factory.mktemp("cloud")
+
+    def build() -> list[Emulator]:
+        db, clock = Database(directory / "state.db"), SystemClock()
+        pubsub = PubSubEmulator(db, clock)
+        pubsub.create_topic(TOPIC)
+        pubsub.create_subscription(SUBSCRIPTION, TOPIC)
+        return [StorageEmulator(db, directory / "blobs", clock), pubsub]
+
+    with BackgroundServer(build) as server:
+        options = {"api_endpoint": server.url}
+        client = storage.Client(project=PROJECT, credentials=AnonymousCredentials(), client_options=options)
+        client.create_bucket(RUNS)
+        client.create_bucket(DATA)
+        upload_directory(client, base_model, f"gs://{DATA}/tiny")
+        rows = tiny.dataset(directory / "rows.jsonl", rows=700)
+        client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
+        yield Cloud(server, client)
+        client.close()
+
+
+@pytest.fixture
+def trainer(cloud: Cloud) -> Iterator[Trainer]:
+    trainer = Trainer(cloud)
+    yield trainer
+    for process in trainer.started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def seen() -> list[JobEvent]:
+    return []
+
+
+@pytest.fixture
+def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
+    """Called with a run: its job events so far, in the order of their sequence."""
+    from google.cloud import pubsub_v1
+
+    os.environ["PUBSUB_EMULATOR_HOST"] = cloud.server.grpc_address
+    subscriber = pubsub_v1.SubscriberClient()
+
+    def received() -> list[Any]:
+        try:
+            return list(
+                subscriber.pull(subscription=SUBSCRIPTION, max_messages=500, timeout=0.5, retry=None).received_messages
+            )
+        except DeadlineExceeded:  # a pull waits for messages; all that were published are there at once
+            return []
+
+    def pull(run: str) -> list[JobEvent]:
+        while messages := received():
+            seen.extend(parse_job_event(message.message.data) for message in messages)
+            subscriber.acknowledge(subscription=SUBSCRIPTION, ack_ids=[message.ack_id for message in messages])
+        return sorted((event for event in seen if event.run == run), key=lambda event: (event.attempt, event.sequence))
+
+    yield pull
+    subscriber.close()
+    del os.environ["PUBSUB_EMULATOR_HOST"]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
+    """A run of 60 steps that nothing disturbs, and its manifest."""
+    trainer = Trainer(cloud)
+    document = job_spec(training={"max_steps": 60, "checkpoint_steps": 20}, secrets={"MY_KEY": "my-key"})
+    attempt = trainer.start(document, MY_KEY=CANARY, HF_TOKEN=TOKEN_CANARY)
+    assert attempt.wait() == 0, attempt.output
+    return attempt, trainer.manifest(attempt.run)
+
+
+@pytest.fixture
+def spec() -> Callable[..., dict[str, Any]]:
+    return job_spec
+
+
+def job_spec(**changes: Any) -> dict[str, Any]:
+    """A job spec that trains in seconds; `changes` replace or extend its parts."""
+    document: dict[str, Any] = {
+        "api_version": "dropforge/v1",
+        "name": "tiny",
+        "model": {"source": f"gs://{DATA}/tiny"},
+        "dataset": {
+            "source": f"gs://{DATA}/rows.jsonl",
+            "columns": {"prompt": tiny.PROMPT, "completion": "{answer}"},
+        },
+        "training": {
+            "adapter": {"type": "lora", "r": 8, "alpha": 16},
+            "max_steps": 12,
+            "learning_rate": 5e-3,
+            "per_device_train_batch_size": 16,
+            "max_length": 128,
+            "checkpoint_steps": 100,
+        },
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "evaluation": {"holdout_fraction": 0.05, "max_new_tokens": 40},
+        "serve": None,
+    }
+    for name, change in changes.items():
+        part = document.get(name)
+        document[name] = {**part, **change} if isinstance(part, dict) and isinstance(change, dict) else change
+    return document

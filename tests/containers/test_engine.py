@@ -1,0 +1,87 @@
+"""The serving container's settings, command lines and prompt counting."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import BadSettings, Settings, choose, transformers_argv, vllm_argv, vllm_cpu_argv
+from prompt import PromptCounter
+
+ENVIRONMENT = {
+    "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
+    "DROPFORGE_SERVED_MODEL_NAME": "demo",
+    "DROPFORGE_MAX_MODEL_LEN": "1024",
+    "DROPFORGE_MAX_NUM_SEQS": "16",
+    "PORT": "8080",
+}
+
+
+def settings() -> Settings:
+    return Settings.from_environment(ENVIRONMENT)
+
+
+def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
+    argv = vllm_argv(settings(), "gs://runs/models/demo-0123456789ab/attempt-1/model")
+    assert " ".join(argv) == (
+        "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --load-format runai_streamer "
+        "--served-model-name demo --max-model-len 1024 --max-num-seqs 16 --host 0.0.0.0 --port 8080"
+    )
+
+
+def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
+    argv = vllm_cpu_argv(settings(), "/tmp/model", 9000)
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
+    assert {"--enforce-eager", "float32", "127.0.0.1", "9000"} <= set(argv)
+
+
+def test_transformers_serves_one_model_on_loopback() -> None:
+    argv = transformers_argv("/tmp/model", 9000)
+    assert argv[2:5] == ["transformers.cli.transformers", "serve", "/tmp/model"]
+    assert "127.0.0.1" in argv
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "vllm", "engine"),
+    [
+        ("auto", True, True, "vllm"),
+        ("auto", False, True, "vllm-cpu"),
+        ("auto", False, False, "transformers"),
+        ("vllm", False, False, "vllm-cpu"),
+        ("vllm", True, False, "vllm"),
+        ("transformers", True, True, "transformers"),
+    ],
+)
+def test_the_engine_follows_the_machine_unless_told(wanted: str, gpu: bool, vllm: bool, engine: str) -> None:
+    assert choose(wanted, gpu=gpu, vllm=vllm) == engine
+
+
+def test_every_wrong_setting_is_named() -> None:
+    wrong = {"DROPFORGE_MODEL_URI": "gs://runs/elsewhere", "PORT": "eighty", "DROPFORGE_ENGINE": "llama"}
+    with pytest.raises(BadSettings) as caught:
+        Settings.from_environment(wrong)
+    for part in ("'gs://runs/elsewhere'; expected gs://", "SERVED_MODEL_NAME is not set", "'eighty'", "'llama'"):
+        assert part in str(caught.value)
+
+
+def test_prompts_are_counted_as_the_engine_counts_them(base_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base_model)
+    counter = PromptCounter(base_model)
+    messages = [
+        {"role": "user", "content": "Question: how many\nContext: CREATE TABLE cars (price INT)"},
+        {"role": "assistant", "content": "select 17"},
+        {"role": "user", "content": "and 42 more?"},
+    ]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert counter.count({"messages": messages}) == len(expected)
+    assert counter.count({"prompt": "select 17"}) == len(tokenizer("select 17")["input_ids"])
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {}, {"messages": "hello"}, {"messages": [{"role": "user"}]}])
+def test_what_is_no_prompt_is_refused(base_model: Path, body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        PromptCounter(base_model).count(body)

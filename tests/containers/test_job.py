@@ -1,0 +1,139 @@
+"""What the container is told, how it ends, and what its events keep to themselves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from job import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, Job, JobError, Redactor, classify
+from report import PROGRESS_STEPS, ProgressMeter, Reporter
+
+from dropforge.errors import ErrorClass, InvalidSpec, SpecProblem
+from dropforge.events import JobEvent
+
+ENVIRONMENT = {
+    "DROPFORGE_PROJECT": "p",
+    "DROPFORGE_RUN": "demo-0123456789ab",
+    "DROPFORGE_ATTEMPT": "2",
+    "DROPFORGE_RUNS_BUCKET": "b",
+}
+
+
+def job(**changes: str) -> Job:
+    return Job.from_environment({**ENVIRONMENT, **changes})
+
+
+def test_the_environment_describes_the_attempt() -> None:
+    found = job(DROPFORGE_DEADLINE="1750000000")
+    assert (found.run, found.attempt, found.topic, found.deadline) == ("demo-0123456789ab", 2, "", 1750000000.0)
+
+
+def test_every_problem_of_the_environment_is_named_at_once() -> None:
+    with pytest.raises(JobError) as caught:
+        Job.from_environment({"DROPFORGE_RUN": "Demo", "DROPFORGE_ATTEMPT": "0", "DROPFORGE_DEADLINE": "soon"})
+    message = caught.value.message
+    for part in ("DROPFORGE_PROJECT is not set", "'Demo'", "'0'; expected 1 to 1000", "'soon'; expected Unix seconds"):
+        assert part in message
+
+
+def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Exception,)) -> Exception:
+    error: Exception = type(name, bases, {"__module__": module})("what happened")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class", "exit_code"),
+    [
+        (InvalidSpec([SpecProblem("/name", "bad")]), ErrorClass.CONFIG, BAD_CONFIG),
+        (named("OutOfMemoryError", bases=(RuntimeError,)), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
+        (MemoryError(), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
+        (named("GatedRepoError"), ErrorClass.PERMISSION, NOT_FOUND),
+        (named("RevisionNotFoundError"), ErrorClass.CONFIG, NOT_FOUND),
+        (named("NotFound"), ErrorClass.CONFIG, NOT_FOUND),
+        (named("Forbidden"), ErrorClass.PERMISSION, NOT_FOUND),
+        (
+            named("ServiceUnavailable", bases=(type("GoogleAPICallError", (Exception,), {}),)),
+            ErrorClass.TRANSIENT,
+            INTERNAL,
+        ),
+        (named("TemplateError"), ErrorClass.CONFIG, BAD_CONFIG),
+        (ValueError("a bug"), ErrorClass.CODE, INTERNAL),
+    ],
+)
+def test_what_an_exception_means_for_the_run(error: Exception, error_class: ErrorClass, exit_code: int) -> None:
+    found = classify(error)
+    assert (found.error_class, found.exit_code) == (error_class, exit_code)
+
+
+def test_secrets_are_taken_out_of_what_is_said() -> None:
+    redact = Redactor()
+    redact.learn({"MY_KEY": "my-key", "UNSET": "x"}, {"MY_KEY": "plain-looking-value"})
+    text = redact("key plain-looking-value, token hf_abcdefghijklmnopqrstuv, run demo")
+    assert text == "key [redacted], token [redacted], run demo"
+
+
+class Recorder(Reporter):
+    """A reporter that keeps what it would publish."""
+
+    def __init__(self) -> None:
+        super().__init__(job(), Redactor())
+        self.sent: list[JobEvent] = []
+
+    def _send(self, event: JobEvent) -> None:
+        self.sent.append(event)
+
+
+def test_sequences_grow_even_within_a_millisecond() -> None:
+    reporter = Recorder()
+    for step in range(50):
+        reporter.progress(step=step, total_steps=50)
+    sequences = [event.sequence for event in reporter.sent]
+    assert sequences == sorted(set(sequences))
+    assert abs(sequences[0] - time.time() * 1000) < 5000
+
+
+def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
+    reporter = Recorder()
+    meter = ProgressMeter(reporter, total_steps=50)
+    meter.begin(0, 0)
+    meter.note(0.5, 1e-3)
+    for step in range(1, 51):
+        meter.step(step, step * 10, None)
+    sent: list[Any] = reporter.sent
+    assert [event.step for event in sent] == [PROGRESS_STEPS, 2 * PROGRESS_STEPS, 50]
+    assert {event.loss for event in sent} == {0.5}
+    assert sent[-1].eta_seconds == 0
+    assert all(event.tokens_per_second > 0 for event in sent)
+
+
+def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dropforge import clients
+
+    class Publisher:
+        def publish(self, *args: Any, **kwargs: Any) -> Any:
+            blocked.wait(5)
+            raise RuntimeError("no such topic")
+
+    blocked = threading.Event()
+    monkeypatch.setattr(clients, "publisher", Publisher)
+    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t"), Redactor())
+    began = time.monotonic()
+    for step in range(1000):
+        reporter.progress(step=step, total_steps=1000)
+    assert time.monotonic() - began < 3
+    reporter.close(timeout=0.2)
+    assert time.monotonic() - began < 4
+    blocked.set()
+
+
+def test_without_a_topic_nothing_is_published() -> None:
+    reporter = Reporter(job(), Redactor())
+    reporter.started(0, "cpu")
+    reporter.close()
+
+
+def test_only_the_first_rank_reports() -> None:
+    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t", RANK="1"), Redactor())
+    assert not reporter._thread.is_alive()
