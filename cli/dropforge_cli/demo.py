@@ -33,6 +33,7 @@ CACHE = Path("build/tiny")
 DATA_ROWS = 3000
 ENDING_SECONDS = 60.0
 LOOK_SECONDS = 0.1
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
@@ -52,15 +53,18 @@ def run_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
     try:
         code = _try_demo(spec, path, state, out)
     finally:
-        with _signals(signal.SIG_IGN):  # a second Ctrl-C must not leave half of it running
-            nothing_left = _end(state, out, interrupted=code == INTERRUPTED)
+        for number in SIGNALS:  # a second Ctrl-C must not leave half of it running
+            signal.signal(number, signal.SIG_IGN)
+        nothing_left = _end(state, out, interrupted=code == INTERRUPTED)
     out.print(f"{'done' if code == 0 else 'ended'} after {duration(time.monotonic() - began)}")
     return code or (0 if nothing_left else FAILED)
 
 
 def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
     try:
-        with _signals(signal.default_int_handler), explained():
+        for number in SIGNALS:
+            signal.signal(number, signal.default_int_handler)
+        with explained():
             return 0 if _demonstrate(spec, path, state, out) else FAILED
     except CliError as error:
         error.show()
@@ -100,14 +104,16 @@ def _start(state: Path, out: Console) -> Deployment:
     for name in stack.down(state, delete=True):
         out.print(f"ended {name}, which an earlier demo had left")
     began = time.monotonic()
-    deployment = of_stack(stack.up(state))
+    with out.status("starting the local stack"):
+        deployment = of_stack(stack.up(state))
     out.print(f"started the local stack in {duration(time.monotonic() - began)}: {deployment.where}")
     return deployment
 
 
 def _step(out: Console, what: str, work: Callable[[], None]) -> None:
     began = time.monotonic()
-    work()
+    with out.status(what):  # shown on a terminal only, while it lasts
+        work()
     out.print(f"{what} ({duration(time.monotonic() - began)})")
 
 
@@ -209,15 +215,3 @@ def _alone(state: Path) -> Iterator[None]:
         except BlockingIOError:
             raise CliError(f"another demo runs in {state}", "wait for its end, or choose another --state") from None
         yield
-
-
-@contextmanager
-def _signals(handler: signal.Handlers | Callable[..., object]) -> Iterator[None]:
-    """SIGINT and SIGTERM are handled by `handler` meanwhile."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)

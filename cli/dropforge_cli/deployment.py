@@ -47,16 +47,18 @@ class Deployment:
 
 def connect(state: str | None) -> Deployment:
     """The deployment to talk to; this process's clients are pointed at it. Raises CliError."""
-    found = find(state)
-    if found is None:
-        hint = "start one with `dropforge up`, or describe a project in DROPFORGE_* variables or in dropforge.toml"
-        raise CliError(f"no local stack runs in {state_directory(state)}, and no project is configured", hint)
-    return found
+    if found := find(state):
+        return found
+    directory = state_directory(state)
+    if _is_explicit(state):
+        raise CliError(f"no local stack runs in {directory}", f"start it with `dropforge up --state {directory}`")
+    hint = "start one with `dropforge up`, or describe a project in DROPFORGE_* variables or in dropforge.toml"
+    raise CliError(f"no local stack runs in {directory}, and no project is configured", hint)
 
 
 def find(state: str | None) -> Deployment | None:
     """Like `connect`, but None when there is nothing to talk to. Raises CliError for a configuration that is wrong."""
-    explicit = state or os.environ.get("DROPFORGE_STATE")
+    explicit = _is_explicit(state)
     if not explicit and "DROPFORGE_PROJECT" in os.environ:
         return _configured("the environment")
     if stack := running(state_directory(state)):
@@ -92,6 +94,10 @@ def placeholders() -> Settings:
     required = [field.name for field in fields(Settings) if field.default is MISSING]
     values = {name: f"YOUR-{name.upper().replace('_', '-')}" for name in required}
     return Settings(**{**values, "location": "us-central1"})  # type: ignore[arg-type]
+
+
+def _is_explicit(state: str | None) -> bool:
+    return bool(state or os.environ.get("DROPFORGE_STATE"))
 
 
 def _configured(source: str) -> Deployment:

@@ -102,7 +102,7 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
     placements = [_placement(run, spec, settings, index, now) for index in range(len(target.regions(spec)))]
     endpoint = None if spec.serve is None else _endpoint(run, spec, settings, now)
     prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
-    return Plan(run, spec, placements, endpoint, _warnings(prices, now.date()))
+    return Plan(run, spec, placements, endpoint, price_warnings(prices, now.date()))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -167,11 +167,12 @@ def _cost(price: HourlyPrice, machine_seconds: int) -> float | None:
     return round(price.usd_per_hour * machine_seconds / SECONDS_PER_HOUR, 4)
 
 
-def _warnings(prices: list[HourlyPrice], today: date) -> list[str]:
+def price_warnings(prices: list[HourlyPrice], today: date) -> list[str]:
+    """What is wrong with prices: unknown ones, and ones that were looked up long ago."""
     warnings = []
     for price in prices:
         if price.usd_per_hour is None:
-            warnings.append(f"unknown price: {price.source}; the cost above is not known")
+            warnings.append(f"unknown price: {price.source}")
         elif price.as_of is not None and today - price.as_of > OLD_PRICE:
             age = (today - price.as_of).days
             warnings.append(f"the price of {price.as_of} is {age} days old; check {price.source}")

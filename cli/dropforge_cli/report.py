@@ -23,6 +23,7 @@ from dropforge.targets import get_target
 from .deployment import Deployment
 from .display import number, table, titled, usd
 from .logs import read_log
+from .plan import price_warnings
 
 LOG_LINES = 30
 ANSWER_SECONDS = 120.0
@@ -112,7 +113,8 @@ def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
     costs = [_cost(price, seconds) for _, seconds, price in used]
     rows.add_row("in all", "", "", usd(None if None in costs else sum(cost for cost in costs if cost is not None)))
     out.print(rows)
-    for line in dict.fromkeys(_source(price) for _, _, price in used):
+    prices = [price for _, _, price in used]
+    for line in [*dict.fromkeys(map(_source, prices)), *price_warnings(prices, utc_now().date())]:
         out.print(line, style="dim")
 
 
@@ -165,7 +167,5 @@ def _cost(price: HourlyPrice, seconds: float) -> float | None:
 
 
 def _source(price: HourlyPrice) -> str:
-    if price.usd_per_hour is None:
-        return f"price unknown: {price.source}"
     dated = f", as of {price.as_of}" if price.as_of else ""
     return f"price: {price.source}{dated}"

@@ -1,0 +1,279 @@
+"""`dropforge demo` and the commands that need a whole local stack, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# The demo itself, on a stack whose containers train and serve nothing, so that it takes seconds.
+NOOP = """
+import sys
+from dropforge_local import stack
+images, start = sys.argv.pop(1), stack.up
+def up(state, **options):
+    settings = {
+        "DROPFORGE_TRAIN_TRL_IMAGE": f"{stack.IMAGES}/train-noop:test",
+        "DROPFORGE_SERVE_VLLM_IMAGE": f"{stack.IMAGES}/serve-noop:test",
+    }
+    stack.StackConfig(images=images, settings=settings).save(state)
+    return start(state, **options)
+stack.up = up
+from dropforge_cli.main import cli
+cli(prog_name="dropforge")
+"""
+NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
+COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
+
+
+def noop_spec(behave: str = "succeed", **changes: Any) -> dict[str, Any]:
+    return {
+        "api_version": "dropforge/v1",
+        "name": "noop",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "gs://local-data/text-to-sql.jsonl"},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": {"type": "cloud_run", "ttl": "1h"},
+        "notify": {"slack": {"webhook_secret": "slack-webhook"}},
+        "secrets": {"HF_TOKEN": "hf-token"},
+        "labels": {"behave": behave},
+        **changes,
+    }
+
+
+class Process:
+    """A running command whose output can be waited for."""
+
+    def __init__(self, command: list[str], directory: Path) -> None:
+        clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
+        self.output = directory / f"output-{time.monotonic_ns()}"
+        with self.output.open("wb") as file:
+            self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while text not in self.text():
+            assert self.popen.poll() is None, f"ended before {text!r}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.text()}"
+            time.sleep(0.01)
+
+    def code(self, timeout: float = 120) -> int:
+        return self.popen.wait(timeout)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Start commands in an empty directory; whatever they leave is ended, and is a failure."""
+    started = []
+
+    def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
+        started.append(Process([*command, *arguments], tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()
+    left = processes_of(tmp_path)
+    for pid in left:
+        psutil.Process(pid).kill()
+    assert not left, [process.text() for process in started]
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Every process that has to do with a directory, by its command line, working directory or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marks = [*process.cmdline(), process.cwd(), process.environ().get("DROPFORGE_CONTAINER_ID", "")]
+        except psutil.Error:
+            continue
+        if any(str(directory) in mark for mark in marks):
+            found.append(process.pid)
+    return found
+
+
+def listening(state: Path) -> list[int]:
+    """The stack's ports that still accept connections."""
+    path = state / "ports.json"
+    ports = json.loads(path.read_text()) if path.exists() else []
+    return [port for port in ports if _accepts(port)]
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def write_spec(directory: Path, spec: dict[str, Any]) -> str:
+    path = directory / "spec.json"
+    path.write_text(json.dumps(spec))
+    return str(path)
+
+
+def test_a_demo_shows_the_whole_way_and_leaves_nothing(start: Callable[..., Process], tmp_path: Path) -> None:
+    demo = start("demo", write_spec(tmp_path, noop_spec()))
+    assert demo.code() == 0, demo.text()
+    output = demo.text()
+    expected = [
+        "started the local stack", "made the secrets", "put gs://local-data/text-to-sql.jsonl", "accepted", "training",
+        "succeeded", "exact match       0    0.9", "seconds per stage", "endpoint in us-central1",
+        "cloud.google.com/run/pricing", "as of 20", "3 messages as sent", "noop accepted", "noop training started",
+        "noop succeeded", "what is left  0 resources, 0 processes, 0 ports", "done after",
+    ]  # fmt: skip
+    places = [output.find(text) for text in expected]
+    assert -1 not in places, f"{expected[places.index(-1)]!r} is not in\n{output}"
+    assert places == sorted(places)
+    assert listening(tmp_path / "build" / "demo") == []
+
+
+def test_a_run_that_fails_is_a_demo_that_says_why(start: Callable[..., Process], tmp_path: Path) -> None:
+    demo = start("demo", write_spec(tmp_path, noop_spec("fail-data")))
+    assert demo.code() == 1
+    assert "the run is FAILED\ndata: behaves as data" in demo.text()
+    assert "0 resources, 0 processes, 0 ports" in demo.text()
+
+
+def test_a_crash_shows_the_end_of_the_container_s_log(start: Callable[..., Process], tmp_path: Path) -> None:
+    demo = start("demo", write_spec(tmp_path, noop_spec("no-such-behaviour")))
+    assert demo.code() == 1
+    assert "the end of the log of  projects/local-project/locations/us-central1/jobs/df-spec-" in demo.text()
+    assert "KeyError: 'no-such-behaviour'" in demo.text()
+
+
+def test_a_rejected_spec_shows_its_problems(start: Callable[..., Process], tmp_path: Path) -> None:
+    demo = start("demo", write_spec(tmp_path, noop_spec(model={"source": "gs://no-such-bucket/model"})))
+    assert demo.code() == 1
+    assert "the run is REJECTED\n/model/source: the bucket does not exist" in demo.text()
+
+
+@pytest.mark.parametrize("moment", ["", "started the local stack", "the container has started", "what is left"])
+def test_ctrl_c_at_any_moment_leaves_nothing(start: Callable[..., Process], tmp_path: Path, moment: str) -> None:
+    demo = start("demo", write_spec(tmp_path, noop_spec("succeed" if moment == "what is left" else "hang")))
+    state = tmp_path / "build" / "demo"
+    if moment:
+        demo.wait_for(moment)
+    else:
+        while not (state / "state.db").exists():  # the stack is starting
+            time.sleep(0.005)
+    ports = json.loads((state / "ports.json").read_text()) if moment else []
+    demo.popen.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    demo.popen.send_signal(signal.SIGTERM)  # impatience changes nothing
+    assert demo.code() == (0 if moment == "what is left" else 130), demo.text()
+    assert "Traceback" not in demo.text()
+    assert processes_of(state) == []
+    assert not any(_accepts(port) for port in ports)
+
+
+def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    spec = write_spec(tmp_path, noop_spec("hang"))
+    first = start("demo", spec)
+    first.wait_for("the container has started")
+    second = start("demo", spec)
+    assert second.code() == 1
+    assert "error: another demo runs in" in second.text()
+    first.popen.kill()
+    first.code()
+    third = start("demo", write_spec(tmp_path, noop_spec(serve=None)))
+    assert third.code() == 0, third.text()
+    assert re.search(r"ended stack \(pid \d+\), which an earlier demo had left", third.text())
+
+
+def test_up_and_down_do_what_they_say(start: Callable[..., Process], tmp_path: Path) -> None:
+    up = start("up")
+    assert up.code() == 0, up.text()
+    http = re.search(r"http://127.0.0.1:(\d+)", up.text())
+    assert http is not None
+    assert start("runs", command=COMMAND).code() == 0
+    again = start("up")
+    assert again.code() == 0
+    assert "runs already" in again.text()
+    taken = start("up", "--state", "other", "--http-port", http[1])
+    assert taken.code() == 1
+    assert re.match(r"error: .*choose other ports with --http-port", taken.text(), re.S), taken.text()
+    assert len(taken.text().splitlines()) <= 2
+    down = start("down", command=COMMAND)
+    assert down.code() == 0
+    assert re.fullmatch(r"ended stack \(pid \d+\)\n", down.text())
+    assert start("down", command=COMMAND).code() == 0
+
+
+def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path: Path) -> None:
+    def output(*arguments: str, code: int = 0) -> str:
+        process = start(*arguments, command=COMMAND)
+        assert process.code() == code, process.text()
+        return process.text()
+
+    assert start("up").code() == 0
+    spec = noop_spec(serve=None, dataset={"source": "owner/rows"}, secrets={})
+    watched = output("submit", write_spec(tmp_path, spec), "--watch")
+    run = watched.splitlines()[0]
+    assert "succeeded" in watched
+    assert run in output("runs")
+    assert json.loads(output("status", run, "--json"))["state"] == "SUCCEEDED"
+    assert f"jobs/df-{run}-a1  gone" in output("status", run)
+
+    hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).strip()
+    follower = start("logs", hanging, "--follow", command=COMMAND)
+    watcher = start("status", hanging, "--watch", command=COMMAND)
+    watcher.wait_for("the container has started")
+    patient = start("status", hanging, "--watch", command=COMMAND)
+    patient.wait_for("the container has started")
+    patient.popen.send_signal(signal.SIGINT)
+    assert patient.code() == 130
+    assert "the run goes on" in patient.text()
+    assert "asked for the end of" in output("cancel", hanging)
+    assert watcher.code() == 1
+    assert "cancelled" in watcher.text()
+    assert follower.code() == 0
+    assert "Traceback" not in follower.text()
+    assert "no resources" not in output("logs", run)
+    output("down", "--delete")
+
+
+@pytest.mark.timeout(600)
+def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    cache = ROOT / "build" / "tiny"
+    cache.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "tiny").symlink_to(cache)  # pre-trained once
+    demo = start("demo", str(ROOT / "examples" / "local" / "cloud_run.json"), command=COMMAND)
+    assert demo.code(500) == 0, demo.text()
+    output = demo.text()
+    before, after = re.search(r"exact match +(\S+) +(\S+)", output).groups()  # type: ignore[union-attr]
+    assert float(before) < 0.1
+    assert float(after) >= 0.8
+    assert re.search(r"^expected +(select .*)\nbase +.*\nserved +select ", output, re.M)
+    assert "what is left  0 resources, 0 processes, 0 ports" in output
+    assert canaries(tmp_path / "build" / "demo") == []
+    assert "local-canary-" not in output
+
+
+def canaries(state: Path) -> list[Path]:
+    """Files with the secret's value, other than the database of the emulated Secret Manager."""
+    files = [path for path in state.rglob("*") if path.is_file() and not path.name.startswith("state.db")]
+    return [path for path in files if b"local-canary-" in path.read_bytes()]
