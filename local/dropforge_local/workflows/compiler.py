@@ -706,9 +706,12 @@ class _Compiler:
         return Evaluation(resolve, function).compile(tree)
 
     def _library(self, signature: stdlib.Signature) -> Callable[..., Value]:
+        program, name = self._program, signature.name
+        if name in ("list.concat", "list.prepend"):
+            assert signature.run is not None
+            return partial(_grow, program, signature.run)
         if signature.run is not None:
             return signature.run
-        program, name = self._program, signature.name
 
         def contextual(*arguments: Value) -> Value:
             runtime = program.runtime
@@ -1015,6 +1018,13 @@ def _condition_op(test: Evaluate, then: Label, otherwise: Label) -> Op:
         raise system_error("TypeError", f"a condition must be a boolean; got: {kind(value)}")
 
     return condition
+
+
+def _grow(program: Program, run: Callable[[Value, Value], Value], objs: Value, val: Value) -> Value:
+    result = run(objs, val)
+    assert program.runtime is not None
+    program.runtime.sizer.grown(result, objs, val)
+    return result
 
 
 def _raise_op(value: Evaluate, slots: Slots) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from . import http
+from .connectors import Later as Later
 from .errors import EngineError, WorkflowError, system_error
 from .machine import Wait
 from .store import ExecutionRecord
@@ -31,20 +31,17 @@ _LEVELS = {
 }
 
 
-@dataclass(frozen=True)
-class Later:
-    """A connector's call is not done: `wait` says how far it is and when to go on."""
-
-    wait: Wait
+UNANSWERED = object()  # a mock leaves a callback to its time-out
 
 
 async def perform(engine: Engine, wait: Wait, effect_id: str) -> Value | Later:
     """Do a call. Raises WorkflowError for what the workflow shall see as an error."""
     if engine.mocks is not None:
-        arguments = wait.detail.get("arguments") or wait.detail
-        answered, value = await engine.mocks.answer(wait.call, wait.step, arguments, engine.clock)
+        answered, value = await engine.mocks.answer(wait, engine.clock)
         if answered:
             return value
+        if wait.kind in ("callback", "execution"):
+            return UNANSWERED
     if wait.kind == "connector":
         return await engine.connectors.perform(engine, wait, effect_id)
     return await send(engine, wait.detail, effect_id, wait.call)
@@ -52,7 +49,7 @@ async def perform(engine: Engine, wait: Wait, effect_id: str) -> Value | Later:
 
 async def send(engine: Engine, request: Mapping[str, Value], effect_id: str, call: str) -> Value:
     bound = http.bind(request, effect_id, call, engine.token)
-    return http.result_of(await engine.http.send(bound), engine.limits)
+    return http.result_of(await engine.send(bound), engine.limits)
 
 
 def may_repeat(request: Mapping[str, Value], repeatable: Callable[[str], bool]) -> bool:

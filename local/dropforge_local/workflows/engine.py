@@ -35,7 +35,7 @@ from .errors import (
     limit_error,
     system_error,
 )
-from .http import AiohttpTransport, HttpTransport
+from .http import AiohttpTransport, HttpRequest, HttpResponse, HttpTransport
 from .limits import Limits
 from .machine import Machine, Wait
 from .mock import Mocks
@@ -134,6 +134,7 @@ class Engine:
         self._timer: asyncio.Task[None] | None = None
         self._timer_due = float("inf")
         self._active = 0
+        self._sending = 0
         self._time_floor = 0.0
         self.lost_lease = False
 
@@ -178,7 +179,12 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if nothing can happen before a timer is due or a callback comes."""
-        return not (self._answers or self._runnable or self._tasks or self._pump_handle)
+        return not (self._answers or self._runnable or self._sending or self._pump_handle)
+
+    @property
+    def is_computing(self) -> bool:
+        """True if work is at hand, rather than only requests on their way."""
+        return bool(self._answers or self._runnable or self._pump_handle)
 
     # Workflows
 
@@ -623,7 +629,7 @@ class Engine:
         for ref, method in machine.new_callbacks:
             store_.put_callback(ref, id_, method)
         for wait in machine.waits:
-            if wait.kind == "execution":
+            if wait.kind == "execution" and self._mocks is None:
                 self._start_children(id_, wait)
             store_.put_wait(id_, wait)
         snapshot, added, removed = machine.snapshot()
@@ -727,7 +733,7 @@ class Engine:
 
     def _dispatch(self, waits: _Waits) -> None:
         """Do what has just been committed. A request that must not be sent twice is first marked as sent."""
-        unsafe = [(id_, wait.thread) for id_, wait in waits if wait.kind == "http" and not self._may_repeat(wait)]
+        unsafe = [(id_, wait.thread) for id_, wait in waits if not self._may_repeat(wait)]
         if unsafe:
             with self._db.transaction():
                 self._store.check_lease()
@@ -736,22 +742,23 @@ class Engine:
         for id_, wait in waits:
             if wait.due is not None:
                 earliest = min(earliest, wait.due)
-            elif wait.kind in ("http", "connector"):
+            if wait.kind in ("http", "connector") or (self._mocks is not None and wait.kind != "sleep"):
                 self._perform(id_, wait)
         self._schedule(earliest)
 
     def _may_repeat(self, wait: Wait) -> bool:
-        return effects.may_repeat(wait.detail, self._repeatable)
+        """True if sending it again does no harm, or nothing is sent."""
+        if wait.kind == "http":
+            return effects.may_repeat(wait.detail, self._repeatable)
+        return wait.kind != "connector" or self.connectors.may_repeat(wait, self._repeatable)
 
     def _recover(self, id_: int, wait: Wait, sent: bool) -> None:
         """An effect that was under way when the engine ended: done again where that is safe, else in doubt."""
-        if not sent or wait.kind != "http" or self._may_repeat(wait):
+        if not sent or self._may_repeat(wait):
             self._perform(id_, wait)
             return
-        error = system_error(
-            "ConnectionError",
-            f"the engine stopped during {wait.detail['method']} {wait.detail['url']}; it may have been received",
-        )
+        what = wait.call if wait.kind == "connector" else f"{wait.detail['method']} {wait.detail['url']}"
+        error = system_error("ConnectionError", f"the engine stopped during {what}; it may have been received")
         self._answers.append(_Answer(id_, wait.thread, wait.seq, effects.error_value(error), True))
 
     def _perform(self, id_: int, wait: Wait) -> None:
@@ -772,6 +779,8 @@ class Engine:
             failure = system_error("SystemError", f"{type(error).__name__}: {error}")
             outcome = _Answer(id_, thread, seq, effects.error_value(failure), True)
         self._tasks.pop(key, None)
+        if outcome is effects.UNANSWERED:
+            return
         if isinstance(outcome, effects.Later):
             self._postpone(id_, outcome.wait)
         elif isinstance(outcome, _Answer):
@@ -826,13 +835,16 @@ class Engine:
         now = self.now()
         pending = {(answer.execution, answer.thread, answer.seq) for answer in self._answers}
         assert self._loop is not None
-        for id_, wait in self._store.due(now):
+        due = self._store.due(now)
+        polls = [(id_, replace(wait, due=None)) for id_, wait in due if wait.kind == "connector"]
+        if polls:
+            with self._db.transaction():
+                self._store.check_lease()
+                self._store.begin_polls((id_, wait.thread) for id_, wait in polls)
+            self._dispatch(polls)
+        for id_, wait in due:
             key = (id_, wait.thread, wait.seq)
-            if key in pending or key in self._tasks:
-                continue
-            if wait.kind == "connector":
-                self._perform(id_, wait)
-            else:
+            if wait.kind != "connector" and key not in pending:
                 value, error = effects.timer_result(wait)
                 self._answers.append(_Answer(id_, wait.thread, wait.seq, value, error))
         for id_ in self._store.started_before(now - self.limits.duration_seconds):
@@ -848,9 +860,12 @@ class Engine:
 
     # For effects
 
-    @property
-    def http(self) -> HttpTransport:
-        return self._http
+    async def send(self, request: HttpRequest) -> HttpResponse:
+        self._sending += 1
+        try:
+            return await self._http.send(request)
+        finally:
+            self._sending -= 1
 
     @property
     def mocks(self) -> Mocks | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from lark import Lark, Token, Transformer, UnexpectedInput, v_args
+from lark import Lark, Token, Transformer, UnexpectedInput, UnexpectedToken, v_args
 from lark.exceptions import VisitError
 
 from . import decisions
@@ -169,7 +169,8 @@ def _run(start: str, text: str) -> Any:
     try:
         return _parser().parse(text, start=start)
     except UnexpectedInput as error:
-        offset = error.pos_in_stream if isinstance(error.pos_in_stream, int) else len(text)
+        at_end = isinstance(error, UnexpectedToken) and error.token.type == "$END"
+        offset = error.pos_in_stream if isinstance(error.pos_in_stream, int) and not at_end else len(text)
         found = repr(text[offset : offset + 12]) if 0 <= offset < len(text) else "the end"
         raise ExpressionError(_explain(text, offset, found), max(offset, 0)) from error
     except VisitError as error:
@@ -184,7 +185,7 @@ def _explain(text: str, offset: int, found: str) -> str:
     hint = ""
     if text[offset : offset + 1] == "{":
         hint = "; a map cannot be written inside an expression, assign it in a step first"
-    elif text[offset : offset + 1] == "$":
+    elif "${" in text:
         hint = "; an expression is one whole ${…}, it is not put together from several"
     elif text[offset : offset + 3] == "not":
         hint = "; write not(x in y)"

@@ -55,7 +55,6 @@ class _Reader:
         self.threads: dict[int, _Thread] = {0: _Thread()}
         self._marks = marks
         self._ancestors: dict[int, frozenset[int]] = {0: frozenset()}
-        self._latest: Entry | None = None
 
     def read(self, events: Sequence[Sequence[Any]]) -> None:
         for run in events:
@@ -75,8 +74,8 @@ class _Reader:
                     self.threads[run[at]] = _Thread(thread.open[-1] if thread.open else None)
                     at += 2
                 elif code == LOGGED:
-                    if self._latest is not None:
-                        self._latest.logs.append((run[at], run[at + 1]))
+                    if thread.open:
+                        thread.open[-1].logs.append((run[at], run[at + 1]))
                     at += 2
                 else:
                     self._move(thread, code, moment)
@@ -103,7 +102,6 @@ class _Reader:
             parent.children.append(entry)
         thread.open.append(entry)
         self.entries.append(entry)
-        self._latest = entry
 
     def _around(self, code: int) -> frozenset[int]:
         if code not in self._ancestors:

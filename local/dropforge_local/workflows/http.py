@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol
 
 import aiohttp
 
-from .errors import WorkflowError, system_error
+from .errors import WorkflowError, limit_error, system_error
 from .limits import Limits
-from .values import NotJson, Value, from_json, kind, to_json
+from .values import NotJson, Value, from_json, kind
+from .values import to_json as to_json
 
 USER_AGENT: Final = "GoogleCloudWorkflows; (+https://cloud.google.com/workflows/docs)"
 DEFAULT_TIMEOUT: Final = 1800.0
@@ -277,16 +278,24 @@ def bind(request: Mapping[str, Value], effect_id: str, call: str, token: Callabl
 def result_of(response: HttpResponse, limits: Limits) -> Value:
     """{body, code, headers}. Raises HttpError from status 400 on."""
     if len(response.body) > limits.response_bytes:
-        raise system_error(
-            "ResourceLimitError", f"HTTP response of more than {limits.response_bytes} bytes", prefix=True
-        )
+        raise limit_error(f"HTTP response of more than {limits.response_bytes} bytes")
     headers = dict(response.headers)
     content_type = next((value for name, value in headers.items() if name.lower() == "content-type"), "")
-    value = {"body": parse_body(response.body, content_type), "code": response.status, "headers": headers}
-    if response.status >= 400:
-        message = f"HTTP server responded with error code {response.status}"
-        raise WorkflowError({"tags": ["HttpError"], "message": message, **value}, context=message)
-    return value
+    return checked({"body": parse_body(response.body, content_type), "code": response.status, "headers": headers})
+
+
+def checked(value: dict[str, Value]) -> Value:
+    """A response's value. Raises HttpError from status 400 on."""
+    if value["code"] < 400:
+        return value
+    message = f"HTTP server responded with error code {value['code']}"
+    raise WorkflowError({"tags": ["HttpError"], "message": message, **value}, context=message)
+
+
+def body_of(request: Mapping[str, Value]) -> Value:
+    """The body that a prepared request carries, parsed by its Content-Type."""
+    content_type = next((value for name, value in request["headers"].items() if name.lower() == "content-type"), "")
+    return parse_body(base64.b64decode(request["body"]), content_type) if "body" in request else None
 
 
 def parse_body(body: bytes, content_type: str) -> Value:

@@ -119,6 +119,7 @@ class Machine:
         self._references: dict[int, tuple[Value, int]] = {}
         self._next_reference = 0
         self._last_steps: list[dict[str, str]] = []
+        self._current_events: list[Any] = []
 
     # Driving it
 
@@ -197,6 +198,7 @@ class Machine:
     def _run_thread(self, thread: Thread, budget: int) -> bool:
         """Run one thread. True if it could go on, False if it waits, joins or has ended."""
         events: list[Any] = [thread.id]
+        self._current_events = events
         self.events.append(events)
         while True:
             frame = thread.frames[-1]
@@ -492,7 +494,7 @@ class Machine:
         if given == ["json"] and type(value) is not dict:
             raise system_error("TypeError", f"sys.log: argument 'json' must be a map; got: {kind(value)}")
         self.logs.append({"severity": severity.upper(), "data": value, "time": self.now()})
-        self.events.append([-1, LOGGED, self.now(), severity.upper(), value])
+        self._current_events += (LOGGED, self.now(), severity.upper(), value)
 
     # Errors as the outside sees them
 

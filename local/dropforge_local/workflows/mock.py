@@ -1,16 +1,223 @@
-"""Canned answers for a workflow's calls, so that it can be tested without services (`run --mock FILE`)."""
+"""Canned answers for a workflow's calls, so that it can be tested without services (`run --mock FILE`).
+
+A mock file is a list (or a map with `calls`) of rules; the first that fits a call answers it:
+
+    - call: http.post                 # the function's name; * matches anything
+      step: advance                   # the step's name (optional)
+      where: {url: "*/provision"}     # arguments, texts with * (optional); `body.x` reaches into the body
+      responses:                      # one after another; `times: 2` or `times: always` repeats one
+        - body: {status: PENDING}     # http.*: body, code, headers; a code from 400 on is an HttpError
+          times: 2
+        - raise: {tags: [ConnectionError], message: reset}
+          delay: 3                    # seconds until it answers
+        - return: {code: 200, body: {status: RUNNING}, headers: {}}   # the call's whole value
+
+A rule without `responses` is itself one response, given always. `events.await_callback` takes `body` (and `headers`,
+`query`, `method`) or `timeout: true`. A call that no rule fits ends the execution with an error that says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from . import effects, http
 from .clock import Clock
-from .values import Value
+from .errors import DeployError, InvalidArgument, WorkflowError
+from .limits import Limits
+from .machine import Wait
+from .source import Node, load
+from .values import NotJson, Value, to_json
 
 
 class Mocks(Protocol):
-    """What the engine asks before it sends anything."""
+    """What the engine asks before it does anything for a wait."""
 
-    async def answer(self, call: str, step: str, arguments: Mapping[str, Value], clock: Clock) -> tuple[bool, Value]:
-        """(True, value) to answer instead of the service, (False, None) to let the call go out."""
+    async def answer(self, wait: Wait, clock: Clock) -> tuple[bool, Value]:
+        """(True, value) to answer in the service's place; (False, None) to do nothing of the kind.
+
+        Raises WorkflowError to answer with an error.
+        """
+
+
+@dataclass
+class Recorded:
+    """A call that was answered: for assertions about what a workflow did."""
+
+    call: str
+    step: str
+    arguments: Mapping[str, Value]
+
+
+@dataclass
+class _Response:
+    kind: str  # value, error, http, callback, timeout
+    value: Value
+    delay: float
+    times: int
+
+
+@dataclass
+class _Rule:
+    call: str
+    step: str
+    where: Mapping[str, Value]
+    responses: Sequence[_Response]
+    given: int = 0
+
+    def fits(self, wait: Wait, arguments: Mapping[str, Value]) -> bool:
+        if not fnmatch.fnmatchcase(wait.call, self.call) or not fnmatch.fnmatchcase(wait.step, self.step):
+            return False
+        return all(_matches(_reach(arguments, name), wanted) for name, wanted in self.where.items())
+
+    def next(self) -> _Response | None:
+        given, self.given = self.given, self.given + 1
+        for response in self.responses:
+            if given < response.times:
+                return response
+            given -= response.times
+        return None
+
+
+class ScriptedMocks:
+    """Rules as above, from text or from a value. `calls` holds every call that was answered, in order."""
+
+    def __init__(self, rules: str | Sequence[Mapping[str, Value]]) -> None:
+        self.calls: list[Recorded] = []
+        value = _parsed(rules) if isinstance(rules, str) else rules
+        if isinstance(value, Mapping):
+            value = value.get("calls")
+        if not isinstance(value, Sequence):
+            raise InvalidArgument("a mock file must be a list of rules, or a map with 'calls'")
+        self._rules = [_rule(rule, number) for number, rule in enumerate(value, 1)]
+
+    async def answer(self, wait: Wait, clock: Clock) -> tuple[bool, Value]:
+        arguments = _arguments(wait)
+        rule = next((rule for rule in self._rules if rule.fits(wait, arguments)), None)
+        if rule is None and wait.kind == "callback":
+            return False, None
+        self.calls.append(Recorded(wait.call, wait.step, arguments))
+        response = rule.next() if rule is not None else None
+        if response is None:
+            raise _unanswered(wait, arguments, exhausted=rule is not None)
+        if response.delay:
+            await clock.sleep_until(clock.now() + response.delay)
+        if response.kind == "timeout":
+            return False, None
+        if response.kind == "error":
+            raise _error(response.value)
+        if response.kind == "http":
+            return True, http.checked(response.value)
+        if response.kind == "callback":
+            return True, _callback(response.value, clock.now())
+        return True, response.value
+
+
+def _unanswered(wait: Wait, arguments: Mapping[str, Value], *, exhausted: bool) -> WorkflowError:
+    try:
+        shown = to_json(arguments)
+    except NotJson:
+        shown = str(arguments)
+    reason = "the mock's responses are used up" if exhausted else "no mock answers"
+    text = f"SystemError: {reason}: {wait.call} in step {wait.step!r} with {shown[:500]}"
+    return WorkflowError({"message": text, "tags": ["SystemError"]}, context=text, catchable=False)
+
+
+def _arguments(wait: Wait) -> Mapping[str, Value]:
+    """A call's arguments as its author wrote them, as far as they are kept."""
+    if wait.kind == "connector":
+        arguments: Mapping[str, Value] = wait.detail["arguments"]
+        return arguments
+    if wait.kind != "http":
+        return wait.detail
+    request = dict(wait.detail)
+    body = http.body_of(request)
+    return {**request, "body": body}
+
+
+def _reach(arguments: Mapping[str, Value], name: str) -> Value:
+    value: Value = arguments
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _matches(value: Value, wanted: Value) -> bool:
+    if isinstance(wanted, str) and isinstance(value, str):
+        return fnmatch.fnmatchcase(value, wanted)
+    if isinstance(wanted, dict) and isinstance(value, dict):
+        return all(_matches(value.get(key), item) for key, item in wanted.items())
+    return bool(value == wanted)
+
+
+_RULE_KEYS = {"call", "step", "where", "responses"}
+_HTTP_KEYS = {"body", "code", "headers"}
+_CALLBACK_KEYS = {"body", "headers", "query", "method"}
+
+
+def _rule(rule: Any, number: int) -> _Rule:
+    if not isinstance(rule, Mapping) or not isinstance(rule.get("call"), str):
+        raise InvalidArgument(
+            f"mock rule {number} must be a map with 'call'; got: {json.dumps(rule, default=str)[:200]}"
+        )
+    call = rule["call"]
+    if "responses" in rule:
+        if unknown := set(rule) - _RULE_KEYS:
+            raise InvalidArgument(f"mock rule {number}: unexpected {sorted(unknown)} beside 'responses'")
+        responses = [_response(call, response, f"rule {number}", 1) for response in rule["responses"]]
+    else:
+        alone = {key: value for key, value in rule.items() if key not in _RULE_KEYS}
+        responses = [_response(call, alone, f"rule {number}", 2**62)]
+    return _Rule(call, str(rule.get("step", "*")), rule.get("where") or {}, responses)
+
+
+def _response(call: str, response: Any, where: str, times: int) -> _Response:
+    if not isinstance(response, Mapping):
+        raise InvalidArgument(f"mock {where}: a response must be a map; got: {response!r}")
+    parts = dict(response)
+    delay = float(parts.pop("delay", 0))
+    count = parts.pop("times", times)
+    count = 2**62 if count == "always" else int(count)
+    if set(parts) == {"return"}:
+        return _Response("value", parts["return"], delay, count)
+    if set(parts) == {"raise"}:
+        return _Response("error", parts["raise"], delay, count)
+    if call.startswith("http.") and set(parts) <= _HTTP_KEYS:
+        return _Response("http", {"code": 200, "headers": {}, "body": None, **parts}, delay, count)
+    if call == "events.await_callback" and parts == {"timeout": True}:
+        return _Response("timeout", None, delay, count)
+    if call == "events.await_callback" and set(parts) <= _CALLBACK_KEYS:
+        return _Response("callback", parts, delay, count)
+    raise InvalidArgument(
+        f"mock {where} for {call}: {sorted(parts)} is no response; expected return, raise, or body, code, headers"
+    )
+
+
+def _error(value: Value) -> WorkflowError:
+    if isinstance(value, dict) and isinstance(value.get("message"), str):
+        return WorkflowError(value, context=value["message"])
+    return WorkflowError(value, context=None)
+
+
+def _callback(parts: Mapping[str, Value], now: float) -> Value:
+    return effects.callback_value(
+        parts.get("method", "POST"), parts.get("headers", {}), parts.get("query", {}), parts.get("body"), "/mock", now
+    )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return _plain(load(text, max_bytes=2**24, max_nodes=Limits().nodes))
+    except DeployError as error:
+        raise InvalidArgument(f"mock file: {error.problems[0]}") from error
+
+
+def _plain(node: Node) -> Any:
+    if node.kind == "list":
+        return [_plain(item) for item in node.value]
+    if node.kind == "map":
+        return {key: _plain(value) for key, _, value in node.items()}
+    return node.value

@@ -6,6 +6,7 @@ used. The walk is iterative: libyaml's composer recurses in C and a deep documen
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -44,9 +45,8 @@ def load(text: str, *, max_bytes: int, max_nodes: int) -> Node:
     if len(text.encode("utf-8", "surrogatepass")) > max_bytes:
         raise DeployError([Problem(f"source is {len(text)} bytes; the limit is {max_bytes}")])
     if text.lstrip()[:1] in ("{", "["):
-        text = text.replace(
-            "\t", " "
-        )  # JSON may be indented with tabs, YAML may not; inside a JSON string both are refused
+        # JSON may be indented with tabs, YAML may not; YAML's parser refuses half characters, JSON writes two for one.
+        text = _SURROGATES.sub(lambda pair: str(json.loads(f'"{pair.group()}"')), text.replace("\t", " "))
     try:
         return _Builder(max_nodes).build(text)
     except yaml.MarkedYAMLError as error:
@@ -134,7 +134,7 @@ class _Builder:
             self._root = node
 
     def _scalar(self, event: Any) -> Node:
-        text = _join_surrogates(event.value)
+        text = event.value
         plain = event.style is None or event.style == ""
         value: Any = text
         if event.tag in (None, "!"):
@@ -152,6 +152,7 @@ class _Builder:
         return DeployError([Problem(message, event.start_mark.line + 1, event.start_mark.column + 1)])
 
 
+_SURROGATES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _INTEGER = re.compile(r"[-+]?[0-9]+\Z")
 _OCTAL = re.compile(r"0o[0-7]+\Z")
 _HEX = re.compile(r"0x[0-9a-fA-F]+\Z")
@@ -185,10 +186,3 @@ def resolve(text: str) -> Any:
 
 def _int64(number: int, text: str) -> Any:
     return number if -(2**63) <= number < 2**63 else float(number) if abs(number) < 10**300 else text
-
-
-def _join_surrogates(text: str) -> str:
-    """JSON's \\ud83d\\ude00 is one character; YAML's parser leaves two halves."""
-    if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -382,6 +382,10 @@ class Store:
     def mark_sent(self, waits: Iterable[tuple[int, int]]) -> None:
         self._sql.executemany("UPDATE wf_wait SET sent = 1 WHERE execution = ? AND thread = ?", waits)
 
+    def begin_polls(self, waits: Iterable[tuple[int, int]]) -> None:
+        """These are due no longer: they are being looked at."""
+        self._sql.executemany("UPDATE wf_wait SET due = NULL WHERE execution = ? AND thread = ?", waits)
+
     def effects(self) -> list[tuple[int, Wait, bool]]:
         """Every wait that something must be done for, with whether it was already sent."""
         rows = self._sql.execute(

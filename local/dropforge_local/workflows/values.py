@@ -99,14 +99,24 @@ class Sizer:
             if len(value) > self._string_bytes // 4 and self.size(value) > self._string_bytes:
                 raise limit_error(f"a string of {self.size(value)} bytes; the limit is {self._string_bytes}")
             return
+        is_new = id(value) not in self._known
         size, depth = self.measure(value)
         if size > self._variables_bytes:
             raise memory_error(size, self._variables_bytes)
         if depth > decisions.MAX_VALUE_DEPTH:
             raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}")
-        self._remembered += size
+        self._remembered += size if is_new else 0
         if self._remembered > 16_000_000 or len(self._known) > 4096:
             self.forget()
+
+    def grown(self, value: Value, old: Value, part: Value) -> None:
+        """`value` is the list `old` and one part more: its size is known without a walk."""
+        known = self._known.pop(id(old), None)
+        if known is None or known[0] is not old:
+            return
+        size, depth = self.measure(part)
+        self._known[id(value)] = (value, known[1] + size, max(known[2], depth + 1))
+        self._remembered += size
 
     def forget(self) -> None:
         """Let go of the values that sizes are remembered of."""

@@ -1,0 +1,23 @@
+"""What Google would bill for an execution's steps (cloud.google.com/workflows/pricing; free tier not deducted)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+INTERNAL_PER_1000: Final = 0.01  # US dollars
+EXTERNAL_PER_1000: Final = 0.025
+FREE_INTERNAL: Final = 5_000  # a month
+FREE_EXTERNAL: Final = 2_000
+
+
+def cost(internal: int, external: int) -> float:
+    return (internal * INTERNAL_PER_1000 + external * EXTERNAL_PER_1000) / 1000
+
+
+def summary(steps: int, external: int) -> str:
+    """One line for people."""
+    internal = steps - external
+    return (
+        f"billed steps: {internal} internal, {external} external = ${cost(internal, external):.6f} "
+        f"beyond the free {FREE_INTERNAL:,} and {FREE_EXTERNAL:,} a month"
+    )
