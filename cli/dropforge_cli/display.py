@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +14,18 @@ PIPE_WIDTH = 240  # what is read by programs or files is not wrapped at 80
 
 def stdout() -> Console:
     """A console on standard output, as it is at this moment."""
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    """A console for what must not mix with the result."""
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
     # Without markup: what is shown comes from specs and clouds, and `[:90%]` is a split, not a style.
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
+    width = None if file.isatty() else PIPE_WIDTH
+    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
 def titled(title: str, text: str = "") -> Text:

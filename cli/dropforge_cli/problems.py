@@ -43,6 +43,8 @@ def explained() -> Iterator[None]:
         raise CliError(f"{error.error_class}: {error.message}", error.hint) from error
     except DropforgeError as error:
         raise CliError(str(error)) from error
+    except BrokenPipeError:
+        raise  # `dropforge runs | head -1`: click ends silently
     except OSError as error:
         # ConnectionError and requests' own errors are OSErrors too.
         raise _of_client(error) if isinstance(error, _client_errors()) else CliError(str(error)) from error

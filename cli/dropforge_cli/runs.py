@@ -16,7 +16,7 @@ from dropforge.errors import NotFound
 from dropforge.runs import Ledger, Record, RunState, RunStore, open_store, utc_now
 
 from .deployment import Deployment, connect
-from .display import duration, number, stdout, table, titled, usd
+from .display import duration, number, stderr, stdout, table, titled, usd
 from .follow import Follower, Snapshot, bar, watch
 from .options import json_option, state_option
 from .problems import FAILED, CliError
@@ -55,7 +55,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     record = find_run(store, run)
     succeeded = True
     if watched and not record.state.is_terminal:
-        succeeded = watch(deployment, record.run, stdout())
+        succeeded = watch(deployment, record.run, stderr() if as_json else stdout())
     snapshot = Follower(store, record.run).look()
     assert snapshot is not None, "a record is never deleted"
     if as_json:

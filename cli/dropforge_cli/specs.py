@@ -50,6 +50,7 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
     deployment = connect(state)
     run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
     click.echo(run)
+    click.echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):
         raise SystemExit(FAILED)
 

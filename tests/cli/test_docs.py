@@ -1,0 +1,41 @@
+"""docs/cli.md names every command and every option, and its configuration is complete."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+
+from dropforge_cli import deployment
+from dropforge_cli.main import cli
+
+from .conftest import ROOT, Run
+
+TEXT = (ROOT / "docs" / "cli.md").read_text()
+
+
+def test_every_command_and_option_is_documented() -> None:
+    missing = [name for name in cli.commands if f"`dropforge {name}" not in TEXT]
+    for command in cli.commands.values():
+        options = [o for o in command.params if isinstance(o, click.Option)] if command.name != "workflows" else []
+        missing += [name for option in options for name in option.opts if name not in TEXT]
+    assert missing == []
+
+
+def test_no_command_is_documented_that_does_not_exist() -> None:
+    assert set(re.findall(r"`dropforge ([a-z]+)", TEXT)) <= set(cli.commands)
+
+
+def test_the_documented_configuration_is_a_configuration(dropforge: Run) -> None:
+    found = re.search(r"```toml\n(.*?)```", TEXT, re.S)
+    assert found is not None
+    deployment.CONFIG.write_text(found[1])
+    assert deployment.connect(None).settings.workflow_name.startswith("projects/my-project/locations/us-central1/")
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_has_help(dropforge: Run, name: str) -> None:
+    result = dropforge(name, "--help")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: cli {name}")
