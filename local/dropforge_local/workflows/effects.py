@@ -37,7 +37,7 @@ UNANSWERED = object()  # a mock leaves a callback to its time-out
 async def perform(engine: Engine, wait: Wait, effect_id: str) -> Value | Later:
     """Do a call. Raises WorkflowError for what the workflow shall see as an error."""
     if engine.mocks is not None:
-        answered, value = await engine.mocks.answer(wait, engine.clock)
+        answered, value = await engine.mocks.answer(wait, engine.now, engine.doze)
         if answered:
             return value
         if wait.kind in ("callback", "execution"):

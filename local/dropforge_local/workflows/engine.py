@@ -134,7 +134,7 @@ class Engine:
         self._timer: asyncio.Task[None] | None = None
         self._timer_due = float("inf")
         self._active = 0
-        self._sending = 0
+        self._dozing = 0
         self._time_floor = 0.0
         self.lost_lease = False
 
@@ -179,7 +179,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if nothing can happen before a timer is due or a callback comes."""
-        return not (self._answers or self._runnable or self._sending or self._pump_handle)
+        return not self.is_computing and len(self._tasks) == self._dozing
 
     @property
     def is_computing(self) -> bool:
@@ -861,11 +861,15 @@ class Engine:
     # For effects
 
     async def send(self, request: HttpRequest) -> HttpResponse:
-        self._sending += 1
+        return await self._http.send(request)
+
+    async def doze(self, when: float) -> None:
+        """Sleep inside an effect: a virtual clock may jump over this, unlike over a request."""
+        self._dozing += 1
         try:
-            return await self._http.send(request)
+            await self.clock.sleep_until(when)
         finally:
-            self._sending -= 1
+            self._dozing -= 1
 
     @property
     def mocks(self) -> Mocks | None:

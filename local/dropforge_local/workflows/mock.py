@@ -20,23 +20,25 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import effects, http
-from .clock import Clock
 from .errors import DeployError, InvalidArgument, WorkflowError
 from .limits import Limits
 from .machine import Wait
 from .source import Node, load
 from .values import NotJson, Value, to_json
 
+Now = Callable[[], float]
+SleepUntil = Callable[[float], Awaitable[None]]
+
 
 class Mocks(Protocol):
     """What the engine asks before it does anything for a wait."""
 
-    async def answer(self, wait: Wait, clock: Clock) -> tuple[bool, Value]:
+    async def answer(self, wait: Wait, now: Now, sleep_until: SleepUntil) -> tuple[bool, Value]:
         """(True, value) to answer in the service's place; (False, None) to do nothing of the kind.
 
         Raises WorkflowError to answer with an error.
@@ -94,7 +96,7 @@ class ScriptedMocks:
             raise InvalidArgument("a mock file must be a list of rules, or a map with 'calls'")
         self._rules = [_rule(rule, number) for number, rule in enumerate(value, 1)]
 
-    async def answer(self, wait: Wait, clock: Clock) -> tuple[bool, Value]:
+    async def answer(self, wait: Wait, now: Now, sleep_until: SleepUntil) -> tuple[bool, Value]:
         arguments = _arguments(wait)
         rule = next((rule for rule in self._rules if rule.fits(wait, arguments)), None)
         if rule is None and wait.kind == "callback":
@@ -104,7 +106,7 @@ class ScriptedMocks:
         if response is None:
             raise _unanswered(wait, arguments, exhausted=rule is not None)
         if response.delay:
-            await clock.sleep_until(clock.now() + response.delay)
+            await sleep_until(now() + response.delay)
         if response.kind == "timeout":
             return False, None
         if response.kind == "error":
@@ -112,7 +114,7 @@ class ScriptedMocks:
         if response.kind == "http":
             return True, http.checked(response.value)
         if response.kind == "callback":
-            return True, _callback(response.value, clock.now())
+            return True, _callback(response.value, now())
         return True, response.value
 
 

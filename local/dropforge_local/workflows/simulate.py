@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from .clock import Clock, SystemClock, VirtualClock
 from .engine import Engine
@@ -99,6 +99,12 @@ def simulate(
     )
 
 
+class Until(Protocol):
+    """A future, as far as `drive` looks at it."""
+
+    def done(self) -> bool: ...
+
+
 async def _simulate(
     source: str,
     argument: Any,
@@ -137,7 +143,7 @@ async def _cancel(engine: Engine, clock: Clock, name: str, when: float) -> None:
         engine.cancel(name)
 
 
-async def drive(engine: Engine, clock: VirtualClock, until: asyncio.Future[Any]) -> None:
+async def drive(engine: Engine, clock: VirtualClock, until: Until) -> None:
     """Move a virtual clock to the next timer whenever the engine has nothing else to do, until `until` is done."""
     while not until.done():
         for _ in range(4):  # let tasks that have just been started reach what they wait for
