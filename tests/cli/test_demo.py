@@ -30,6 +30,7 @@ def up(state, **options):
     settings = {
         "DROPFORGE_TRAIN_TRL_IMAGE": f"{stack.IMAGES}/train-noop:test",
         "DROPFORGE_SERVE_VLLM_IMAGE": f"{stack.IMAGES}/serve-noop:test",
+        "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
     }
     stack.StackConfig(images=images, settings=settings).save(state)
     return start(state, **options)
@@ -235,7 +236,7 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert json.loads(output("status", run, "--json"))["state"] == "SUCCEEDED"
     assert f"jobs/df-{run}-a1  gone" in output("status", run)
 
-    hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).strip()
+    hanging = output("submit", write_spec(tmp_path, {**spec, "labels": {"behave": "hang"}})).splitlines()[0]
     follower = start("logs", hanging, "--follow", command=COMMAND)
     watcher = start("status", hanging, "--watch", command=COMMAND)
     watcher.wait_for("the container has started")
