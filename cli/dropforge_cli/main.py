@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -23,7 +21,14 @@ class Commands(click.Group):
     """Commands in the order in which they are met; expected errors are one line, Ctrl-C ends with 130."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [*self.commands, "workflows"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "workflows":
+            from .workflows import workflows  # the engine takes longer to import than most commands take to run
+
+            return workflows
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -45,5 +50,3 @@ def cli() -> None:
 
 for command in (demo, up, down, validate, plan, submit, runs, status, logs, cancel):
     cli.add_command(command)
-if find_spec("dropforge_cli.workflows") is not None:
-    cli.add_command(import_module("dropforge_cli.workflows").workflows)
