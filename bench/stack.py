@@ -60,10 +60,12 @@ def measure(info: local.StackInfo) -> None:
     began = time.monotonic()
     wait_for(store, [drop(f"many-{number}") for number in range(TOGETHER)], timeout=300)
     print(f"no-op runs per second: {TOGETHER / (time.monotonic() - began):.1f} ({TOGETHER} at once)")
-    for number in range(WAITING):
-        drop(f"wait-{number}", behave="hang")
-    wait_for_waiting(store)
-    print(f"memory with {WAITING} runs waiting: {memory(info):.0f} MB")
+    wait_for_waiting(store, [drop(f"wait-{number}", behave="hang") for number in range(WAITING)])
+    before = cpu_seconds(info)
+    time.sleep(10)
+    print(
+        f"memory with {WAITING} runs waiting: {memory(info):.0f} MB, {(cpu_seconds(info) - before) * 10:.1f} % of a core"
+    )
 
 
 def drop(name: str, behave: str = "succeed") -> str:
@@ -94,15 +96,14 @@ def wait_for(store: Any, runs: list[str], timeout: float = 60) -> None:
         raise SystemExit(f"{len(left)} runs did not end, among them {store.find(left.pop())}")
 
 
-def wait_for_waiting(store: Any) -> None:
-    """Until every waiting run's container has reported that it started."""
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        found = sum(1 for name in store.names("runs/", None) if name.endswith("-started.json"))
-        if found >= WAITING + SEQUENTIAL + TOGETHER + 1:
-            return
+def wait_for_waiting(store: Any, runs: list[str]) -> None:
+    """Until every run waits for its container, which has reported that it started."""
+    left, deadline = set(runs), time.monotonic() + 900
+    while left and time.monotonic() < deadline:
+        left = {run for run in left if (record := store.find(run)) is None or record.state != "TRAINING"}
         time.sleep(1)
-    print("  (not all of them had started)")
+    if left:
+        print(f"  ({len(left)} of them had not started)")
 
 
 def execution_start(record: Any) -> float:
@@ -122,10 +123,17 @@ def terminal_delay(store: Any, run: str) -> float:
 
 def memory(info: local.StackInfo) -> float:
     """Megabytes (RSS) of the stack and the functions, without containers."""
+    return sum(process.memory_info().rss for process in processes(info)) / 1e6
+
+
+def cpu_seconds(info: local.StackInfo) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes(info))
+
+
+def processes(info: local.StackInfo) -> list[psutil.Process]:
+    """The stack and the functions' master and worker; containers are children of nobody."""
     stack = psutil.Process(info.pid)
-    family = [stack, *stack.children(recursive=True)]
-    ours = [p for p in family if "DROPFORGE_CONTAINER_ID" not in p.environ()]
-    return sum(p.memory_info().rss for p in ours) / 1e6
+    return [stack, *(p for p in stack.children(recursive=True) if "functions_host" in " ".join(p.cmdline()))]
 
 
 def show(what: str, seconds: list[float]) -> None:

@@ -98,9 +98,12 @@ class Container:
         """Every live process of the container, its shim included."""
         return find_members(self.directory).get(self.directory, [])
 
-    def resident_bytes(self) -> int:
-        """Memory of all processes but the shim; shared pages count once where the kernel says (Linux)."""
-        processes = [pid for pid in self._tree() if pid != self.pid]
+    def resident_bytes(self, children: Mapping[int, list[int]] | None = None) -> int:
+        """Memory of all processes but the shim; shared pages count once where the kernel says (Linux).
+
+        `children` is `children_by_parent()`, for a caller that asks for many containers.
+        """
+        processes = _descendants(self.pid, children_by_parent() if children is None else children)
         total = sum(_memory(pid, exact=False) for pid in processes)
         if self.memory_bytes is None or total <= self.memory_bytes:
             return total
@@ -111,13 +114,6 @@ class Container:
         """Give back the disk that a finished container no longer needs; output and exit code stay."""
         for name in ("home", "rootfs"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
-
-    def _tree(self) -> list[int]:
-        try:
-            shim_process = psutil.Process(self.pid)
-            return [self.pid, *(child.pid for child in shim_process.children(recursive=True))]
-        except psutil.Error:
-            return []
 
 
 class Runtime:
@@ -226,9 +222,12 @@ class Runtime:
     async def _watch_memory(self) -> None:
         while True:
             await asyncio.sleep(MEMORY_CHECK_SECONDS)
+            if not self.containers:
+                continue
+            children = children_by_parent()  # once for all: looking at every process is the dear part
             for container in list(self.containers.values()):
                 limit = container.memory_bytes
-                if limit and container.exit is None and (used := container.resident_bytes()) > limit:
+                if limit and container.exit is None and (used := container.resident_bytes(children)) > limit:
                     append_platform_line(container.directory, _memory_message(limit, used))
                     self._spawn(self._end_for_memory(container))
                     container.memory_bytes = None
@@ -240,6 +239,14 @@ class Runtime:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Every process of the machine by its parent, in one look."""
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter(["ppid"]):
+        found.setdefault(process.info["ppid"], []).append(process.pid)
+    return found
 
 
 def end_all(directory: Path, grace_seconds: float = 5.0) -> list[str]:
@@ -359,6 +366,15 @@ def _is_same(pid: int, created: float, directory: Path) -> bool:
     # psutil derives start times from the boot time, which moves with the clock: hence the tolerance and the mark.
     same_start = now is not None and (not created or abs(now - created) < 2)
     return same_start and _alive(pid) and _mark(psutil.Process(pid)) in ("", str(directory))
+
+
+def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
 
 
 def _alive(pid: int) -> bool:
