@@ -543,6 +543,7 @@ class _Compiler:
         self._what = "error evaluating concurrency_limit"
         limit = self._evaluate(action.limit, place) if action.limit is not None else constant(None)
         self._what = ""
+        codes: list[Code] = []
         if action.loop is None:
             count = len(action.branches)
             codes = [self._declarations.scopes[id(node)].code for _, _, node in action.branches]
@@ -556,7 +557,7 @@ class _Compiler:
         self._emitter.emit(f"{place.path}#parallel", lambda: fork, lambda: partial(_ignore_result, after.pc))
         if action.loop is not None:
             self._branch(step, action.loop.steps, scope, inside, "FOR_ITERATION", is_loop=True)
-        for (name, steps, node), code in zip(action.branches, codes if action.branches else [], strict=True):
+        for (name, steps, node), code in zip(action.branches, codes, strict=False):
             scope = self._declarations.scopes[id(node)]
             entry = _Place(place.scope, place.jumps, name, code.key, inside.mark, True)
             self._branch(syntax.Step(name, node, None), steps, scope, entry, "PARALLEL_BRANCH_ENTRY", is_loop=False)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 Document = Mapping[str, Any]
+LoadDocument = Callable[[str, str], Document | None]  # by API and version; None for one that is unknown
 DEFAULT_TIMEOUT = 1800.0  # seconds for the whole of a call that awaits an operation
 MAX_TIMEOUT = 31_536_000.0
 REQUEST_TIMEOUT = 1800.0
@@ -60,7 +61,7 @@ class Method:
 class Connectors:
     """Performs connector calls. `endpoints`: base URLs that replace Google's, by API name (run, container, …)."""
 
-    def __init__(self, endpoints: Mapping[str, str], load: Callable[[str, str], Document | None] | None = None) -> None:
+    def __init__(self, endpoints: Mapping[str, str], load: LoadDocument | None = None) -> None:
         self.endpoints = dict(endpoints)
         self._load = load or _installed_document
 

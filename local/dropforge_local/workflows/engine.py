@@ -22,7 +22,7 @@ from typing import Any, Final
 from . import effects
 from .clock import Clock
 from .compiler import compile_source
-from .connectors import Connectors
+from .connectors import Connectors, LoadDocument
 from .errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -105,6 +105,7 @@ class Engine:
         authorize: Authorize = lambda headers: True,
         repeatable: Callable[[str], bool] = lambda url: False,
         endpoints: Mapping[str, str] | None = None,
+        discovery: LoadDocument | None = None,
         project_number: str = "100000000000",
         mocks: Mocks | None = None,
         takeover: bool = False,
@@ -112,7 +113,7 @@ class Engine:
         self.callback_base_url = callback_base_url
         self.limits = limits
         self.clock = clock
-        self.connectors = Connectors(endpoints or {})
+        self.connectors = Connectors(endpoints or {}, discovery)
         self._store = Store(db)
         self._db = db
         self._http = http or AiohttpTransport(limits.response_bytes)
