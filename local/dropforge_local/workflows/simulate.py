@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .clock import Clock, SystemClock, VirtualClock
@@ -28,7 +28,7 @@ class Simulation:
     """How an execution ended, and its step entries."""
 
     record: ExecutionRecord
-    entries: list[Entry]
+    entries: list[Entry] = field(repr=False)  # linked to one another: a repr that never ends
 
     @property
     def state(self) -> str:

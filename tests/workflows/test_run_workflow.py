@@ -1,0 +1,210 @@
+"""Every path of our production workflow, with canned answers from the functions and a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge_local.workflows.mock import ScriptedMocks
+from dropforge_local.workflows.simulate import Simulation, simulate
+
+SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
+URL = "https://functions.example/dropforge-"
+
+RUNNING = {"status": "RUNNING"}
+TRAINED = {"status": "SUCCEEDED", "started": True, "serve": True, "gate": {"passed": True}}
+TRAINED_ONLY = {**TRAINED, "serve": False}
+WAITING = {"status": "WAITING", "started": True, "wait_seconds": 300}
+READY = {"status": "READY"}
+GONE = {"status": "GONE"}
+NOTIFIED = {"status": "NOTIFIED"}
+SUPERSEDED = {"status": "SUPERSEDED"}
+PREEMPTED = {"status": "FAILED", "retry": True, "started": True, "error": {"error_class": "preempted", "message": "x"}}
+CANCELLED = {"status": "CANCELLED", "retry": False, "error": {"error_class": "cancelled", "message": "x"}}
+
+
+def error_of(error_class: str) -> dict[str, Any]:
+    return {"error_class": error_class, "message": "why", "hint": ""}
+
+
+def failed(error_class: str) -> dict[str, Any]:
+    return {"status": "FAILED", "retry": False, "error": error_of(error_class)}
+
+
+class Run:
+    """One simulated execution: `answers` are the functions' bodies (or {"raise": ...}, {"code": ...}) in order."""
+
+    def __init__(self, callbacks: list[dict[str, Any]] | None = None, **answers: list[dict[str, Any]]) -> None:
+        defaults: dict[str, list[dict[str, Any]]] = {
+            "provision": [RUNNING],
+            "inspect": [TRAINED],
+            "deploy": [READY],
+            "teardown": [GONE],
+            "notify": [NOTIFIED],
+        }
+        rules = [_rule(name, answers.get(name, default)) for name, default in defaults.items()]
+        rules += [
+            {"call": "events.await_callback", "responses": callbacks or [{"timeout": True, "times": "always"}]},
+            {"call": "sys.log", "return": None},
+        ]
+        self.mocks = ScriptedMocks(rules)
+        self.simulation: Simulation = simulate(SOURCE, {"run": "r-1"}, mocks=self.mocks, env={"FUNCTIONS_URL": URL})
+
+    @property
+    def status(self) -> str:
+        return str(self.simulation.result["status"])
+
+    @property
+    def error_class(self) -> str:
+        return str(self.simulation.result["error"]["error_class"])
+
+    @property
+    def stages(self) -> list[str]:
+        """The functions called, in order; notify with its state, teardown with its scope."""
+        return [_stage(call.arguments) for call in self.mocks.calls if call.call == "http.post"]
+
+    def bodies(self, name: str) -> list[Mapping[str, Any]]:
+        posts = [c.arguments for c in self.mocks.calls if c.call == "http.post"]
+        return [_body(a) for a in posts if a["url"] == URL + name]
+
+
+def _rule(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    responses = [a if {"raise", "code"} & set(a) else {"body": a} for a in answers]
+    return {
+        "call": "http.post",
+        "where": {"url": URL + name},
+        "responses": [*responses[:-1], {**responses[-1], "times": "always"}],
+    }
+
+
+def _stage(arguments: Mapping[str, Any]) -> str:
+    name, body = str(arguments["url"]).removeprefix(URL), _body(arguments)
+    detail = {"notify": "state", "teardown": "scope"}.get(name)
+    return f"{name} {body[detail]}" if detail else name
+
+
+def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    body: Mapping[str, Any] = arguments["body"]
+    return body
+
+
+END = ["teardown run", "notify SUCCEEDED"]
+FAIL = ["teardown run", "notify FAILED"]
+
+
+def test_a_served_run() -> None:
+    run = Run()
+    assert run.status == "SUCCEEDED"
+    assert run.stages == ["provision", "inspect", "notify TRAINING", "deploy", *END]
+    assert run.bodies("teardown")[0]["keep_endpoint"] is True
+
+
+def test_a_train_only_run() -> None:
+    run = Run(inspect=[TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert run.stages == ["provision", "inspect", "notify TRAINING", *END]
+
+
+def test_every_call_names_this_execution_and_carries_a_token_for_its_url() -> None:
+    run = Run()
+    posts = [call.arguments for call in run.mocks.calls if call.call == "http.post"]
+    assert {_body(post)["execution"] for post in posts} == {run.simulation.record.name.rsplit("/", 1)[1]}
+    assert all(list(post["auth"]) == ["OIDC", post["url"]] for post in posts)
+
+
+@pytest.mark.parametrize("callbacks", [[{"timeout": True, "times": "always"}], [{"body": {}, "times": "always"}]])
+def test_time_out_and_callback_both_lead_to_a_look(callbacks: list[dict[str, Any]]) -> None:
+    run = Run(callbacks, inspect=[{**WAITING, "started": False}, WAITING, WAITING, TRAINED_ONLY])
+    assert run.stages == ["provision", "inspect", "inspect", "notify TRAINING", "inspect", "inspect", *END]
+    assert len({body["callback_url"] for body in run.bodies("inspect")}) == 1
+
+
+def test_pending_is_asked_again() -> None:
+    pending = {"status": "PENDING", "wait_seconds": 5}
+    run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[pending, GONE])
+    assert run.status == "SUCCEEDED"
+    assert [run.stages.count(name) for name in ("provision", "deploy", "teardown run")] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("error_class", ["config", "data", "permission", "out_of_memory", "deadline", "code"])
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_each_failure_tears_down_and_tells(where: str, error_class: str) -> None:
+    run = Run(**{where: [failed(error_class)]})
+    assert run.status == "FAILED"
+    assert run.error_class == error_class
+    assert run.stages[-2:] == FAIL
+    assert run.bodies("teardown")[-1]["keep_endpoint"] is False
+    assert run.bodies("notify")[-1]["error"] == error_of(error_class)
+
+
+def test_a_gate_that_is_not_passed_deploys_nothing() -> None:
+    run = Run(inspect=[{**TRAINED, "gate": {"passed": False, "error": error_of("gate")}}])
+    assert run.error_class == "gate"
+    assert "deploy" not in run.stages
+    assert run.stages[-2:] == FAIL
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect"])
+def test_what_may_be_mended_is_tried_again_after_its_resources_are_gone(where: str) -> None:
+    answers = {"provision": [RUNNING], "inspect": [TRAINED_ONLY]}
+    run = Run(**{**answers, where: [PREEMPTED, *answers[where]]})
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("teardown attempt") == 1
+    assert [body["attempt"] for body in run.bodies("provision")] == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_cancel_wins_at_every_step(where: str) -> None:
+    run = Run(**{where: [CANCELLED]})
+    assert run.status == "CANCELLED"
+    assert run.stages[-2:] == ["teardown run", "notify CANCELLED"]
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_a_duplicate_execution_touches_nothing(where: str) -> None:
+    run = Run(**{where: [SUPERSEDED]})
+    assert run.status == "SUPERSEDED"
+    assert not any(stage.startswith("teardown") for stage in run.stages)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"code": 429}, {"code": 503}, {"code": 500}, {"raise": {"tags": ["ConnectionError"], "message": "reset"}}],
+)
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown", "notify"])
+def test_what_may_pass_is_tried_again(where: str, fault: dict[str, Any]) -> None:
+    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY, "teardown": GONE, "notify": NOTIFIED}[where]
+    run = Run(**{where: [fault, fault, good]})
+    assert run.status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+@pytest.mark.parametrize("fault", [{"code": 400}, {"code": 404}, {"code": 503}])
+def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, fault: dict[str, Any]) -> None:
+    run = Run(**{where: [fault]})
+    assert run.error_class == "infrastructure"
+    assert str(fault["code"]) in run.simulation.result["error"]["message"]
+    assert run.stages[-2:] == FAIL
+
+
+def test_teardown_never_gives_up_while_something_may_be_running() -> None:
+    run = Run(teardown=[*[{"code": 500}] * 30, GONE])
+    assert run.status == "SUCCEEDED"
+
+
+def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
+    run = Run(teardown=[{"code": 404}])
+    assert run.simulation.state == "FAILED"
+
+
+def test_a_message_that_cannot_be_told_does_not_fail_the_run() -> None:
+    run = Run(notify=[{"code": 503}])
+    assert run.status == "SUCCEEDED"
+
+
+def test_a_year_of_waiting_takes_no_time() -> None:
+    run = Run(inspect=[*[{**WAITING, "wait_seconds": 43200}] * 700, TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
