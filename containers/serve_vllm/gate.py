@@ -30,7 +30,7 @@ class Gate:
         served_name: str,
         max_model_len: int,
         max_num_seqs: int,
-        count_tokens: CountTokens | None,
+        count_tokens: CountTokens,
     ) -> None:
         self.ready = asyncio.Event()
         self._upstream = upstream
@@ -112,23 +112,21 @@ class Gate:
             return await self._forward(request, {**body, "model": self._inner_name})
 
     def _limit(self, body: dict[str, Any]) -> str:
-        """Why the request does not fit into the context; "" if it does. Fills in max_tokens as vLLM would."""
-        if self._count_tokens is None:
-            return ""  # the engine does it
+        """Why the prompt does not fit into the context; "" if it does. Bounds max_tokens by the rest, as vLLM does."""
         try:
             prompt = self._count_tokens(body)
         except ValueError as error:
             return str(error)
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
-        if asked is not None and (not isinstance(asked, int) or asked < 1):
+        asked = body.pop("max_completion_tokens", None) or body.get("max_tokens") or self._max_model_len
+        if not isinstance(asked, int) or asked < 1:
             return f"max_tokens is {asked!r}; expected a positive number"
-        if prompt + (asked or 1) > self._max_model_len:
+        room = self._max_model_len - prompt
+        if room < 1:
             return (
-                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
-                f"{prompt + (asked or 1)} tokens ({prompt} in the prompt, {asked or 1} in the completion)."
+                f"This model's maximum context length is {self._max_model_len} tokens. "
+                f"However, your prompt has {prompt} tokens."
             )
-        body.pop("max_completion_tokens", None)
-        body["max_tokens"] = asked or self._max_model_len - prompt
+        body["max_tokens"] = min(asked, room)
         return ""
 
     async def _forward(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from dropforge.log import log
 BAD_CONFIG = 64
 NOT_FOUND = 66
 ENGINE_FAILED = 70
-STOP_SECONDS = 1.0  # for the engine to end by itself
+STOP_SECONDS = 1.5  # for the engine to end by itself; vLLM's three processes take 1.3 s
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -88,24 +89,20 @@ async def serve_behind_gate(settings: Settings, engine: EngineName, directory: P
     """Run the engine and the gate until SIGTERM, or until the engine ends by itself."""
     from aiohttp import web
     from gate import Gate
+    from prompt import PromptCounter
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     model, port = str(directory / "model"), free_port()
     process = start_engine(settings, engine, model, port, directory)
-    counter = None
-    if engine == "transformers":
-        from prompt import PromptCounter
-
-        counter = PromptCounter(directory / "model").count
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",
         inner_name=model if engine == "transformers" else settings.served_name,
         served_name=settings.served_name,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        count_tokens=counter,
+        count_tokens=PromptCounter(directory / "model").count,
     )
     runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
@@ -143,23 +140,22 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
 def start_engine(
     settings: Settings, engine: EngineName, model: str, port: int, directory: Path
 ) -> subprocess.Popen[bytes]:
-    """The engine as a child in our process group, which dies with us even when we are killed."""
+    """The engine in a process group of its own (vLLM starts more); it dies with us even when we are killed."""
     command = transformers_argv(model, port) if engine == "transformers" else vllm_cpu_argv(settings, model, port)
     environment = {**os.environ, **engine_environment(directory)}
     prepare = _die_with_parent if sys.platform == "linux" else None
-    return subprocess.Popen(command, env=environment, preexec_fn=prepare)
+    return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=prepare)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL if that is not enough."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """SIGTERM to the engine, then SIGKILL to what is left of its process group."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def free_port() -> int:

@@ -123,6 +123,8 @@ def classify(error: Exception) -> JobError:
         return out_of_memory(_text(error))
     if names & {"GatedRepoError"}:
         return forbidden(_text(error), "accept the licence on the Hub and name a token in `secrets`: HF_TOKEN")
+    if names & {"LocalEntryNotFoundError"}:  # not cached, and the Hub not reached
+        return JobError(ErrorClass.TRANSIENT, INTERNAL, _text(error), "the Hugging Face Hub was not reached")
     if names & {"RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError"}:
         hint = "check the id and the revision; a private repository needs a token in `secrets`: HF_TOKEN"
         return missing(_text(error), hint)

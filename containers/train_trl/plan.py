@@ -102,9 +102,10 @@ def host_memory() -> int:
     """Bytes of memory that this container may still take: the least of the machine's and the control group's."""
     available = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
     limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
-    used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0")
-    if limit.isdecimal() and used.isdecimal():
-        available.append(int(limit) - int(used))
+    if limit.isdecimal():
+        # Not memory.current: it counts the page cache of whatever was downloaded, which gives way.
+        stat = dict(line.split() for line in _lines("/sys/fs/cgroup/memory.stat"))
+        available.append(int(limit) - int(stat.get("anon", 0)) - int(stat.get("shmem", 0)))
     return min(available, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

@@ -37,7 +37,9 @@ from dropforge.names import spec_object
 from dropforge.spec import JobSpec, parse_spec
 
 LOGGING_STEPS = 10
-STOP_SECONDS = 8.0  # for the last checkpoint's upload and the last event, between SIGTERM and SIGKILL
+# Cloud Run kills 10 s after SIGTERM: for the step under way, the last checkpoint's upload, the last event.
+STOP_UPLOAD_SECONDS = 6.0
+STOP_EVENT_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reporter.failed(failure)
         return failure.exit_code
     finally:
-        reporter.close(STOP_SECONDS if stop.reason else FLUSH_SECONDS)
+        reporter.close(STOP_EVENT_SECONDS if stop.reason else FLUSH_SECONDS)
 
 
 def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> None:
@@ -89,7 +91,7 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
         log("succeeded", stage="train", run=job.run, attempt=manifest.attempt, metrics=manifest.metrics)
         checkpoints.wait()
     except Stopped as request:
-        checkpoints.wait(STOP_SECONDS)
+        checkpoints.wait(STOP_UPLOAD_SECONDS)
         step = checkpoints.saved_step
         reporter.out_of_time(step) if request.reason == "deadline" else reporter.preempted(step)
         log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
@@ -273,7 +275,8 @@ def fetch_model(spec: JobSpec, client: Any, directory: Path) -> tuple[str, Sourc
     from huggingface_hub import snapshot_download
 
     files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-    path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files)
+    copies = ["original/*", "consolidated*"]  # the same weights once more, in another layout
+    path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
     return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit
 
 
@@ -387,4 +390,8 @@ def quiet_libraries() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Threads of a transfer that was given up, or of gRPC, must not keep a container that has said its last word.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

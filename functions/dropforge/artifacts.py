@@ -14,16 +14,18 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from .errors import Conflict, DropforgeError, NotFound
 from .names import spec_object
+
+T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 COMPLETE = "_COMPLETE"
@@ -238,8 +240,7 @@ def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFil
     bucket, prefix = parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        return list(pool.map(lambda path: _upload(client, bucket, prefix, directory, path), paths))
+    return _at_once(lambda path: _upload(client, bucket, prefix, directory, path), paths)
 
 
 def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile]:
@@ -249,8 +250,7 @@ def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile
     blobs = [blob for blob in client.list_blobs(bucket, prefix=prefix) if not blob.name.endswith("/")]
     if not blobs:
         raise NotFound(f"there are no objects below gs://{bucket}/{prefix}")
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        return sorted(pool.map(lambda blob: _download(blob, prefix, directory), blobs), key=lambda file: file.path)
+    return sorted(_at_once(lambda blob: _download(blob, prefix, directory), blobs), key=lambda file: file.path)
 
 
 def prefix_revision(client: Any, uri: str) -> str:
@@ -274,6 +274,18 @@ def describe_file(path: Path, name: str) -> ArtifactFile:
     return ArtifactFile(
         path=name, size=size, sha256=sha256.hexdigest(), crc32c=b64encode(crc32c.digest()).decode("ascii")
     )
+
+
+def _at_once(transfer: Callable[[T], ArtifactFile], items: list[T]) -> list[ArtifactFile]:
+    """Transfer several at once. Whoever is interrupted (SIGTERM) does not wait for the transfers under way."""
+    pool = ThreadPoolExecutor(_WORKERS)
+    try:
+        done = list(pool.map(transfer, items))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return done
 
 
 def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) -> ArtifactFile:

@@ -51,6 +51,11 @@ def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Excep
         (MemoryError(), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
         (named("GatedRepoError"), ErrorClass.PERMISSION, NOT_FOUND),
         (named("RevisionNotFoundError"), ErrorClass.CONFIG, NOT_FOUND),
+        (
+            named("LocalEntryNotFoundError", bases=(type("EntryNotFoundError", (Exception,), {}),)),
+            ErrorClass.TRANSIENT,
+            INTERNAL,
+        ),
         (named("NotFound"), ErrorClass.CONFIG, NOT_FOUND),
         (named("Forbidden"), ErrorClass.PERMISSION, NOT_FOUND),
         (
