@@ -63,7 +63,7 @@ class Price:
 
 
 _TIER_1 = ("europe-west1", "europe-west4", "us-central1", "us-east4")
-_CLOUD_RUN_PAGE = "https://cloud.google.com/run/pricing (instance-based billing, tier 1 regions)"
+_CLOUD_RUN_PAGE = "https://cloud.google.com/run/pricing"
 
 # Cloud Run, instance-based billing. The GPU row is without zonal redundancy.
 CLOUD_RUN_PRICES = {
@@ -82,9 +82,12 @@ class HourlyPrice:
     source: str
 
 
-def cloud_run_price(accelerator: str, region: str, cpu: int, memory_gib: int) -> HourlyPrice:
+def cloud_run_price(
+    accelerator: str, region: str, cpu: int, memory_gib: int, zonal_redundancy: bool = False
+) -> HourlyPrice:
     """The hourly price of one Cloud Run instance with one accelerator; unknown parts make it unknown."""
-    parts = {"vcpu": cpu, "memory_gib": memory_gib, accelerator: 1}
+    gpu = f"{accelerator} with zonal redundancy" if zonal_redundancy else accelerator
+    parts = {"vcpu": cpu, "memory_gib": memory_gib, gpu: 1}
     total = 0.0
     for part, count in parts.items():
         price = CLOUD_RUN_PRICES.get(part)

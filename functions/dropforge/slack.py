@@ -107,7 +107,12 @@ def _problem(problem: dict[str, Any]) -> str:
 
 def _metrics(record: Record) -> str:
     shown = {name: value for name, value in record.metrics.items() if value is not None}
-    return "\n".join(f"• {name}: *{value:.4g}*" for name, value in shown.items())
+    return "\n".join(f"• {name}: *{_number(value)}*" for name, value in shown.items())
+
+
+def _number(value: float) -> str:
+    """Whole and large numbers in full, others with four digits."""
+    return f"{value:,.0f}" if value == round(value) or abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _endpoint(record: Record) -> str:

@@ -113,7 +113,7 @@ class LoraAdapter(Part):
     r: int = Field(default=16, ge=1, le=512)
     alpha: int = Field(default=32, ge=1, le=2048)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
 
 
 class QloraAdapter(Part):
@@ -123,7 +123,7 @@ class QloraAdapter(Part):
     r: int = Field(default=16, ge=1, le=512)
     alpha: int = Field(default=32, ge=1, le=2048)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type")]

@@ -264,6 +264,7 @@ class Stack:
             "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"dropforge-server@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_SLACK_WEBHOOK_SECRET": "slack-webhook",
+            "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event should not keep anybody waiting here
             **self.config.settings,
         }
 

@@ -50,7 +50,7 @@ class CloudRunJobs:
         if target.price_usd_per_hour is not None:
             return HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         region = target.placements[placement].region
-        return cloud_run_price(target.accelerator, region, target.cpu, target.memory_gib)
+        return cloud_run_price(target.accelerator, region, target.cpu, target.memory_gib, target.zonal_redundancy)
 
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(KIND, job_name(launch), job_request(launch))]
