@@ -63,9 +63,8 @@ def measure(info: local.StackInfo) -> None:
     wait_for_waiting(store, [drop(f"wait-{number}", behave="hang") for number in range(WAITING)])
     before = cpu_seconds(info)
     time.sleep(10)
-    print(
-        f"memory with {WAITING} runs waiting: {memory(info):.0f} MB, {(cpu_seconds(info) - before) * 10:.1f} % of a core"
-    )
+    percent = (cpu_seconds(info) - before) * 10
+    print(f"memory with {WAITING} runs waiting: {memory(info):.0f} MB, {percent:.1f} % of a core")
 
 
 def drop(name: str, behave: str = "succeed") -> str:

@@ -1,4 +1,4 @@
-"""Write schemas/*.schema.json from the pydantic models that are their source; `--check` fails when they have drifted."""
+"""Write schemas/*.schema.json from the pydantic models that are their source; `--check` fails when they drifted."""
 
 from __future__ import annotations
 
