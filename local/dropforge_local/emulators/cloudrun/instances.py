@@ -172,6 +172,7 @@ class Pool:
         container_id = f"{short(revision.name)}-{''.join(random.choices(string.ascii_lowercase, k=8))}"
         env = {
             "PORT": str(port),
+            "HOST": "127.0.0.1",  # ours, not Cloud Run's: a laptop's neighbours are none of a container's clients
             "K_SERVICE": revision.service,
             "K_REVISION": short(revision.name),
             "K_CONFIGURATION": revision.service,
