@@ -439,3 +439,55 @@ main:
 
     record = asyncio.run(run())
     assert json.loads(record.result) == [10, [5, 3], "OperationError"]
+
+
+def test_an_execution_that_cannot_be_handled_fails_alone(tmp_path: Path) -> None:
+    """A body nested more deeply than Python's JSON writer goes is a defect of one execution, not of the engine."""
+    source = """
+- a:
+    try: {call: http.get, args: {url: "http://peer/deep"}}
+    except: {as: e, steps: [{nap: {call: sys.sleep, args: {seconds: 1}}}]}
+"""
+
+    class Deep(Services):
+        async def send(self, request: HttpRequest) -> HttpResponse:
+            body = b"[" * 700 + b"]" * 700
+            return HttpResponse(500, {"Content-Type": "application/json"}, body)
+
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(Database(tmp_path / "x.db"), clock=clock, http=Deep())
+        await engine.start()
+        engine.deploy(FLOW, source)
+        engine.deploy(FLOW + "2", "- nap: {call: sys.sleep, args: {seconds: 5}}\n")
+        records = [engine.create_execution(FLOW), engine.create_execution(FLOW + "2")]
+        states = []
+        for record in records:
+            done = asyncio.create_task(engine.wait(record.name))
+            await drive(engine, clock, done)
+            states.append(done.result().state)
+        assert states[1] == "SUCCEEDED"
+        assert states[0] in ("SUCCEEDED", "FAILED")
+        deep = engine.create_execution(FLOW + "2", "[" * 800 + "]" * 800)
+        assert (await engine.wait(deep.name)).state == "FAILED"
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_finished_executions_are_forgotten_after_ninety_days(tmp_path: Path) -> None:
+    async def run() -> None:
+        clock = VirtualClock()
+        engine = Engine(Database(tmp_path / "x.db"), clock=clock)
+        await engine.start()
+        engine.deploy(FLOW, "- a: {return: 1}\n")
+        old = engine.create_execution(FLOW)
+        await engine.wait(old.name)
+        await engine.stop()
+        clock.advance(clock.now() + 91 * 86400)
+        again = Engine(Database(tmp_path / "x.db"), clock=clock)
+        await again.start()
+        assert list(again.list(FLOW)) == []
+        await again.stop()
+
+    asyncio.run(run())

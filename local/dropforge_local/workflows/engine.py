@@ -35,7 +35,8 @@ from .errors import (
     limit_error,
     system_error,
 )
-from .http import AiohttpTransport, HttpRequest, HttpResponse, HttpTransport
+from .http import HttpRequest, HttpResponse, HttpTransport
+from .keepalive import PooledTransport
 from .limits import Limits
 from .machine import Machine, Wait
 from .mock import Mocks
@@ -49,6 +50,7 @@ WORKFLOW_NAME: Final = re.compile(r"projects/([^/]+)/locations/([^/]+)/workflows
 CALL_LOG_LEVELS: Final = ("", "CALL_LOG_LEVEL_UNSPECIFIED", "LOG_ALL_CALLS", "LOG_ERRORS_ONLY", "LOG_NONE")
 HOT_MACHINES: Final = 256  # executions kept in memory between their steps; the others are rows only
 PROGRAMS: Final = 256
+RETENTION_SECONDS: Final = 90 * 24 * 3600  # finished executions are forgotten after this, as at Google
 
 Authorize = Callable[[Mapping[str, str]], bool]
 
@@ -84,6 +86,10 @@ class _Running:
         self.settings = record.settings
         self.next_chunk = next_chunk
 
+    def waits_again(self, thread: int) -> bool:
+        """True if the thread's row of waits is about to be replaced (or the execution's rows to be deleted)."""
+        return self.machine.outcome is not None or any(wait.thread == thread for wait in self.machine.waits)
+
 
 class Engine:
     """Workflows on one database.
@@ -116,7 +122,7 @@ class Engine:
         self.connectors = Connectors(endpoints or {}, discovery)
         self._store = Store(db)
         self._db = db
-        self._http = http or AiohttpTransport(limits.response_bytes)
+        self._http = http or PooledTransport(limits.response_bytes)
         self._token = token
         self._authorize = authorize
         self._repeatable = repeatable
@@ -146,6 +152,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._store.acquire_lease(takeover=self._takeover)
         self._time_floor = self._store.latest_time()
+        self._store.prune(self.now() - RETENTION_SECONDS)
         self._active = self._store.count("ACTIVE")
         for id_ in self._store.runnable():
             self._runnable[id_] = None
@@ -534,9 +541,7 @@ class Engine:
         try:
             self._advance(answers, runnable)
         except LeaseLost:
-            log.error("another engine has taken over this database; this one stops")
-            self.lost_lease = True
-            self._reject(answers)
+            self._lose(answers)
         except sqlite3.Error:
             log.exception("the database refused a commit; trying again")
             self._hot.clear()  # what is in memory has gone on without the database
@@ -545,10 +550,40 @@ class Engine:
             if self._loop is not None:
                 self._loop.call_later(0.2, self._wake)
             return
+        except Exception:  # one execution that cannot be handled must not stop the others
+            log.exception("an execution cannot be advanced")
+            self._hot.clear()
+            self._isolate(answers, runnable)
         if self._runnable or self._answers:
             self._wake()
         while len(self._hot) > HOT_MACHINES:
             self._hot.popitem(last=False)
+
+    def _lose(self, answers: Sequence[_Answer] = ()) -> None:
+        log.error("another engine has taken over this database; this one stops")
+        self.lost_lease = True
+        for answer in answers:
+            if answer.settled is not None and not answer.settled.done():
+                answer.settled.set_result(False)
+
+    def _isolate(self, answers: _Answers, runnable: dict[int, None]) -> None:
+        """Advance each execution by itself, and fail the one that makes it impossible."""
+        for id_ in {answer.execution for answer in answers} | set(runnable):
+            try:
+                self._advance([answer for answer in answers if answer.execution == id_], {id_: None})
+            except (LeaseLost, sqlite3.Error):
+                raise
+            except Exception as defect:  # noqa: BLE001  # it is reported in the execution, where its owner looks
+                self._hot.clear()
+                text = f"SystemError: {type(defect).__name__}: {defect}"
+                error = {"payload": json.dumps({"message": text, "tags": ["SystemError"]}), "context": text}
+                with self._db.transaction():
+                    self._store.check_lease()
+                    self._store.finish(id_, "FAILED", result=None, error=error, now=self.now())
+                self._active -= 1
+                self._tell_parent(id_)
+                record = self._store.execution_by_id(id_)
+                self._notify(record.name if record else "")
 
     def _advance(self, answers: _Answers, runnable: dict[int, None]) -> None:
         """One round: answers in, machines on, everything written, effects out."""
@@ -607,7 +642,7 @@ class Engine:
         with self._db.transaction():
             self._store.check_lease()
             for answer, accepted in taken:
-                if accepted:
+                if accepted and not touched[answer.execution].waits_again(answer.thread):
                     self._store.drop_wait(answer.execution, answer.thread, answer.seq)
             for ref in cleared:
                 self._store.fill_callback(ref, None)
@@ -695,11 +730,6 @@ class Engine:
         self._tell_parent(id_)
         self._notify(record.name)
 
-    def _reject(self, answers: _Answers) -> None:
-        for answer in answers:
-            if answer.settled is not None and not answer.settled.done():
-                answer.settled.set_result(False)
-
     # Executions started by executions
 
     def _start_children(self, id_: int, wait: Wait) -> None:
@@ -783,12 +813,18 @@ class Engine:
         if outcome is effects.UNANSWERED:
             return
         if isinstance(outcome, effects.Later):
-            self._postpone(id_, outcome.wait)
-        elif isinstance(outcome, _Answer):
-            self._answer(outcome)
-        else:
+            try:
+                self._postpone(id_, outcome.wait)
+            except LeaseLost:
+                self._lose()
+            return
+        if not isinstance(outcome, _Answer):
             self._log_call(id_, wait, None)
-            self._answer(_Answer(id_, thread, seq, outcome))
+            outcome = _Answer(id_, thread, seq, outcome)
+        self._answer(outcome)
+        if not self._tasks and self._pump_handle is not None:
+            self._pump_handle.cancel()  # nothing else can come in this round, so there is no group to wait for
+            self._pump()
 
     def _log_call(self, id_: int, wait: Wait, error: WorkflowError | None) -> None:
         running = self._hot.get(id_)
@@ -829,7 +865,10 @@ class Engine:
         await self.clock.sleep_until(due)
         self._timer = None
         self._timer_due = float("inf")
-        self._fire()
+        try:
+            self._fire()
+        except LeaseLost:
+            self._lose()
 
     def _fire(self) -> None:
         """Answer every wait that is due."""

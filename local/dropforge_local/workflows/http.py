@@ -9,6 +9,7 @@ import ssl
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import aiohttp
@@ -78,6 +79,8 @@ class AiohttpTransport:
             raise connection_broke(request, error) from error
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        if answer.content_length is not None and answer.content_length <= self._response_bytes:
+            return await answer.read()
         body = bytearray()
         async for chunk in answer.content.iter_any():
             body += chunk
@@ -119,6 +122,7 @@ def _joined(headers: Any) -> dict[str, str]:
     return joined
 
 
+@lru_cache(1024)
 def canonical(name: str) -> str:
     """A header's name as the service shows it: Content-Type."""
     return "-".join(part[:1].upper() + part[1:].lower() for part in name.split("-"))

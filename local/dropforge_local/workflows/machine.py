@@ -125,6 +125,11 @@ class Machine:
 
     def start(self, argument: Value) -> None:
         """Begin main with the execution's argument."""
+        try:
+            self.sizer.check(argument)
+        except WorkflowError as error:
+            self.outcome = ("FAILED", self.describe(error))
+            return
         code = self.program.main
         slots = code.new_slots()
         for position, (_, slot, default) in enumerate(code.parameters):
@@ -147,7 +152,10 @@ class Machine:
             else:
                 self._ready.remove(thread.id)
         if self.outcome is None:
-            self._check_total()
+            try:
+                self._check_total()
+            except RecursionError:
+                self.fail(limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}"))
 
     def complete(self, thread_id: int, seq: int, value: Value, error: bool = False) -> bool:
         """Answer a wait. False if nothing waits for this answer any more."""

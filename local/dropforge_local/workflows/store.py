@@ -323,6 +323,14 @@ class Store:
         for table in ("wf_state", "wf_value", "wf_wait", "wf_callback"):
             self._sql.execute(f"DELETE FROM {table} WHERE execution = ?", (id_,))
 
+    def prune(self, before: float) -> None:
+        """Forget executions, with their history, that ended before a moment."""
+        with self.db.transaction():
+            self._sql.execute(
+                "DELETE FROM wf_history WHERE execution IN (SELECT id FROM wf_execution WHERE ended < ?)", (before,)
+            )
+            self._sql.execute("DELETE FROM wf_execution WHERE ended < ?", (before,))
+
     def oldest_start(self) -> float | None:
         row = self._sql.execute("SELECT min(started) FROM wf_execution WHERE state = 'ACTIVE'").fetchone()
         return row[0] if row else None

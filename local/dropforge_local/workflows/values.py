@@ -100,7 +100,10 @@ class Sizer:
                 raise limit_error(f"a string of {self.size(value)} bytes; the limit is {self._string_bytes}")
             return
         is_new = id(value) not in self._known
-        size, depth = self.measure(value)
+        try:
+            size, depth = self.measure(value)
+        except RecursionError as error:
+            raise limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}") from error
         if size > self._variables_bytes:
             raise memory_error(size, self._variables_bytes)
         if depth > decisions.MAX_VALUE_DEPTH:
@@ -225,7 +228,7 @@ def to_json(value: Value, *, sort_keys: bool = False) -> str:
 def from_json(text: str) -> Value:
     """JSON from the outside as a value: integers beyond 64 bits become doubles. Raises ValueError."""
     try:
-        return json.loads(text, parse_int=_parse_int, parse_constant=_refuse_constant)
+        return _decoder.decode(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -239,3 +242,6 @@ def _parse_int(text: str) -> Value:
 
 def _refuse_constant(text: str) -> Value:
     raise ValueError(f"{text} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_int=_parse_int, parse_constant=_refuse_constant)

@@ -1,0 +1,323 @@
+"""The Workflows engine: durable steps, throughput, pure steps, waiting executions, recovery after SIGKILL.
+
+The services that the workflows call run in a process of their own; everything shares the machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dropforge_local.db import Database
+from dropforge_local.workflows.clock import SystemClock
+from dropforge_local.workflows.engine import Engine
+from dropforge_local.workflows.limits import Limits
+
+FLOW = "projects/bench/locations/local/workflows/flow"
+STEPS = 20
+WAITING = 10_000
+RUNNING = 200
+
+
+def main() -> None:
+    """Print the medians of everything."""
+    print(f"engine   cores {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        with Peer(home) as peer:
+            asyncio.run(measure_durable(home, peer.url))
+            measure_recovery(home, peer)
+        asyncio.run(measure_pure(home))
+        measure_waiting(home)
+
+
+def report(name: str, value: str, goal: str) -> None:
+    print(f"  {name:<58} {value:>22}   goal {goal}")
+
+
+# Durable steps
+
+
+def calls(url: str) -> str:
+    steps = "".join(
+        f"    - step{n}: {{call: http.get, args: {{url: '{url}/step?n={n}'}}, result: r}}\n" for n in range(STEPS)
+    )
+    return f"main:\n  steps:\n{steps}    - done: {{return: '${{r.body.n}}'}}\n"
+
+
+async def measure_durable(home: Path, url: str) -> None:
+    engine = Engine(Database(home / "durable.db"), clock=SystemClock())
+    await engine.start()
+    engine.deploy(FLOW, calls(url))
+
+    async def one() -> float:
+        begin = time.perf_counter()
+        record = await engine.wait(engine.create_execution(FLOW).name)
+        assert record.state == "SUCCEEDED", record.error
+        return time.perf_counter() - begin
+
+    for _ in range(10):
+        await one()
+    times = [await one() for _ in range(50)]
+    report(f"durable {STEPS}-step HTTP workflow, p50", f"{statistics.median(times) * 1e3:.1f} ms", "<= 10 ms")
+    rates = [await throughput(one, 200, 16) for _ in range(3)]
+    report("200 such workflows, 16 at a time", f"{statistics.median(rates):.0f} /s", "> 152 /s (Restate)")
+    await engine.stop()
+
+
+async def throughput(one: Any, count: int, at_once: int) -> float:
+    semaphore = asyncio.Semaphore(at_once)
+
+    async def limited() -> None:
+        async with semaphore:
+            await one()
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(limited() for _ in range(count)))
+    return count / (time.perf_counter() - begin)
+
+
+# Pure steps
+
+LOOP = """
+main:
+  params: [args]
+  steps:
+    - init: {assign: [{x: 0}, {list: "${args}"}]}
+    - loop:
+        for:
+          value: i
+          range: [1, 90000]
+          steps:
+            - add: {assign: [{x: "${x + i}"}]}
+    - done: {return: "${x}"}
+"""
+
+
+async def measure_pure(home: Path) -> None:
+    engine = Engine(Database(home / "pure.db"), clock=SystemClock())
+    await engine.start()
+    engine.deploy(FLOW, LOOP)
+    for name, argument in (("", "[]"), (", a list of 4,000 in scope", json.dumps(list(range(4000))))):
+        rates = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            record = await engine.wait(engine.create_execution(FLOW, argument).name)
+            rates.append(record.steps / (time.perf_counter() - begin))
+        report(f"pure steps{name}", f"{statistics.median(rates):,.0f} /s", ">= 100,000 /s")
+    await engine.stop()
+
+
+# Waiting
+
+WAITER = """
+main:
+  steps:
+    - make: {call: events.create_callback_endpoint, result: c}
+    - wait: {call: events.await_callback, args: {callback: "${c}", timeout: 86400}, result: r}
+    - done: {return: "${r.http_request.body}"}
+"""
+
+
+def measure_waiting(home: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "bench.engine", "--waiting", str(home / "waiting.db")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(child.stdout)
+    report(f"{WAITING:,} waiting on callbacks: memory", f"{found['memory']:.0f} MB", "<= 200 MB")
+    report(f"{WAITING:,} waiting on callbacks: processor", f"{found['cpu']:.2f} %", "<= 1 %")
+    report(f"{WAITING:,} executions started and waiting", f"{found['create']:.1f} s", "(Restate 11 s)")
+    report("a callback to one of them -> its end", f"{found['callback'] * 1e3:.2f} ms", "~2 ms")
+
+
+async def wait_many(path: str) -> None:
+    """In a process of its own: start the executions, then look at what they cost."""
+    engine = Engine(Database(path), clock=SystemClock(), limits=Limits(active_executions=WAITING * 2))
+    await engine.start()
+    engine.deploy(FLOW, WAITER)
+    begin = time.perf_counter()
+    names = []
+    for n in range(WAITING):
+        names.append(engine.create_execution(FLOW).name)
+        if n % 100 == 0:
+            await asyncio.sleep(0)
+    while not engine.is_idle:
+        await asyncio.sleep(0.01)
+    create = time.perf_counter() - begin
+    process = psutil.Process()
+    before = process.cpu_times()
+    await asyncio.sleep(5)
+    after = process.cpu_times()
+    cpu = (after.user + after.system - before.user - before.system) / 5 * 100
+    times = []
+    for name in names[:50]:
+        ref = engine.list_callbacks(name)[0][0]
+        begin = time.perf_counter()
+        await engine.deliver_callback(name, ref, "POST", {"Authorization": "Bearer t"}, {}, 1, "/")
+        await engine.wait(name)
+        times.append(time.perf_counter() - begin)
+    memory = process.memory_info().rss / 2**20
+    print(json.dumps({"memory": memory, "cpu": cpu, "create": create, "callback": statistics.median(times)}))
+    await engine.stop()
+
+
+# Recovery
+
+
+def measure_recovery(home: Path, peer: Peer) -> None:
+    """SIGKILL an engine with 200 running workflows, start it again, and look at the effects."""
+    peer.pause = 0.25
+    command = [sys.executable, "-m", "bench.engine", "--recover", str(home / "recover.db"), peer.url]
+    first = subprocess.Popen([*command, "start"], stdout=subprocess.PIPE, text=True)
+    while peer.count() < RUNNING * 5:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = peer.count()
+    killed = time.monotonic()
+    second = subprocess.Popen([*command, "go-on"], stdout=subprocess.PIPE, text=True)
+    while peer.count() == before:
+        time.sleep(0.001)
+    resumed = time.monotonic() - killed
+    output, _ = second.communicate(timeout=120)
+    found = json.loads(output)
+    done = time.monotonic() - killed
+    effects = peer.effects()
+    repeated = sum(effects.values()) - len(effects)
+    report(f"SIGKILL with {RUNNING} running: first goes on", f"{resumed:.2f} s", "(with the interpreter's start)")
+    report("  of which after the engine's start", f"{found['first']:.3f} s", "<= 0.5 s")
+    report("  all done", f"{done:.2f} s", "(Restate 5.1 s)")
+    report("  lost; sent again (GET, same key)", f"{RUNNING * STEPS - len(effects)}; {repeated}", "0 lost")
+
+
+async def recover(path: str, url: str, mode: str) -> None:
+    engine = Engine(Database(path), clock=SystemClock())
+    sent: list[float] = []
+    original = engine.send
+
+    async def send(request: Any) -> Any:
+        sent.append(time.monotonic())
+        return await original(request)
+
+    engine.send = send  # type: ignore[method-assign]
+    begin = time.monotonic()
+    await engine.start()
+    if mode == "start":
+        engine.deploy(FLOW, calls(url))
+        for _ in range(RUNNING):
+            engine.create_execution(FLOW)
+        await asyncio.sleep(600)
+    for record in list(engine.list(FLOW)):
+        await engine.wait(record.name)
+    print(json.dumps({"first": sent[0] - begin}))
+    await engine.stop()
+
+
+# The services
+
+
+class Peer:
+    """A process that answers GET /step at once or after a pause, and counts idempotency keys."""
+
+    def __init__(self, home: Path) -> None:
+        self._pause = home / "pause"
+        self._log = home / "effects"
+        self._log.touch()
+        self._pause.write_text("0")
+
+    def __enter__(self) -> Peer:
+        command = [sys.executable, "-m", "bench.engine", "--peer", str(self._log), str(self._pause)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url = f"http://127.0.0.1:{self._process.stdout.readline().strip()}"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    @property
+    def pause(self) -> float:
+        return float(self._pause.read_text())
+
+    @pause.setter
+    def pause(self, seconds: float) -> None:
+        self._pause.write_text(str(seconds))
+        self._process.send_signal(signal.SIGHUP)
+        self._log.write_text("")
+        time.sleep(0.1)
+
+    def count(self) -> int:
+        return self._log.stat().st_size // 64
+
+    def effects(self) -> dict[str, int]:
+        keys: dict[str, int] = {}
+        for line in self._log.read_text().split():
+            keys[line] = keys.get(line, 0) + 1
+        return keys
+
+
+async def serve_peer(log: str, pause: str) -> None:
+    """A bare HTTP/1.1 server: what is measured is the engine, not its peer."""
+    delay = 0.0
+    loop = asyncio.get_running_loop()
+
+    def reload() -> None:
+        nonlocal delay
+        delay = float(Path(pause).read_text())
+
+    class Step(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            if delay:
+                key = re.search(rb"Idempotency-Key: (\S+)", data)
+                assert key is not None
+                loop.call_later(delay, self.answer, key.group(1).decode())
+            else:
+                self.answer(None)
+
+        def answer(self, key: str | None) -> None:
+            if key is not None:
+                with open(log, "a") as file:
+                    file.write(key.ljust(63) + "\n")
+            head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
+            self.transport.write(f'{head}{{"n":1}}'.encode())
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    server = await loop.create_server(Step, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", nargs=2)
+    parser.add_argument("--waiting")
+    parser.add_argument("--recover", nargs=3)
+    options = parser.parse_args()
+    if options.peer:
+        asyncio.run(serve_peer(*options.peer))
+    elif options.waiting:
+        asyncio.run(wait_many(options.waiting))
+    elif options.recover:
+        asyncio.run(recover(*options.recover))
+    else:
+        main()
