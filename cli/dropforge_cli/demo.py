@@ -30,7 +30,6 @@ from .runs import request_cancel
 from .specs import read_spec, upload_spec
 
 CACHE = Path("build/tiny")
-DATA_ROWS = 3000
 ENDING_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -161,7 +160,7 @@ def _base_model(cache: Path) -> Path:
 def _text_to_sql(cache: Path) -> Path:
     from dropforge_local import tiny
 
-    return tiny.dataset(cache / "text-to-sql.jsonl", DATA_ROWS)
+    return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
 
 
 # What a demo's spec may name without anybody having put it there; other sources are left alone.
