@@ -163,6 +163,12 @@ def test_cancel_wins_at_every_step(where: str) -> None:
     assert run.stages[-2:] == ["teardown run", "notify CANCELLED"]
 
 
+def test_cancel_wins_even_after_the_endpoint_is_ready() -> None:
+    run = Run(teardown=[{"status": "GONE", "cancelled": True}])
+    assert run.status == "CANCELLED"
+    assert run.stages[-1] == "notify CANCELLED"
+
+
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
