@@ -87,16 +87,18 @@ def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 
 
 def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
-    from google.api_core.exceptions import NotFound
+    from google.api_core.exceptions import Forbidden, NotFound
 
     name, _, version = secret.partition(":")
     full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
     try:
         clients.secrets().get_secret_version(name=full_name, timeout=TIMEOUT_SECONDS)
     except NotFound:
-        return SpecProblem(
-            pointer, "the secret does not exist", repr(secret), f"a secret of project {settings.project}"
-        )
+        expected = f"a secret of project {settings.project}"
+        return SpecProblem(pointer, "the secret does not exist", repr(secret), expected)
+    except Forbidden:
+        expected = "a secret on which dropforge has secretmanager.versions.get"
+        return SpecProblem(pointer, "the secret may not be looked at", repr(secret), expected)
     return None
 
 

@@ -7,12 +7,16 @@ import requests
 from .errors import NotFound, RetryLater
 from .executions import wake
 from .log import log
-from .runs import Record, open_store, utc_now
+from .names import is_run_id
+from .runs import Record, RunState, open_store, utc_now
 from .teardown import end_endpoint
 
 
 def cancel(run: str) -> None:
     """Ask for the end of a run. Raises RetryLater until a finished run's endpoint is verified gone."""
+    if not is_run_id(run):
+        log("not a run id", stage="submit", run=run[:100], severity="WARNING")
+        return
     store = open_store()
     try:
         record = store.update(run, _with_intent)
@@ -20,6 +24,8 @@ def cancel(run: str) -> None:
         log("there is no such run to cancel", stage="submit", run=run, severity="WARNING")
         return
     log("cancel requested", stage="submit", run=run, state=record.state)
+    if record.state is RunState.TEARING_DOWN and not record.cancel_requested:
+        raise RetryLater(f"run {run} is ending; its endpoint, if it keeps one, is ended once it has ended")
     if record.state.is_terminal:
         if record.endpoint and not record.endpoint.ended and not end_endpoint(store, run):
             raise RetryLater(f"the endpoint of run {run} is being deleted")
@@ -28,7 +34,8 @@ def cancel(run: str) -> None:
 
 
 def _with_intent(record: Record) -> Record:
-    if record.cancel_requested or record.state.is_terminal:
+    """Once teardown has begun, whether the endpoint stays is decided: the intent would come too late to be obeyed."""
+    if record.cancel_requested or record.state.is_terminal or record.state is RunState.TEARING_DOWN:
         return record
     return record.model_copy(update={"cancel_requested": utc_now()})
 

@@ -6,9 +6,10 @@ was not reached.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from . import clients
+from . import clients, names
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, Conflict, ErrorClass
 from .events import RunEvent, run_event_message
@@ -35,9 +36,26 @@ def notify(run: str, execution: str, state: RunState, error: RunError | None) ->
         return superseded(store.record(run))
     if record.execution != execution or record.state is not state:
         return superseded(record)
-    tell(record, store.spec(run))
+    spec = store.spec(run)
+    if state.is_terminal:
+        store.put_new(names.report_object(run), json.dumps(report(record, spec), indent=2).encode())
+    tell(record, spec)
     log(state.lower(), stage="notify", run=run)
     return {"status": "NOTIFIED", "state": record.state}
+
+
+def report(record: Record, spec: JobSpec) -> dict[str, Any]:
+    """What became of a run, for report.json: one page for people and scripts that come later."""
+    kept = record.model_dump(mode="json", include={"run", "name", "source", "state", "created", "attempts", "metrics"})
+    return {
+        **kept,
+        "ended": record.history[-1].time.isoformat(),
+        "seconds_per_stage": record.stage_seconds(utc_now()),
+        "training_cost_usd": record.training_cost(utc_now()),
+        "endpoint": record.endpoint.model_dump(mode="json") if record.endpoint else None,
+        "error": record.error.model_dump(mode="json") if record.error else None,
+        "spec": spec.model_dump(mode="json", by_alias=True),
+    }
 
 
 def tell(record: Record, spec: JobSpec | None = None) -> None:

@@ -70,12 +70,12 @@ def _launch(store: RunStore, launch: Launch) -> dict[str, Any]:
 
 def _claim(record: Record, execution: str, attempt: int, spec: JobSpec) -> Record:
     """Take the run for `execution` and open the attempt, unless either is settled already."""
-    if record.state.is_terminal or record.cancel_requested:
-        return record
-    if record.execution not in (None, execution):
-        return record  # another execution owns this run: a duplicate start, which ends here
+    if record.state.is_terminal or record.execution not in (None, execution):
+        return record  # over, or owned by another execution: a duplicate start, which ends here
     if record.execution is None:
         record = record.model_copy(update={"execution": execution})
+    if record.cancel_requested:
+        return record
     now = utc_now()
     opened = None if record.attempt >= attempt else _open_attempt(record, attempt, spec, now)
     if opened is None:

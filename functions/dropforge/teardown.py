@@ -28,7 +28,8 @@ def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError for what may pass.
 
     `scope` is "attempt" between two attempts (the run goes on) or "run" at its end; `keep_endpoint` spares the
-    endpoint, which then lives for its ttl. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED", ...}.
+    endpoint, which then lives for its ttl; a cancelled run keeps none. Answers {"status": "GONE" | "PENDING" |
+    "SUPERSEDED", "cancelled": bool, ...}.
     """
     store = open_store()
     record = store.update(run, lambda found: _enter(found, execution, scope))
@@ -36,12 +37,15 @@ def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[
         return superseded(record)
     if scope == "run" and record.state is RunState.TEARING_DOWN:
         announce(record, RunState.TEARING_DOWN)
-    spared = ENDPOINT_KINDS if keep_endpoint else frozenset()
+    cancelled = record.cancel_requested is not None
+    spared = ENDPOINT_KINDS if keep_endpoint and not cancelled else frozenset()
     remaining = delete_remaining(store, run, spared)
     if remaining:
         return {**waiting("PENDING", RETRY_SECONDS), "remaining": [entry.name for entry in remaining]}
+    if record.endpoint and not spared:
+        _note_endpoint_gone(store, run)
     log("gone", stage="teardown", run=run, scope=scope)
-    return {"status": "GONE"}
+    return {"status": "GONE", "cancelled": cancelled}
 
 
 def delete_remaining(store: RunStore, run: str, spared: frozenset[str] = frozenset()) -> list[LedgerEntry]:
@@ -61,15 +65,18 @@ def end_endpoint(store: RunStore, run: str) -> bool:
     """Delete the endpoint of a finished run; True once it is verified gone."""
     if delete_remaining(store, run):
         return False
+    _note_endpoint_gone(store, run)
+    log("endpoint gone", stage="teardown", run=run)
+    return True
 
+
+def _note_endpoint_gone(store: RunStore, run: str) -> None:
     def change(record: Record) -> Record:
         if record.endpoint is None or record.endpoint.ended:
             return record
         return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": utc_now()})})
 
     store.update(run, change)
-    log("endpoint gone", stage="teardown", run=run)
-    return True
 
 
 def _delete(entry: LedgerEntry) -> bool:

@@ -35,6 +35,9 @@ def test_a_train_only_run_succeeds_and_leaves_nothing(user: User) -> None:
     assert record.metrics["exact_match"] == 0.9
     assert_clean(user, run)
     assert [h.rsplit(" ", 2)[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
+    report = json.loads(user.store.read(names.report_object(run)).data)
+    assert report["state"] == "SUCCEEDED"
+    assert list(report["seconds_per_stage"]) == states(record)[:-1]
 
 
 def test_a_served_run_answers_until_it_is_cancelled(user: User) -> None:
@@ -137,8 +140,19 @@ def test_cancel_ends_a_running_run(user: User) -> None:
     assert user.slack(run, "cancelled")[-1].endswith("cancelled")
 
 
-def test_the_budget_ends_a_run_that_would_go_on(user: User) -> None:
-    """The price is made such that the budget buys the shortest time that is accepted: a minute."""
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5])
+def test_cancel_wins_at_any_moment(user: User, seconds: float) -> None:
+    """Before the run is known, while it is provisioned, trained, deployed or torn down: nothing stays."""
+    run = user.drop(user.spec(serve=SERVE))
+    time.sleep(seconds)  # wherever the run is by then
+    user.wait_for(run, lambda record: True)
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    record = user.wait_for(run, lambda r: r.state.is_terminal and (r.endpoint is None or r.endpoint.ended is not None))
+    assert record.state in (RunState.CANCELLED, RunState.SUCCEEDED)
+    assert_clean(user, run)
+
+
+def test_a_budget_that_buys_less_than_a_minute_is_refused(user: User) -> None:
     target = {**user.spec()["target"], "price_usd_per_hour": 3600.0}
     run = user.drop(user.spec("hang", target=target, limits={"max_cost_usd": 0.5}))
     record = user.wait(run)
