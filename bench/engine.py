@@ -131,7 +131,7 @@ from workflows_emulator.main import execute_workflow, load_workflow
 config = load_workflow(sys.argv[1])
 for argument in ([], list(range(1000))):
     begin = time.perf_counter()
-    execute_workflow(copy.deepcopy(config), argument)
+    execute_workflow(copy.deepcopy(config), {"args": argument})
     print(int(sys.argv[2]) / (time.perf_counter() - begin))
 """
 
