@@ -412,10 +412,14 @@ def test_subexecutions(tmp_path: Path) -> None:
 main:
   steps:
     - one: {call: experimental.executions.run, args: {workflow_id: child, argument: {n: 1}}, result: a}
+    - other:
+        call: googleapis.workflowexecutions.v1.projects.locations.workflows.executions.run
+        args: {workflow_id: child, location: l, project_id: p, argument: {n: 5}}
+        result: d
     - many: {call: experimental.executions.map, args: {workflow_id: child, arguments: [{n: 2}, {n: 3}]}, result: b}
     - bad:
         try: {call: experimental.executions.run, args: {workflow_id: child, argument: {n: 0}}}
-        except: {as: e, steps: [{k: {assign: [{c: "${e}"}]}}, {r: {return: ["${a}", "${b}", "${c.tags[0]}"]}}]}
+        except: {as: e, steps: [{k: {assign: [{c: "${e}"}]}}, {r: {return: ["${a}", "${b}", "${c.tags[0]}", "${d}"]}}]}
 """
     child = """
 main:
@@ -438,7 +442,7 @@ main:
         return done.result()
 
     record = asyncio.run(run())
-    assert json.loads(record.result) == [10, [5, 3], "OperationError"]
+    assert json.loads(record.result) == [10, [5, 3], "OperationError", 2]
 
 
 def test_an_execution_that_cannot_be_handled_fails_alone(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Source to a `Program`: names resolved, expressions compiled, every step an instruction or a few.
 
-Two passes over the steps. `_Declarations` finds which scope every assigned name belongs to (in the order of the text);
+Two passes over the steps. `Declarations` finds which scope every assigned name belongs to (in the order of the text);
 `_Compiler` then emits code. Both collect problems with positions; any error refuses the deployment.
 """
 
@@ -12,8 +12,11 @@ from functools import partial
 from typing import Any
 
 from . import decisions, stdlib, syntax
-from .errors import DeployError, Problem, WorkflowError, system_error
-from .evaluation import Evaluation, Slot, Tree, constant, needs_check, unassigned
+from . import instructions as ops
+from .declarations import Declarations
+from .emitter import Emitter, Label
+from .errors import DeployError, Problem
+from .evaluation import Evaluation, Slot, Tree, constant
 from .expressions import (
     Binary,
     Call,
@@ -30,10 +33,10 @@ from .expressions import (
     parse,
 )
 from .limits import Limits
-from .program import CallSignal, Code, Evaluate, ForkSignal, Mark, Op, Program, Resume, ReturnSignal, Slots, WaitSignal
+from .program import Code, Evaluate, ForkSignal, Mark, Program, Resume, ReturnSignal, Slots, WaitSignal
 from .scopes import Scope, new_slot
 from .source import Node, load
-from .values import UNSET, Function, Value, kind, to_json
+from .values import Function, Value
 
 
 def compile_source(text: str, limits: Limits) -> tuple[Program, list[Problem]]:
@@ -55,15 +58,6 @@ _HELPERS = {
     f"{_VERSIONS}.accessString": ("secret_id", "version", "project_id"),
     "googleapis.secretmanager.v1.projects.secrets.addVersionString": ("secret_id", "data", "project_id"),
 }
-
-
-class Label:
-    """An instruction's place, known once everything before it has been emitted."""
-
-    __slots__ = ("pc",)
-
-    def __init__(self) -> None:
-        self.pc = -1
 
 
 @dataclass(frozen=True)
@@ -97,154 +91,6 @@ class _Place:
     in_branch: bool = False
 
 
-class _Emitter:
-    """Builds one Code. Instructions are made last, when all labels have their place."""
-
-    def __init__(self, code: Code) -> None:
-        self.code = code
-        self.handler: tuple[Label, int] | None = None
-        self.owner = 0  # the mark of the step that instructions belong to, for stack traces
-        self._makers: list[Callable[[], Op]] = []
-        self._resumes: dict[int, Callable[[], Resume]] = {}
-        self._handlers: list[tuple[Label, int] | None] = []
-        self._mark = 0
-
-    def mark(self, mark: int) -> None:
-        """The next instruction begins this step."""
-        self._mark = self.owner = mark
-
-    def place(self, label: Label) -> None:
-        label.pc = len(self._makers)
-
-    def emit(self, label: str, make: Callable[[], Op], resume: Callable[[], Resume] | None = None) -> None:
-        """Append an instruction; `make` runs when every label is placed. `resume` takes the answer to a signal."""
-        code, at = self.code, len(self._makers)
-        unique, number = label, 2
-        while unique in code.label_index:
-            unique, number = f"{label}~{number}", number + 1
-        code.label_index[unique] = at
-        code.labels.append(unique)
-        code.marks.append(self._mark)
-        code.owners.append(self.owner)
-        self._mark = 0
-        self._handlers.append(self.handler)
-        self._makers.append(make)
-        if resume is not None:
-            self._resumes[at] = resume
-
-    def finish(self) -> None:
-        code = self.code
-        code.ops = [make() for make in self._makers]
-        code.handlers = [handler and (handler[0].pc, handler[1]) for handler in self._handlers]
-        code.resumes = {at: make() for at, make in self._resumes.items()}
-
-
-class _Declarations:
-    """Finds the scope of every variable, in the order of the text, and refuses unshared writes."""
-
-    def __init__(self, codes: dict[str, Code], problem: Callable[[str, Node, str], None]) -> None:
-        self.scopes: dict[int, Scope] = {}
-        self._codes = codes
-        self._problem = problem
-        self._loop_variables: dict[int, set[str]] = {}
-        self._step = ""
-
-    def routine(self, routine: syntax.Routine) -> None:
-        scope = Scope(self._codes[routine.name], "")
-        self.scopes[id(routine)] = scope
-        for name, _ in routine.parameters:
-            scope.declare(name)
-        self._steps(routine.steps, scope, routine.name)
-
-    def _steps(self, steps: list[syntax.Step], scope: Scope, path: str) -> None:
-        for step in steps:
-            outer = self._step
-            self._step = step.name or outer
-            self._one(step, scope, f"{path}/{step.name}" if step.name else path)
-            self._step = outer
-
-    def _one(self, step: syntax.Step, scope: Scope, path: str) -> None:
-        action = step.action
-        if isinstance(action, syntax.Assign):
-            for target, key, _ in action.items:
-                self._assigned(target, key, scope)
-        elif isinstance(action, syntax.Call):
-            if action.result is not None:
-                self._assigned(action.result, action.node, scope)
-        elif isinstance(action, syntax.Switch):
-            for _, body in action.conditions:
-                self._steps(body, scope, path)
-        elif isinstance(action, syntax.Steps):
-            self._steps(action.steps, scope, path)
-        elif isinstance(action, syntax.For):
-            self._loop(action, Scope(scope.code, path, scope), path)
-        elif isinstance(action, syntax.Try):
-            self._try(action, scope, path)
-        elif isinstance(action, syntax.Parallel):
-            self._parallel(action, scope, path)
-
-    def _assigned(self, target: Target, node: Node, scope: Scope) -> None:
-        if scope.crosses_unshared(target.name):
-            self._problem(
-                f"variable '{target.name}' is assigned in a parallel step, but is not in its 'shared' list",
-                node,
-                self._step,
-            )
-        elif scope.find(target.name) is None:
-            if target.path:
-                self._problem(f"symbol '{target.name}' is neither a variable nor a sub-workflow name", node, self._step)
-            scope.declare(target.name)
-
-    def _loop(self, loop: syntax.For, scope: Scope, path: str) -> None:
-        self.scopes[id(loop)] = scope
-        for name in filter(None, (loop.value, loop.index)):
-            if self._is_loop_variable(name, scope):
-                self._problem(
-                    f"loop variable '{name}' is already used by a loop around this one", loop.node, self._step
-                )
-            scope.declare(name)
-        self._loop_variables.setdefault(id(scope), set()).update(filter(None, (loop.value, loop.index)))
-        self._steps(loop.steps, scope, path)
-
-    def _is_loop_variable(self, name: str, scope: Scope) -> bool:
-        outer: Scope | None = scope
-        while outer is not None:
-            if name in self._loop_variables.get(id(outer), ()):
-                return True
-            outer = outer.parent
-        return False
-
-    def _try(self, action: syntax.Try, scope: Scope, path: str) -> None:
-        self._steps(action.steps, scope, path)
-        if action.handler is not None:
-            inner = Scope(scope.code, f"{path}/except", scope)
-            self.scopes[id(action.handler)] = inner
-            if action.handler.variable:
-                inner.declare(action.handler.variable)
-            self._steps(action.handler.steps, inner, path)
-
-    def _parallel(self, action: syntax.Parallel, scope: Scope, path: str) -> None:
-        shared = frozenset(name for name, _ in action.shared)
-        for name, node in action.shared:
-            if scope.find(name) is None:
-                self._problem(f"shared variable '{name}' is not defined before the parallel step", node, self._step)
-            elif scope.crosses_unshared(name):
-                self._problem(f"variable '{name}' is not shared by the parallel step around this one", node, self._step)
-        if action.loop is not None:
-            self._loop(action.loop, self._branch(f"{path}/for", scope, shared), f"{path}/for")
-        for name, steps, node in action.branches:
-            inner = self._branch(f"{path}/{name}", scope, shared)
-            self.scopes[id(node)] = inner
-            self._steps(steps, inner, f"{path}/{name}")
-
-    def _branch(self, key: str, scope: Scope, shared: frozenset[str]) -> Scope:
-        unique, number = key, 2
-        while unique in self._codes:
-            unique, number = f"{key}~{number}", number + 1
-        self._codes[unique] = Code(unique, scope.code.routine)
-        return Scope(self._codes[unique], "", scope, True, shared)
-
-
 class _Compiler:
     def __init__(self, routines: dict[str, syntax.Routine], limits: Limits, problems: list[Problem]) -> None:
         self.problems = problems
@@ -253,8 +99,8 @@ class _Compiler:
         self._codes = {name: Code(name, name) for name in routines}
         self._marks = [Mark("", "", "", 0, 0, 0, 0, 0)]
         self._program = Program(self._codes, self._marks)
-        self._declarations = _Declarations(self._codes, self._declaration_problem)
-        self._emitter = _Emitter(Code("", ""))
+        self._declarations = Declarations(self._codes, self._declaration_problem)
+        self._emitter = Emitter(Code("", ""))
         self._what = ""
         self._in_step = ""
 
@@ -299,7 +145,7 @@ class _Compiler:
 
     def _body(self, code: Code, steps: list[syntax.Step], place: _Place, end: Label) -> None:
         """Compile the steps into `code`, which returns null where they end."""
-        outer, self._emitter = self._emitter, _Emitter(code)
+        outer, self._emitter = self._emitter, Emitter(code)
         self._steps(steps, place, end)
         self._emitter.place(end)
         self._emitter.emit("end", lambda: lambda slots: ReturnSignal(None))
@@ -355,19 +201,19 @@ class _Compiler:
         return _Place(place.scope, place.jumps, place.step, place.path, number, place.in_branch)
 
     def _goto(self, place: _Place, label: str, to: Label) -> None:
-        self._emitter.emit(f"{place.path}#{label}", lambda: partial(_always, to.pc))
+        self._emitter.emit(f"{place.path}#{label}", lambda: partial(ops.always, to.pc))
 
     def _pass(self, label: str) -> None:
         """An instruction that only carries a mark."""
         following = Label()
-        self._emitter.emit(label, lambda: partial(_always, following.pc))
+        self._emitter.emit(label, lambda: partial(ops.always, following.pc))
         self._emitter.place(following)
 
     # Steps by kind
 
     def _assign(self, step: syntax.Step, action: syntax.Assign, place: _Place, after: Label) -> None:
         self._begin(place, step, "ASSIGN", len(action.items))
-        setters: list[Setter] = []
+        setters: list[ops.Setter] = []
         self._what = "error evaluating assignment"
         for target, key, value in action.items:
             if self._calls_subworkflow(value) or any(map(self._has_call, target.path)):
@@ -375,19 +221,19 @@ class _Compiler:
             setters.append(self._setter(target, key, self._evaluate(value, place), place))
         self._what = ""
         check = self._check()
-        self._emitter.emit(f"{place.path}#assign", lambda: _assign_op(setters, check, after.pc))
+        self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(setters, check, after.pc))
 
-    def _flush(self, place: _Place, setters: list[Setter]) -> list[Setter]:
+    def _flush(self, place: _Place, setters: list[ops.Setter]) -> list[ops.Setter]:
         if setters:
             here, check, done = Label(), self._check(), list(setters)
-            self._emitter.emit(f"{place.path}#assign", lambda: _assign_op(done, check, here.pc))
+            self._emitter.emit(f"{place.path}#assign", lambda: ops.assign_op(done, check, here.pc))
             self._emitter.place(here)
         return []
 
-    def _setter(self, target: Target, node: Node, value: Evaluate, place: _Place) -> Setter:
+    def _setter(self, target: Target, node: Node, value: Evaluate, place: _Place) -> ops.Setter:
         path = [self._compile(self._lower(tree, node, place), node, place) for tree in target.path]
         depth, slot = place.scope.find(target.name) or (0, 0)
-        return Setter(depth, slot, target.name, path, value)
+        return ops.Setter(depth, slot, target.name, path, value)
 
     def _call(self, step: syntax.Step, action: syntax.Call, place: _Place, after: Label) -> None:
         self._begin(place, step, "CALL")
@@ -412,7 +258,7 @@ class _Compiler:
         given = dict(self._arguments(action, place))
         self._match_arguments(action, {name: default for name, _, default in callee.parameters})
         result = self._store_result(action, place, after)
-        self._emitter.emit(f"{place.path}#call", lambda: _call_op(callee, given, self._check()), lambda: result())
+        self._emitter.emit(f"{place.path}#call", lambda: ops.call_op(callee, given, self._check()), lambda: result())
 
     def _match_arguments(self, action: syntax.Call, parameters: Mapping[str, Any]) -> None:
         for name, node in action.arguments.items():
@@ -446,7 +292,7 @@ class _Compiler:
                 for name, default in signature.parameters.items()
             ]
             run = lambda slots: function(*[value(slots) for value in ordered])  # noqa: E731
-        self._emitter.emit(f"{place.path}#call", lambda: _store_op(run, result()))
+        self._emitter.emit(f"{place.path}#call", lambda: ops.store_op(run, result()))
 
     def _wait(
         self, action: syntax.Call, arguments: Callable[[Slots], dict[str, Value]], place: _Place, after: Label
@@ -460,9 +306,9 @@ class _Compiler:
     def _store_result(self, action: syntax.Call, place: _Place, after: Label) -> Callable[[], Resume]:
         check = self._check()
         if action.result is None:
-            return lambda: partial(_ignore_result, after.pc)
+            return lambda: partial(ops.ignore_result, after.pc)
         setter = self._setter(action.result, action.node, constant(None), place)
-        return lambda: _result_setter(setter, check, after.pc)
+        return lambda: ops.result_setter(setter, check, after.pc)
 
     def _switch(self, step: syntax.Step, action: syntax.Switch, place: _Place, after: Label) -> None:
         inside = self._begin(place, step, "SWITCH")
@@ -472,7 +318,7 @@ class _Compiler:
             test = self._evaluate(condition, place)
             self._what = ""
             then, otherwise = Label(), Label()
-            self._emitter.emit(f"{place.path}#condition{index}", partial(_condition_op, test, then, otherwise))
+            self._emitter.emit(f"{place.path}#condition{index}", partial(ops.condition_op, test, then, otherwise))
             self._emitter.place(then)
             if body:
                 branch = self._begin(inside, syntax.Step("", condition, None), "CONDITION", 0)
@@ -491,7 +337,7 @@ class _Compiler:
         self._what = "error evaluating raise value"
         value = self._evaluate(action.value, place)
         self._what = ""
-        self._emitter.emit(f"{place.path}#raise", lambda: partial(_raise_op, value))
+        self._emitter.emit(f"{place.path}#raise", lambda: partial(ops.raise_op, value))
 
     def _return(self, step: syntax.Step, action: syntax.Return, place: _Place, after: Label) -> None:
         self._begin(place, step, "RETURN")
@@ -511,11 +357,11 @@ class _Compiler:
         evaluate = self._items(action, place)
         advance, body = Label(), Label()
         self._emitter.emit(
-            f"{place.path}#for", lambda: _for_op(evaluate, items, at, sorted(scope.names.values()), advance.pc)
+            f"{place.path}#for", lambda: ops.for_op(evaluate, items, at, sorted(scope.names.values()), advance.pc)
         )
         iteration = self._begin(inside, step, "FOR_ITERATION", 0)
         self._emitter.place(advance)
-        self._emitter.emit(f"{place.path}#iterate", lambda: _iterate_op(items, at, value, index, body.pc, after.pc))
+        self._emitter.emit(f"{place.path}#iterate", lambda: ops.iterate_op(items, at, value, index, body.pc, after.pc))
         self._emitter.place(body)
         jumps = _Jumps({}, None, place.jumps.end, after, advance)
         self._steps(
@@ -527,13 +373,13 @@ class _Compiler:
         self._what = "error evaluating the loop's values"
         try:
             if loop.in_ is not None:
-                return partial(_list_of, self._evaluate(loop.in_, place))
+                return partial(ops.list_of, self._evaluate(loop.in_, place))
             if isinstance(loop.range, tuple):
                 first, last = (self._evaluate(node, place) for node in loop.range)
-                return lambda slots: _range_of([first(slots), last(slots)])
+                return lambda slots: ops.range_of([first(slots), last(slots)])
             if loop.range is not None:
                 both = self._evaluate(loop.range, place)
-                return lambda slots: _range_of(both(slots))
+                return lambda slots: ops.range_of(both(slots))
             return constant([])
         finally:
             self._what = ""
@@ -547,14 +393,14 @@ class _Compiler:
         if action.loop is None:
             count = len(action.branches)
             codes = [self._declarations.scopes[id(node)].code for _, _, node in action.branches]
-            fork: Evaluate = lambda slots: ForkSignal(codes, count, _limit_of(limit(slots)), None, None)  # noqa: E731
+            fork: Evaluate = lambda slots: ForkSignal(codes, count, ops.limit_of(limit(slots)), None, None)  # noqa: E731
         else:
             items = self._items(action.loop, place)
             scope = self._declarations.scopes[id(action.loop)]
-            fork = partial(_fork_iterations, scope.code, items, limit)
+            fork = partial(ops.fork_iterations, scope.code, items, limit)
             scope.code.value_slot = scope.names.get(action.loop.value, 0)
             scope.code.index_slot = scope.names.get(action.loop.index or "", 0)
-        self._emitter.emit(f"{place.path}#parallel", lambda: fork, lambda: partial(_ignore_result, after.pc))
+        self._emitter.emit(f"{place.path}#parallel", lambda: fork, lambda: partial(ops.ignore_result, after.pc))
         if action.loop is not None:
             self._branch(step, action.loop.steps, scope, inside, "FOR_ITERATION", is_loop=True)
         for (name, steps, node), code in zip(action.branches, codes, strict=False):
@@ -565,7 +411,7 @@ class _Compiler:
     def _branch(
         self, step: syntax.Step, steps: list[syntax.Step], scope: Scope, place: _Place, type_: str, *, is_loop: bool
     ) -> None:
-        outer, self._emitter = self._emitter, _Emitter(scope.code)
+        outer, self._emitter = self._emitter, Emitter(scope.code)
         inside = self._begin(place, step, type_, 0)
         end = Label()
         self._pass("start")
@@ -581,7 +427,7 @@ class _Compiler:
         emitter, code = self._emitter, self._emitter.code
         attempt, error = new_slot(code, f"#{place.path}/attempt"), new_slot(code, f"#{place.path}/error")
         body, failed = Label(), Label()
-        emitter.emit(f"{place.path}#try", lambda: partial(_begin_try, attempt, body.pc))
+        emitter.emit(f"{place.path}#try", lambda: partial(ops.begin_try, attempt, body.pc))
         emitter.place(body)
         attempt_place = self._begin(inside, step, "TRY", 0)
         self._pass(f"{place.path}#attempt")
@@ -596,7 +442,7 @@ class _Compiler:
             self._except(step, action.handler, inside, error, after)
         else:
             emitter.owner = inside.mark
-            emitter.emit(f"{place.path}#propagate", lambda: partial(_propagate, error))
+            emitter.emit(f"{place.path}#propagate", lambda: partial(ops.propagate, error))
 
     def _retry(
         self, step: syntax.Step, retry: syntax.Retry, place: _Place, body: Label, attempt: int, error: int
@@ -611,23 +457,23 @@ class _Compiler:
             if (node := getattr(retry, name)) is not None
         }
         self._what = ""
-        emitter.emit(f"{place.path}#policy", lambda: partial(_policy_op, parts, policy, ask.pc))
+        emitter.emit(f"{place.path}#policy", lambda: partial(ops.policy_op, parts, policy, ask.pc))
         emitter.place(ask)
         emitter.emit(
             f"{place.path}#ask",
-            lambda: partial(_ask_op, self._codes, policy, error, answer, decide.pc),
-            lambda: partial(_answer, answer, decide.pc),
+            lambda: partial(ops.ask_op, self._codes, policy, error, answer, decide.pc),
+            lambda: partial(ops.answer, answer, decide.pc),
         )
         emitter.place(decide)
         emitter.emit(
             f"{place.path}#decide",
-            lambda: partial(_decide_op, policy, answer, attempt, give_up.pc),
-            lambda: partial(_retry_now, attempt, retrying.pc),
+            lambda: partial(ops.decide_op, policy, answer, attempt, give_up.pc),
+            lambda: partial(ops.retry_now, attempt, retrying.pc),
         )
         retrying = Label()
         self._begin(place, step, "RETRY")
         emitter.place(retrying)
-        emitter.emit(f"{place.path}#retry", lambda: partial(_always, body.pc))
+        emitter.emit(f"{place.path}#retry", lambda: partial(ops.always, body.pc))
         emitter.place(give_up)
 
     def _except(self, step: syntax.Step, handler: syntax.Except, place: _Place, error: int, after: Label) -> None:
@@ -637,7 +483,7 @@ class _Compiler:
         entered = Label()
         self._emitter.emit(
             f"{place.path}#except",
-            lambda: partial(_except_op, error, variable, sorted(scope.names.values()), entered.pc),
+            lambda: partial(ops.except_op, error, variable, sorted(scope.names.values()), entered.pc),
         )
         self._emitter.place(entered)
         self._steps(
@@ -670,12 +516,12 @@ class _Compiler:
                 )
             return Literal(node.value)
         if node.kind == "list":
-            return _list_of_values([self._value(item, place) for item in node.value])
+            return ops.list_of_values([self._value(item, place) for item in node.value])
         pairs: list[tuple[Evaluate | Literal, Evaluate | Literal]] = []
         for _, key, value in node.items():
             name = self._expression(key, place) if syntax.is_expression(key) else Literal(key.raw)
             pairs.append((name, self._value(value, place)))
-        return _map_of_values(pairs)
+        return ops.map_of_values(pairs)
 
     def _expression(self, node: Node, place: _Place) -> Evaluate | Literal:
         tree = self._parse(node)
@@ -710,7 +556,7 @@ class _Compiler:
         program, name = self._program, signature.name
         if name in ("list.concat", "list.prepend"):
             assert signature.run is not None
-            return partial(_grow, program, signature.run)
+            return partial(ops.grow, program, signature.run)
         if signature.run is not None:
             return signature.run
 
@@ -830,8 +676,8 @@ class _Compiler:
         here = Label()
         self._emitter.emit(
             f"{place.path}#call-{name}",
-            lambda: _call_op(callee, given, self._check()),
-            lambda: partial(_answer, slot, here.pc),
+            lambda: ops.call_op(callee, given, self._check()),
+            lambda: partial(ops.answer, slot, here.pc),
         )
         self._emitter.place(here)
         return Slot(slot)
@@ -846,7 +692,7 @@ class _Compiler:
             lambda: (
                 lambda slots: WaitSignal(name, {key: value(slots) for key, value in zip(names, given, strict=True)})
             ),
-            lambda: partial(_answer, slot, here.pc),
+            lambda: partial(ops.answer, slot, here.pc),
         )
         self._emitter.place(here)
         return Slot(slot)
@@ -858,11 +704,11 @@ class _Compiler:
         right_label, done = Label(), Label()
         emitter, operator = self._emitter, tree.operator
         emitter.emit(
-            f"{place.path}#{operator}", lambda: partial(_logical_op, left, operator, slot, right_label.pc, done.pc)
+            f"{place.path}#{operator}", lambda: partial(ops.logical_op, left, operator, slot, right_label.pc, done.pc)
         )
         emitter.place(right_label)
         right = self._compile(self._lower(tree.right, node, place), node, place)
-        emitter.emit(f"{place.path}#{operator}-right", lambda: partial(_operand_op, right, operator, slot, done.pc))
+        emitter.emit(f"{place.path}#{operator}-right", lambda: partial(ops.operand_op, right, operator, slot, done.pc))
         emitter.place(done)
         return Slot(slot)
 
@@ -890,364 +736,3 @@ def _children(tree: Tree) -> tuple[Tree, ...]:
     if isinstance(tree, Binary | Logical):
         return (tree.left, tree.right)
     return tree.items if isinstance(tree, ListOf) else ()
-
-
-# The instructions. Each takes the frame's slots last, so that `partial` makes it an Op.
-
-
-def _always(to: int, slots: Slots) -> int:
-    return to
-
-
-@dataclass(frozen=True)
-class Setter:
-    """One assignment: a variable `depth` parallel boundaries up, the path into it, and what to put there."""
-
-    depth: int
-    slot: int
-    name: str
-    path: list[Evaluate]
-    value: Evaluate
-
-    def put(self, slots: Slots, value: Value) -> None:
-        home = slots
-        for _ in range(self.depth):
-            home = home[0]
-        if self.path:
-            old = home[self.slot]
-            if old is UNSET:
-                raise unassigned(self.name)
-            value = _changed(old, [key(slots) for key in self.path], 0, value)
-        home[self.slot] = value
-
-
-def _changed(owner: Value, path: list[Value], at: int, value: Value) -> Value:
-    """A copy of `owner` with one place in it changed; what is not on the path is shared."""
-    key, last = path[at], at == len(path) - 1
-    if type(owner) is dict:
-        if type(key) is not str:
-            raise system_error("TypeError", f"map key must be a string; got: {kind(key)}")
-        inner = owner.get(key, {} if decisions.CREATE_INTERMEDIATE_MAPS else None)
-    elif type(owner) is list:
-        if type(key) is not int:
-            raise system_error("TypeError", f"list index must be an integer; got: {kind(key)}")
-        if not 0 <= key < len(owner):
-            raise system_error("IndexError", f"index out of range [{key}] with length {len(owner)}")
-        inner = owner[key]
-    else:
-        raise system_error("TypeError", f"cannot assign into {kind(owner)}; expected a list or a map")
-    changed = owner.copy()
-    changed[key] = value if last else _changed(inner, path, at + 1, value)
-    return changed
-
-
-def _assign_op(setters: list[Setter], check: Callable[[Value], None], to: int) -> Op:
-    if len(setters) == 1 and setters[0].depth == 0 and not setters[0].path:
-        slot, evaluate = setters[0].slot, setters[0].value
-
-        def assign_one(slots: Slots) -> int:
-            value = evaluate(slots)
-            if needs_check(value):
-                check(value)
-            slots[slot] = value
-            return to
-
-        return assign_one
-
-    def assign(slots: Slots) -> int:
-        for setter in setters:
-            _put_checked(setter, slots, setter.value(slots), check)
-        return to
-
-    return assign
-
-
-def _put_checked(setter: Setter, slots: Slots, value: Value, check: Callable[[Value], None]) -> None:
-    if needs_check(value):
-        check(value)
-    setter.put(slots, value)
-    if setter.path:
-        home = slots
-        for _ in range(setter.depth):
-            home = home[0]
-        check(home[setter.slot])
-
-
-def _result_setter(setter: Setter, check: Callable[[Value], None], to: int) -> Resume:
-    def store(slots: Slots, value: Value) -> int:
-        _put_checked(setter, slots, value, check)
-        return to
-
-    return store
-
-
-def _ignore_result(to: int, slots: Slots, value: Value) -> int:
-    return to
-
-
-def _store_op(run: Evaluate, store: Resume) -> Op:
-    return lambda slots: store(slots, run(slots))
-
-
-def _call_op(callee: Code, given: Mapping[str, Evaluate], check: Callable[[Value], None]) -> Op:
-    bound = [(slot, given[name]) for name, slot, _ in callee.parameters if name in given]
-    defaults = [(slot, default) for name, slot, default in callee.parameters if name not in given]
-
-    def call(slots: Slots) -> CallSignal:
-        inner = callee.new_slots()
-        for slot, evaluate in bound:
-            value = evaluate(slots)
-            if needs_check(value):
-                check(value)
-            inner[slot] = value
-        for slot, default in defaults:
-            inner[slot] = default(inner)
-        return CallSignal(callee, inner)
-
-    return call
-
-
-def _condition_op(test: Evaluate, then: Label, otherwise: Label) -> Op:
-    yes, no = then.pc, otherwise.pc
-
-    def condition(slots: Slots) -> int:
-        value = test(slots)
-        if value is True:
-            return yes
-        if value is False:
-            return no
-        raise system_error("TypeError", f"a condition must be a boolean; got: {kind(value)}")
-
-    return condition
-
-
-def _grow(program: Program, run: Callable[[Value, Value], Value], objs: Value, val: Value) -> Value:
-    result = run(objs, val)
-    assert program.runtime is not None
-    program.runtime.sizer.grown(result, objs, val)
-    return result
-
-
-def _raise_op(value: Evaluate, slots: Slots) -> int:
-    raised = value(slots)
-    text = to_json(raised, sort_keys=True) if _is_json(raised) else kind(raised)
-    raise WorkflowError(raised, context=f"RuntimeError: {text}")
-
-
-def _is_json(value: Value) -> bool:
-    try:
-        to_json(value)
-    except Exception:  # noqa: BLE001  # whatever it is, it cannot be shown as JSON
-        return False
-    return True
-
-
-def _list_of(evaluate: Evaluate, slots: Slots) -> Value:
-    items = evaluate(slots)
-    if type(items) is not list:
-        raise system_error("TypeError", f"'in' of a for loop must be a list; got: {kind(items)}")
-    return items
-
-
-def _range_of(bounds: Value) -> Value:
-    """A range's values: a dict {"first", "count"}, so that a long one takes no room."""
-    if type(bounds) is not list or len(bounds) != 2:
-        raise system_error("TypeError", "'range' must be a list of two numbers")
-    first, last = bounds
-    for bound in bounds:
-        if type(bound) is not int and type(bound) is not float:
-            raise system_error("TypeError", f"'range' must be of numbers; got: {kind(bound)}")
-    difference = last - first
-    if difference != difference or difference in (float("inf"), float("-inf")):
-        raise system_error("ValueError", "'range' must be of finite numbers")
-    return {"first": first, "count": max(0, int(difference // 1) + 1)}
-
-
-def _for_op(evaluate: Evaluate, items: int, at: int, fresh: list[int], to: int) -> Op:
-    def begin(slots: Slots) -> int:
-        slots[items] = evaluate(slots)
-        slots[at] = -1
-        for slot in fresh:
-            slots[slot] = UNSET
-        return to
-
-    return begin
-
-
-def _iterate_op(items: int, at: int, value: int, index: int, body: int, after: int) -> Op:
-    def iterate(slots: Slots) -> int:
-        number = slots[at] + 1
-        values = slots[items]
-        if values.__class__ is list:
-            if number >= len(values):
-                slots[items] = UNSET
-                return after
-            slots[value] = values[number]
-        else:
-            if number >= values["count"]:
-                slots[items] = UNSET
-                return after
-            slots[value] = values["first"] + number
-        slots[at] = number
-        if index:
-            slots[index] = number
-        return body
-
-    return iterate
-
-
-def _limit_of(value: Value) -> int | None:
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise system_error("TypeError", f"concurrency_limit must be an integer; got: {kind(value)}")
-    if value < 1:
-        raise system_error("ValueError", f"concurrency_limit must be positive; got: {value}")
-    return value
-
-
-def _fork_iterations(code: Code, items: Evaluate, limit: Evaluate, slots: Slots) -> ForkSignal:
-    values = items(slots)
-    bound = _limit_of(limit(slots))
-    if type(values) is list:
-        return ForkSignal([code], len(values), bound, values, None)
-    return ForkSignal([code], values["count"], bound, None, values["first"])
-
-
-def _begin_try(attempt: int, to: int, slots: Slots) -> int:
-    slots[attempt] = 0
-    return to
-
-
-def _propagate(error: int, slots: Slots) -> int:
-    saved = slots[error]
-    raised = WorkflowError(saved["value"], context=saved["context"])
-    raised.trace = saved["trace"][:-1]  # this frame's place is added again when the error goes on
-    raise raised
-
-
-def _except_op(error: int, variable: int, fresh: list[int], to: int, slots: Slots) -> int:
-    value = slots[error]["value"]
-    for slot in fresh:
-        slots[slot] = UNSET
-    if variable:
-        slots[variable] = value
-    slots[error] = UNSET
-    return to
-
-
-_POLICY_DEFAULTS = {"max_retries": decisions.RETRY_DEFAULT_MAX, **stdlib.DEFAULT_BACKOFF}
-
-
-def _policy_op(parts: Mapping[str, Evaluate], policy: int, to: int, slots: Slots) -> int:
-    """Evaluate a retry policy into one flat map."""
-    values = {name: evaluate(slots) for name, evaluate in parts.items()}
-    whole = values.pop("policy", None)
-    if "policy" in parts:
-        if type(whole) is not dict:
-            raise system_error("TypeError", f"a retry policy must be a map; got: {kind(whole)}")
-        values = dict(whole)
-    backoff = values.pop("backoff", None)
-    if backoff is not None:
-        if type(backoff) is not dict:
-            raise system_error("TypeError", f"'backoff' must be a map; got: {kind(backoff)}")
-        values = {**backoff, **values}
-    result: dict[str, Value] = {"predicate": values.get("predicate", Function(decisions.RETRY_WITHOUT_PREDICATE))}
-    for name, default in _POLICY_DEFAULTS.items():
-        value = values.get(name)
-        value = default if value is None else value
-        if type(value) not in (int, float) or value < 0 or value != value:
-            raise system_error("TypeError", f"retry: '{name}' must be a number, not negative; got: {kind(value)}")
-        result[name] = value
-    slots[policy] = result
-    return to
-
-
-def _ask_op(codes: Mapping[str, Code], policy: int, error: int, answer: int, to: int, slots: Slots) -> Any:
-    predicate, value = slots[policy]["predicate"], slots[error]["value"]
-    if type(predicate) is not Function:
-        raise system_error("TypeError", f"a retry predicate must be a function; got: {kind(predicate)}")
-    code = codes.get(predicate.name)
-    if code is None:
-        signature = stdlib.FUNCTIONS[predicate.name]
-        if signature.run is None or len(signature.parameters) != 1:
-            raise system_error("TypeError", f"{predicate.name} is not a retry predicate")
-        slots[answer] = signature.run(value)
-        return to
-    if not code.parameters or any(default is stdlib.REQUIRED for _, _, default in code.parameters[1:]):
-        raise system_error("TypeError", f"retry predicate {predicate.name} must take one parameter")
-    inner = code.new_slots()
-    inner[code.parameters[0][1]] = value
-    for _, slot, default in code.parameters[1:]:
-        inner[slot] = default(inner)
-    return CallSignal(code, inner)
-
-
-def _answer(slot: int, to: int, slots: Slots, value: Value) -> int:
-    slots[slot] = value
-    return to
-
-
-def _decide_op(policy: int, answer: int, attempt: int, give_up: int, slots: Slots) -> Any:
-    rule, tries = slots[policy], slots[attempt]
-    if slots[answer] is not True or tries >= rule["max_retries"]:
-        return give_up
-    try:
-        delay = min(rule["initial_delay"] * float(rule["multiplier"]) ** tries, rule["max_delay"])
-    except OverflowError:
-        delay = rule["max_delay"]
-    return WaitSignal("retry", {"seconds": delay})
-
-
-def _retry_now(attempt: int, to: int, slots: Slots, value: Value) -> int:
-    slots[attempt] += 1
-    return to
-
-
-def _logical_op(left: Evaluate, operator: str, slot: int, right: int, done: int, slots: Slots) -> int:
-    value = _boolean(left(slots), operator)
-    slots[slot] = value
-    return done if value is (operator == "or") else right
-
-
-def _operand_op(right: Evaluate, operator: str, slot: int, done: int, slots: Slots) -> int:
-    slots[slot] = _boolean(right(slots), operator)
-    return done
-
-
-def _boolean(value: Value, operator: str) -> bool:
-    if type(value) is not bool:
-        raise system_error("TypeError", f"operand of '{operator}' must be a boolean; got: {kind(value)}")
-    return value
-
-
-def _list_of_values(items: list[Evaluate | Literal]) -> Evaluate | Literal:
-    if all(isinstance(item, Literal) for item in items):
-        return Literal([item.value for item in items if isinstance(item, Literal)])
-    evaluators = [constant(item.value) if isinstance(item, Literal) else item for item in items]
-    return lambda slots: [evaluate(slots) for evaluate in evaluators]
-
-
-def _map_of_values(pairs: list[tuple[Evaluate | Literal, Evaluate | Literal]]) -> Evaluate | Literal:
-    if all(isinstance(key, Literal) and isinstance(value, Literal) for key, value in pairs):
-        return Literal({key.value: value.value for key, value in pairs})  # type: ignore[union-attr]
-    evaluators = [
-        (
-            constant(key.value) if isinstance(key, Literal) else key,
-            constant(value.value) if isinstance(value, Literal) else value,
-        )
-        for key, value in pairs
-    ]
-
-    def build(slots: Slots) -> Value:
-        result: dict[str, Value] = {}
-        for key, value in evaluators:
-            name = key(slots)
-            if type(name) is int:
-                name = str(name)
-            if type(name) is not str:
-                raise system_error("TypeError", f"map key must be a string; got: {kind(name)}")
-            result[name] = value(slots)
-        return result
-
-    return build

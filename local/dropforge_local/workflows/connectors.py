@@ -222,7 +222,7 @@ def _find(document: Document, call: str, parts: list[str]) -> Method:
         verb=found["httpMethod"],
         root=document["rootUrl"],
         path=document.get("servicePath", "") + path,
-        parameters=found.get("parameters", {}),
+        parameters={**document.get("parameters", {}), **found.get("parameters", {})},
         has_body="request" in found,
         is_long_running=bool(_OPERATION.match(found.get("response", {}).get("$ref", "")))
         and found["httpMethod"] != "GET",

@@ -22,6 +22,7 @@ from .values import UNSET, NotJson, Sizer, Value, kind, memory_error, restore, s
 SLICE_STEPS: Final = 2000  # steps between looks at the clock, the total of memory and other executions
 CALLBACK_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 SEVERITIES: Final = ("DEFAULT", "DEBUG", "INFO", "NOTICE", "WARNING", "ERROR", "CRITICAL", "ALERT", "EMERGENCY")
+RUN_EXECUTION: Final = "googleapis.workflowexecutions.v1.projects.locations.workflows.executions.run"
 REFERENCE_BYTES: Final = 4096  # values from this size on are stored once, and not again while they do not change
 
 # Codes in the event log, beside the marks of steps (see history.py).
@@ -431,7 +432,7 @@ class Machine:
             return Wait(thread, seq, "sleep", call, {}, _timestamp(arguments.get("time")))
         if call == "events.await_callback":
             return self._callback_wait(thread, seq, arguments)
-        if call.startswith("experimental.executions."):
+        if call.startswith("experimental.executions.") or call == RUN_EXECUTION:
             return Wait(thread, seq, "execution", call, arguments)
         return Wait(thread, seq, "connector", call, {"arguments": arguments})
 

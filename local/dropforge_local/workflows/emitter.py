@@ -1,0 +1,58 @@
+"""Puts instructions into a Code, with jumps to places that are not known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .program import Code, Op, Resume
+
+
+class Label:
+    """An instruction's place, known once everything before it has been emitted."""
+
+    __slots__ = ("pc",)
+
+    def __init__(self) -> None:
+        self.pc = -1
+
+
+class Emitter:
+    """Builds one Code. Instructions are made last, when all labels have their place."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.handler: tuple[Label, int] | None = None
+        self.owner = 0  # the mark of the step that instructions belong to, for stack traces
+        self._makers: list[Callable[[], Op]] = []
+        self._resumes: dict[int, Callable[[], Resume]] = {}
+        self._handlers: list[tuple[Label, int] | None] = []
+        self._mark = 0
+
+    def mark(self, mark: int) -> None:
+        """The next instruction begins this step."""
+        self._mark = self.owner = mark
+
+    def place(self, label: Label) -> None:
+        label.pc = len(self._makers)
+
+    def emit(self, label: str, make: Callable[[], Op], resume: Callable[[], Resume] | None = None) -> None:
+        """Append an instruction; `make` runs when every label is placed. `resume` takes the answer to a signal."""
+        code, at = self.code, len(self._makers)
+        unique, number = label, 2
+        while unique in code.label_index:
+            unique, number = f"{label}~{number}", number + 1
+        code.label_index[unique] = at
+        code.labels.append(unique)
+        code.marks.append(self._mark)
+        code.owners.append(self.owner)
+        self._mark = 0
+        self._handlers.append(self.handler)
+        self._makers.append(make)
+        if resume is not None:
+            self._resumes[at] = resume
+
+    def finish(self) -> None:
+        code = self.code
+        code.ops = [make() for make in self._makers]
+        code.handlers = [handler and (handler[0].pc, handler[1]) for handler in self._handlers]
+        code.resumes = {at: make() for at, make in self._resumes.items()}
