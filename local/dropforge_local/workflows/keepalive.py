@@ -26,7 +26,7 @@ from .limits import Limits
 
 MAX_HEAD: Final = 256 * 1024
 MAX_REDIRECTS: Final = 10
-IDLE_SECONDS: Final = 30.0  # servers close idle connections; one that is about to is not worth the risk
+IDLE_SECONDS: Final = 1.0  # gunicorn closes after 2 s idle; a POST that meets the close could not be sent again
 
 
 class PooledTransport:
