@@ -21,6 +21,7 @@ from .spec import JobSpec
 from .targets import get_target
 from .targets.base import Phase, Status
 
+REPORT_SECONDS = 3.0  # how long a container's last event may take after the cloud has seen its end
 # What decides is rare; progress is not. Reading the newest few events of these kinds is enough.
 DECISIVE = ("started", "succeeded", "failed", "preempted")
 
@@ -50,16 +51,17 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
         manifest = read_manifest(storage(), settings().runs_bucket, run)
     except DropforgeError as error:
         return failed(ErrorClass.CODE, str(error), "the training image and the functions are of different versions")
-    verdict = decide(
-        read_events(store, run, attempt), manifest, _cloud(record, spec, manifest), record, utc_now(), settings()
-    )
+    cloud = _cloud(record, spec, manifest)
+    verdict = decide(read_events(store, run, attempt), manifest, cloud, record, utc_now(), settings())
     if manifest is not None:
         return _succeeded(store, record, spec, manifest)
     if verdict.error is not None:
         log(verdict.error.message, stage="await", run=run, severity="WARNING", error_class=verdict.error.error_class)
         record = store.update(run, lambda found: _with_error(found, attempt, verdict.error))
         return {**retry_or_fail(record, spec, verdict.error), "started": verdict.started}
-    return {**waiting("WAITING", _patience(record.attempts[-1])), "started": verdict.started}
+    ended = cloud is not None and cloud.phase is Phase.FAILED
+    patience = REPORT_SECONDS if ended else _patience(record.attempts[-1])
+    return {**waiting("WAITING", patience), "started": verdict.started}
 
 
 def read_events(store: RunStore, run: str, attempt: int) -> list[JobEvent]:
@@ -117,6 +119,8 @@ def _seen(
         return RunError(error_class=ErrorClass.CODE, message=message, hint="see the container's log")
     if now >= attempt.deadline:
         return _deadline(attempt)
+    if cloud.phase is Phase.FAILED and _may_report(cloud, now):
+        return None
     if cloud.phase is Phase.FAILED:
         exit_code = "" if cloud.exit_code is None else f" (exit code {cloud.exit_code})"
         found = cloud.error_class or ErrorClass.INFRASTRUCTURE
@@ -129,6 +133,11 @@ def _seen(
         message = f"no capacity in {attempt.region} after {waited:.0f} s"
         return RunError(error_class=ErrorClass.STOCKOUT, message=message, hint="add placements in other regions")
     return None
+
+
+def _may_report(cloud: Status, now: datetime) -> bool:
+    """Whether the container's own account of its end, which says more than an exit code, may still be under way."""
+    return cloud.ended is not None and (now - cloud.ended).total_seconds() < REPORT_SECONDS
 
 
 def _succeeded(store: RunStore, record: Record, spec: JobSpec, manifest: Manifest) -> dict[str, Any]:

@@ -86,3 +86,10 @@ def test_pending_too_long_is_a_stockout() -> None:
     found = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
     assert found.error.error_class is ErrorClass.STOCKOUT
     assert "us-central1" in found.error.message
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0, True), (2, True), (4, False)])
+def test_a_container_that_just_ended_may_still_report_why(seconds: int, waits: bool) -> None:
+    cloud = Status(Phase.FAILED, "exit code 65", ErrorClass.DATA, 65, NOW - timedelta(seconds=seconds))
+    assert (verdict([STARTED], cloud).error is None) is waits
+    assert verdict([STARTED, FAILED], cloud).error.message == "3 rows"

@@ -56,6 +56,7 @@ class Status:
     message: str = ""
     error_class: ErrorClass | None = None
     exit_code: int | None = None
+    ended: datetime | None = None
 
 
 class Target(Protocol):

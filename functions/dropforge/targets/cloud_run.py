@@ -215,7 +215,8 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
         return Status(Phase.FAILED, f"{reason}: {completed.message}", ErrorClass.CONFIG)
     result = result_of_task()
     if result is not None and result.exit_code:
-        return Status(Phase.FAILED, completed.message, class_of_exit(result.exit_code), result.exit_code)
+        found, code = class_of_exit(result.exit_code), result.exit_code
+        return Status(Phase.FAILED, completed.message, found, code, execution.completion_time)
     timed_out = result is not None and result.status.code == _DEADLINE_EXCEEDED
     found = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
     return Status(Phase.FAILED, completed.message, found)
