@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -26,10 +27,12 @@ def exchange(
     async def run() -> tuple[list[HttpResponse], list[bytes], int]:
         read: list[bytes] = []
         connections = 0
+        serving: list[asyncio.Task[None] | None] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal connections
             connections += 1
+            serving.append(asyncio.current_task())
             try:
                 while answers:
                     read.append(await reader.readuntil(b"\r\n\r\n"))
@@ -43,6 +46,8 @@ def exchange(
             except (asyncio.IncompleteReadError, ConnectionError):
                 pass
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -53,6 +58,7 @@ def exchange(
         finally:
             await transport.close()
             server.close()
+            await asyncio.wait([task for task in serving if task is not None], timeout=5)
 
     return asyncio.run(run())
 
