@@ -85,6 +85,16 @@ def succeed(copies: int = 1, exact_match: float = 0.9) -> int:
     return 0
 
 
+def backwards() -> int:
+    """The last event first."""
+    commit(0.9)
+    publish("succeeded", manifest_uri=uri())
+    publish("progress", step=2, total_steps=2, loss=1.0)
+    publish("progress", step=1, total_steps=2, loss=2.0)
+    publish("started")
+    return 0
+
+
 def silent() -> int:
     commit(0.9)
     return 0
@@ -132,6 +142,7 @@ def lie() -> int:
 BEHAVIOURS: dict[str, Callable[[], int]] = {
     "succeed": succeed,
     "repeat": lambda: succeed(copies=3),  # every event thrice
+    "backwards": backwards,
     "poor": lambda: succeed(exact_match=0.1),  # does not pass a gate
     "silent": silent,  # succeeds without a single event
     "fail-data": lambda: fail("data", 65),
