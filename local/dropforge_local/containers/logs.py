@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 LOG = "output.log"
+TIMES = "output.times"  # "TIME OFFSET" lines: when the output got this far
 
 
 def read_output(directory: Path, tail: int | None = None) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOG = "output.log"
+TIMES = "output.times"
+MARK_SECONDS = 0.5
 EXIT_BYTES = 64
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -178,6 +180,8 @@ class RotatingLog:
 
     def __init__(self, path: str, log_bytes: int) -> None:
         self.path = path
+        self.times = path.removesuffix(LOG) + TIMES
+        self.marked = 0.0
         self.half = log_bytes // 2
         self.descriptor = self.open()
 
@@ -197,7 +201,22 @@ class RotatingLog:
             os.rename(self.path, f"{self.path}.1")
             os.close(self.descriptor)
             self.descriptor = self.open()
+            self.rotate_times()
+            size = 0
+        self.mark(size)
         os.write(self.descriptor, data)
+
+    def mark(self, size: int) -> None:
+        """Note when the log had this size, so that it can be read from a time on."""
+        if time.time() - self.marked >= MARK_SECONDS:
+            self.marked = time.time()
+            with open(self.times, "a") as file:
+                file.write(f"{self.marked:.3f} {size}\n")
+
+    def rotate_times(self) -> None:
+        self.marked = 0.0
+        if os.path.exists(self.times):
+            os.rename(self.times, f"{self.times}.1")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""What admission refuses that validation does not: service accounts that are not there, Autopilot's constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .kinds import DEPLOYMENT, JOB, POD, REPLICA_SET, SERVICE_ACCOUNT, Kind
+from .refusals import Refusal, forbidden
+from .store import Object, Store
+
+GPU = "nvidia.com/gpu"
+ACCELERATOR = "cloud.google.com/gke-accelerator"
+COMPUTE_CLASS = "cloud.google.com/compute-class"
+
+
+def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Object | None = None) -> None:
+    """Raise the refusal of a plugin that objects."""
+    if kind == POD and old is None:
+        _check_service_account(item, store)
+    if autopilot and kind in (POD, JOB, DEPLOYMENT, REPLICA_SET):
+        spec = item["spec"] if kind == POD else item["spec"].get("template", {}).get("spec")
+        if spec:
+            _check_accelerator(spec)
+
+
+def gpus(spec: Mapping[str, Any]) -> int:
+    """How many GPUs a pod asks for: init containers run one by one before the others."""
+    wanted = [int(one.get("resources", {}).get("limits", {}).get(GPU, 0)) for one in spec["containers"]]
+    before = [int(one.get("resources", {}).get("limits", {}).get(GPU, 0)) for one in spec.get("initContainers", ())]
+    return max([sum(wanted), *before])
+
+
+def _check_service_account(pod: Object, store: Store) -> None:
+    name, namespace = pod["spec"]["serviceAccountName"], pod["metadata"]["namespace"]
+    if store.find(SERVICE_ACCOUNT, namespace, name) is None:
+        why = f'error looking up service account {namespace}/{name}: serviceaccount "{name}" not found'
+        raise forbidden(POD, pod["metadata"]["name"], why)
+
+
+def _check_accelerator(spec: Mapping[str, Any]) -> None:
+    """https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus"""
+    selector = spec.get("nodeSelector", {})
+    if gpus(spec) and ACCELERATOR not in selector and COMPUTE_CLASS not in selector:
+        raise Refusal(
+            400,
+            'admission webhook "warden-validating.common-webhooks.networking.gke.io" denied the request: GKE Warden '
+            "rejected the request because it violates one or more constraints. Violations details: "
+            f'{{"[denied by autogke-gpu-limitation]":["When requesting \'{GPU}\' resources, you must specify either '
+            f"node selector '{ACCELERATOR}' with accelerator type or a compute class\"]}}",
+        )

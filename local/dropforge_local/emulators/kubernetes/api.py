@@ -1,0 +1,423 @@
+"""One cluster's API server: a loopback port that speaks what kubectl and the official client speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ...server import HOST
+from ...workflows.clock import Clock
+from . import discovery
+from .faults import Faults, suffer
+from .kinds import JOB, POD, Kind
+from .objects import Objects, strict_error
+from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
+from .paths import Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
+from .refusals import Refusal, bad_request
+from .selectors import parse_selector
+from .store import Object
+from .tables import render_table
+from .times import seconds
+from .watches import Page, Scope, read_page, watch
+
+log = logging.getLogger(__name__)
+
+ORPHANS = (
+    "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
+    "set propagationPolicy=Orphan to suppress this warning"
+)
+
+
+class Node(Protocol):
+    """What the API server asks of the pods that run."""
+
+    def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
+        """A container's output; refuses what cannot be read."""
+
+    async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        """Send a request on to a pod, or to a pod of a service."""
+
+
+class LogOptions:
+    """The query of a log request."""
+
+    def __init__(self, query: Mapping[str, str], now: float) -> None:
+        self.container = query.get("container", "")
+        self.follow = flag(query, "follow")
+        self.previous = flag(query, "previous")
+        self.timestamps = flag(query, "timestamps")
+        self.tail_lines = number(query, "tailLines")
+        self.limit_bytes = number(query, "limitBytes")
+        since = number(query, "sinceSeconds")
+        self.since = None if since is None else now - since
+        if text := query.get("sinceTime", ""):
+            if since is not None:
+                raise bad_request("at most one of `sinceTime` or `sinceSeconds` may be specified")
+            try:
+                self.since = seconds(text)
+            except ValueError as error:
+                raise bad_request(f"sinceTime is {text!r}; expected a time as in RFC 3339") from error
+
+
+class ApiServer:
+    """HTTPS in front of one cluster's objects."""
+
+    def __init__(
+        self,
+        cluster: str,
+        port: int,
+        objects: Objects,
+        clock: Clock,
+        faults: Faults,
+        node: Node,
+        authorize: Callable[[Mapping[str, str]], bool],
+        tls: ssl.SSLContext,
+    ) -> None:
+        self.port = port
+        self._tls = tls
+        self._cluster = cluster
+        self._objects = objects
+        self._store = objects.store
+        self._clock = clock
+        self._faults = faults
+        self._node = node
+        self._authorize = authorize
+
+    async def start(self) -> None:
+        """Listen. Raises OSError when the port is taken."""
+        self._server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self.port, ssl_context=self._tls).start()
+
+    async def stop(self) -> None:
+        transports = [one.transport for one in self._server.connections if one.transport is not None]
+        await self._runner.cleanup()
+        for transport in transports:
+            transport.abort()  # a TLS connection would wait for the client to say goodbye
+        await asyncio.sleep(0)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except Refusal as refusal:
+            return web.json_response(refusal.status(), status=refusal.code, headers=refusal.headers)
+        except web.HTTPException:
+            raise
+        except Exception:
+            log.exception("%s %s", request.method, request.path)
+            failure = Refusal(500, "Internal error occurred: the emulator failed; its log has the traceback")
+            return web.json_response(failure.status(), status=500)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in ("/healthz", "/livez", "/readyz"):
+            return web.Response(text="ok")
+        if not self._authorize(request.headers):
+            raise Refusal(401, "Unauthorized")
+        path = request.path.rstrip("/")
+        if request.method == "GET" and (document := discovery.document(path)) is not None:
+            return web.json_response(document)
+        raw_path = request.rel_url.raw_path.rstrip("/")
+        call = Call(request, parse_path(raw_path), self._clock.now())
+        rule = self._faults.take(self._cluster, call.verb, call.target.kind.plural)
+        await suffer(rule, after_effect=False)
+        if call.verb in ("watch", "log", "proxy"):
+            return await self._stream(call)
+        answer = self._act(call, await request.read())
+        await suffer(rule, after_effect=True)
+        return answer
+
+    def _act(self, call: Call, data: bytes) -> web.Response:
+        if call.verb == "list":
+            return self._list(call)
+        if call.target.subresource == "scale":
+            return self._scale(call, data)
+        if call.verb == "get":
+            return call.respond(self._objects.read(*call.key))
+        action: dict[str, Callable[[Call, bytes], web.Response]] = {
+            "create": self._create,
+            "update": self._update,
+            "patch": self._patch,
+            "delete": self._delete,
+            "deletecollection": self._delete_collection,
+        }
+        return action[call.verb](call, data)
+
+    async def _stream(self, call: Call) -> web.StreamResponse:
+        if call.verb == "watch":
+            return await self._watch(call)
+        if call.verb == "proxy":
+            return await self._node.forward(call.request, call.target)
+        pod = self._objects.read(*call.key)
+        return await call.stream(self._node.read_log(pod, LogOptions(call.query, self._clock.now())), "text/plain")
+
+    def _list(self, call: Call) -> web.Response:
+        limit = number(call.query, "limit") or 0
+        page = read_page(
+            self._store, call.scope, limit, call.query.get("continue", ""), call.query.get("resourceVersion", "")
+        )
+        return call.respond_list(page)
+
+    async def _watch(self, call: Call) -> web.StreamResponse:
+        events = watch(
+            self._store,
+            call.scope,
+            call.query.get("resourceVersion", ""),
+            float(number(call.query, "timeoutSeconds") or 0),
+            bookmarks=flag(call.query, "allowWatchBookmarks"),
+            initial=flag(call.query, "sendInitialEvents"),
+        )
+        return await call.stream(call.lines(events), "application/json")
+
+    def _create(self, call: Call, data: bytes) -> web.Response:
+        target = call.target
+        if target.name or target.subresource:
+            raise Refusal(405, "the server does not allow this method on the requested resource")
+        item = self._parse(call, parse_body(data, call.content_type))
+        created = self._write(call, lambda: self._objects.create(target.kind, call.namespace, item))
+        return call.respond(created, 201)
+
+    def _update(self, call: Call, data: bytes) -> web.Response:
+        target = call.target
+        item = self._parse(call, parse_body(data, call.content_type))
+        if target.subresource == "finalize":
+            return call.respond(self._finalize(call, item))
+        status = target.subresource == "status"
+        return call.respond(
+            self._write(
+                call, lambda: self._objects.update(target.kind, target.namespace, target.name, item, status=status)
+            )
+        )
+
+    def _finalize(self, call: Call, item: Object) -> Object:
+        """Namespaces alone: their finalizers are in the spec and change through this subresource only."""
+
+        def work() -> Object:
+            namespace = self._objects.read(*call.key)
+            namespace["spec"] = item.get("spec", {})
+            return self._objects.settle(call.target.kind, namespace)
+
+        finalized: Object = self._write(call, work)
+        return finalized
+
+    def _patch(self, call: Call, data: bytes) -> web.Response:
+        target, patch = call.target, parse_body(data, call.content_type)
+
+        def work() -> Object:
+            current = self._objects.read(*call.key)
+            patched = apply_patch(call.content_type, current, patch, target.kind.schema)
+            if call.content_type != JSON_PATCH and "resourceVersion" not in (patch.get("metadata") or {}):
+                # The patch was made against no version; what is patched may share its parts with what is there.
+                metadata = {**(patched.get("metadata") or {}), "resourceVersion": None}
+                patched = {**patched, "metadata": metadata}
+            item = self._parse(call, patched)
+            return self._objects.update(
+                target.kind, target.namespace, target.name, item, status=target.subresource == "status"
+            )
+
+        return call.respond(self._write(call, work))
+
+    def _delete(self, call: Call, data: bytes) -> web.Response:
+        target = call.target
+        body = parse_body(data, call.content_type)
+        options = parse_delete(body, call.query)
+        if target.kind == JOB and not options.propagation:
+            call.warnings.append(ORPHANS)
+        item, gone = self._write(
+            call, lambda: self._objects.delete(target.kind, target.namespace, target.name, options), body
+        )
+        if not gone or target.kind == POD:
+            return call.respond(item)
+        details = {"name": target.name, "kind": target.kind.plural, "uid": item["metadata"]["uid"]}
+        if target.kind.group:
+            details["group"] = target.kind.group
+        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+        return call.respond(status)
+
+    def _delete_collection(self, call: Call, data: bytes) -> web.Response:
+        body = parse_body(data, call.content_type)
+        options = parse_delete(body, call.query)
+        if not call.target.namespace and call.target.kind.namespaced:
+            raise Refusal(405, "the server does not allow this method on the requested resource")
+
+        def work() -> Page:
+            page = read_page(self._store, call.scope, 0, "", "")
+            for item in page.items:
+                self._objects.delete(call.target.kind, call.target.namespace, item["metadata"]["name"], options)
+            return page
+
+        return call.respond_list(self._write(call, work, body))
+
+    def _scale(self, call: Call, data: bytes) -> web.Response:
+        """autoscaling/v1 Scale of a Deployment or ReplicaSet."""
+        target = call.target
+        if call.verb not in ("get", "update", "patch"):
+            raise Refusal(405, "the server does not allow this method on the requested resource")
+
+        def work() -> Object:
+            item = self._objects.read(*call.key)
+            if call.verb == "get":
+                return _scale_of(item)
+            body = parse_body(data, call.content_type)
+            # A Scale has no lists, so a strategic merge is the plain one.
+            kind = MERGE_PATCH if call.content_type == STRATEGIC_PATCH else call.content_type
+            scale = body if call.verb == "update" else apply_patch(kind, _scale_of(item), body, "")
+            replicas = (scale.get("spec") or {}).get("replicas", 0)
+            version = (scale.get("metadata") or {}).get("resourceVersion") if call.verb == "update" else None
+            item["metadata"]["resourceVersion"] = version or item["metadata"]["resourceVersion"]
+            item["spec"]["replicas"] = replicas
+            parsed, _ = self._objects.parse(target.kind, item)
+            return _scale_of(self._objects.update(target.kind, target.namespace, target.name, parsed))
+
+        return call.respond(self._write(call, work))
+
+    def _parse(self, call: Call, body: Any) -> Object:
+        """The manifest. Fields that are not known are refused unless the client asks for a warning or nothing."""
+        mode = call.query.get("fieldValidation", "Strict")
+        item, unknown = self._objects.parse(call.target.kind, body)
+        if unknown and mode not in ("Warn", "Ignore"):
+            raise strict_error(call.target.kind, unknown)
+        if mode == "Warn":
+            call.warnings += [f'unknown field "{name}"' for name in unknown]
+        return item
+
+    def _write(self, call: Call, work: Callable[[], Any], body: Any = None) -> Any:
+        if is_dry_run(call.query, body):
+            return self._objects.dry_run(work)
+        with self._store.db.transaction():
+            return work()
+
+
+class Call:
+    """One request: what it is about, and how to answer it."""
+
+    def __init__(self, request: web.BaseRequest, target: Target, now: float) -> None:
+        self.request = request
+        self.target = target
+        self.query = request.query
+        self.content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.warnings: list[str] = []
+        self._now = now
+        self._accept = request.headers.get("Accept", "")
+        self.verb = self._verb()
+
+    @property
+    def key(self) -> tuple[Kind, str, str]:
+        return self.target.kind, self.target.namespace, self.target.name
+
+    @property
+    def namespace(self) -> str:
+        return self.target.namespace
+
+    @property
+    def scope(self) -> Scope:
+        fields = self.query.get("fieldSelector", "")
+        if self.target.name:  # a watch of one object, as old clients write it
+            fields = f"metadata.name={self.target.name}"
+        selector = parse_selector(self.target.kind, self.query.get("labelSelector", ""), fields)
+        return Scope(self.target.kind, self.target.namespace, selector)
+
+    def respond(self, item: Object, status: int = 200) -> web.Response:
+        body: Any = item
+        if self._wants_table and item.get("kind") == self.target.kind.name:
+            version = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
+            body = render_table(self.target.kind, [item], self._now, version)
+        return web.json_response(body, status=status, headers=self._headers())
+
+    def respond_list(self, page: Page) -> web.Response:
+        kind = self.target.kind
+        metadata: Object = {"resourceVersion": str(page.revision)}
+        if page.following:
+            metadata["continue"] = page.following
+            if page.remaining is not None:
+                metadata["remainingItemCount"] = page.remaining
+        if self._wants_table:
+            return web.json_response(render_table(kind, page.items, self._now, metadata))
+        items = page.items
+        if kind.schema:  # as the real one does: a typed list's items do not repeat their type
+            items = [{key: one[key] for key in one if key not in ("kind", "apiVersion")} for one in items]
+        body = {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
+        return web.json_response(body, headers=self._headers())
+
+    async def lines(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        async for event in events:
+            if self._wants_table and event["type"] not in ("BOOKMARK", "ERROR"):
+                item = event["object"]
+                version = {"resourceVersion": item["metadata"]["resourceVersion"]}
+                event = {**event, "object": render_table(self.target.kind, [item], self._now, version)}
+            yield json.dumps(event).encode() + b"\n"
+
+    async def stream(self, chunks: AsyncIterator[bytes], content_type: str) -> web.StreamResponse:
+        """Refusals before the first chunk are ordinary answers; afterwards the stream just ends."""
+        response = web.StreamResponse(headers={"Content-Type": content_type, **self._headers()})
+        first = asyncio.ensure_future(_first(chunks))
+        try:
+            # A watch of nothing has no first event: its head must go out all the same.
+            await asyncio.wait([first], timeout=0.05)
+            if first.done():
+                first.result()
+            await response.prepare(self.request)
+            if (chunk := await first) is not None:
+                await response.write(chunk)
+                async for chunk in chunks:
+                    await response.write(chunk)
+            await response.write_eof()
+        except ConnectionResetError:
+            pass  # the client has gone: nobody is left to tell
+        finally:
+            first.cancel()
+        return response
+
+    @property
+    def _wants_table(self) -> bool:
+        return "as=Table" in self._accept
+
+    def _verb(self) -> str:
+        if self.target.subresource in ("log", "proxy"):
+            return self.target.subresource
+        named = bool(self.target.name)
+        method = self.request.method
+        if method == "GET" and flag(self.query, "watch"):
+            return "watch"
+        verbs = {
+            "GET": "get" if named else "list",
+            "POST": "create",
+            "PUT": "update" if named else "",
+            "PATCH": "patch" if named else "",
+            "DELETE": "delete" if named else "deletecollection",
+        }
+        if not verbs.get(method):
+            raise Refusal(405, "the server does not allow this method on the requested resource")
+        return verbs[method]
+
+    def _headers(self) -> dict[str, str]:
+        if not self.warnings:
+            return {}
+        texts = [warning.replace("\\", "\\\\").replace('"', '\\"') for warning in self.warnings]
+        return {"Warning": ", ".join(f'299 - "{text}"' for text in texts)}
+
+
+async def _first(chunks: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(chunks, None)
+
+
+def _scale_of(item: Object) -> Object:
+    metadata = {key: item["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
+    metadata["creationTimestamp"] = item["metadata"]["creationTimestamp"]
+    labels = item["spec"]["selector"].get("matchLabels", {})
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": metadata,
+        "spec": {"replicas": item["spec"]["replicas"]},
+        "status": {
+            "replicas": item.get("status", {}).get("replicas", 0),
+            "selector": ",".join(f"{key}={value}" for key, value in labels.items()),
+        },
+    }

@@ -1,0 +1,163 @@
+"""One cluster: its API server, controllers, kubelet and services over one store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from ...db import Database
+from ...errors import ApiError
+from ...workflows.clock import Clock
+from .api import ApiServer, LogOptions
+from .certificates import Certificates, server_context
+from .config import KubernetesConfig
+from .controllers.deployments import DeploymentController, ReplicaSetController
+from .controllers.garbage import GarbageCollector, NamespaceController
+from .controllers.jobs import JobController
+from .controllers.loop import ControlLoop
+from .controllers.owned import Tools, is_finished
+from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
+from .faults import Faults
+from .kinds import NAMESPACE, NODE, POD
+from .kubelet.logs import LogRequest, container_of, log_id, read_log
+from .kubelet.pods import Kubelet
+from .kubelet.runner import Runner
+from .objects import Objects
+from .paths import Target
+from .ports import Ports
+from .recorder import Recorder
+from .services import Services
+from .store import Change, Object, Store
+
+NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all clusters of one emulator share."""
+
+    db: Database
+    clock: Clock
+    config: KubernetesConfig
+    faults: Faults
+    runner: Runner
+    ports: Ports
+    authorize: Callable[[Mapping[str, str]], bool]
+
+
+class Cluster:
+    """A cluster that is served."""
+
+    def __init__(self, shared: Shared, name: str, port: int, certificates: Certificates) -> None:
+        self.name = name
+        self.port = port
+        self._certificates = certificates
+        self._shared = shared
+        self.store = Store(shared.db, name, shared.config.watch_history)
+        self.objects = Objects(self.store, shared.clock, autopilot=shared.config.autopilot)
+        recorder = Recorder(self.store, shared.clock, shared.config.event_seconds)
+        self._tools = Tools(self.objects, recorder, shared.clock, shared.config)
+        self._scheduler = Scheduler(self._tools, shared.faults)
+        self._loop = ControlLoop(
+            shared.db,
+            shared.clock,
+            [
+                JobController(self._tools),  # before the collector, which takes away the references it goes by
+                DeploymentController(self._tools),
+                ReplicaSetController(self._tools),
+                GarbageCollector(self._tools),
+                NamespaceController(self._tools),
+                self._scheduler,
+                NodeController(self._tools, self._scheduler.is_claimed),
+            ],
+        )
+
+    async def start(self) -> None:
+        """Serve, and go on with what an earlier stack left. Raises OSError when the port is taken."""
+        shared = self._shared
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self.kubelet = Kubelet(self._tools, shared.runner, shared.ports, self._session)
+        self.services = Services(self.store, shared.ports, shared.config, self._session)
+        self._api = ApiServer(
+            self.name,
+            self.port,
+            self.objects,
+            shared.clock,
+            shared.faults,
+            self,
+            shared.authorize,
+            server_context(self._certificates),
+        )
+        self.store.on_change = self._on_change
+        self.services.start()
+        self.kubelet.start()
+        self._running = asyncio.get_running_loop().create_task(self._loop.run())
+        await self._api.start()
+
+    async def stop(self) -> None:
+        """Stop serving; containers go on."""
+        await self._api.stop()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.kubelet.stop()
+        await self.services.stop()
+        await self._session.close()
+
+    def look_for_nodes(self) -> None:
+        """Try again to place pending pods: stock or quota has changed."""
+        self._loop.look_again(self._scheduler)
+
+    def preempt(self, what: Mapping[str, str]) -> None:
+        """Take a node away, given by its name or by a pod ("namespace/name") on it."""
+        name = what.get("node") or self._node_of(what.get("pod", ""))
+        with self.store.db.transaction():
+            node = self.store.find(NODE, "", name)
+            if node is None:
+                raise ApiError("NOT_FOUND", f"cluster {self.name!r} has no node {name!r}")
+            node["spec"]["unschedulable"] = True
+            node["metadata"]["annotations"][PREEMPTED] = "true"
+            self.store.replace(NODE, node)
+            for pod in self.store.items(POD):
+                if pod["spec"].get("nodeName") == name and not is_finished(pod):
+                    self.kubelet.preempt(pod)
+
+    async def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
+        name = container_of(pod, options.container)
+        container_id = log_id(pod, name, previous=options.previous)
+        runtime = self._shared.runner.runtime
+
+        def has_ended() -> bool:
+            container = runtime.containers.get(container_id)
+            return container is None or container.exit is not None
+
+        request = LogRequest(options.follow, options.timestamps, options.tail_lines, options.limit_bytes, options.since)
+        async for piece in read_log(runtime.directory / container_id, request, has_ended):
+            yield piece
+
+    async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        return await self.services.forward(request, target)
+
+    def _node_of(self, pod_name: str) -> str:
+        namespace, _, name = pod_name.rpartition("/")
+        pod = self.store.find(POD, namespace or "default", name)
+        if pod is None or not pod["spec"].get("nodeName"):
+            raise ApiError("NOT_FOUND", f"pod {pod_name!r} is on no node of cluster {self.name!r}")
+        return str(pod["spec"]["nodeName"])
+
+    def _on_change(self, change: Change) -> None:
+        self._loop.on_change(change)
+        self.kubelet.on_change(change)
+        self.services.on_change(change)
+
+
+def furnish(objects: Objects) -> None:
+    """What every cluster has from the beginning."""
+    for name in NAMESPACES:
+        if objects.store.find(NAMESPACE, "", name) is None:
+            objects.create(NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})

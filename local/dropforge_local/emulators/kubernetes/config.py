@@ -1,0 +1,53 @@
+"""What differs between machines and tests: timings, capacity, ports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU type: how many one node has at most, and how many a cluster can have in all."""
+
+    per_node: int
+    total: int
+
+
+# https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus
+ACCELERATORS = MappingProxyType(
+    {
+        "nvidia-b200": Accelerator(8, 16),
+        "nvidia-h200-141gb": Accelerator(8, 16),
+        "nvidia-h100-mega-80gb": Accelerator(8, 16),
+        "nvidia-h100-80gb": Accelerator(8, 16),
+        "nvidia-a100-80gb": Accelerator(8, 16),
+        "nvidia-tesla-a100": Accelerator(16, 16),
+        "nvidia-rtx-pro-6000": Accelerator(8, 8),
+        "nvidia-l4": Accelerator(8, 16),
+        "nvidia-tesla-t4": Accelerator(4, 8),
+    }
+)
+
+
+@dataclass(frozen=True)
+class KubernetesConfig:
+    """Timings and capacity of the emulated clusters; seconds that are minutes in the cloud are short here."""
+
+    accelerators: Mapping[str, Accelerator] = field(default_factory=lambda: ACCELERATORS)
+    reservations: frozenset[str] | None = None  # names that exist; None: every name does
+    node_seconds: float = 0.5  # until a node that the autoscaler adds is ready
+    node_idle_seconds: float = 60.0  # an empty node is taken away after this
+    job_backoff_seconds: float = 10.0  # before a job's failed pod is replaced; doubles up to six minutes
+    restart_seconds: float = 10.0  # CrashLoopBackOff's first delay; doubles up to five minutes
+    pull_retry_seconds: float = 10.0  # ImagePullBackOff's first delay; doubles up to five minutes
+    probe_seconds: float = 0.25  # a container that is not ready yet is probed this often, whatever its period
+    preemption_grace_seconds: float = 15.0  # what a spot node's shutdown leaves to its pods at most
+    autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
+    watch_history: int = 2000  # changes that a watch can start from; older ones are 410 Gone
+    event_seconds: float = 3600.0  # events are forgotten after this, as in Kubernetes
+    kept_logs: int = 200  # ended containers whose output is kept while their pod exists or existed
+    api_ports: range = range(16000, 17000)
+    pod_ports: range = range(17000, 19000)
+    service_ports: range = range(19000, 20000)

@@ -1,0 +1,1 @@
+"""What keeps the cluster as its objects say: jobs, deployments, the scheduler, garbage collection."""

@@ -1,0 +1,318 @@
+"""The scheduler and Autopilot's autoscaler: pods to nodes, and nodes that exist as long as pods need them.
+
+A node is virtual: a name with labels and a number of GPUs. What a real cluster runs out of (stock, quota, a
+reservation that is not there) shows here as there: the pod stays Pending, with a condition and events that say why.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..admission import ACCELERATOR, GPU, gpus
+from ..discovery import VERSION
+from ..faults import Faults
+from ..kinds import NODE, POD
+from ..objects import random_suffix
+from ..quantities import parse_quantity
+from ..store import Change, Object
+from ..times import timestamp
+from .loop import Key
+from .owned import Tools, all_keys, is_finished, set_condition
+
+READY_AT = "local.dropforge/ready-at"
+PREEMPTED = "local.dropforge/preempted"
+RESERVATION = "cloud.google.com/reservation-name"
+# Labels that Autopilot's nodes can be asked to have; a selector for another one matches no node that will ever be.
+KNOWN_LABELS = {
+    ACCELERATOR,
+    "cloud.google.com/gke-accelerator-count",
+    "cloud.google.com/gke-gpu-driver-version",
+    "cloud.google.com/gke-spot",
+    "cloud.google.com/gke-provisioning",
+    "cloud.google.com/gke-flex-start",
+    "cloud.google.com/gke-max-run-duration-seconds",
+    "cloud.google.com/compute-class",
+    "cloud.google.com/machine-family",
+    "cloud.google.com/reservation-affinity",
+    "cloud.google.com/reservation-project",
+    RESERVATION,
+    "kubernetes.io/arch",
+    "kubernetes.io/os",
+    "topology.kubernetes.io/region",
+    "topology.kubernetes.io/zone",
+}
+BASE_LABELS = {"kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux"}
+LARGEST = {"cpu": 222, "memory": 1024 * 2**30}  # what the largest Autopilot pod may ask for
+PODS_PER_NODE = 32
+NO_MATCH = "node(s) didn't match Pod's node affinity/selector"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a pod has no node: `why` for the scheduler's event, `scale_up` for the autoscaler's, if it tried."""
+
+    why: str
+    scale_up: str = ""
+
+
+class Scheduler:
+    """Binds pods and adds nodes. Keys are pods."""
+
+    def __init__(self, tools: Tools, faults: Faults) -> None:
+        self._tools = tools
+        self._faults = faults
+        self._claims: dict[str, str] = {}  # pod uid -> the node it waits for; forgotten at a restart, which costs time
+
+    def is_claimed(self, node: str) -> bool:
+        """Whether a pod waits for the node."""
+        return node in self._claims.values()
+
+    def keys(self, change: Change) -> Iterator[Key]:
+        if change.kind == POD and change.body and _is_pending(change.body):
+            yield change.namespace, change.name
+        if (change.kind == POD and (change.body is None or is_finished(change.body))) or change.kind == NODE:
+            yield from self.all_keys()  # room may have become free
+
+    def all_keys(self) -> list[Key]:
+        pods = [pod for pod in self._tools.store.items(POD) if _is_pending(pod)]
+        return [(pod["metadata"]["namespace"], pod["metadata"]["name"]) for pod in pods]
+
+    def reconcile(self, key: Key) -> float | None:
+        pod = self._tools.store.find(POD, *key)
+        if pod is None or not _is_pending(pod):
+            return None
+        self._claims.pop(pod["metadata"]["uid"], None)
+        node = self._find_node(pod)
+        if node is None and (obstacle := self._obstacle(pod)):
+            self._give_up(pod, obstacle)
+            return None
+        node = node or self._add_node(pod)
+        ready_at = float(node["metadata"]["annotations"][READY_AT])
+        if ready_at > self._tools.now():
+            self._claims[pod["metadata"]["uid"]] = node["metadata"]["name"]
+            self._mark_waiting(pod)
+            return ready_at
+        self._bind(pod, node)
+        return None
+
+    def _find_node(self, pod: Object) -> Object | None:
+        """A node with the pod's labels and room for it; one that is ready before one that is not."""
+        selector, wanted = pod["spec"].get("nodeSelector", {}), gpus(pod["spec"])
+        fitting = []
+        for node in self._tools.store.items(NODE):
+            labels, capacity = node["metadata"]["labels"], _node_gpus(node)
+            used, pods = self._used(node)
+            matches = not node["spec"].get("unschedulable") and all(
+                labels.get(key) == value for key, value in selector.items()
+            )
+            if matches and bool(capacity) is bool(wanted) and used + wanted <= capacity and pods < PODS_PER_NODE:
+                fitting.append(node)
+        return min(fitting, key=lambda node: float(node["metadata"]["annotations"][READY_AT]), default=None)
+
+    def _used(self, node: Object) -> tuple[int, int]:
+        """GPUs and pods on a node, with those that wait for it."""
+        name = node["metadata"]["name"]
+        there = [
+            pod for pod in self._tools.store.items(POD) if pod["spec"].get("nodeName") == name and not is_finished(pod)
+        ]
+        return sum(gpus(pod["spec"]) for pod in there), len(there)
+
+    def _obstacle(self, pod: Object) -> Obstacle | None:
+        """Why no node can be added for a pod; None if one can."""
+        spec = pod["spec"]
+        selector, wanted = spec.get("nodeSelector", {}), gpus(spec)
+        count = len(self._tools.store.items(NODE))
+        prefix = f"0/{count} nodes are available: "
+        if set(selector) - KNOWN_LABELS or any(selector.get(key, value) != value for key, value in BASE_LABELS.items()):
+            return Obstacle(f"{prefix}{count} {NO_MATCH}.")
+        for name, largest in LARGEST.items():
+            asked = sum(
+                parse_quantity(one.get("resources", {}).get("requests", {}).get(name, 0)) for one in spec["containers"]
+            )
+            if asked > largest:
+                return Obstacle(f"{prefix}{count} Insufficient {name}.")
+        if foreign := _foreign_resources(spec):
+            return Obstacle(f"{prefix}{count} Insufficient {foreign[0]}.")
+        if not wanted and ACCELERATOR not in selector:
+            return None
+        kind = self._tools.config.accelerators.get(selector.get(ACCELERATOR, ""))
+        if kind is None or wanted > kind.per_node:
+            return Obstacle(f"{prefix}{count} {NO_MATCH if kind is None else f'Insufficient {GPU}'}.")
+        return self._shortage(selector, _machine_size(wanted, kind.per_node), f"{prefix}{count} Insufficient {GPU}.")
+
+    def _shortage(self, selector: dict[str, str], size: int, why: str) -> Obstacle | None:
+        accelerator = selector[ACCELERATOR]
+        reservations = self._tools.config.reservations
+        reservation = selector.get(RESERVATION)
+        if reservation and reservations is not None and reservation not in reservations:
+            return Obstacle(why, f"GCE reservation {reservation!r} not found")
+        if self._faults.is_stocked_out(accelerator):
+            return Obstacle(why, "GCE out of resources")
+        used = sum(
+            _node_gpus(node)
+            for node in self._tools.store.items(NODE)
+            if node["metadata"]["labels"].get(ACCELERATOR) == accelerator
+        )
+        quota = self._faults.quota(accelerator)
+        if quota is not None and used + size > quota:
+            return Obstacle(why, "GCE quota exceeded")
+        if used + size > self._tools.config.accelerators[accelerator].total:
+            return Obstacle(why, "GCE out of resources")
+        return None
+
+    def _give_up(self, pod: Object, obstacle: Obstacle) -> None:
+        self._set_unscheduled(pod, obstacle.why)
+        self._tell(pod, "Warning", "FailedScheduling", obstacle.why, "default-scheduler")
+        if obstacle.scale_up:
+            text = (
+                f"Node scale up in zones associated with this pod failed: {obstacle.scale_up}. "
+                "Pod is at risk of not being scheduled."
+            )
+            self._tell(pod, "Warning", "FailedScaleUp", text, "cluster-autoscaler")
+        else:
+            text = f"pod didn't trigger scale-up: 1 {NO_MATCH}"
+            self._tell(pod, "Normal", "NotTriggerScaleUp", text, "cluster-autoscaler")
+
+    def _mark_waiting(self, pod: Object) -> None:
+        what = f"Insufficient {GPU}" if gpus(pod["spec"]) else NO_MATCH
+        self._set_unscheduled(pod, f"0/{len(self._tools.store.items(NODE))} nodes are available: {what}.")
+
+    def _set_unscheduled(self, pod: Object, message: str) -> None:
+        set_condition(
+            pod["status"], "PodScheduled", "False", "Unschedulable", message, self._tools.stamp(), lastProbeTime=None
+        )
+        pod["metadata"]["resourceVersion"] = self._tools.store.replace(POD, pod)["metadata"]["resourceVersion"]
+
+    def _add_node(self, pod: Object) -> Object:
+        selector = pod["spec"].get("nodeSelector", {})
+        accelerator = selector.get(ACCELERATOR, "")
+        kind = self._tools.config.accelerators.get(accelerator)
+        size = _machine_size(max(1, gpus(pod["spec"])), kind.per_node) if kind else 0
+        node = _make_node({**BASE_LABELS, **selector}, size, self._tools.now(), self._tools.config.node_seconds)
+        node = self._tools.store.insert(NODE, node)
+        name = node["metadata"]["name"]
+        text = f"Pod triggered scale-up: [{{{name} 0->1 (max: 1000)}}]"
+        self._tell(pod, "Normal", "TriggeredScaleUp", text, "cluster-autoscaler")
+        return node
+
+    def _bind(self, pod: Object, node: Object) -> None:
+        name = node["metadata"]["name"]
+        pod["spec"]["nodeName"] = name
+        set_condition(pod["status"], "PodScheduled", "True", "", "", self._tools.stamp(), lastProbeTime=None)
+        self._tools.store.replace(POD, pod)
+        metadata = pod["metadata"]
+        text = f"Successfully assigned {metadata['namespace']}/{metadata['name']} to {name}"
+        self._tell(pod, "Normal", "Scheduled", text, "default-scheduler")
+
+    def _tell(self, pod: Object, event_type: str, reason: str, message: str, component: str) -> None:
+        self._tools.recorder.record(POD, pod, event_type, reason, message, component)
+
+
+class NodeController:
+    """Makes nodes ready, and takes away those that stand empty. Keys are nodes."""
+
+    def __init__(self, tools: Tools, is_claimed: Callable[[str], bool]) -> None:
+        self._tools = tools
+        self._is_claimed = is_claimed
+        self._empty_since: dict[str, float] = {}
+
+    def keys(self, change: Change) -> Iterator[Key]:
+        if change.kind == NODE:
+            yield "", change.name
+        elif change.kind == POD and (name := change.item["spec"].get("nodeName")):
+            yield "", name
+
+    def all_keys(self) -> list[Key]:
+        return all_keys(self._tools.store, NODE)
+
+    def reconcile(self, key: Key) -> float | None:
+        node = self._tools.store.find(NODE, *key)
+        name = key[1]
+        if node is None:
+            self._empty_since.pop(name, None)
+            return None
+        ready_at = float(node["metadata"]["annotations"][READY_AT])
+        if ready_at > self._tools.now():
+            return ready_at
+        set_condition(
+            node["status"], "Ready", "True", "KubeletReady", "kubelet is posting ready status", self._tools.stamp()
+        )
+        node = self._tools.store.replace(NODE, node)
+        there = [pod for pod in self._tools.store.items(POD) if pod["spec"].get("nodeName") == name]
+        if self._is_claimed(name) or any(not is_finished(pod) for pod in there):
+            self._empty_since.pop(name, None)
+            return None
+        if PREEMPTED in node["metadata"]["annotations"]:
+            self._tools.store.remove(NODE, node)
+            return None
+        since = self._empty_since.setdefault(name, self._tools.now())
+        due = since + self._tools.config.node_idle_seconds
+        if due > self._tools.now():
+            return due
+        self._tools.store.remove(NODE, node)
+        return None
+
+
+def _is_pending(pod: Object) -> bool:
+    unbound = not pod["spec"].get("nodeName") and pod["status"]["phase"] == "Pending"
+    return unbound and "deletionTimestamp" not in pod["metadata"]
+
+
+def _node_gpus(node: Object) -> int:
+    return int(node["status"]["allocatable"].get(GPU, 0))
+
+
+def _machine_size(wanted: int, per_node: int) -> int:
+    """GPUs come in machines of 1, 2, 4, 8 and 16."""
+    return min(per_node, next(size for size in (1, 2, 4, 8, 16, wanted) if size >= wanted))
+
+
+def _foreign_resources(spec: Object) -> list[str]:
+    return [
+        name
+        for container in spec["containers"]
+        for name in container.get("resources", {}).get("limits", {})
+        if name not in ("cpu", "memory", "ephemeral-storage", GPU)
+    ]
+
+
+def _make_node(labels: dict[str, str], size: int, now: float, delay: float) -> Object:
+    kind = labels.get(ACCELERATOR, "pool").removeprefix("nvidia-")
+    name = f"gk3-{kind}-{uuid.uuid4().hex[:8]}-{random_suffix()[:4]}"
+    amounts = {"cpu": "222", "memory": "1Ti", "pods": str(PODS_PER_NODE), "ephemeral-storage": "1Ti"}
+    if size:
+        amounts[GPU] = str(size)
+    stamp = timestamp(now)
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": stamp,
+            "labels": {**labels, "kubernetes.io/hostname": name},
+            "annotations": {READY_AT: f"{now + delay:.3f}"},
+        },
+        "spec": {"providerID": f"gce://local/{name}"},
+        "status": {
+            "capacity": amounts,
+            "allocatable": amounts,
+            "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}, {"type": "Hostname", "address": name}],
+            "conditions": [
+                {
+                    "type": "Ready",
+                    "status": "False" if delay else "True",
+                    "reason": "KubeletNotReady" if delay else "KubeletReady",
+                    "lastTransitionTime": stamp,
+                    "lastHeartbeatTime": stamp,
+                }
+            ],
+            "nodeInfo": {
+                "kubeletVersion": VERSION["gitVersion"], "kubeProxyVersion": "", "architecture": "amd64",
+                "operatingSystem": "linux", "osImage": "local", "kernelVersion": "", "containerRuntimeVersion": "local",
+                "machineID": "", "systemUUID": "", "bootID": "",
+            },
+        },
+    }  # fmt: skip

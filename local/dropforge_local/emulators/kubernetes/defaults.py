@@ -1,0 +1,203 @@
+"""What the API server fills in before it validates and stores an object (pkg/apis/*/v1/defaults.go)."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .kinds import Kind
+
+Object = dict[str, Any]
+TRACKING = "batch.kubernetes.io/job-tracking"
+CONTROLLER_UID = "batch.kubernetes.io/controller-uid"
+JOB_NAME = "batch.kubernetes.io/job-name"
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def set_defaults(kind: Kind, item: Object) -> None:
+    """Fill in `item` in place; idempotent, as it runs at every write."""
+    if default := DEFAULTS.get(kind.key):
+        default(item)
+
+
+def set_create_defaults(kind: Kind, item: Object) -> None:
+    """What only a new object gets: initial status, generated labels and selectors."""
+    if kind.key == "jobs.batch":
+        _label_job(item)
+    if kind.key == "namespaces":
+        item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = item["metadata"]["name"]
+        item["spec"] = {"finalizers": ["kubernetes"]}
+        item["status"] = {"phase": "Active"}
+    if kind.key == "pods":
+        item["status"] = {"phase": "Pending", "qosClass": qos_class(item["spec"])}
+    if kind.key in ("jobs.batch", "deployments.apps", "horizontalpodautoscalers.autoscaling"):
+        item["status"] = {}
+    if kind.key == "replicasets.apps":
+        item["status"] = {"replicas": 0}
+    if kind.key == "services":
+        item["status"] = {"loadBalancer": {}}
+
+
+def qos_class(spec: Mapping[str, Any]) -> str:
+    """BestEffort, Burstable or Guaranteed, by cpu and memory alone."""
+    resources = [container.get("resources", {}) for container in spec["containers"]]
+    wanted = [
+        {key: one.get(part, {}).get(key) for part in ("limits", "requests") for key in ("cpu", "memory")}
+        for one in resources
+    ]
+    if not any(value for one in wanted for value in one.values()):
+        return "BestEffort"
+    complete = all(
+        one.get("limits", {}).get(key) and one["limits"][key] == one.get("requests", {}).get(key)
+        for one in resources
+        for key in ("cpu", "memory")
+    )
+    return "Guaranteed" if complete else "Burstable"
+
+
+def _pod(item: Object) -> None:
+    spec = item["spec"]
+    _pod_spec(spec)
+    spec.setdefault("enableServiceLinks", True)
+    account = spec.get("serviceAccountName") or spec.get("serviceAccount") or "default"
+    spec["serviceAccountName"] = spec["serviceAccount"] = account
+
+
+def _pod_spec(spec: Object) -> None:
+    spec.setdefault("restartPolicy", "Always")
+    spec.setdefault("dnsPolicy", "ClusterFirst")
+    spec.setdefault("terminationGracePeriodSeconds", 30)
+    spec.setdefault("schedulerName", "default-scheduler")
+    spec.setdefault("securityContext", {})
+    if account := spec.get("serviceAccountName") or spec.get("serviceAccount"):
+        spec["serviceAccountName"] = spec["serviceAccount"] = account
+    for container in [*spec.get("initContainers", ()), *spec.get("containers", ())]:
+        _container(container)
+    for volume in spec.get("volumes", ()):
+        for source in ("secret", "configMap"):
+            if source in volume:
+                volume[source].setdefault("defaultMode", 0o644)
+
+
+def _container(container: Object) -> None:
+    container.setdefault("resources", {})
+    container.setdefault("terminationMessagePath", "/dev/termination-log")
+    container.setdefault("terminationMessagePolicy", "File")
+    image = container.get("image", "")
+    tag = re.search(r":([^/@]+)(?:@.*)?$", image)
+    latest = "@" not in image and (tag is None or tag[1] == "latest")
+    container.setdefault("imagePullPolicy", "Always" if latest else "IfNotPresent")
+    resources = container["resources"]
+    if limits := resources.get("limits"):
+        resources["requests"] = {**limits, **resources.get("requests", {})}
+    for port in container.get("ports", ()):
+        port.setdefault("protocol", "TCP")
+    for variable in container.get("env", ()):
+        if reference := variable.get("valueFrom", {}).get("fieldRef"):
+            reference.setdefault("apiVersion", "v1")
+    for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
+        if probe in container:
+            _probe(container[probe])
+
+
+def _probe(probe: Object) -> None:
+    for key, value in (("timeoutSeconds", 1), ("periodSeconds", 10), ("successThreshold", 1), ("failureThreshold", 3)):
+        probe[key] = probe.get(key) or value
+    if "httpGet" in probe:
+        probe["httpGet"].setdefault("path", "/")
+        probe["httpGet"].setdefault("scheme", "HTTP")
+
+
+def _template(item: Object) -> None:
+    template = item["spec"].get("template")
+    if template and template.get("spec"):
+        template.setdefault("metadata", {})
+        _pod_spec(template["spec"])
+
+
+def _job(item: Object) -> None:
+    spec = item["spec"]
+    _template(item)
+    if "parallelism" not in spec and "completions" not in spec:
+        spec["completions"] = 1
+    spec.setdefault("parallelism", 1)
+    spec.setdefault("backoffLimit", 6)
+    spec.setdefault("completionMode", "NonIndexed")
+    spec.setdefault("suspend", False)
+    spec.setdefault("manualSelector", False)
+    spec.setdefault("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
+    for rule in spec.get("podFailurePolicy", {}).get("rules", ()):
+        for pattern in rule.get("onPodConditions", ()):
+            pattern.setdefault("status", "True")
+
+
+def _label_job(item: Object) -> None:
+    """A job's pods are its own by its uid, unless the user selects them himself."""
+    spec, metadata = item["spec"], item["metadata"]
+    if spec.get("manualSelector") or "template" not in spec:
+        return
+    labels = spec["template"].setdefault("metadata", {}).setdefault("labels", {})
+    labels.update(
+        {
+            CONTROLLER_UID: metadata["uid"],
+            JOB_NAME: metadata["name"],
+            "controller-uid": metadata["uid"],
+            "job-name": metadata["name"],
+        }
+    )
+    spec["selector"] = {"matchLabels": {CONTROLLER_UID: metadata["uid"]}}
+
+
+def _deployment(item: Object) -> None:
+    spec = item["spec"]
+    _template(item)
+    spec.setdefault("replicas", 1)
+    spec.setdefault("revisionHistoryLimit", 10)
+    spec.setdefault("progressDeadlineSeconds", 600)
+    strategy = spec.setdefault("strategy", {})
+    if strategy.setdefault("type", "RollingUpdate") == "RollingUpdate":
+        rolling = strategy.setdefault("rollingUpdate", {})
+        rolling.setdefault("maxSurge", "25%")
+        rolling.setdefault("maxUnavailable", "25%")
+
+
+def _replica_set(item: Object) -> None:
+    _template(item)
+    item["spec"].setdefault("replicas", 1)
+
+
+def _service(item: Object) -> None:
+    spec = item["spec"]
+    spec.setdefault("type", "ClusterIP")
+    spec.setdefault("sessionAffinity", "None")
+    spec.setdefault("ipFamilies", ["IPv4"])
+    spec.setdefault("ipFamilyPolicy", "SingleStack")
+    spec.setdefault("internalTrafficPolicy", "Cluster")
+    if spec["type"] == "LoadBalancer":
+        spec.setdefault("externalTrafficPolicy", "Cluster")
+    for port in spec.get("ports", ()):
+        port.setdefault("protocol", "TCP")
+        port.setdefault("targetPort", port.get("port"))
+
+
+def _secret(item: Object) -> None:
+    item.setdefault("type", "Opaque")
+    for key, value in item.pop("stringData", {}).items():
+        item.setdefault("data", {})[key] = base64.b64encode(value.encode()).decode()
+
+
+def _autoscaler(item: Object) -> None:
+    item["spec"].setdefault("minReplicas", 1)
+
+
+DEFAULTS: Mapping[str, Callable[[Object], None]] = {
+    "pods": _pod,
+    "jobs.batch": _job,
+    "deployments.apps": _deployment,
+    "replicasets.apps": _replica_set,
+    "services": _service,
+    "secrets": _secret,
+    "horizontalpodautoscalers.autoscaling": _autoscaler,
+}

@@ -1,0 +1,182 @@
+"""Kubernetes clusters on loopback ports, and the switches for what goes wrong in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from ...containers.images import ImageStore
+from ...containers.processes import Runtime
+from ...db import Database
+from ...errors import ApiError
+from ...server import HOST
+from ...workflows.clock import Clock
+from .certificates import Certificates, make_certificates
+from .cluster import Cluster, Shared, furnish
+from .config import KubernetesConfig
+from .faults import Faults
+from .kinds import DEPLOYMENT, JOB, POD, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
+from .kubelet.runner import Runner
+from .ports import Ports, free_port
+from .store import SCHEMA
+
+# What counts as left over: workloads and what they are reached by.
+COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, RAY_JOB, RAY_CLUSTER)
+
+
+class KubernetesEmulator:
+    """Every cluster's Kubernetes API, each on its own port. Satisfies server.Emulator."""
+
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        *,
+        images: ImageStore,
+        directory: Path,
+        platform_env: Callable[[], Mapping[str, str]],
+        authorize: Callable[[Mapping[str, str]], bool],
+        config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        db.connection.executescript(SCHEMA)
+        self._db = db
+        self._runtime = Runtime(directory, images.search_path)
+        runner = Runner(db, clock, self._runtime, images, platform_env, config.kept_logs)
+        self._shared = Shared(db, clock, config, Faults(db), runner, Ports(db), authorize)
+        self._clusters: dict[str, Cluster] = {}
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return [
+            web.post("/_local/kubernetes/faults", self._set_faults),
+            web.get("/_local/kubernetes/clusters", self._list_clusters),
+        ]
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        return ()
+
+    async def start(self) -> None:
+        await self._runtime.start()
+        for row in self._db.connection.execute("SELECT name FROM kubernetes_clusters").fetchall():
+            await self.open_cluster(row["name"])
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(cluster.stop() for cluster in self._clusters.values()))
+        self._clusters.clear()
+        await self._runtime.stop()
+
+    def add_cluster(self, name: str) -> int:
+        """Found a cluster, or find it: the port of its API, the same one for ever. Served once it is opened."""
+        with self._db.transaction() as connection:
+            if (port := self.port_of(name)) is None:
+                taken = {row["port"] for row in connection.execute("SELECT port FROM kubernetes_clusters")}
+                port = free_port(self._shared.config.api_ports, taken)
+                made = make_certificates(name)
+                connection.execute(
+                    "INSERT INTO kubernetes_clusters (name, port, authority, server) VALUES (?, ?, ?, ?)",
+                    [name, port, made.authority, made.server],
+                )
+                furnish(self._make(name).objects)
+            return port
+
+    async def open_cluster(self, name: str) -> None:
+        """Serve a cluster that was added; nothing happens when it is served. Raises OSError: its port is taken."""
+        if name in self._clusters:
+            return
+        cluster = self._make(name)
+        await cluster.start()
+        self._clusters[name] = cluster
+
+    async def remove_cluster(self, name: str) -> None:
+        """End everything that runs in a cluster and forget it; nothing happens when there is none."""
+        if cluster := self._clusters.pop(name, None):
+            await cluster.stop()
+        runner = self._shared.runner
+        for container_id, owner, _ in runner.unended():
+            if owner == name and (container := self._runtime.adopt(container_id)):
+                await container.terminate(0)
+                runner.ended(container)
+        with self._db.transaction() as connection:
+            if self.port_of(name) is None:
+                return
+            for pod in self._make(name).store.items(POD):
+                runner.unmount(pod)
+            self._shared.ports.release_cluster(name)
+            connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE cluster = ?", [name])
+            connection.execute("DELETE FROM kubernetes_clusters WHERE name = ?", [name])
+
+    def authority_of(self, name: str) -> str:
+        """The certificate (PEM) by which clients know the cluster's API."""
+        return str(self._row(name)["authority"])
+
+    def port_of(self, name: str) -> int | None:
+        row = self._db.connection.execute("SELECT port FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        return int(row["port"]) if row else None
+
+    def live(self) -> list[str]:
+        """Workloads that exist, by cluster, open ports, and containers that have a process."""
+        ports = [f"port/{cluster.port}" for cluster in self._clusters.values()]
+        for cluster in self._clusters.values():
+            ports += [f"port/{port}" for port in cluster.services.listening()]
+        containers = [f"container/{container}" for container in self._runtime.live()]
+        return [*self.names_in(self._db), *ports, *containers]
+
+    @staticmethod
+    def names_in(db: Database) -> list[str]:
+        """Workloads in a state file: CLUSTER/KIND/NAMESPACE/NAME. None when it has never had a cluster."""
+        tables = db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'kubernetes_objects'").fetchone()
+        if tables is None:
+            return []
+        marks = ", ".join("?" for _ in COUNTED)
+        rows = db.connection.execute(
+            f"SELECT cluster, kind, namespace, name FROM kubernetes_objects WHERE kind IN ({marks})"
+            " ORDER BY cluster, kind, namespace, name",
+            [kind.key for kind in COUNTED],
+        )
+        return ["/".join(row) for row in rows]
+
+    async def _list_clusters(self, request: web.Request) -> web.Response:
+        return web.json_response({name: f"https://{HOST}:{one.port}" for name, one in self._clusters.items()})
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        body = _parse(await request.read())
+        switches = self._shared.faults.configure(body)
+        if preempted := body.get("preempt"):
+            self._cluster(preempted.get("cluster", "")).preempt(preempted)
+        for cluster in self._clusters.values():
+            cluster.look_for_nodes()
+        return web.json_response(switches)
+
+    def _make(self, name: str) -> Cluster:
+        row = self._row(name)
+        return Cluster(self._shared, name, row["port"], Certificates(row["authority"], row["server"]))
+
+    def _row(self, name: str) -> sqlite3.Row:
+        row = self._db.connection.execute("SELECT * FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        if row is None:
+            raise LookupError(f"there is no cluster {name!r}; add_cluster makes one")
+        found: sqlite3.Row = row
+        return found
+
+    def _cluster(self, part: str) -> Cluster:
+        """The one cluster whose name contains `part`."""
+        found = [cluster for name, cluster in self._clusters.items() if part in name]
+        if len(found) != 1:
+            raise ApiError("NOT_FOUND", f"{len(found)} clusters are called {part!r}; expected one")
+        return found[0]
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise ApiError("INVALID_ARGUMENT", f"the faults are not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError("INVALID_ARGUMENT", f"the faults are {body!r}; expected an object")
+    return body

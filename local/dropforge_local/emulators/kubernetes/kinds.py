@@ -1,0 +1,73 @@
+"""The kinds of objects that the API server knows, and their names in paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One resource type. `schema` names its table in types.py; custom resources have none and are stored as given."""
+
+    group: str
+    version: str
+    name: str
+    plural: str
+    short: tuple[str, ...] = ()
+    namespaced: bool = True
+    schema: str = ""
+    subresources: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What error messages and the database call it: `jobs.batch`, `pods`."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def has_status(self) -> bool:
+        return "status" in self.subresources
+
+
+def _builtin(group: str, version: str, name: str, plural: str, short: str = "", **fields: object) -> Kind:
+    words = {key: tuple(str(value).split()) for key, value in fields.items() if key in ("subresources", "categories")}
+    namespaced = bool(fields.get("namespaced", True))
+    return Kind(group, version, name, plural, tuple(short.split()), namespaced, schema=name, **words)
+
+
+POD = _builtin("", "v1", "Pod", "pods", "po", subresources="status log proxy", categories="all")
+SERVICE = _builtin("", "v1", "Service", "services", "svc", subresources="status proxy", categories="all")
+CONFIG_MAP = _builtin("", "v1", "ConfigMap", "configmaps", "cm")
+SECRET = _builtin("", "v1", "Secret", "secrets")
+SERVICE_ACCOUNT = _builtin("", "v1", "ServiceAccount", "serviceaccounts", "sa")
+EVENT = _builtin("", "v1", "Event", "events", "ev")
+NODE = _builtin("", "v1", "Node", "nodes", "no", namespaced=False, subresources="status")
+NAMESPACE = _builtin("", "v1", "Namespace", "namespaces", "ns", namespaced=False, subresources="status finalize")
+JOB = _builtin("batch", "v1", "Job", "jobs", subresources="status", categories="all")
+DEPLOYMENT = _builtin(
+    "apps", "v1", "Deployment", "deployments", "deploy", subresources="status scale", categories="all"
+)
+REPLICA_SET = _builtin("apps", "v1", "ReplicaSet", "replicasets", "rs", subresources="status scale", categories="all")
+HPA = _builtin(
+    "autoscaling",
+    "v2",
+    "HorizontalPodAutoscaler",
+    "horizontalpodautoscalers",
+    "hpa",
+    subresources="status",
+    categories="all",
+)
+RAY_JOB = Kind("ray.io", "v1", "RayJob", "rayjobs", subresources=("status",), categories=("all",))
+RAY_CLUSTER = Kind("ray.io", "v1", "RayCluster", "rayclusters", subresources=("status",), categories=("all",))
+
+KINDS = (
+    NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, DEPLOYMENT, REPLICA_SET, JOB, HPA,
+    RAY_JOB, RAY_CLUSTER,
+)  # fmt: skip
+BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
+BY_KEY = {kind.key: kind for kind in KINDS}
+BY_NAME = {(kind.api_version, kind.name): kind for kind in KINDS}

@@ -1,0 +1,1 @@
+"""What runs pods on this machine: containers as process groups, their environment, volumes and probes."""

@@ -1,0 +1,520 @@
+"""The kubelet: one worker per pod that is bound to a node, from its volumes to its containers' last exit code.
+
+A worker writes down what it does before it does it, under names that follow from the pod's uid, so the next stack's
+worker goes on from there: containers outlive the stack and are found again by id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from ....containers.processes import Container, Exit
+from ..controllers.owned import Tools, condition_status, is_finished, set_condition
+from ..kinds import CONFIG_MAP, POD, SECRET
+from ..objects import DeleteOptions
+from ..ports import Ports
+from ..refusals import Refusal
+from ..store import Change, Object
+from ..times import seconds, timestamp
+from . import status, volumes
+from .environment import ConfigError, Sources, declared_ports, port_number
+from .probes import Prober
+from .runner import Runner, StartError
+
+log = logging.getLogger(__name__)
+
+LONGEST_BACKOFF_SECONDS = 300.0
+DISRUPTION = "DisruptionTarget"
+SHUTDOWN = "Pod was terminated in response to imminent node shutdown."
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a pod's containers have to end, and how long they are given."""
+
+    why: str  # deleted, preempted, deadline
+    grace_seconds: float
+
+
+class Kubelet:
+    """The workers of one cluster's pods."""
+
+    def __init__(self, tools: Tools, runner: Runner, ports: Ports, session: aiohttp.ClientSession) -> None:
+        self.tools = tools
+        self.runner = runner
+        self.ports = ports
+        self.session = session
+        self.sources = Sources(tools.store, ports)
+        self._workers: dict[str, PodWorker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Take over every pod that has a node; end containers whose pod has gone meanwhile."""
+        pods = self.tools.store.items(POD)
+        for pod in pods:
+            self._look_at(pod)
+        known = {pod["metadata"]["uid"] for pod in pods}
+        for container_id, cluster, uid in self.runner.unended():
+            if cluster == self.tools.store.cluster and uid not in known:
+                self._spawn(self._end_stray(container_id))
+
+    async def stop(self) -> None:
+        """Stop watching; the containers go on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def on_change(self, change: Change) -> None:
+        if change.kind == POD:
+            if change.body is not None:
+                self._look_at(change.body)
+            if worker := self._workers.get(change.item["metadata"]["uid"]):
+                worker.poke()
+        elif change.kind in (SECRET, CONFIG_MAP):
+            for worker in self._workers.values():
+                worker.poke_sources()
+
+    def preempt(self, pod: Object) -> None:
+        """Take a pod's machine away: it is told, given a moment, and has failed."""
+        now, reason = self.tools.stamp(), "TerminationByKubelet"
+        set_condition(pod["status"], DISRUPTION, "True", reason, SHUTDOWN, now, lastProbeTime=None)
+        self.tools.store.replace(POD, pod)
+
+    def _look_at(self, pod: Object) -> None:
+        uid = pod["metadata"]["uid"]
+        over = is_finished(pod) and "deletionTimestamp" not in pod["metadata"]
+        if uid in self._workers or not pod["spec"].get("nodeName") or over:
+            return
+        worker = self._workers[uid] = PodWorker(self, pod)
+        self._spawn(self._work(uid, worker))
+
+    async def _work(self, uid: str, worker: PodWorker) -> None:
+        try:
+            await worker.run()
+        except Exception:
+            # One pod that cannot be handled must not stop the others.
+            log.exception("pod %s failed", worker.name)
+        finally:
+            del self._workers[uid]
+
+    async def _end_stray(self, container_id: str) -> None:
+        if container := self.runner.runtime.adopt(container_id):
+            await container.terminate(0)
+            self.runner.ended(container)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class PodWorker:
+    """Runs one pod to its end."""
+
+    def __init__(self, kubelet: Kubelet, pod: Object) -> None:
+        self._kubelet = kubelet
+        self._tools = kubelet.tools
+        self._runner = kubelet.runner
+        self._pod = pod  # as it was last seen: needed for names when it has gone
+        self._poked = asyncio.Event()
+        self._sources_changed = asyncio.Event()
+        self._running: dict[str, Container] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self._pod['metadata']['namespace']}/{self._pod['metadata']['name']}"
+
+    def poke(self) -> None:
+        """The pod has changed, or is gone; what the worker itself writes counts too."""
+        self._poked.set()
+        self._poked = asyncio.Event()
+
+    def poke_sources(self) -> None:
+        """A Secret or ConfigMap has changed that the pod may wait for."""
+        self._sources_changed.set()
+        self._sources_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        self._adopt_running()
+        life = asyncio.ensure_future(self._live())
+        stop = asyncio.ensure_future(self._wait_for_stop())
+        try:
+            await asyncio.wait([life, stop], return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
+            else:
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+                await self._end(stop.result())
+            await self._leave()
+        finally:
+            life.cancel()
+            stop.cancel()
+            await asyncio.gather(life, stop, return_exceptions=True)
+
+    def _adopt_running(self) -> None:
+        """Containers that an earlier stack started: a pod that is being deleted must find them too."""
+        for container in self._all_containers():
+            found = next((one for one in status.all_entries(self._pod) if one["name"] == container["name"]), None)
+            attempt = found["restartCount"] if found else 0
+            for number in (attempt, attempt + 1):  # the next one may have been started just before a kill
+                if (adopted := self._runner.adopt(self._pod, container["name"], number)) and adopted.exit is None:
+                    self._running[container["name"]] = adopted
+
+    def _all_containers(self) -> list[Object]:
+        return [*self._pod["spec"].get("initContainers", ()), *self._pod["spec"]["containers"]]
+
+    async def _live(self) -> None:
+        """Volumes, init containers one by one, then all containers; the phase when the last has ended."""
+        if is_finished(self._pod):
+            return
+        self._update(lambda pod: status.begin(pod, self._tools.stamp()))
+        for port in declared_ports(self._pod):
+            self._kubelet.ports.take(
+                self._tools.store.cluster, self._pod["metadata"]["uid"], port, self._tools.config.pod_ports
+            )
+        await self._mount()
+        for container in self._pod["spec"].get("initContainers", ()):
+            ended = await self._keep(container, init=True)
+            if ended:
+                self._finish("Failed")
+                return
+        await asyncio.gather(*(self._keep(container) for container in self._pod["spec"]["containers"]))
+        self._finish(status.verdict(self._pod))
+
+    async def _mount(self) -> None:
+        """Wait for the volumes' sources; every retry is told."""
+        while True:
+            changed = self._sources_changed
+            try:
+                volumes.mount(self._tools.store, self._pod, self._runner.volume_directory(self._pod))
+                return
+            except volumes.MountError as error:
+                self._tell("Warning", "FailedMount", str(error))
+                self._set_waiting_all("ContainerCreating")
+            await changed.wait()
+
+    async def _keep(self, container: Object, *, init: bool = False) -> int:
+        """Run a container as often as its pod's policy wants; the last exit code."""
+        name = container["name"]
+        while True:
+            code = self._known_exit(name)
+            if code is None:
+                code = await self._attempt(container, init=init)
+            policy = self._pod["spec"]["restartPolicy"]
+            if policy == "Never" or (code == 0 and (init or policy == "OnFailure")):
+                return code
+            await self._back_off(name)
+
+    def _known_exit(self, name: str) -> int | None:
+        """The exit code of the attempt that the status is at, if it has ended already."""
+        one = status.entry(self._pod, name)
+        state = one["state"].get("terminated")
+        if one["state"].get("waiting", {}).get("reason") == status.BACK_OFF:
+            state = one.get("lastState", {}).get("terminated")
+        return int(state["exitCode"]) if state else None
+
+    async def _attempt(self, container: Object, *, init: bool) -> int:
+        name = container["name"]
+        running = await self._start(container)
+        self._running[name] = running
+        self._mark_running(container, running, init=init)
+        probing = asyncio.ensure_future(self._probe(container, running))
+        try:
+            ended = await running.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+        self._mark_ended(name, running, ended)
+        return ended.code
+
+    async def _start(self, container: Object) -> Container:
+        """Start the present attempt, however long its image or configuration is missing."""
+        name, delay = container["name"], self._tools.config.pull_retry_seconds
+        while True:
+            changed = self._sources_changed
+            attempt = status.entry(self._pod, name)["restartCount"]
+            try:
+                if self._runner.adopt(self._pod, name, attempt) is None:
+                    self._pull(container)
+                return self._runner.start(self._kubelet.sources, self._pod, container, attempt)
+            except ConfigError as error:
+                self._set_waiting(name, "CreateContainerConfigError", str(error))
+                self._tell("Warning", "Failed", f"Error: {error}", name)
+                await changed.wait()
+                continue
+            except StartError as error:
+                self._tell("Warning", "Failed", error.message, name)
+                self._set_waiting(name, error.reason, error.message)
+                if error.reason == "ErrImagePull":
+                    self._tell("Warning", "Failed", "Error: ErrImagePull", name)
+                    self._tell("Normal", "BackOff", f'Back-off pulling image "{container["image"]}"', name)
+                    text = f'Back-off pulling image "{container["image"]}": {error.message}'
+                    self._set_waiting(name, "ImagePullBackOff", text)
+            await self._sleep(delay)
+            delay = min(delay * 2, LONGEST_BACKOFF_SECONDS)
+
+    def _pull(self, container: Object) -> None:
+        self._set_waiting(container["name"], "ContainerCreating")
+        digest = self._runner.image_digest(container["image"])
+        text = f'Container image "{container["image"]}" already present on machine'
+        self._tell("Normal", "Pulled", text, container["name"])
+        self._tell("Normal", "Created", f"Created container: {container['name']}", container["name"])
+
+        def change(pod: Object) -> None:
+            status.entry(pod, container["name"])["imageID"] = f"{container['image'].partition('@')[0]}@{digest}"
+
+        self._update(change)
+
+    async def _back_off(self, name: str) -> None:
+        """Wait before the next attempt: not at all the first time, then longer and longer."""
+        one = status.entry(self._pod, name)
+        count = one["restartCount"]
+        last = one["state"].get("terminated") or one["lastState"]["terminated"]
+        delay = min(self._tools.config.restart_seconds * 2.0 ** min(count - 1, 20), LONGEST_BACKOFF_SECONDS)
+        if count:
+            text = f"back-off {delay:g}s restarting failed container={name} pod={self._pod['metadata']['name']}"
+            self._set_waiting(name, status.BACK_OFF, text, last)
+            self._tell("Warning", "BackOff", f"Back-off restarting failed container {name} in pod", name)
+            await self._sleep(seconds(last["finishedAt"]) + delay - self._tools.now())
+
+        def change(pod: Object) -> None:
+            status.entry(pod, name).update(
+                restartCount=count + 1,
+                lastState={"terminated": last},
+                state={"waiting": {"reason": "ContainerCreating"}},
+            )
+
+        self._update(change)
+
+    async def _probe(self, container: Object, running: Container) -> None:
+        """Ready and alive, as far as the container has probes that say so."""
+        name = container["name"]
+        prober = Prober(
+            self._kubelet.session, self._tools.config.probe_seconds, lambda port: self._resolve(container, port)
+        )
+        startup, readiness, liveness = (container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
+        one = status.entry(self._pod, name)  # of an earlier stack, when this one took the container over
+        if (
+            startup
+            and not one["started"]
+            and not await prober.until_success(startup, lambda why: self._unhealthy(name, "Startup", why))
+        ):
+            await self._kill(name, running, f"Container {name} failed startup probe, will be restarted", startup)
+            return
+        self._set_ready(name, ready=readiness is None or one["ready"], started=True)
+        watching: list[Coroutine[Any, Any, None]] = []
+        dead = asyncio.Event()
+
+        def on_readiness(ready: bool, why: str) -> None:
+            if not ready:
+                self._unhealthy(name, "Readiness", why)
+            self._set_ready(name, ready=ready, started=True)
+
+        def on_liveness(alive: bool, why: str) -> None:
+            if not alive:
+                self._unhealthy(name, "Liveness", why)
+                dead.set()
+
+        if readiness:
+            watching.append(prober.watch(readiness, on_readiness, first=one["ready"]))
+        if liveness:
+            watching.append(prober.watch(liveness, on_liveness, first=True))
+            watching.append(self._kill_when(dead, name, running, liveness))
+        await asyncio.gather(*watching)
+
+    async def _kill_when(self, dead: asyncio.Event, name: str, running: Container, probe: Object) -> None:
+        await dead.wait()
+        await self._kill(name, running, f"Container {name} failed liveness probe, will be restarted", probe)
+
+    async def _kill(self, name: str, running: Container, message: str, probe: Object) -> None:
+        self._tell("Normal", "Killing", message, name)
+        grace = probe.get("terminationGracePeriodSeconds", self._pod["spec"]["terminationGracePeriodSeconds"])
+        await asyncio.shield(running.terminate(grace))
+
+    def _resolve(self, container: Object, port: int | str) -> int | None:
+        number = port_number(container, port)
+        if number is None:
+            return None
+        local = self._kubelet.ports.find(self._tools.store.cluster, self._pod["metadata"]["uid"], number)
+        return local if local is not None else number
+
+    async def _wait_for_stop(self) -> Stop:
+        """Until the pod is deleted, preempted or out of time."""
+        while True:
+            poked = self._poked
+            pod = self._read()
+            if pod is None:
+                return Stop("deleted", 0)
+            now = self._tools.now()
+            if due := pod["metadata"].get("deletionTimestamp"):
+                return Stop("deleted", max(0.0, seconds(due) - now))
+            grace = float(pod["spec"]["terminationGracePeriodSeconds"])
+            if condition_status(pod, DISRUPTION) == "True":
+                return Stop("preempted", min(grace, self._tools.config.preemption_grace_seconds))
+            allowed, started = pod["spec"].get("activeDeadlineSeconds"), pod["status"].get("startTime")
+            due_at = seconds(started) + allowed if allowed is not None and started else None
+            if due_at is not None and due_at <= now:
+                return Stop("deadline", grace)
+            await self._first(poked.wait(), *([self._tools.clock.sleep_until(due_at)] if due_at else []))
+
+    async def _end(self, stop: Stop) -> None:
+        """End every container, and write how each and the pod as a whole ended."""
+        for name in self._running:
+            self._tell("Normal", "Killing", f"Stopping container {name}", name)
+        ending = [asyncio.ensure_future(self._terminate(name, stop.grace_seconds)) for name in self._running]
+        if ending:
+            hurry = asyncio.ensure_future(self._hurry())
+            try:
+                await asyncio.gather(*ending)
+            finally:
+                hurry.cancel()
+                await asyncio.gather(hurry, return_exceptions=True)
+        if is_finished(self._pod):
+            return
+        if stop.why == "preempted":
+            self._finish("Failed", "Terminated", SHUTDOWN)
+        elif stop.why == "deadline":
+            text = "Pod was active on the node longer than the specified deadline"
+            self._tell("Normal", "DeadlineExceeded", text)
+            self._finish("Failed", "DeadlineExceeded", text)
+        else:
+            began = bool(status.all_entries(self._pod))
+            self._finish(status.verdict(self._pod) if began else "Failed")
+
+    async def _terminate(self, name: str, grace_seconds: float) -> None:
+        container = self._running[name]
+        ended = await container.terminate(grace_seconds)
+        if self._known_exit(name) is None:
+            self._mark_ended(name, container, ended)
+
+    async def _hurry(self) -> None:
+        """Kill at once what was given time, when somebody deletes the pod with less of it."""
+        while True:
+            poked = self._poked
+            pod = self._read()
+            due = pod["metadata"].get("deletionTimestamp") if pod else None
+            if pod is None or (due and seconds(due) <= self._tools.now()):
+                break
+            await self._first(poked.wait(), *([self._tools.clock.sleep_until(seconds(due))] if due else []))
+        await asyncio.gather(*(container.terminate(0) for container in self._running.values()))
+
+    async def _leave(self) -> None:
+        """Give back ports and volumes; wait to be deleted if the pod was not, then let it go."""
+        self._kubelet.ports.release(self._tools.store.cluster, self._pod["metadata"]["uid"])
+        self._runner.unmount(self._pod)
+        metadata = self._pod["metadata"]
+        pod = self._read()
+        if pod is not None and "deletionTimestamp" in pod["metadata"]:
+            with contextlib.suppress(Refusal):
+                options = DeleteOptions(grace_seconds=0, uid=metadata["uid"])
+                self._tools.objects.delete(POD, metadata["namespace"], metadata["name"], options)
+
+    def _mark_running(self, container: Object, running: Container, *, init: bool) -> None:
+        name, now = container["name"], self._tools.stamp()
+        first = status.entry(self._pod, name)["state"].get("running") is None
+
+        def change(pod: Object) -> None:
+            one = status.entry(pod, name)
+            if "running" not in one["state"]:
+                one["state"] = {"running": {"startedAt": timestamp(running.created or self._tools.now())}}
+            one["containerID"] = f"dropforge://{running.id}"
+            if init:
+                one["started"] = True
+            status.settle(pod, now)
+
+        self._update(change)
+        if first:
+            self._tell("Normal", "Started", f"Started container {name}", name)
+
+    def _mark_ended(self, name: str, container: Container, ended: Exit) -> None:
+        self._running.pop(name, None)
+        message = self._last_words(name, container, ended)
+
+        def change(pod: Object) -> None:
+            one = status.entry(pod, name)
+            started = one["state"].get("running", {}).get("startedAt")
+            one.update(
+                state={"terminated": status.terminated(container.id, ended, started, message)},
+                ready=False,
+                started=False,
+            )
+            status.settle(pod, self._tools.stamp())
+
+        self._update(change)
+        self._runner.ended(container)
+
+    def _last_words(self, name: str, container: Container, ended: Exit) -> str:
+        spec = next(one for one in self._all_containers() if one["name"] == name)
+        if not ended.code or spec["terminationMessagePolicy"] != "FallbackToLogsOnError":
+            return ""
+        return self._runner.runtime.output(container.id, 80)[-2048:]
+
+    def _set_ready(self, name: str, *, ready: bool, started: bool) -> None:
+        def change(pod: Object) -> None:
+            status.entry(pod, name).update(ready=ready, started=started)
+            status.settle(pod, self._tools.stamp())
+
+        self._update(change)
+
+    def _set_waiting(self, name: str, reason: str, message: str = "", last: Object | None = None) -> None:
+        waiting = {"reason": reason, **({"message": message} if message else {})}
+
+        def change(pod: Object) -> None:
+            one = status.entry(pod, name)
+            one["state"] = {"waiting": waiting}
+            if last is not None:
+                one["lastState"] = {"terminated": last}
+            status.settle(pod, self._tools.stamp())
+
+        self._update(change)
+
+    def _set_waiting_all(self, reason: str) -> None:
+        for container in self._pod["spec"]["containers"]:
+            self._set_waiting(container["name"], reason)
+
+    def _finish(self, phase: str, reason: str = "", message: str = "") -> None:
+        def change(pod: Object) -> None:
+            if not is_finished(pod):
+                status.settle(pod, self._tools.stamp(), phase=phase, reason=reason, message=message)
+
+        self._update(change)
+
+    def _unhealthy(self, name: str, probe: str, why: str) -> None:
+        self._tell("Warning", "Unhealthy", f"{probe} probe failed: {why}", name)
+
+    def _read(self) -> Object | None:
+        metadata = self._pod["metadata"]
+        pod = self._tools.store.find(POD, metadata["namespace"], metadata["name"])
+        return pod if pod and pod["metadata"]["uid"] == metadata["uid"] else None
+
+    def _update(self, change: Callable[[Object], None]) -> None:
+        """Change the pod's status; in memory only when the pod is gone."""
+        with self._tools.store.db.transaction():
+            pod = self._read()
+            change(pod or self._pod)
+            if pod is not None:
+                self._pod = self._tools.store.replace(POD, pod)
+
+    def _tell(self, event_type: str, reason: str, message: str, container: str = "") -> None:
+        if self._read() is not None:
+            self._tools.recorder.record(POD, self._pod, event_type, reason, message, "kubelet")
+
+    async def _sleep(self, duration: float) -> None:
+        await self._tools.clock.sleep_until(self._tools.now() + max(0.0, duration))
+
+    async def _first(self, *waiting: Coroutine[Any, Any, Any]) -> None:
+        tasks = [asyncio.ensure_future(one) for one in waiting]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,137 @@
+"""Pods' containers on this machine: started by images and process groups, found again after a restart."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ....containers.images import ImageNotFound, ImageStore
+from ....containers.processes import Container, ContainerSpec, Runtime
+from ....db import Database
+from ....workflows.clock import Clock
+from ..quantities import whole
+from ..store import Object
+from . import volumes
+from .environment import Sources, environment, map_paths, words
+
+
+class StartError(Exception):
+    """A container cannot be started: `reason` is the state that Kubernetes shows."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class Runner:
+    """Starts containers of all clusters; remembers which pod each belongs to and keeps their output."""
+
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        runtime: Runtime,
+        images: ImageStore,
+        platform_env: Callable[[], Mapping[str, str]],
+        kept_logs: int,
+    ) -> None:
+        self._db = db
+        self._clock = clock
+        self.runtime = runtime
+        self._images = images
+        self._platform_env = platform_env
+        self._kept_logs = kept_logs
+
+    def volume_directory(self, pod: Object) -> Path:
+        return self.runtime.directory.parent / "pod-volumes" / str(pod["metadata"]["uid"])
+
+    def image_digest(self, uri: str) -> str:
+        """Raises StartError when there is no such image."""
+        try:
+            return self._images.resolve(uri).digest
+        except ImageNotFound as error:
+            raise StartError("ErrImagePull", f'failed to pull and unpack image "{uri}": {error}') from error
+
+    def start(self, sources: Sources, pod: Object, container: Object, attempt: int) -> Container:
+        """Start one attempt, or find it if it was ever started. Raises StartError or ConfigError."""
+        container_id = id_of(pod, container["name"], attempt)
+        if found := self.runtime.adopt(container_id):
+            return found
+        env = {**self._platform_env(), **environment(sources, pod, container)}
+        self._remember(container_id, sources.store.cluster, pod, container["name"], attempt)
+
+        def prepare(directory: Path) -> ContainerSpec:
+            return self._prepare(directory, sources, pod, container, env)
+
+        try:
+            return self.runtime.launch(container_id, prepare)
+        except ImageNotFound as error:
+            raise StartError("ErrImagePull", str(error)) from error
+        except (ValueError, OSError) as error:
+            raise StartError("RunContainerError", f"failed to start container: {error}") from error
+
+    def adopt(self, pod: Object, name: str, attempt: int) -> Container | None:
+        return self.runtime.adopt(id_of(pod, name, attempt))
+
+    def ended(self, container: Container) -> None:
+        """Forget a container that has no process any more, except for its output."""
+        container.release()
+        with self._db.transaction() as connection:
+            connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
+            rows = connection.execute(
+                "SELECT id FROM kubernetes_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
+                [self._kept_logs],
+            ).fetchall()
+            for row in rows:
+                self.runtime.forget(row["id"])
+                connection.execute("DELETE FROM kubernetes_containers WHERE id = ?", [row["id"]])
+
+    def unended(self) -> list[tuple[str, str, str]]:
+        """(id, cluster, pod uid) of the containers that were not seen to end."""
+        rows = self._db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
+        return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
+
+    def unmount(self, pod: Object) -> None:
+        shutil.rmtree(self.volume_directory(pod), ignore_errors=True)
+
+    def _prepare(
+        self, directory: Path, sources: Sources, pod: Object, container: Object, env: Mapping[str, str]
+    ) -> ContainerSpec:
+        image = self._images.resolve(container["image"])
+        points = volumes.mount_points(pod, container, self.volume_directory(pod))
+        command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
+        process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""))
+        volumes.link(directory / "rootfs", points)
+        mapped = {path: str(target) for path, target in points.items()}
+        limit = container.get("resources", {}).get("limits", {}).get("memory")
+        return ContainerSpec(
+            tuple(map_paths(word, mapped) for word in process.argv),
+            {name: map_paths(value, mapped) for name, value in process.env.items()},
+            process.workdir,
+            whole(limit) if limit else None,
+        )
+
+    def _remember(self, container_id: str, cluster: str, pod: Object, name: str, attempt: int) -> None:
+        metadata = pod["metadata"]
+        with self._db.transaction() as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                [
+                    container_id,
+                    cluster,
+                    metadata["namespace"],
+                    metadata["name"],
+                    metadata["uid"],
+                    name,
+                    attempt,
+                    self._clock.now(),
+                ],
+            )
+
+
+def id_of(pod: Object, name: str, attempt: int) -> str:
+    """The uid, because a pod of the same name may come again."""
+    metadata = pod["metadata"]
+    return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"

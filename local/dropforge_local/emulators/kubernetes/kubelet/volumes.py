@@ -1,0 +1,86 @@
+"""Volumes as directories: emptyDir, Secret, ConfigMap; what cannot be one keeps the pod waiting, as a failed mount."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ..kinds import CONFIG_MAP, SECRET
+from ..store import Object, Store
+from .environment import ConfigError, read_data
+
+SHARED_MEMORY = "/dev/shm"  # the machine's own serves every pod
+
+
+class MountError(Exception):
+    """A volume cannot be mounted: Kubernetes shows it as FailedMount."""
+
+
+def mount(store: Store, pod: Object, directory: Path) -> None:
+    """Make the pod's volumes below `directory`; again does no harm. Raises MountError."""
+    for volume in pod["spec"].get("volumes", ()):
+        path = directory / volume["name"]
+        if "emptyDir" in volume:
+            path.mkdir(parents=True, exist_ok=True)
+            continue
+        kind, reference, field = (
+            (SECRET, volume["secret"], "secretName")
+            if "secret" in volume
+            else (CONFIG_MAP, volume.get("configMap"), "name")
+        )
+        if reference is None:
+            source = next(key for key in volume if key != "name")
+            driver = f" of {volume['csi']['driver']}" if source == "csi" else ""
+            raise MountError(
+                f'MountVolume.SetUp failed for volume "{volume["name"]}": {source}{driver} volumes are not emulated by '
+                "the local stack"
+            )
+        try:
+            namespace, optional = pod["metadata"]["namespace"], bool(reference.get("optional"))
+            data = read_data(store, kind, namespace, reference[field], optional=optional)
+            _write_files(path, reference, data, optional)
+        except ConfigError as error:
+            raise MountError(f'MountVolume.SetUp failed for volume "{volume["name"]}": {error}') from error
+
+
+def mount_points(pod: Object, container: Object, directory: Path) -> dict[str, Path]:
+    """Where each of the container's mount paths is on this machine."""
+    points = {}
+    for one in container.get("volumeMounts", ()):
+        path = "/" + one["mountPath"].strip("/")
+        target = directory / one["name"] / one.get("subPath", "")
+        if one.get("subPath") and not target.exists():
+            target.mkdir(parents=True)
+        points[path] = Path(SHARED_MEMORY) if path == SHARED_MEMORY else target
+    return points
+
+
+def link(rootfs: Path, points: dict[str, Path]) -> None:
+    """Show the volumes at their paths inside a container's files."""
+    for path, target in points.items():
+        if path == SHARED_MEMORY:
+            continue
+        place = rootfs / path[1:]
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)  # a mount hides what the image has there
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        place.symlink_to(target)
+
+
+def _write_files(path: Path, reference: Object, data: dict[str, bytes], optional: bool) -> None:
+    items = reference.get("items")
+    names = {key: key for key in data} if items is None else {one["key"]: one["path"] for one in items}
+    path.mkdir(parents=True, exist_ok=True)
+    for key, name in names.items():
+        if key not in data:
+            if optional:
+                continue
+            raise ConfigError(f"references non-existent key: {key}")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ConfigError(f"path {name!r} must be relative and without '..'")
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb", opener=lambda target, flags: os.open(target, flags, 0o600)) as output:
+            output.write(data[key])

@@ -1,0 +1,308 @@
+"""What the API does with objects, whoever asks: create, update, delete, with defaults, validation and finalizers."""
+
+from __future__ import annotations
+
+import math
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...workflows.clock import Clock
+from . import admission, rules
+from .defaults import set_create_defaults, set_defaults
+from .kinds import JOB, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind
+from .refusals import (
+    Cause,
+    Refusal,
+    already_exists,
+    bad_request,
+    conflict,
+    forbidden,
+    forbidden_field,
+    invalid,
+    not_found,
+)
+from .schema import check
+from .store import Object, Store
+from .times import timestamp
+
+ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so that no words come out
+SYSTEM_METADATA = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation")
+ORPHAN, FOREGROUND = "orphan", "foregroundDeletion"
+POLICIES = ("Background", "Foreground", "Orphan")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DeleteOptions:
+    """What a DELETE may say; `propagation` is one of POLICIES or empty for the kind's default."""
+
+    propagation: str = ""
+    grace_seconds: int | None = None
+    uid: str = ""
+    resource_version: str = ""
+
+
+class _Undo(Exception):
+    """Rolls a dry run back."""
+
+
+class Objects:
+    """One cluster's objects, by the API's rules."""
+
+    def __init__(self, store: Store, clock: Clock, *, autopilot: bool) -> None:
+        self.store = store
+        self.clock = clock
+        self._autopilot = autopilot
+
+    def parse(self, kind: Kind, item: Any) -> tuple[Object, list[str]]:
+        """A manifest as an object without what the kind does not have, and the names of that."""
+        if not isinstance(item, dict):
+            raise bad_request(f"the body is a JSON {type(item).__name__}; expected an object")
+        given = (item.get("apiVersion", kind.api_version), item.get("kind", kind.name))
+        if given != (kind.api_version, kind.name):
+            raise bad_request(
+                f"the object provided is unrecognized (must be of type {kind.name}): {given[1]} of {given[0]}"
+            )
+        body = {key: value for key, value in item.items() if key not in ("apiVersion", "kind")}
+        if kind.schema:
+            clean, findings = check(kind.schema, body)
+        else:
+            metadata, findings = check("ObjectMeta", body.get("metadata") or {})
+            clean = {**body, "metadata": metadata}
+            findings.unknown = [f"metadata.{name}" for name in findings.unknown]
+        # What is empty is not there: a write that only says so changes nothing.
+        clean["metadata"] = {key: value for key, value in clean.get("metadata", {}).items() if value not in ({}, [])}
+        self._refuse(kind, clean, findings.causes)
+        return {"apiVersion": kind.api_version, "kind": kind.name, **clean}, findings.unknown
+
+    def read(self, kind: Kind, namespace: str, name: str) -> Object:
+        """404 when it is not there."""
+        if (item := self.store.find(kind, namespace, name)) is None:
+            raise not_found(kind, name)
+        return item
+
+    def create(self, kind: Kind, namespace: str, item: Object) -> Object:
+        """Store a new object (as `parse` gave it), after defaults, admission and validation."""
+        with self.store.db.transaction():
+            metadata = item["metadata"]
+            self._check_namespace(kind, namespace, metadata)
+            if metadata.get("resourceVersion"):
+                raise bad_request("resourceVersion should not be set on objects to be created")
+            for field in (*SYSTEM_METADATA, "managedFields", "selfLink"):
+                metadata.pop(field, None)
+            if not metadata.get("name") and metadata.get("generateName"):
+                metadata["name"] = metadata["generateName"][:58] + random_suffix()
+            metadata.setdefault("name", "")
+            if kind.namespaced:
+                metadata["namespace"] = namespace
+            metadata["uid"] = str(uuid.uuid4())
+            metadata["creationTimestamp"] = timestamp(self.clock.now())
+            if kind.has_status and kind != POD:
+                metadata["generation"] = 1
+            if kind.has_status:
+                item.pop("status", None)
+            self._complete(kind, item)
+            set_create_defaults(kind, item)
+            self._refuse(kind, item, list(rules.problems(kind, item)))
+            admission.admit(kind, item, self.store, autopilot=self._autopilot)
+            if self.store.find(kind, namespace, metadata["name"]) is not None:
+                raise already_exists(kind, metadata["name"])
+            if kind == SERVICE:
+                self._allocate_address(item)
+            created = self.store.insert(kind, item)
+            if kind == NAMESPACE:
+                # The real controller makes it a moment later; pods that come sooner are refused there.
+                account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+                self.create(SERVICE_ACCOUNT, metadata["name"], account)
+            return created
+
+    def update(self, kind: Kind, namespace: str, name: str, item: Object, *, status: bool = False) -> Object:
+        """Replace an object's desired state, or with `status` its status; 409 when `item` is not the latest."""
+        with self.store.db.transaction():
+            old = self.read(kind, namespace, name)
+            self._check_same(kind, name, item, old)
+            if status:
+                return self.store.replace(kind, _with_status(old, item))
+            new = _merged(kind, item, old)
+            if kind.namespaced:
+                new["metadata"]["namespace"] = namespace
+            self._complete(kind, new, old)
+            self._refuse(kind, new, [*rules.problems(kind, new), *rules.update_problems(kind, new, old)])
+            self._check_finalizers(kind, new, old)
+            admission.admit(kind, new, self.store, autopilot=self._autopilot, old=old)
+            if "generation" in old["metadata"] and new.get("spec") != old.get("spec"):
+                new["metadata"]["generation"] = old["metadata"]["generation"] + 1
+            return self.settle(kind, new)
+
+    def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
+        """Delete an object, or begin to. Answers it, and whether it is gone."""
+        with self.store.db.transaction():
+            item = self.read(kind, namespace, name)
+            _check_preconditions(kind, name, item, options)
+            if kind == NAMESPACE and name in ("default", "kube-system"):
+                raise forbidden(kind, name, "this namespace may not be deleted")
+            metadata = item["metadata"]
+            grace = self._grace(kind, item, options)
+            begun = "deletionTimestamp" in metadata
+            if not begun or grace < metadata.get("deletionGracePeriodSeconds", 0):
+                metadata["deletionTimestamp"] = timestamp(math.ceil(self.clock.now() + grace))
+                metadata["deletionGracePeriodSeconds"] = grace
+                if "generation" in metadata and not begun:
+                    metadata["generation"] += 1
+            self._set_propagation(kind, item, options.propagation)
+            if kind == NAMESPACE:
+                item["status"] = {**item.get("status", {}), "phase": "Terminating"}
+            settled = self.settle(kind, item)
+            return settled, self.store.find(kind, namespace, name) is None
+
+    def settle(self, kind: Kind, item: Object) -> Object:
+        """Write an object back, or remove it if it is being deleted and nothing holds it any more."""
+        metadata = item["metadata"]
+        if not metadata.get("finalizers"):
+            metadata.pop("finalizers", None)
+        held = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds", 0) > 0
+        if kind == NAMESPACE:
+            held = held or item.get("spec", {}).get("finalizers")
+        if "deletionTimestamp" in metadata and not held:
+            self.store.remove(kind, item)
+            return item
+        return self.store.replace(kind, item)
+
+    def dry_run(self, work: Callable[[], T]) -> T:
+        """Do something, answer its result, and leave no trace of it."""
+        results: list[T] = []
+        try:
+            with self.store.db.transaction():
+                results.append(work())
+                raise _Undo
+        except _Undo:
+            return results[0]
+
+    def _check_namespace(self, kind: Kind, namespace: str, metadata: Object) -> None:
+        if not kind.namespaced:
+            return
+        given = metadata.get("namespace") or namespace
+        if given != namespace:
+            raise bad_request(
+                f"the namespace of the provided object does not match the namespace sent on the request ({given!r},"
+                f" {namespace!r})"
+            )
+        found = self.read(NAMESPACE, "", namespace)
+        if found["status"]["phase"] == "Terminating":
+            why = f"unable to create new content in namespace {namespace} because it is being terminated"
+            raise forbidden(kind, metadata.get("name", ""), why)
+
+    def _complete(self, kind: Kind, item: Object, old: Object | None = None) -> None:
+        if kind == SERVICE and old is not None:
+            for field in ("clusterIP", "clusterIPs"):  # a client that never saw them cannot send them
+                if not item["spec"].get(field) and field in old["spec"]:
+                    item["spec"][field] = old["spec"][field]
+        if kind == JOB and old is not None:
+            for field in ("selector",):
+                item["spec"].setdefault(field, old["spec"].get(field))
+        set_defaults(kind, item)
+
+    def _refuse(self, kind: Kind, item: Object, causes: list[Cause]) -> None:
+        if causes:
+            metadata = item["metadata"]
+            raise invalid(kind, metadata.get("name") or metadata.get("generateName", ""), causes)
+
+    def _check_same(self, kind: Kind, name: str, item: Object, old: Object) -> None:
+        metadata, current = item["metadata"], old["metadata"]
+        if metadata.get("name", name) != name:
+            given = metadata["name"]
+            raise bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
+        if metadata.get("namespace", current.get("namespace")) != current.get("namespace"):
+            raise bad_request("the namespace of the object does not match the namespace on the request")
+        if metadata.get("uid", current["uid"]) != current["uid"]:
+            why = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {current['uid']}"
+            raise conflict(kind, name, why)
+        if metadata.get("resourceVersion") not in (None, "", current["resourceVersion"]):
+            raise conflict(kind, name)
+
+    def _check_finalizers(self, kind: Kind, new: Object, old: Object) -> None:
+        before, after = (one["metadata"].get("finalizers", []) for one in (old, new))
+        added = [one for one in after if one not in before]
+        if added and "deletionTimestamp" in old["metadata"]:
+            text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added!r}"
+            raise invalid(kind, old["metadata"]["name"], [forbidden_field("metadata.finalizers", text)])
+
+    def _grace(self, kind: Kind, item: Object, options: DeleteOptions) -> int:
+        """Only pods are given time; none that was never scheduled or has ended already needs any."""
+        if kind != POD:
+            return 0
+        if not item["spec"].get("nodeName") or item["status"]["phase"] in ("Succeeded", "Failed"):
+            return 0
+        default = item["spec"]["terminationGracePeriodSeconds"]
+        return max(0, default if options.grace_seconds is None else options.grace_seconds)
+
+    def _set_propagation(self, kind: Kind, item: Object, policy: str) -> None:
+        """Orphan and Foreground are finalizers that the garbage collector takes away when it is done."""
+        if policy not in ("", *POLICIES):
+            raise Refusal(422, f"DeleteOptions.meta.k8s.io is invalid: propagationPolicy: {policy!r}")
+        # Jobs' pods survive unless the caller says otherwise: a default kept from before garbage collection.
+        policy = policy or ("Orphan" if kind == JOB else "")
+        if not policy:
+            return
+        finalizers = [one for one in item["metadata"].get("finalizers", ()) if one not in (ORPHAN, FOREGROUND)]
+        extra = {"Orphan": ORPHAN, "Foreground": FOREGROUND}.get(policy)
+        item["metadata"]["finalizers"] = [*finalizers, extra] if extra else finalizers
+
+    def _allocate_address(self, item: Object) -> None:
+        """An address that looks like GKE's; nothing listens there (services.py says where something does)."""
+        spec = item["spec"]
+        if not spec.get("clusterIP"):
+            number = self.store.revision() + 1
+            spec["clusterIP"] = f"34.118.{224 + number // 250 % 32}.{number % 250 + 2}"
+        spec["clusterIPs"] = [spec["clusterIP"]]
+
+
+def random_suffix() -> str:
+    return "".join(random.choices(ALPHABET, k=5))
+
+
+def strict_error(kind: Kind, unknown: list[str]) -> Refusal:
+    """fieldValidation=Strict's answer to fields that the kind does not have."""
+    listed = ", ".join(f'unknown field "{name}"' for name in unknown)
+    return bad_request(
+        f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: strict decoding error: {listed}'
+    )
+
+
+def _merged(kind: Kind, item: Object, old: Object) -> Object:
+    """A client's new version, with what only the server may write taken from the old one."""
+    metadata = {key: value for key, value in item["metadata"].items() if key not in SYSTEM_METADATA}
+    for field in ("name", "namespace", *SYSTEM_METADATA):
+        if field in old["metadata"]:
+            metadata[field] = old["metadata"][field]
+    metadata.setdefault("generateName", old["metadata"].get("generateName"))
+    metadata = {key: value for key, value in metadata.items() if value is not None and key != "managedFields"}
+    new = {**item, "metadata": metadata}
+    if kind.has_status:
+        new.pop("status", None)
+        if "status" in old:
+            new["status"] = old["status"]
+    if kind == NAMESPACE:
+        new["spec"] = old["spec"]
+    return new
+
+
+def _with_status(old: Object, item: Object) -> Object:
+    status = {"status": item["status"]} if "status" in item else {}
+    return {**{key: value for key, value in old.items() if key != "status"}, **status}
+
+
+def _check_preconditions(kind: Kind, name: str, item: Object, options: DeleteOptions) -> None:
+    metadata = item["metadata"]
+    if options.uid and options.uid != metadata["uid"]:
+        why = f"the UID in the precondition ({options.uid}) does not match the UID in record ({metadata['uid']})."
+        raise conflict(kind, name, f"{why} The object might have been deleted and then recreated")
+    if options.resource_version and options.resource_version != metadata["resourceVersion"]:
+        why = (
+            f"the ResourceVersion in the precondition ({options.resource_version}) does not match the ResourceVersion "
+            f"in record ({metadata['resourceVersion']}). The object might have been modified"
+        )
+        raise conflict(kind, name, why)

@@ -1,0 +1,217 @@
+"""The three patch formats: JSON patch (RFC 6902), JSON merge patch (RFC 7386) and Kubernetes' strategic merge."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .refusals import Refusal, bad_request
+from .schema import merge_key
+
+JSON_PATCH = "application/json-patch+json"
+MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_PATCH = "application/strategic-merge-patch+json"
+APPLY_PATCH = ("application/apply-patch+yaml", "application/apply-patch+cbor")
+ORDER, REMOVE, RETAIN, DIRECTIVE = "$setElementOrder/", "$deleteFromPrimitiveList/", "$retainKeys", "$patch"
+
+
+def apply_patch(content_type: str, current: dict[str, Any], patch: Any, schema: str) -> dict[str, Any]:
+    """A patched copy. Refuses malformed patches with 400, other formats with 415 and ones that do not fit with 422."""
+    if content_type in APPLY_PATCH:
+        raise Refusal(501, "server-side apply is not emulated by the local stack: use client-side apply")
+    if content_type == JSON_PATCH:
+        return _expect_object(json_patch(current, patch))
+    if content_type not in (MERGE_PATCH, STRATEGIC_PATCH) or (content_type == STRATEGIC_PATCH and not schema):
+        supported = [JSON_PATCH, MERGE_PATCH] + ([STRATEGIC_PATCH] if schema else [])
+        raise Refusal(
+            415, f"the body of the request was in an unknown format - accepted media types include: {supported}"
+        )
+    if not isinstance(patch, dict):
+        raise bad_request(f"a merge patch is a JSON object, not {type(patch).__name__}")
+    if content_type == MERGE_PATCH:
+        return _expect_object(merge_patch(current, patch))
+    return strategic_patch(current, patch, schema)
+
+
+def merge_patch(current: Any, patch: Any) -> Any:
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(current) if isinstance(current, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge_patch(result.get(key), value)
+    return result
+
+
+def json_patch(current: Any, patch: Any) -> Any:
+    if not isinstance(patch, list) or not all(isinstance(one, dict) for one in patch):
+        raise bad_request("a JSON patch is a list of operations")
+    document = copy.deepcopy(current)
+    for operation in patch:
+        try:
+            document = _json_operation(document, operation)
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            shown = json.dumps(operation)
+            raise Refusal(422, f"the server rejected our request: {shown} does not apply: {error}") from error
+    return document
+
+
+def strategic_patch(current: dict[str, Any], patch: dict[str, Any], schema: str) -> dict[str, Any]:
+    return _merge_object(current, patch, schema, ())
+
+
+def _json_operation(document: Any, operation: Mapping[str, Any]) -> Any:
+    verb, path = operation["op"], _pointer(operation["path"])
+    if verb == "test":
+        if _read(document, path) != operation["value"]:
+            raise ValueError(f"the value at {operation['path']!r} is another")
+        return document
+    if verb in ("add", "replace"):
+        if verb == "replace":
+            _read(document, path)
+        return _write(document, path, copy.deepcopy(operation["value"]), insert=verb == "add")
+    if verb == "remove":
+        return _remove(document, path)
+    if verb in ("move", "copy"):
+        source = _pointer(operation["from"])
+        value = copy.deepcopy(_read(document, source))
+        if verb == "move":
+            if path[: len(source)] == source and len(path) > len(source):
+                raise ValueError("a value cannot move into itself")
+            document = _remove(document, source)
+        return _write(document, path, value, insert=True)
+    raise ValueError(f"op is {verb!r}; expected add, remove, replace, move, copy or test")
+
+
+def _pointer(text: Any) -> list[str]:
+    if not isinstance(text, str) or (text and not text.startswith("/")):
+        raise ValueError(f"{text!r} is not a JSON pointer")
+    return [step.replace("~1", "/").replace("~0", "~") for step in text.split("/")[1:]]
+
+
+def _index(step: str, length: int) -> int:
+    if not step.isascii() or not step.isdigit() or (step[0] == "0" and step != "0") or int(step) >= length:
+        raise IndexError(f"{step!r} is not an index below {length}")
+    return int(step)
+
+
+def _read(document: Any, path: list[str]) -> Any:
+    for step in path:
+        document = document[_index(step, len(document))] if isinstance(document, list) else _member(document, step)
+    return document
+
+
+def _member(document: Any, step: str) -> Any:
+    if not isinstance(document, dict):
+        raise TypeError(f"nothing can be at {step!r}")
+    return document[step]
+
+
+def _write(document: Any, path: list[str], value: Any, *, insert: bool) -> Any:
+    if not path:
+        return value
+    parent, last = _read(document, path[:-1]), path[-1]
+    if isinstance(parent, list):
+        if insert:
+            parent.insert(len(parent) if last == "-" else _index(last, len(parent) + 1), value)
+        else:
+            parent[_index(last, len(parent))] = value
+    elif isinstance(parent, dict):
+        parent[last] = value
+    else:
+        raise TypeError(f"nothing can be put at {last!r}")
+    return document
+
+
+def _remove(document: Any, path: list[str]) -> Any:
+    if not path:
+        raise ValueError("the whole document cannot be removed")
+    parent, last = _read(document, path[:-1]), path[-1]
+    if isinstance(parent, list):
+        del parent[_index(last, len(parent))]
+    else:
+        _member(parent, last)
+        del parent[last]
+    return document
+
+
+def _merge_object(current: Any, patch: Mapping[str, Any], schema: str, path: tuple[str, ...]) -> dict[str, Any]:
+    directive = patch.get(DIRECTIVE)
+    if directive == "replace":
+        return {key: value for key, value in patch.items() if key != DIRECTIVE and value is not None}
+    if directive not in (None, "merge", "delete"):
+        raise bad_request(f"unknown patch directive {directive!r} at {'.'.join(path)!r}")
+    if directive == "delete":
+        return {}
+    result = dict(current) if isinstance(current, dict) else {}
+    if isinstance(retained := patch.get(RETAIN), list):
+        result = {key: value for key, value in result.items() if key in retained}
+    for key, value in patch.items():
+        if key.startswith((ORDER, REMOVE)) or key in (RETAIN, DIRECTIVE):
+            continue
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _merge_value(result.get(key), value, schema, (*path, key))
+    for key, value in patch.items():
+        _list_directive(result, key, value, schema, path)
+    return result
+
+
+def _merge_value(current: Any, value: Any, schema: str, path: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return _merge_object(current, value, schema, path)
+    if not isinstance(value, list) or (key := merge_key(schema, path)) is None:
+        return value
+    present = current if isinstance(current, list) else []
+    if not key:
+        return present + [one for one in value if one not in present]
+    return _merge_list(present, value, key, schema, path)
+
+
+def _merge_list(current: list[Any], patch: list[Any], key: str, schema: str, path: tuple[str, ...]) -> list[Any]:
+    if any(isinstance(one, dict) and one.get(DIRECTIVE) == "replace" for one in patch):
+        return [one for one in patch if not (isinstance(one, dict) and one.get(DIRECTIVE) == "replace")]
+    result = list(current)
+    for one in patch:
+        if not isinstance(one, dict) or key not in one:
+            raise bad_request(f"map: {one!r} does not contain declared merge key: {key}")
+        at = next((i for i, old in enumerate(result) if isinstance(old, dict) and old.get(key) == one[key]), None)
+        if one.get(DIRECTIVE) == "delete":
+            result = [old for old in result if not (isinstance(old, dict) and old.get(key) == one[key])]
+        elif at is None:
+            result.append(_merge_object({}, one, schema, path))
+        else:
+            result[at] = _merge_object(result[at], one, schema, path)
+    return result
+
+
+def _list_directive(result: dict[str, Any], key: str, value: Any, schema: str, path: tuple[str, ...]) -> None:
+    if key.startswith(REMOVE):
+        name = key.removeprefix(REMOVE)
+        if isinstance(result.get(name), list) and isinstance(value, list):
+            result[name] = [one for one in result[name] if one not in value]
+    elif key.startswith(ORDER):
+        name = key.removeprefix(ORDER)
+        if isinstance(result.get(name), list) and isinstance(value, list):
+            result[name] = _ordered(result[name], value, merge_key(schema, (*path, name)) or "")
+
+
+def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
+    """Elements that the order names come in its order; those that it does not know (another writer's) come last."""
+
+    def identity(one: Any) -> Any:
+        return json.dumps(one.get(key) if key and isinstance(one, dict) else one, sort_keys=True)
+
+    ranks = {identity(one): rank for rank, one in reversed(list(enumerate(order)))}
+    return sorted(items, key=lambda one: ranks.get(identity(one), len(ranks) + 1))
+
+
+def _expect_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Refusal(422, "the patched object is not a JSON object")
+    return value

@@ -1,0 +1,223 @@
+"""Services: a local port for each of a service's, connected to a ready pod; and the API server's proxy paths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from ...server import HOST
+from .config import KubernetesConfig
+from .controllers.owned import is_finished, is_ready
+from .kinds import POD, SERVICE
+from .kubelet.environment import port_number
+from .paths import Target
+from .ports import Ports
+from .refusals import Refusal, not_found
+from .store import Change, Object, Store
+
+log = logging.getLogger(__name__)
+
+URLS = "local.dropforge/urls"  # annotation: {"8000": "http://127.0.0.1:19000"}
+HOP_BY_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade", "host", "authorization",
+}  # fmt: skip
+
+
+class Services:
+    """One cluster's services. A cluster IP is only a name here; the annotation says where the service listens."""
+
+    def __init__(self, store: Store, ports: Ports, config: KubernetesConfig, session: aiohttp.ClientSession) -> None:
+        self._store = store
+        self._ports = ports
+        self._config = config
+        self._session = session
+        self._turns = itertools.count()
+        self._servers: dict[tuple[str, int], asyncio.Server] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[Any]] = set()
+        self._lock = asyncio.Lock()
+
+    def start(self) -> None:
+        self._spawn(self._align())
+
+    async def stop(self) -> None:
+        for task in [*self._tasks, *self._connections]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._connections, return_exceptions=True)
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+
+    def on_change(self, change: Change) -> None:
+        if change.kind == SERVICE:
+            self._spawn(self._align())
+
+    def listening(self) -> list[int]:
+        """The local ports that are open."""
+        return sorted(server.sockets[0].getsockname()[1] for server in self._servers.values() if server.sockets)
+
+    async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        """…/services/NAME[:PORT]/proxy/… and …/pods/NAME[:PORT]/proxy/…"""
+        name, _, port = target.name.removeprefix("http:").partition(":")
+        item = self._store.find(target.kind, target.namespace, name)
+        if item is None:
+            raise not_found(target.kind, name)
+        local = self._pod_port(item, port) if target.kind == POD else self._service_port(item, port)
+        if local is None:
+            raise Refusal(503, f'no endpoints available for service "{name}"')
+        query = f"?{request.query_string}" if request.query_string else ""
+        url = URL(f"http://{HOST}:{local}/{target.rest}{query}", encoded=True)
+        try:
+            return await self._relay(request, url)
+        except aiohttp.ClientConnectionError as error:
+            raise Refusal(503, f"error trying to reach service: {error}") from error
+
+    async def _align(self) -> None:
+        """Listen for every service that is there, and for none that is not."""
+        async with self._lock:
+            wanted: dict[tuple[str, int], Object] = {}
+            for service in self._store.items(SERVICE):
+                if service["spec"].get("clusterIP") != "None" and service["spec"].get("selector"):
+                    wanted |= {(_owner(service), port["port"]): service for port in service["spec"].get("ports", ())}
+            for key in [key for key in self._servers if key not in wanted]:
+                self._servers.pop(key).close()
+            for owner in self._ports.owners(self._store.cluster) - {owner for owner, _ in wanted}:
+                if "/" in owner:  # a service's; pods go by their uid
+                    self._ports.release(self._store.cluster, owner)
+            for key, service in wanted.items():
+                if key not in self._servers:
+                    await self._listen(key, service)
+
+    async def _listen(self, key: tuple[str, int], service: Object) -> None:
+        owner, port = key
+        local = self._ports.take(self._store.cluster, owner, port, self._config.service_ports)
+
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._connect(key, reader, writer)
+
+        try:
+            self._servers[key] = await asyncio.start_server(connect, HOST, local)
+        except OSError:
+            log.exception("service %s cannot listen on port %s", owner, local)
+            return
+        self._annotate(service)
+
+    def _annotate(self, service: Object) -> None:
+        """Say where the service listens; for a load balancer in its status as well."""
+        metadata = service["metadata"]
+        found = self._store.find(SERVICE, metadata["namespace"], metadata["name"])
+        if found is None or found["metadata"]["uid"] != metadata["uid"]:
+            return
+        local = self._ports.of(self._store.cluster, _owner(service))
+        urls = {str(port): f"http://{HOST}:{number}" for port, number in sorted(local.items())}
+        found["metadata"].setdefault("annotations", {})[URLS] = json.dumps(urls)
+        if found["spec"]["type"] == "LoadBalancer":
+            ports = [{"port": number, "protocol": "TCP"} for _, number in sorted(local.items())]
+            found["status"] = {"loadBalancer": {"ingress": [{"ip": HOST, "ipMode": "VIP", "ports": ports}]}}
+        self._store.replace(SERVICE, found)
+
+    async def _connect(self, key: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            namespace, _, name = key[0].partition("/")
+            service = self._store.find(SERVICE, namespace, name)
+            local = self._service_port(service, str(key[1])) if service else None
+            if local is None:
+                return
+            upstream = await asyncio.open_connection(HOST, local)
+            await asyncio.gather(_copy(reader, upstream[1]), _copy(upstream[0], writer))
+        except OSError as error:
+            log.info("connection to service %s: %s", key[0], error)
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    def _service_port(self, service: Object, port: str) -> int | None:
+        """A local port of one of the service's pods, in turn; None when none is ready."""
+        ports = service["spec"].get("ports", [])
+        chosen = [one for one in ports if port in ("", str(one["port"]), one.get("name"))]
+        if not chosen:
+            raise Refusal(503, f'no endpoints available for service "{service["metadata"]["name"]}:{port}"')
+        found = [self._pod_port(pod, str(chosen[0]["targetPort"])) for pod in self._endpoints(service)]
+        local = [one for one in found if one is not None]
+        return local[next(self._turns) % len(local)] if local else None
+
+    def _endpoints(self, service: Object) -> list[Object]:
+        selector, unready = service["spec"].get("selector", {}), service["spec"].get("publishNotReadyAddresses")
+        return [
+            pod
+            for pod in self._store.items(POD, service["metadata"]["namespace"])
+            if selector.items() <= pod["metadata"].get("labels", {}).items()
+            and (is_ready(pod) or (unready and pod["spec"].get("nodeName")))
+            and not is_finished(pod)
+            and "deletionTimestamp" not in pod["metadata"]
+        ]
+
+    def _pod_port(self, pod: Object, port: str) -> int | None:
+        """The local port of a pod's port, given by number or name; its first one when none is given."""
+        for container in pod["spec"]["containers"]:
+            ports = container.get("ports", [])
+            number = port_number(container, port) if port else next((one["containerPort"] for one in ports), None)
+            if number is not None:
+                local = self._ports.find(self._store.cluster, pod["metadata"]["uid"], number)
+                if local is not None:
+                    return local
+        return None
+
+    async def _relay(self, request: web.BaseRequest, url: URL) -> web.StreamResponse:
+        upstream = await self._session.request(
+            request.method,
+            url,
+            headers=_end_to_end(request.headers),
+            data=request.content if request.body_exists else None,
+            allow_redirects=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+        async with upstream:
+            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+            for name, value in _end_to_end(upstream.headers).items():
+                response.headers.add(name, value)
+            await response.prepare(request)
+            async for chunk in upstream.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _owner(service: Object) -> str:
+    return f"{service['metadata']['namespace']}/{service['metadata']['name']}"
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Headers without those that are about one connection, or about the API server."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
+    )

@@ -1,0 +1,390 @@
+"""A fake repository with small images, a cluster over it, and the official client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client
+
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import end_all, find_members
+from dropforge_local.db import Database
+from dropforge_local.emulators.kubernetes import Accelerator, KubernetesConfig, KubernetesEmulator
+from dropforge_local.server import BackgroundServer, Server
+from dropforge_local.workflows.clock import SystemClock
+
+NAME = "projects/p1/locations/us-central1/clusters/c1"
+REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"
+TOKEN = "Bearer good"
+
+JOB_PY = """
+    import json, os, signal, sys, time
+    what = sys.argv[1] if len(sys.argv) > 1 else "succeed"
+    print("index", os.environ.get("JOB_COMPLETION_INDEX", "-"), what, flush=True)
+    if what == "exit":
+        sys.exit(int(sys.argv[2]))
+    if what == "fail-until":  # the first N of all runs fail, counted in a shared file
+        with open(sys.argv[2], "a") as file:
+            file.write("x")
+        sys.exit(1 if os.path.getsize(sys.argv[2]) <= int(sys.argv[3]) else 0)
+    if what == "sleep":
+        time.sleep(float(sys.argv[2]))
+    if what == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ignoring", flush=True)
+        time.sleep(60)
+    if what == "polite":
+        signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(int(sys.argv[2]))))
+        print("waiting", flush=True)
+        time.sleep(60)
+    if what == "hog":
+        data = bytearray(300 * 2**20)
+        time.sleep(60)
+    if what == "env":
+        print(json.dumps(dict(os.environ)))
+        print(json.dumps(sys.argv[2:]))
+    if what == "write":
+        open(sys.argv[2], "w").write(sys.argv[3])
+    if what == "read":
+        print(open(sys.argv[2]).read(), flush=True)
+    if what == "count":
+        for number in range(int(sys.argv[2])):
+            print("line", number, flush=True)
+            time.sleep(float(sys.argv[3]))
+"""
+
+SERVER_PY = """
+    import http.server, os, sys, time
+    STARTED, WARM_UP = time.time(), float(os.environ.get("WARM_UP", "0"))
+    print("serving", os.environ["PORT"], flush=True)
+    SICK = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        def log_message(self, *args): pass
+        def answer(self, code, body):
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        def do_GET(self):
+            if self.path == "/sicken":
+                SICK.append(1)
+            if self.path == "/health":
+                warm = time.time() - STARTED >= WARM_UP and not SICK
+                return self.answer(200 if warm else 503, b"")
+            self.answer(200, f"{os.environ.get('VERSION', '')} {os.environ['HOSTNAME']} {self.path}".encode())
+        def do_POST(self):
+            self.answer(201, self.rfile.read(int(self.headers["Content-Length"])))
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+DOCKERFILE = """
+FROM python:3.11
+WORKDIR /app
+COPY containers/{role}/main.py /app/main.py
+ENTRYPOINT ["python", "-S", "/app/main.py"]
+"""
+
+CONFIG = KubernetesConfig(
+    accelerators={"nvidia-l4": Accelerator(8, 4), "nvidia-b200": Accelerator(8, 16)},
+    reservations=frozenset({"known"}),
+    node_seconds=0.05,
+    node_idle_seconds=0.5,
+    job_backoff_seconds=0.05,
+    restart_seconds=0.1,
+    pull_retry_seconds=0.1,
+    probe_seconds=0.05,
+    preemption_grace_seconds=2.0,
+    watch_history=400,
+)
+
+
+@dataclass
+class Kube:
+    """A running cluster's address and clients of it."""
+
+    url: str
+    admin: str
+    authority: str
+    directory: Path
+    namespace: str = field(default_factory=lambda: f"t-{uuid.uuid4().hex[:8]}")
+    live: Callable[[], list[str]] = list
+
+    def __post_init__(self) -> None:
+        self.api = make_client(self.url, self.authority)
+        self._tls = ssl.create_default_context(cadata=self.authority)
+        self.core = client.CoreV1Api(self.api)
+        self.batch = client.BatchV1Api(self.api)
+        self.apps = client.AppsV1Api(self.api)
+        self.custom = client.CustomObjectsApi(self.api)
+
+    def call(
+        self, method: str, path: str, body: Any = None, kind: str = "application/json", token: str = TOKEN
+    ) -> tuple[int, Any, Any]:
+        """A raw request: status, JSON, headers."""
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": kind, **({"Authorization": token} if token else {})}
+        request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20, context=self._tls) as response:
+                text = response.read()
+                is_json = "json" in response.headers["Content-Type"]
+                return response.status, json.loads(text) if is_json else text.decode(), response.headers
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read()
+                return error.code, json.loads(text) if text[:1] == b"{" else text.decode(), error.headers
+
+    def faults(self, **switches: Any) -> dict[str, Any]:
+        data = json.dumps(switches).encode()
+        request = urllib.request.Request(f"{self.admin}/_local/kubernetes/faults", data=data, method="POST")
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return json.loads(response.read())
+
+    def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 20) -> Any:
+        deadline = time.monotonic() + seconds
+        while not accept(found := read()):
+            assert time.monotonic() < deadline, f"not in time: {found}"
+            time.sleep(0.03)
+        return found
+
+    def job(self, name: str) -> Any:
+        return self.batch.read_namespaced_job(name, self.namespace)
+
+    def create_job(self, name: str, *args: str, **spec: Any) -> Any:
+        return self.batch.create_namespaced_job(self.namespace, make_job(name, *args, **spec))
+
+    def wait_job(self, name: str, seconds: float = 20) -> Any:
+        """The job once it has a last word."""
+        return self.until(lambda: self.job(name), lambda job: ended(job), seconds)
+
+    def pods(self, selector: str = "") -> list[Any]:
+        return self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+
+    def pod(self, name: str) -> Any:
+        return self.core.read_namespaced_pod(name, self.namespace)
+
+    def wait_pod(self, name: str, phase: str, seconds: float = 20) -> Any:
+        return self.until(lambda: self.pod(name), lambda pod: pod.status.phase == phase, seconds)
+
+    def create_pod(self, name: str, *args: str, **spec: Any) -> Any:
+        return self.core.create_namespaced_pod(self.namespace, make_pod(name, *args, **spec))
+
+    def log(self, name: str, **options: Any) -> str:
+        return self.core.read_namespaced_pod_log(name, self.namespace, **options)
+
+    def events(self, name: str = "") -> list[tuple[str, str]]:
+        found = self.core.list_namespaced_event(self.namespace).items
+        return [(one.reason, one.message) for one in found if not name or one.involved_object.name == name]
+
+    def processes(self) -> list[int]:
+        return [pid for members in find_members(self.directory).values() for pid in members]
+
+
+def make_client(url: str, authority: str, token: str = TOKEN) -> client.ApiClient:
+    configuration = client.Configuration(host=url, ca_cert_data=authority)
+    configuration.api_key = {"authorization": token}
+    configuration.retries = False
+    return client.ApiClient(configuration)
+
+
+def ended(job: Any) -> Any:
+    """The condition that is a job's last word, if it has one."""
+    conditions = job.status.conditions or []
+    return next((one for one in conditions if one.type in ("Complete", "Failed") and one.status == "True"), None)
+
+
+def make_container(*args: str, **more: Any) -> dict[str, Any]:
+    return {"name": "main", "image": f"{REGISTRY}/train-job:v1", "args": list(args), **more}
+
+
+def make_pod_spec(*args: str, **more: Any) -> dict[str, Any]:
+    container = make_container(*args, **more.pop("container", {}))
+    return {"restartPolicy": "Never", "terminationGracePeriodSeconds": 2, "containers": [container], **more}
+
+
+def make_pod(name: str, *args: str, **more: Any) -> dict[str, Any]:
+    labels = more.pop("labels", {})
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": make_pod_spec(*args, **more)}
+
+
+def make_job(name: str, *args: str, **more: Any) -> dict[str, Any]:
+    template = {"spec": make_pod_spec(*args, **more.pop("pod", {}))}
+    spec = {"backoffLimit": 0, "template": template, **more}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
+
+
+def make_deployment(name: str, replicas: int = 1, env: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1}
+    container = {
+        "name": "server",
+        "image": f"{REGISTRY}/serve-echo:v1",
+        "ports": [{"containerPort": 8000, "name": "http"}],
+        "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
+        "readinessProbe": probe,
+        **more.pop("container", {}),
+    }
+    pod = {"terminationGracePeriodSeconds": 1, "containers": [container]}
+    spec = {
+        "replicas": replicas,
+        "selector": {"matchLabels": {"app": name}},
+        "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
+        **more,
+    }
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
+
+
+def write_images(root: Path) -> None:
+    """containers/train_job and containers/serve_echo."""
+    for role, code in (("train_job", JOB_PY), ("serve_echo", SERVER_PY)):
+        folder = root / "containers" / role
+        folder.mkdir(parents=True)
+        (folder / "Dockerfile").write_text(DOCKERFILE.format(role=role))
+        (folder / "main.py").write_text(textwrap.dedent(code))
+
+
+def build_emulator(home: Path, config: KubernetesConfig = CONFIG) -> KubernetesEmulator:
+    return KubernetesEmulator(
+        Database(home / "state.db"),
+        SystemClock(),
+        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
+        directory=home / "containers",
+        platform_env=lambda: {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"},
+        authorize=lambda headers: headers.get("Authorization") == TOKEN,
+        config=config,
+    )
+
+
+class Running:
+    """The emulator on this process's second thread."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        write_images(home / "repo")
+        self._made: list[KubernetesEmulator] = []
+        self._background = BackgroundServer(self._build)
+
+    def __enter__(self) -> Running:
+        self._server = self._background.__enter__()
+        self.open(NAME)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._background.__exit__(*exc)
+        end_all(self.home / "containers", grace_seconds=0)
+
+    def open(self, name: str) -> None:
+        async def add() -> None:
+            self._made[0].add_cluster(name)
+            await self._made[0].open_cluster(name)
+
+        self._background.call(add())
+
+    def address(self, name: str) -> tuple[str, str]:
+        """URL and certificate authority of a cluster."""
+
+        async def read() -> tuple[str, str]:
+            return f"https://127.0.0.1:{self._made[0].port_of(name)}", self._made[0].authority_of(name)
+
+        return self._background.call(read())
+
+    def remove(self, name: str) -> None:
+        self._background.call(self._made[0].remove_cluster(name))
+
+    def live(self) -> list[str]:
+        async def read() -> list[str]:
+            return self._made[0].live()
+
+        return self._background.call(read())
+
+    def kube(self, name: str = NAME) -> Kube:
+        url, authority = self.address(name)
+        kube = Kube(url, self._server.url, authority, self.home / "containers", live=self.live)
+        kube.core.create_namespace({"metadata": {"name": kube.namespace}})
+        return kube
+
+    def _build(self) -> list[KubernetesEmulator]:
+        self._made.append(build_emulator(self.home))
+        return self._made
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One emulator for all tests: they keep out of each other's way by namespaces of their own."""
+    with Running(tmp_path_factory.mktemp("kubernetes")) as found:
+        yield found
+
+
+@pytest.fixture
+def kube(running: Running) -> Iterator[Kube]:
+    """The cluster with a namespace of the test's own, which is emptied afterwards."""
+    kube = running.kube()
+    yield kube
+    kube.faults(stockout=[], quota={}, fail_next=[])
+    for pod in kube.pods():
+        kube.core.delete_namespaced_pod(pod.metadata.name, kube.namespace, grace_period_seconds=0)
+    kube.core.delete_namespace(kube.namespace)
+    kube.api.close()
+
+
+class Stack:
+    """The emulator in a process of its own, to be killed and started again over the same state."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        write_images(home / "repo")
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> Kube:
+        self.process = subprocess.Popen([sys.executable, __file__, str(self.home)], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        admin, url, authority = json.loads(self.process.stdout.readline())
+        return Kube(url, admin, authority, self.home / "containers", namespace="default")
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    stack = Stack(tmp_path)
+    yield stack
+    stack.kill()
+    end_all(tmp_path / "containers", grace_seconds=0)
+
+
+async def serve(home: Path) -> None:
+    """What a `Stack` runs."""
+    emulator = build_emulator(home)
+    server = Server([emulator])
+    emulator.add_cluster(NAME)
+    await server.start()
+    url = f"https://127.0.0.1:{emulator.port_of(NAME)}"
+    print(json.dumps([server.url, url, emulator.authority_of(NAME)]), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))

@@ -1,0 +1,526 @@
+"""The API with the official client and raw requests: objects, refusals, patches, deletion, ownership."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kubernetes import client
+from kubernetes.client import exceptions
+
+from .conftest import Kube, Running, make_client, make_deployment, make_job, make_pod
+
+SUSPENDED = {"suspend": True}
+CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps"
+SERVICES = "/api/v1/namespaces/{}/services"
+
+
+def config_map(name: str, data: dict[str, str] | None = None, **metadata: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, **metadata}, **({"data": data} if data else {})}
+
+
+def causes(body: Any) -> list[str]:
+    return [one["field"] for one in body["details"]["causes"]]
+
+
+def test_create_read_list_replace_delete(kube: Kube) -> None:
+    made = kube.core.create_namespaced_config_map(kube.namespace, config_map("a", {"k": "1"}))
+    assert (made.metadata.namespace, made.data) == (kube.namespace, {"k": "1"})
+    assert made.metadata.uid
+    made.data = {"k": "2"}
+    replaced = kube.core.replace_namespaced_config_map("a", kube.namespace, made)
+    assert int(replaced.metadata.resource_version) > int(made.metadata.resource_version)
+    assert kube.core.read_namespaced_config_map("a", kube.namespace).data == {"k": "2"}
+    assert [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items] == ["a"]
+    kube.core.delete_namespaced_config_map("a", kube.namespace)
+    with pytest.raises(exceptions.NotFoundException) as missing:
+        kube.core.read_namespaced_config_map("a", kube.namespace)
+    assert json.loads(missing.value.body)["message"] == 'configmaps "a" not found'
+
+
+def test_names_can_be_generated(kube: Kube) -> None:
+    made = kube.core.create_namespaced_config_map(kube.namespace, {"metadata": {"generateName": "run-"}})
+    assert made.metadata.name.startswith("run-")
+    assert len(made.metadata.name) == 9
+
+
+def test_same_name_again_is_already_exists(kube: Kube) -> None:
+    kube.create_job("a", **SUSPENDED)
+    with pytest.raises(exceptions.ConflictException) as refused:
+        kube.create_job("a", **SUSPENDED)
+    body = json.loads(refused.value.body)
+    assert (body["reason"], body["message"]) == ("AlreadyExists", 'jobs.batch "a" already exists')
+
+
+def test_stale_writes_conflict(kube: Kube) -> None:
+    first = kube.core.create_namespaced_config_map(kube.namespace, config_map("a"))
+    kube.core.patch_namespaced_config_map("a", kube.namespace, {"data": {"k": "1"}})
+    with pytest.raises(exceptions.ConflictException) as refused:
+        kube.core.replace_namespaced_config_map("a", kube.namespace, first)
+    assert "the object has been modified" in json.loads(refused.value.body)["message"]
+    stale = {"metadata": {"resourceVersion": first.metadata.resource_version}, "data": {"k": "2"}}
+    with pytest.raises(exceptions.ConflictException):
+        kube.core.patch_namespaced_config_map("a", kube.namespace, stale)
+
+
+def test_unchanged_writes_make_no_new_version(kube: Kube) -> None:
+    made = kube.core.create_namespaced_config_map(kube.namespace, config_map("a"))
+    again = kube.core.patch_namespaced_config_map("a", kube.namespace, {"metadata": {"labels": {}}})
+    assert again.metadata.resource_version == made.metadata.resource_version
+
+
+def test_generation_counts_desired_states_only(kube: Kube) -> None:
+    kube.create_job("a", **SUSPENDED)
+    kube.batch.patch_namespaced_job("a", kube.namespace, {"metadata": {"labels": {"x": "y"}}})
+    assert kube.job("a").metadata.generation == 1
+    kube.batch.patch_namespaced_job("a", kube.namespace, {"spec": {"parallelism": 0}})
+    assert kube.job("a").metadata.generation == 2
+
+
+def test_status_is_written_through_its_own_path(kube: Kube) -> None:
+    path = f"/apis/ray.io/v1/namespaces/{kube.namespace}/rayjobs"
+    kube.call("POST", path, {"metadata": {"name": "r"}, "spec": {"entrypoint": "x"}, "status": {"jobStatus": "FAILED"}})
+    assert "status" not in kube.call("GET", f"{path}/r")[1]
+    kube.call("PATCH", f"{path}/r/status", {"status": {"a": 1}, "spec": {"b": 2}}, "application/merge-patch+json")
+    found = kube.call("PATCH", f"{path}/r", {"status": {"a": 2}, "spec": {"c": 3}}, "application/merge-patch+json")[1]
+    assert (found["status"], found["spec"]) == ({"a": 1}, {"entrypoint": "x", "c": 3})
+
+
+def test_custom_objects_are_stored(kube: Kube) -> None:
+    where = ("ray.io", "v1", kube.namespace, "rayclusters")
+    kube.custom.create_namespaced_custom_object(*where, {"metadata": {"name": "c"}, "spec": {"any": {"thing": 1}}})
+    kube.custom.patch_namespaced_custom_object(*where, "c", {"spec": {"more": [1]}})
+    found = kube.custom.list_namespaced_custom_object(*where)["items"]
+    assert found[0]["spec"] == {"any": {"thing": 1}, "more": [1]}
+    assert (found[0]["kind"], found[0]["apiVersion"]) == ("RayCluster", "ray.io/v1")
+
+
+def test_secrets_take_plain_text_and_give_base64(kube: Kube) -> None:
+    kube.core.create_namespaced_secret(kube.namespace, {"metadata": {"name": "s"}, "stringData": {"k": "v"}})
+    found = kube.core.read_namespaced_secret("s", kube.namespace)
+    assert (found.data, found.type, found.string_data) == ({"k": "dg=="}, "Opaque", None)
+
+
+def test_dry_runs_leave_nothing(kube: Kube) -> None:
+    made = kube.batch.create_namespaced_job(kube.namespace, make_job("a"), dry_run="All")
+    assert made.spec.completions == 1
+    kube.core.create_namespaced_config_map(kube.namespace, config_map("x"))
+    with pytest.raises(exceptions.ConflictException):
+        kube.core.create_namespaced_config_map(kube.namespace, config_map("x"), dry_run="All")
+    kube.core.delete_namespaced_config_map("x", kube.namespace, dry_run="All")
+    kube.core.read_namespaced_config_map("x", kube.namespace)
+    with pytest.raises(exceptions.NotFoundException):
+        kube.job("a")
+
+
+def test_selectors(kube: Kube) -> None:
+    for name, app in (("a", "x"), ("b", "x"), ("c", "y")):
+        kube.core.create_namespaced_config_map(kube.namespace, config_map(name, labels={"app": app}))
+
+    def names(**selectors: str) -> str:
+        found = kube.core.list_namespaced_config_map(kube.namespace, **selectors).items
+        return "".join(one.metadata.name for one in found)
+
+    assert (names(label_selector="app=x"), names(label_selector="app notin (x)")) == ("ab", "c")
+    assert names(field_selector="metadata.name!=a", label_selector="app=x") == "b"
+    with pytest.raises(exceptions.ApiException, match="field label not supported"):
+        names(field_selector="data.k=v")
+
+
+def test_lists_come_in_consistent_pages(kube: Kube) -> None:
+    for index in range(5):
+        kube.core.create_namespaced_config_map(kube.namespace, config_map(f"c{index}"))
+    first = kube.core.list_namespaced_config_map(kube.namespace, limit=2)
+    assert first.metadata.remaining_item_count == 3
+    kube.core.delete_namespaced_config_map("c3", kube.namespace)
+    kube.core.create_namespaced_config_map(kube.namespace, config_map("c9"))
+    kube.core.patch_namespaced_config_map("c2", kube.namespace, {"data": {"later": "1"}})
+    rest = kube.core.list_namespaced_config_map(kube.namespace, limit=9, _continue=first.metadata._continue)
+    assert [one.metadata.name for one in rest.items] == ["c2", "c3", "c4"]
+    assert rest.items[0].data is None
+    with pytest.raises(exceptions.ApiException, match="continue key is not valid"):
+        kube.core.list_namespaced_config_map(kube.namespace, limit=1, _continue="nonsense")
+
+
+def test_without_a_token_nothing_is_told(kube: Kube) -> None:
+    for token in ("", "Bearer bad"):
+        code, body, _ = kube.call("GET", "/api/v1/pods", token=token)
+        assert (code, body["reason"]) == (401, "Unauthorized")
+    assert kube.call("GET", "/livez", token="")[0] == 200
+    with pytest.raises(exceptions.UnauthorizedException):
+        client.CoreV1Api(make_client(kube.url, kube.authority, "Bearer bad")).list_node()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "text"),
+    [
+        (CONFIG_MAPS, {"metadata": {"name": "a"}, "dat": {}}, 400, 'unknown field "dat"'),
+        (CONFIG_MAPS, {"metadata": {"name": "A_b"}}, 422, "RFC 1123"),
+        (CONFIG_MAPS, {"metadata": {}}, 422, "name or generateName is required"),
+        (CONFIG_MAPS, {"metadata": {"name": "a"}, "kind": "Pod"}, 400, "must be of type ConfigMap"),
+        (CONFIG_MAPS, {"metadata": {"name": "a", "namespace": "other"}}, 400, "does not match"),
+        (CONFIG_MAPS, {"metadata": {"name": "a", "resourceVersion": "1"}}, 400, "should not be set"),
+        (CONFIG_MAPS, {"metadata": {"name": "a", "labels": {"k": "-"}}}, 422, "valid label"),
+        (CONFIG_MAPS, {"metadata": {"name": "a", "labels": {"k": 1}}}, 400, "type string"),
+        (CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"a b": ""}}, 422, "config key"),
+        (CONFIG_MAPS, [], 400, "expected an object"),
+        (CONFIG_MAPS, b"{", 400, "unrecognized"),
+        (CONFIG_MAPS, b'{"metadata": {"name": "a", "name": "b"}}', 400, "duplicate field"),
+        ("/api/v1/namespaces/nowhere-{}/configmaps", {"metadata": {"name": "a"}}, 404, "namespaces"),
+        ("/api/v1/namespaces/{}/widgets", {"metadata": {"name": "a"}}, 404, "could not find the requested resource"),
+        (SERVICES, {"metadata": {"name": "1a"}, "spec": {"ports": [{"port": 1}]}}, 422, "1035"),
+        (SERVICES, {"metadata": {"name": "a"}, "spec": {}}, 422, "spec.ports"),
+        (SERVICES, {"metadata": {"name": "a"}, "spec": {"type": "NodePort"}}, 501, "not emulated"),
+    ],
+)  # fmt: skip
+def test_bad_objects_are_refused(kube: Kube, path: str, body: Any, code: int, text: str) -> None:
+    status, answer, _ = kube.call("POST", path.format(kube.namespace), body)
+    assert (status, answer["kind"], answer["code"]) == (code, "Status", code), answer
+    assert text in answer["message"]
+
+
+def job_with(**changes: Any) -> dict[str, Any]:
+    """A job with changes at dotted paths; `container__x` is the first container's field."""
+    job = make_job("a", **SUSPENDED)
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        target = job["spec"]
+        if steps and steps[0] in ("pod", "container"):
+            target = job["spec"]["template"]["spec"]
+            target = target["containers"][0] if steps[0] == "container" else target
+            steps = steps[1:]
+        for step in steps:
+            target = target.setdefault(step, {})
+        target[last] = value
+    return job
+
+
+SHORT = {
+    "C.": "spec.template.spec.containers[0].",
+    "P.": "spec.template.spec.",
+    "F.": "spec.podFailurePolicy.",
+}
+
+
+def exit_rule(**codes: Any) -> dict[str, Any]:
+    return {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [42], **codes}}
+
+
+EXIT_RULE = exit_rule()
+GPU = "nvidia.com/gpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"pod__restartPolicy": "Always"}, "P.restartPolicy"),
+        ({"pod__restartPolicy": "Sometimes"}, "P.restartPolicy"),
+        ({"podFailurePolicy": {"rules": [EXIT_RULE]}, "pod__restartPolicy": "OnFailure"}, "P.restartPolicy"),
+        ({"podFailurePolicy": {"rules": [{"action": "Ignore"}]}}, "F.rules[0]"),
+        ({"podFailurePolicy": {"rules": [{**EXIT_RULE, "action": "FailIndex"}]}}, "F.rules[0].action"),
+        ({"podFailurePolicy": {"rules": [{**EXIT_RULE, "action": "Panic"}]}}, "F.rules[0].action"),
+        ({"podFailurePolicy": {"rules": [EXIT_RULE]}, "podReplacementPolicy": "TerminatingOrFailed"},
+         "spec.podReplacementPolicy"),
+        ({"podFailurePolicy": {"rules": [exit_rule(values=[0])]}},
+         "F.rules[0].onExitCodes.values[0]"),
+        ({"podFailurePolicy": {"rules": [exit_rule(containerName="b")]}},
+         "F.rules[0].onExitCodes.containerName"),
+        ({"completionMode": "Indexed", "parallelism": 2}, "spec.completions"),
+        ({"parallelism": -1}, "spec.parallelism"),
+        ({"backoffLimit": -1}, "spec.backoffLimit"),
+        ({"selector": {"matchLabels": {"a": "b"}}, "manualSelector": True}, "spec.template.metadata.labels"),
+        ({"pod__containers": []}, "P.containers"),
+        ({"container__name": "Main"}, "C.name"),
+        ({"container__image": ""}, "C.image"),
+        ({"container__env": [{"name": "1A", "value": "x"}]}, "C.env[0].name"),
+        ({"container__env": [{"name": "A", "value": "x", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]},
+         "C.env[0].valueFrom"),
+        ({"container__env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.foo"}}}]},
+         "C.env[0].valueFrom.fieldRef.fieldPath"),
+        ({"container__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"key": "k"}}}]},
+         "C.env[0].valueFrom.secretKeyRef.name"),
+        ({"container__volumeMounts": [{"name": "v", "mountPath": "/v"}]}, "C.volumeMounts[0].name"),
+        ({"container__ports": [{"containerPort": 70000}]}, "C.ports[0].containerPort"),
+        ({"container__resources": {"limits": {GPU: "1"}, "requests": {GPU: "2"}}}, "C.resources.requests"),
+        ({"container__resources": {"requests": {GPU: "2"}}}, "C.resources.limits"),
+        ({"container__resources": {"limits": {GPU: "1500m"}}}, "C.resources.limits[nvidia.com/gpu]"),
+        ({"container__resources": {"limits": {"gpu": "1"}}}, "C.resources.limits[gpu]"),
+        ({"container__resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "2"}}}, "C.resources.requests"),
+        ({"container__livenessProbe": {}}, "C.livenessProbe"),
+        ({"container__livenessProbe": {"tcpSocket": {"port": 1}, "successThreshold": 2}},
+         "C.livenessProbe.successThreshold"),
+        ({"pod__volumes": [{"name": "v"}]}, "P.volumes[0]"),
+        ({"pod__volumes": [{"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}]}, "P.volumes[0].secret"),
+        ({"pod__volumes": [{"name": "v", "emptyDir": {"medium": "Disk"}}]}, "P.volumes[0].emptyDir.medium"),
+        ({"pod__volumes": [{"name": "v", "emptyDir": {}}, {"name": "v", "emptyDir": {}}]}, "P.volumes[1].name"),
+        ({"pod__nodeSelector": {"a b": "c"}}, "P.nodeSelector"),
+        ({"pod__tolerations": [{"operator": "Equal"}]}, "P.tolerations[0].operator"),
+        ({"pod__terminationGracePeriodSeconds": -1}, "P.terminationGracePeriodSeconds"),
+        ({"pod__hostname": "a.b"}, "P.hostname"),
+    ],
+)  # fmt: skip
+def test_bad_jobs_are_invalid_with_causes(kube: Kube, changes: dict[str, Any], field: str) -> None:
+    path = f"/apis/batch/v1/namespaces/{kube.namespace}/jobs"
+    for short, full in SHORT.items():
+        field = field.replace(short, full) if field.startswith(short) else field
+    code, body, _ = kube.call("POST", path, job_with(**changes))
+    assert (code, body["reason"]) == (422, "Invalid"), body
+    assert field in causes(body)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pod__affinity": {}},
+        {"backoffLimitPerIndex": 1},
+        {"container__livenessProbe": {"exec": {"command": ["true"]}}},
+        {"container__lifecycle": {"postStart": {"exec": {"command": ["true"]}}}},
+        {"container__ports": [{"containerPort": 1, "hostPort": 1}]},
+        {"pod__volumes": [{"name": "v", "projected": {}}]},
+    ],
+)
+def test_what_is_not_emulated_says_so(kube: Kube, changes: dict[str, Any]) -> None:
+    code, body, _ = kube.call("POST", f"/apis/batch/v1/namespaces/{kube.namespace}/jobs", job_with(**changes))
+    assert (code, body["reason"]) == (501, "NotImplemented")
+    assert "is not emulated by the local stack" in body["message"]
+
+
+def test_gpus_need_a_type_on_autopilot(kube: Kube) -> None:
+    with pytest.raises(exceptions.ApiException) as refused:
+        kube.batch.create_namespaced_job(kube.namespace, job_with(container__resources={"limits": {GPU: "1"}}))
+    assert refused.value.status == 400
+    assert "autogke-gpu-limitation" in refused.value.body
+
+
+def test_unknown_fields_can_be_ignored_or_warned_about(kube: Kube) -> None:
+    path = f"/api/v1/namespaces/{kube.namespace}/configmaps"
+    code, body, headers = kube.call("POST", f"{path}?fieldValidation=Warn", {"metadata": {"name": "a"}, "dat": 1})
+    assert (code, headers["Warning"]) == (201, '299 - "unknown field \\"dat\\""')
+    assert "dat" not in body
+    code, _, headers = kube.call("POST", f"{path}?fieldValidation=Ignore", {"metadata": {"name": "b"}, "dat": 1})
+    assert (code, headers["Warning"]) == (201, None)
+
+
+def test_job_templates_cannot_change(kube: Kube) -> None:
+    kube.create_job("a", **SUSPENDED)
+    patch = {"spec": {"template": {"spec": {"containers": [{"name": "main", "image": "other"}]}}}}
+    with pytest.raises(exceptions.UnprocessableEntityException) as refused:
+        kube.batch.patch_namespaced_job("a", kube.namespace, patch)
+    assert causes(json.loads(refused.value.body)) == ["spec.template"]
+
+
+def test_patch_formats(kube: Kube) -> None:
+    kube.apps.create_namespaced_deployment(kube.namespace, make_deployment("d", 0, env={"A": "1"}))
+    path = f"/apis/apps/v1/namespaces/{kube.namespace}/deployments/d"
+    steps = [{"op": "add", "path": "/metadata/labels", "value": {"json": "patch"}}]
+    assert kube.call("PATCH", path, steps, "application/json-patch+json")[1]["metadata"]["labels"] == {"json": "patch"}
+    env = {"spec": {"template": {"spec": {"containers": [{"name": "server", "env": [{"name": "B", "value": "2"}]}]}}}}
+    merged = kube.call("PATCH", path, env, "application/strategic-merge-patch+json")[1]
+    assert [one["name"] for one in merged["spec"]["template"]["spec"]["containers"][0]["env"]] == ["A", "B"]
+    code, body, _ = kube.call("PATCH", path, env, "application/merge-patch+json")
+    assert (code, causes(body)) == (422, ["spec.template.spec.containers[0].image"])
+    assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 501
+    assert kube.call("PATCH", path, env, "application/json")[0] == 415
+    assert (
+        kube.call("PATCH", path, [{"op": "test", "path": "/spec/replicas", "value": 9}], "application/json-patch+json")[
+            0
+        ]
+        == 422
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "metadata",
+                        "spec",
+                        "template",
+                        "containers",
+                        "labels",
+                        "name",
+                        "selector",
+                        "replicas",
+                        "$patch",
+                        "status",
+                    ]
+                ),
+                inner,
+                max_size=3,
+            )
+        ),
+    ),
+    st.sampled_from(["merge-patch", "strategic-merge-patch", "json-patch"]),
+)
+def test_wild_patches_never_break_the_server(kube: Kube, patch: Any, kind: str) -> None:
+    kube.call("POST", f"/apis/apps/v1/namespaces/{kube.namespace}/deployments", make_deployment("wild", 0))
+    path = f"/apis/apps/v1/namespaces/{kube.namespace}/deployments/wild?dryRun=All"
+    code, body, _ = kube.call("PATCH", path, patch, f"application/{kind}+json")
+    assert code in (200, 400, 404, 409, 422, 501), body
+
+
+def test_scale_is_a_path_of_its_own(kube: Kube) -> None:
+    kube.apps.create_namespaced_deployment(kube.namespace, make_deployment("d", 0))
+    scale = kube.apps.read_namespaced_deployment_scale("d", kube.namespace)
+    assert scale.spec.replicas == 0
+    kube.apps.patch_namespaced_deployment_scale("d", kube.namespace, {"metadata": {"labels": {"x": "y"}}})
+    scale = kube.apps.read_namespaced_deployment_scale("d", kube.namespace)
+    assert kube.apps.replace_namespaced_deployment_scale("d", kube.namespace, scale).spec.replicas == 0
+
+
+def test_finalizers_hold_an_object(kube: Kube) -> None:
+    kube.core.create_namespaced_config_map(kube.namespace, config_map("a", finalizers=["x.org/hold"]))
+    kube.core.delete_namespaced_config_map("a", kube.namespace)
+    held = kube.core.read_namespaced_config_map("a", kube.namespace)
+    assert held.metadata.deletion_timestamp is not None
+    patch = {"metadata": {"finalizers": ["x.org/hold", "x.org/more"]}}
+    with pytest.raises(exceptions.UnprocessableEntityException):
+        kube.core.patch_namespaced_config_map("a", kube.namespace, patch)
+    steps = [{"op": "remove", "path": "/metadata/finalizers/0"}]
+    path = f"/api/v1/namespaces/{kube.namespace}/configmaps/a"
+    assert kube.call("PATCH", path, steps, "application/json-patch+json")[0] == 200
+    assert kube.call("GET", path)[0] == 404
+
+
+def test_deletion_can_be_bound_to_a_uid(kube: Kube) -> None:
+    made = kube.core.create_namespaced_config_map(kube.namespace, config_map("a"))
+    options = {"preconditions": {"uid": "another"}}
+    with pytest.raises(exceptions.ConflictException, match="the UID in the precondition"):
+        kube.core.delete_namespaced_config_map("a", kube.namespace, body=options)
+    options = {"preconditions": {"uid": made.metadata.uid}}
+    assert kube.core.delete_namespaced_config_map("a", kube.namespace, body=options)["status"] == "Success"
+
+
+def owned_by(owner: Any, name: str) -> dict[str, Any]:
+    reference = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": owner.metadata.name,
+        "uid": owner.metadata.uid,
+        "blockOwnerDeletion": True,
+    }
+    return config_map(name, ownerReferences=[reference], finalizers=["x.org/hold"] if name == "held" else [])
+
+
+@pytest.mark.parametrize("policy", ["Background", "Foreground", "Orphan"])
+def test_dependents_follow_their_owner(kube: Kube, policy: str) -> None:
+    owner = kube.core.create_namespaced_config_map(kube.namespace, config_map("owner"))
+    kube.core.create_namespaced_config_map(kube.namespace, owned_by(owner, "child"))
+    kube.core.delete_namespaced_config_map("owner", kube.namespace, propagation_policy=policy)
+
+    def names() -> list[str]:
+        return [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items]
+
+    wanted = ["child"] if policy == "Orphan" else []
+    kube.until(names, lambda found: found == wanted)
+    if wanted:
+        kube.until(
+            lambda: kube.core.read_namespaced_config_map("child", kube.namespace),
+            lambda child: not child.metadata.owner_references,
+        )
+
+
+def test_foreground_deletion_waits_for_dependents(kube: Kube) -> None:
+    owner = kube.core.create_namespaced_config_map(kube.namespace, config_map("owner"))
+    kube.core.create_namespaced_config_map(kube.namespace, owned_by(owner, "held"))
+    kube.core.delete_namespaced_config_map("owner", kube.namespace, propagation_policy="Foreground")
+    kube.until(
+        lambda: kube.core.read_namespaced_config_map("held", kube.namespace),
+        lambda held: held.metadata.deletion_timestamp,
+    )
+    assert kube.core.read_namespaced_config_map("owner", kube.namespace).metadata.finalizers == ["foregroundDeletion"]
+    kube.core.patch_namespaced_config_map(
+        "held", kube.namespace, {"metadata": {"$deleteFromPrimitiveList/finalizers": ["x.org/hold"]}}
+    )
+    kube.until(lambda: kube.core.list_namespaced_config_map(kube.namespace).items, lambda items: not items)
+
+
+def test_orphans_of_nobody_are_collected(kube: Kube) -> None:
+    owner = kube.core.create_namespaced_config_map(kube.namespace, config_map("owner"))
+    kube.core.delete_namespaced_config_map("owner", kube.namespace)
+    kube.core.create_namespaced_config_map(kube.namespace, owned_by(owner, "late"))
+    kube.until(lambda: kube.core.list_namespaced_config_map(kube.namespace).items, lambda items: not items)
+
+
+def test_collections_are_deleted_by_selector(kube: Kube) -> None:
+    for name in "ab":
+        kube.core.create_namespaced_config_map(kube.namespace, config_map(name, labels={"n": name}))
+    kube.core.delete_collection_namespaced_config_map(kube.namespace, label_selector="n=a")
+    assert [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items] == ["b"]
+
+
+def test_namespaces_take_everything_with_them(running: Running) -> None:
+    kube = running.kube()
+    kube.create_job("a", "sleep", "60")
+    kube.core.create_namespaced_config_map(kube.namespace, config_map("c"))
+    kube.until(lambda: kube.pods(), lambda pods: pods and pods[0].status.phase == "Running")
+    kube.core.delete_namespace(kube.namespace)
+    with pytest.raises(exceptions.ForbiddenException, match="being terminated"):
+        kube.core.create_namespaced_config_map(kube.namespace, config_map("late"))
+    path = f"/api/v1/namespaces/{kube.namespace}"
+    kube.until(lambda: kube.call("GET", path)[0], lambda code: code == 404)
+    assert not [name for name in kube.live() if kube.namespace in name]
+
+
+def test_pods_need_their_service_account(kube: Kube) -> None:
+    with pytest.raises(exceptions.ForbiddenException, match="error looking up service account"):
+        kube.create_pod("a", serviceAccountName="trainer")
+    kube.core.create_namespaced_service_account(kube.namespace, {"metadata": {"name": "trainer"}})
+    assert kube.create_pod("a", serviceAccountName="trainer").spec.service_account_name == "trainer"
+
+
+def test_pods_are_all_but_immutable(kube: Kube) -> None:
+    kube.core.create_namespaced_pod(kube.namespace, make_pod("a", "sleep", "30"))
+    with pytest.raises(exceptions.UnprocessableEntityException, match="pod updates may not change fields"):
+        kube.core.patch_namespaced_pod("a", kube.namespace, {"spec": {"hostname": "b"}})
+    kube.core.patch_namespaced_pod("a", kube.namespace, {"metadata": {"labels": {"l": "1"}}})
+
+
+def test_immutable_secrets_do_not_change(kube: Kube) -> None:
+    kube.core.create_namespaced_secret(
+        kube.namespace, {"metadata": {"name": "s"}, "stringData": {"k": "v"}, "immutable": True}
+    )
+    with pytest.raises(exceptions.UnprocessableEntityException, match="immutable"):
+        kube.core.patch_namespaced_secret("s", kube.namespace, {"stringData": {"k": "w"}})
+
+
+def test_autoscalers_are_checked_and_kept(kube: Kube) -> None:
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}
+    metric = {
+        "type": "Pods",
+        "pods": {"metric": {"name": "queue"}, "target": {"type": "AverageValue", "averageValue": "5"}},
+    }
+    spec = {"scaleTargetRef": target, "minReplicas": 1, "maxReplicas": 3, "metrics": [metric]}
+    path = f"/apis/autoscaling/v2/namespaces/{kube.namespace}/horizontalpodautoscalers"
+    assert kube.call("POST", path, {"metadata": {"name": "h"}, "spec": spec})[0] == 201
+    code, body, _ = kube.call("POST", path, {"metadata": {"name": "i"}, "spec": {**spec, "maxReplicas": 0}})
+    assert (code, causes(body)) == (422, ["spec.maxReplicas", "spec.maxReplicas"])
+
+
+def test_calls_fail_on_purpose(kube: Kube) -> None:
+    kube.faults(fail_next=[{"verb": "create", "resource": "configmaps", "code": 429, "retry_after": 1}])
+    path = f"/api/v1/namespaces/{kube.namespace}/configmaps"
+    code, body, headers = kube.call("POST", path, config_map("a"))
+    assert (code, body["reason"], headers["Retry-After"]) == (429, "TooManyRequests", "1")
+    kube.faults(fail_next={"verb": "create", "resource": "configmaps", "code": 504, "after_effect": True})
+    assert kube.call("POST", path, config_map("a"))[0] == 504
+    assert kube.call("POST", path, config_map("a"))[0] == 409
+    kube.faults(fail_next={"verb": "get", "resource": "configmaps", "delay_seconds": 0.2, "count": 1})
+    assert kube.call("GET", f"{path}/a")[0] == 200
+
+
+def test_discovery_names_what_is_served(kube: Kube) -> None:
+    assert client.VersionApi(kube.api).get_code().git_version.startswith("v1.33")
+    groups = {group.name for group in client.ApisApi(kube.api).get_api_versions().groups}
+    assert groups == {"apps", "autoscaling", "batch", "ray.io"}
+    resources = {one.name for one in kube.batch.get_api_resources().resources}
+    assert resources == {"jobs", "jobs/status"}
+    assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]
