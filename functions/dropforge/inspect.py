@@ -49,15 +49,17 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
     spec = store.spec(run)
     try:
         manifest = read_manifest(storage(), settings().runs_bucket, run)
+        cloud = _cloud(record, spec, manifest)
+        verdict = decide(read_events(store, run, attempt), manifest, cloud, record, utc_now(), settings())
+        if verdict.error is not None:  # the model may have been committed since the bucket was looked at
+            manifest = read_manifest(storage(), settings().runs_bucket, run)
     except DropforgeError as error:
         return failed(ErrorClass.CODE, str(error), "the training image and the functions are of different versions")
-    cloud = _cloud(record, spec, manifest)
-    verdict = decide(read_events(store, run, attempt), manifest, cloud, record, utc_now(), settings())
     if manifest is not None:
         return _succeeded(store, record, spec, manifest)
     if verdict.error is not None:
         log(verdict.error.message, stage="await", run=run, severity="WARNING", error_class=verdict.error.error_class)
-        record = store.update(run, lambda found: _with_error(found, attempt, verdict.error))
+        record = store.update(run, lambda found: found.with_end(attempt, verdict.error, utc_now()))
         return {**retry_or_fail(record, spec, verdict.error), "started": verdict.started}
     ended = cloud is not None and cloud.phase is Phase.FAILED
     patience = REPORT_SECONDS if ended else _patience(record.attempts[-1])
@@ -144,8 +146,7 @@ def _succeeded(store: RunStore, record: Record, spec: JobSpec, manifest: Manifes
     metrics = dict(manifest.metrics)
 
     def change(found: Record) -> Record:
-        attempts = _ended(found.attempts, record.attempt, None)
-        return found.model_copy(update={"metrics": metrics, "attempts": attempts})
+        return found.with_end(record.attempt, None, utc_now()).model_copy(update={"metrics": metrics})
 
     store.update(record.run, change)
     return {"status": "SUCCEEDED", "started": True, "serve": spec.serve is not None, "gate": _gate(spec, metrics)}
@@ -180,18 +181,6 @@ def _with_callback(record: Record, execution: str, callback_url: str) -> Record:
     if record.execution != execution or record.callback_url == callback_url or record.state.is_terminal:
         return record
     return record.model_copy(update={"callback_url": callback_url})
-
-
-def _with_error(record: Record, attempt: int, error: RunError | None) -> Record:
-    return record.model_copy(update={"attempts": _ended(record.attempts, attempt, error)})
-
-
-def _ended(attempts: list[Attempt], number: int, error: RunError | None) -> list[Attempt]:
-    now = utc_now()
-    return [
-        a.model_copy(update={"ended": a.ended or now, "error": a.error or error}) if a.number == number else a
-        for a in attempts
-    ]
 
 
 def _patience(attempt: Attempt) -> float:

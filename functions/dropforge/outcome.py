@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import CloudError, ErrorClass
+from .errors import ErrorClass
 from .runs import Record, RunError
 from .spec import JobSpec
 
@@ -25,7 +25,7 @@ def failed(error_class: ErrorClass, message: str, hint: str = "", retry: bool = 
     return {"status": status, "error": error(error_class, message, hint), "retry": retry}
 
 
-def retry_or_fail(record: Record, spec: JobSpec, failure: CloudError | RunError) -> dict[str, Any]:
+def retry_or_fail(record: Record, spec: JobSpec, failure: RunError) -> dict[str, Any]:
     """A failure, to be tried again if its class allows it and attempts are left."""
     retry = failure.error_class.tries_again and record.attempt < spec.limits.max_attempts
     return failed(failure.error_class, failure.message, failure.hint, retry)

@@ -10,11 +10,13 @@ from .errors import CloudError, ErrorClass
 from .log import log
 from .notify import announce
 from .outcome import failed, retry_or_fail, superseded, waiting
-from .runs import Attempt, Record, RunState, RunStore, open_store, utc_now
+from .runs import Attempt, Record, RunError, RunState, RunStore, open_store, utc_now
 from .settings import settings
 from .spec import JobSpec, seconds
 from .targets import get_target
 from .targets.base import Launch
+
+_TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
 
 
 def provision(run: str, execution: str, attempt: int) -> dict[str, Any]:
@@ -25,23 +27,27 @@ def provision(run: str, execution: str, attempt: int) -> dict[str, Any]:
     store = open_store()
     spec = store.spec(run)
     record = store.update(run, lambda found: _claim(found, execution, attempt, spec))
-    if record.execution != execution or record.state.is_terminal:
-        return superseded(record)
+    if record.execution != execution or record.state not in _TRAINS or record.attempt > attempt:
+        return superseded(record)  # also a call that comes late: after teardown, it would make what nobody deletes
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, "cancelled while provisioning")
     if record.attempt != attempt:
         return failed(
             ErrorClass.DEADLINE, _no_time_left(record, spec), "raise limits.max_duration or limits.max_cost_usd"
         )
+    if ended := record.attempts[-1].error:
+        return retry_or_fail(record, spec, ended)  # the reply was lost
     announce(record, RunState.PROVISIONING)
-    launch = launch_of(record, spec)
     try:
-        return _launch(store, launch)
+        return _launch(store, launch_of(record, spec), record.attempts[-1])
     except CloudError as error:
         if error.error_class is ErrorClass.TRANSIENT:
             raise
         log(error.message, stage="provision", run=run, severity="WARNING", error_class=error.error_class)
-        return retry_or_fail(record, spec, error)
+        why = RunError(error_class=error.error_class, message=error.message, hint=error.hint)
+        # Noted, because the class decides where the next attempt goes, and because this one costs nothing any more.
+        record = store.update(run, lambda found: found.with_end(attempt, why, utc_now()))
+        return retry_or_fail(record, spec, why)
 
 
 def launch_of(record: Record, spec: JobSpec) -> Launch:
@@ -58,11 +64,15 @@ def launch_of(record: Record, spec: JobSpec) -> Launch:
     )
 
 
-def _launch(store: RunStore, launch: Launch) -> dict[str, Any]:
+def _launch(store: RunStore, launch: Launch, attempt: Attempt) -> dict[str, Any]:
     target = get_target(launch.spec.target.type)
     for resource in target.resources(launch):
         store.intend(launch.run, resource.kind, resource.name, launch.attempt)
     if not target.provision(launch):
+        waited = (utc_now() - attempt.started).total_seconds()
+        if waited > min(launch.timeout_seconds, launch.settings.provision_deadline_seconds):
+            message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
+            raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         return waiting("PENDING", seconds=2)
     log("launched", stage="provision", run=launch.run, attempt=launch.attempt)
     return {"status": "RUNNING"}

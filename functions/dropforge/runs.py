@@ -135,6 +135,14 @@ class Record(Stored):
         moved = Transition(state=state, time=now, attempt=self.attempt)
         return self.model_copy(update={"state": state, "history": [*self.history, moved]})
 
+    def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
+        """This record with the end of an attempt; what was noted of that end first stays."""
+        attempts = [
+            a.model_copy(update={"ended": a.ended or now, "error": a.error or error}) if a.number == attempt else a
+            for a in self.attempts
+        ]
+        return self.model_copy(update={"attempts": attempts})
+
     def stage_seconds(self, now: datetime) -> dict[str, float]:
         """Seconds spent in each state so far, in the order of the first entry."""
         spent: dict[str, float] = {}
