@@ -24,7 +24,11 @@ from dropforge_local.stack import IMAGES, StackConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENTIAL, TOGETHER, WAITING = 40, 100, int(os.environ.get("BENCH_WAITING", "1000"))
-SETTINGS = {"DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:bench", "DROPFORGE_SLACK_WEBHOOK_SECRET": ""}
+SETTINGS = {
+    "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:bench",
+    "DROPFORGE_SLACK_WEBHOOK_SECRET": "",
+    "DROPFORGE_CHECK_INTERVAL_SECONDS": "300",  # as in the cloud; a laptop's stack looks every five seconds
+}
 
 
 def main() -> None:
