@@ -212,10 +212,8 @@ class ApiServer:
         def work() -> Object:
             current = self._objects.read(*call.key)
             patched = apply_patch(call.content_type, current, patch, target.kind.schema)
-            if call.content_type != JSON_PATCH and "resourceVersion" not in (patch.get("metadata") or {}):
-                # The patch was made against no version; what is patched may share its parts with what is there.
-                metadata = {**(patched.get("metadata") or {}), "resourceVersion": None}
-                patched = {**patched, "metadata": metadata}
+            if call.content_type != JSON_PATCH and not _names_version(patch):
+                patched = _without_version(patched)
             item = self._parse(call, patched)
             return self._objects.update(
                 target.kind, target.namespace, target.name, item, status=target.subresource == "status"
@@ -405,6 +403,17 @@ class Call:
 
 async def _first(chunks: AsyncIterator[bytes]) -> bytes | None:
     return await anext(chunks, None)
+
+
+def _names_version(patch: Object) -> bool:
+    metadata = patch.get("metadata")
+    return isinstance(metadata, dict) and "resourceVersion" in metadata
+
+
+def _without_version(patched: Object) -> Object:
+    """For a patch that was made against no version in particular; a copy, for it may share parts with the original."""
+    metadata = patched.get("metadata")
+    return {**patched, "metadata": {**metadata, "resourceVersion": None}} if isinstance(metadata, dict) else patched
 
 
 def _scale_of(item: Object) -> Object:

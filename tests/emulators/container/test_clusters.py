@@ -1,0 +1,301 @@
+"""GKE with Google's own client and gcloud: clusters, operations, refusals, restarts; and what runs in a cluster."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google.api_core.exceptions as refused
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import container_v1
+from kubernetes import client
+
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import end_all
+from dropforge_local.db import Database
+from dropforge_local.emulators.container import GkeConfig, GkeEmulator
+from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
+from dropforge_local.server import BackgroundServer, Emulator
+from dropforge_local.workflows.clock import SystemClock
+
+PARENT = "projects/p1/locations/us-central1"
+Status = container_v1.Cluster.Status
+DOCKERFILE = (
+    'FROM python:3.11\nWORKDIR /app\nCOPY containers/nap/main.py /app/\nENTRYPOINT ["python", "-S", "/app/main.py"]\n'
+)
+
+
+def build(home: Path) -> Sequence[Emulator]:
+    db, clock = Database(home / "state.db"), SystemClock()
+    kubernetes = KubernetesEmulator(
+        db,
+        clock,
+        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
+        directory=home / "containers",
+        platform_env=dict,
+        authorize=lambda headers: headers.get("Authorization") == "Bearer good",
+        config=KubernetesConfig(node_seconds=0.05),
+    )
+    return [kubernetes, GkeEmulator(db, clock, kubernetes=kubernetes, config=GkeConfig(0.3, 0.2))]
+
+
+@dataclass
+class Gke:
+    url: str
+    home: Path
+
+    @property
+    def client(self) -> container_v1.ClusterManagerClient:
+        options = {"api_endpoint": self.url}
+        return container_v1.ClusterManagerClient(
+            transport="rest", client_options=options, credentials=AnonymousCredentials()
+        )
+
+    def create(self, name: str, **fields: Any) -> container_v1.Operation:
+        cluster = {"name": name, "autopilot": {"enabled": True}, **fields}
+        return self.client.create_cluster(parent=PARENT, cluster=cluster, timeout=10)
+
+    def get(self, name: str) -> container_v1.Cluster:
+        return self.client.get_cluster(name=f"{PARENT}/clusters/{name}", retry=None)
+
+    def delete(self, name: str) -> container_v1.Operation:
+        return self.client.delete_cluster(name=f"{PARENT}/clusters/{name}", retry=None)
+
+    def finish(self, operation: container_v1.Operation) -> container_v1.Operation:
+        deadline = time.monotonic() + 10
+        while operation.status != container_v1.Operation.Status.DONE:
+            assert time.monotonic() < deadline, operation
+            time.sleep(0.05)
+            operation = self.client.get_operation(name=f"{PARENT}/operations/{operation.name}", retry=None)
+        return operation
+
+    def ready(self, name: str, **fields: Any) -> container_v1.Cluster:
+        operation = self.finish(self.create(name, **fields))
+        assert not operation.error.message
+        return self.get(name)
+
+    def faults(self, **switches: Any) -> None:
+        url, data = f"{self.url}/_local/container/faults", json.dumps(switches).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
+            pass
+
+
+@pytest.fixture
+def gke(tmp_path: Path) -> Iterator[Gke]:
+    folder = tmp_path / "repo" / "containers" / "nap"
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    (folder / "main.py").write_text("import time\ntime.sleep(60)\n")
+    with BackgroundServer(lambda: build(tmp_path)) as server:
+        yield Gke(server.url, tmp_path)
+    end_all(tmp_path / "containers", grace_seconds=0)
+
+
+def kube(cluster: container_v1.Cluster, token: str = "good") -> client.ApiClient:
+    """A client made of nothing but what GKE answers."""
+    authority = base64.b64decode(cluster.master_auth.cluster_ca_certificate).decode()
+    configuration = client.Configuration(host=f"https://{cluster.endpoint}", ca_cert_data=authority)
+    configuration.api_key = {"authorization": f"Bearer {token}"}
+    return client.ApiClient(configuration)
+
+
+def pod(name: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "spec": {"containers": [{"name": "main", "image": "x/nap:v1"}]}}
+
+
+def test_a_cluster_comes_and_goes(gke: Gke) -> None:
+    operation = gke.create("c1", resource_labels={"dropforge-run": "r1"}, release_channel={"channel": "RAPID"})
+    assert operation.operation_type == container_v1.Operation.Type.CREATE_CLUSTER
+    assert operation.target_link.endswith(f"{PARENT}/clusters/c1")
+    assert (gke.get("c1").status, gke.get("c1").endpoint) == (Status.PROVISIONING, "")
+    gke.finish(operation)
+    cluster = gke.get("c1")
+    assert (cluster.status, cluster.resource_labels["dropforge-run"]) == (Status.RUNNING, "r1")
+    assert cluster.workload_identity_config.workload_pool == "p1.svc.id.goog"
+    deletion = gke.delete("c1")
+    assert gke.get("c1").status == Status.STOPPING
+    gke.finish(deletion)
+    with pytest.raises(refused.NotFound, match=f"Not found: {PARENT}/clusters/c1"):
+        gke.get("c1")
+    assert not gke.client.list_clusters(parent="projects/p1/locations/-").clusters
+
+
+def test_the_cluster_is_reached_by_what_gke_says_of_it(gke: Gke) -> None:
+    cluster = gke.ready("c1")
+    with kube(cluster) as api:
+        core = client.CoreV1Api(api)
+        core.create_namespaced_pod("default", pod("a"))
+        assert [one.metadata.name for one in core.list_namespaced_pod("default").items] == ["a"]
+    with kube(cluster, "bad") as api, pytest.raises(client.exceptions.UnauthorizedException):
+        client.CoreV1Api(api).list_namespaced_pod("default")
+    unknown = pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED")
+    with unknown, urllib.request.urlopen(f"https://{cluster.endpoint}/livez", timeout=5):
+        pass
+
+
+def test_deletion_ends_what_runs_in_a_cluster(gke: Gke) -> None:
+    cluster = gke.ready("c1")
+    with kube(cluster) as api:
+        core = client.CoreV1Api(api)
+        core.create_namespaced_pod("default", pod("a"))
+        deadline = time.monotonic() + 10
+        while core.read_namespaced_pod("a", "default").status.phase != "Running":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    gke.finish(gke.delete("c1"))
+    db = Database(gke.home / "state.db")
+    assert (KubernetesEmulator.names_in(db), GkeEmulator.names_in(db)) == ([], [])
+    db.close()
+    assert end_all(gke.home / "containers", grace_seconds=0) == []
+    with (
+        pytest.raises(OSError, match="refused"),
+        urllib.request.urlopen(f"https://{cluster.endpoint}/livez", timeout=5),
+    ):
+        pass
+
+
+def test_one_operation_at_a_time(gke: Gke) -> None:
+    operation = gke.create("c1")
+    with pytest.raises(refused.BadRequest, match=f"Cluster is running incompatible operation {operation.name}"):
+        gke.delete("c1")
+    with pytest.raises(refused.Conflict, match="Already exists"):
+        gke.create("c1")
+    gke.finish(operation)
+
+
+def test_labels_change_under_their_fingerprint(gke: Gke) -> None:
+    cluster = gke.ready("c1", resource_labels={"a": "1"})
+    name = f"{PARENT}/clusters/c1"
+    request = {"name": name, "resource_labels": {"a": "2"}, "label_fingerprint": cluster.label_fingerprint}
+    gke.finish(gke.client.set_labels(request=request))
+    assert dict(gke.get("c1").resource_labels) == {"a": "2"}
+    with pytest.raises(refused.BadRequest, match="fingerprint mismatch"):
+        gke.client.set_labels(request=request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parent", "error", "text"),
+    [
+        ({"name": "C1"}, PARENT, refused.BadRequest, "cluster.name is 'C1'"),
+        ({"name": "c" * 41}, PARENT, refused.BadRequest, "at most 40"),
+        ({}, "projects/p1/locations/us-central1-a", refused.BadRequest, "must be regional"),
+        ({}, "projects/p1/locations/moon", refused.BadRequest, "'moon' does not exist"),
+        ({"autopilot": {"enabled": False}}, PARENT, refused.GoogleAPICallError, "Standard clusters are not emulated"),
+        ({"initial_node_count": 3}, PARENT, refused.BadRequest, "initial_node_count is not allowed"),
+        ({"node_pools": [{"name": "p"}]}, PARENT, refused.BadRequest, "node_pools is not allowed"),
+        ({"resource_labels": {"Run": "1"}}, PARENT, refused.BadRequest, "resource label"),
+    ],
+)
+def test_bad_clusters_are_refused(gke: Gke, fields: dict[str, Any], parent: str, error: Any, text: str) -> None:
+    cluster = {"name": "c1", "autopilot": {"enabled": True}, **fields}
+    with pytest.raises(error, match=text):
+        gke.client.create_cluster(parent=parent, cluster=cluster)
+    assert not gke.client.list_clusters(parent="projects/p1/locations/-").clusters
+
+
+def test_unknown_fields_are_refused(gke: Gke) -> None:
+    body = json.dumps({"cluster": {"name": "c1", "autopilott": {}}}).encode()
+    request = urllib.request.Request(f"{gke.url}/v1/{PARENT}/clusters", body, method="POST")
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(request, timeout=5)
+    with answer.value as error:
+        assert (error.code, "autopilott" in error.read().decode()) == (400, True)
+
+
+def test_node_pools_are_autopilots_own(gke: Gke) -> None:
+    gke.ready("c1")
+    parent = f"{PARENT}/clusters/c1"
+    assert not gke.client.list_node_pools(parent=parent).node_pools
+    with pytest.raises(refused.BadRequest, match="do not support mutating node pools"):
+        gke.client.create_node_pool(parent=parent, node_pool={"name": "p"})
+    assert gke.client.get_server_config(name=PARENT).default_cluster_version.startswith("1.33")
+
+
+def test_quota_stock_and_permission_run_out(gke: Gke) -> None:
+    gke.faults(quota={"us-central1": 0})
+    with pytest.raises(refused.Forbidden, match="Insufficient regional quota"):
+        gke.create("c1")
+    gke.faults(quota={}, fail_next={"method": "create_cluster", "status": "PERMISSION_DENIED", "message": "no"})
+    with pytest.raises(refused.Forbidden, match="no"):
+        gke.create("c1")
+    gke.faults(stockout=["us-central1"])
+    operation = gke.finish(gke.create("c1"))
+    assert (operation.error.code, "GCE_STOCKOUT" in operation.error.message) == (8, True)
+    cluster = gke.get("c1")
+    assert (cluster.status, cluster.conditions[0].code) == (
+        Status.ERROR,
+        container_v1.StatusCondition.Code.GCE_STOCKOUT,
+    )
+    gke.finish(gke.delete("c1"))
+
+
+def test_an_answer_can_get_lost(gke: Gke) -> None:
+    gke.faults(fail_next={"method": "create_cluster", "status": "UNAVAILABLE", "after_effect": True})
+    with pytest.raises(refused.ServiceUnavailable):
+        gke.create("c1")
+    assert gke.get("c1").status == Status.PROVISIONING
+
+
+def test_restarts_find_clusters_at_their_ports(gke: Gke, tmp_path: Path) -> None:
+    operation = gke.create("c1")
+    first = gke.finish(operation)
+    cluster = gke.get("c1")
+    pending = gke.create("c2")
+    copy = tmp_path / "second"
+    shutil.copytree(tmp_path / "repo", copy / "repo")
+    source, target = Database(tmp_path / "state.db"), Database(copy / "state.db")
+    source.connection.backup(target.connection)
+    source.close()
+    target.connection.execute("UPDATE kubernetes_clusters SET port = port + 1000")
+    target.close()
+    with BackgroundServer(lambda: build(copy)) as server:
+        again = Gke(server.url, copy)
+        assert again.finish(pending).status == first.status
+        assert again.get("c1").master_auth == cluster.master_auth
+        assert again.get("c2").status == Status.RUNNING
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+@pytest.mark.timeout(200)
+def test_gcloud_manages_clusters(gke: Gke, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_CONTAINER": f"{gke.url}/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_SERVICEUSAGE": f"{gke.url}/",
+        "CLOUDSDK_CORE_PROJECT": "p1",
+        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+    }
+
+    def gcloud(*arguments: str) -> str:
+        command = ["gcloud", "container", "clusters", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
+        return done.stdout
+
+    gcloud("create-auto", "made", "--location=us-central1", "--release-channel=rapid", "--async")
+    deadline = time.monotonic() + 20
+    while gke.get("made").status != Status.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert json.loads(gcloud("list", "--format=json"))[0]["name"] == "made"
+    described = json.loads(gcloud("describe", "made", "--location=us-central1", "--format=json"))
+    assert (described["autopilot"]["enabled"], described["status"]) == (True, "RUNNING")
+    gcloud("delete", "made", "--location=us-central1", "--async", "--quiet")
+    while gke.client.list_clusters(parent=PARENT).clusters:
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.1)
