@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import flask
 import functions_framework
@@ -16,7 +17,7 @@ import functions_framework
 from dropforge.cancel import cancel
 from dropforge.deploy import deploy as deploy_run
 from dropforge.errors import CloudError, Conflict, ErrorClass, NotFound
-from dropforge.events import pubsub_message
+from dropforge.events import pubsub_message, uploaded_object
 from dropforge.inspect import inspect as inspect_run
 from dropforge.job_events import receive_job_event
 from dropforge.log import log
@@ -28,20 +29,25 @@ from dropforge.submit import submit_message, submit_object, submit_uri
 from dropforge.sweep import sweep as sweep_all
 from dropforge.teardown import teardown as teardown_run
 
+T = TypeVar("T")
+
 
 @functions_framework.cloud_event
 def on_spec_uploaded(event: Any) -> None:
     """Cloud Storage `finalized` in the specs bucket."""
-    data = event.data
-    if is_spec_object(data["name"]):
-        submit_object(data["bucket"], data["name"], str(data["generation"]), int(data.get("size", 0)))
+    upload = _read(uploaded_object, event, "submit")
+    if upload and is_spec_object(upload.name):
+        submit_object(upload.bucket, upload.name, str(upload.generation), upload.size)
 
 
 @functions_framework.cloud_event
 def on_spec_message(event: Any) -> None:
     """Pub/Sub message on the requests topic: a spec, {"spec_uri": ...} or {"cancel": run}."""
-    data, attributes, message_id = pubsub_message(event.data)
-    key = attributes.get("idempotency_key") or message_id
+    message = _read(pubsub_message, event, "submit")
+    if message is None:
+        return
+    data, attributes, message_id = message
+    key = str(attributes.get("idempotency_key") or message_id)
     request = _request_of(data)
     if set(request) == {"cancel"}:
         cancel(str(request["cancel"]))
@@ -54,13 +60,14 @@ def on_spec_message(event: Any) -> None:
 @functions_framework.cloud_event
 def on_job_event(event: Any) -> None:
     """Pub/Sub message on the job-events topic, from a training container."""
-    receive_job_event(pubsub_message(event.data)[0])
+    if message := _read(pubsub_message, event, "await"):
+        receive_job_event(message[0])
 
 
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution, attempt} → RUNNING | PENDING | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "provision", lambda body: provision_run(_run(body), body["execution"], int(body["attempt"])))
+    return _stage(request, "provision", lambda body: partial(provision_run, *_owned(body), int(body["attempt"])))
 
 
 @functions_framework.http
@@ -69,23 +76,23 @@ def inspect(request: flask.Request) -> flask.typing.ResponseReturnValue:
     return _stage(
         request,
         "await",
-        lambda body: inspect_run(_run(body), body["execution"], int(body["attempt"]), body["callback_url"]),
+        lambda body: partial(inspect_run, *_owned(body), int(body["attempt"]), str(body["callback_url"])),
     )
 
 
 @functions_framework.http
 def deploy(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution} → READY | PENDING | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "deploy", lambda body: deploy_run(_run(body), body["execution"]))
+    return _stage(request, "deploy", lambda body: partial(deploy_run, *_owned(body)))
 
 
 @functions_framework.http
 def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, state, error?} → NOTIFIED | SUPERSEDED"""
+    """{run, execution, state, error?} → NOTIFIED | UNTOLD | SUPERSEDED"""
     return _stage(
         request,
         "notify",
-        lambda body: notify_run(_run(body), body["execution"], RunState(body["state"]), _error(body.get("error"))),
+        lambda body: partial(notify_run, *_owned(body), RunState(body["state"]), _error(body.get("error"))),
     )
 
 
@@ -95,41 +102,56 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
     return _stage(
         request,
         "teardown",
-        lambda body: teardown_run(_run(body), body["execution"], body["scope"], bool(body["keep_endpoint"])),
+        lambda body: partial(teardown_run, *_owned(body), str(body["scope"]), bool(body["keep_endpoint"])),
     )
 
 
 @functions_framework.http
 def sweep(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """Called by Cloud Scheduler → SWEPT"""
-    return _stage(request, "sweep", lambda _: sweep_all())
+    return _stage(request, "sweep", lambda _: sweep_all)
+
+
+def _read(read: Callable[[Any], T], event: Any, stage: str) -> T | None:
+    """What an event holds; None when it is malformed: that is acknowledged, as it would come again the same."""
+    try:
+        return read(event.data)
+    except ValueError as error:
+        log("malformed event", stage=stage, severity="ERROR", problem=str(error)[:500])
+        return None
 
 
 def _stage(
-    request: flask.Request, stage: str, work: Callable[[dict[str, Any]], dict[str, Any]]
+    request: flask.Request, stage: str, read: Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
 ) -> flask.typing.ResponseReturnValue:
-    """Run a stage. Bad requests are 400, unknown runs 404, what may pass 503, which the workflow tries again."""
+    """Run a stage. Bad requests are 400, unknown runs 404, what may pass 503, which the workflow tries again, as it
+    does 500; it gives up on 400, so nothing that goes wrong later may look like one."""
     body = request.get_json(silent=True)
     if not isinstance(body, dict):
         return {"error": f"expected a JSON object as the body of {stage}"}, 400
     try:
-        return work(body)
-    except NotFound as error:
-        return {"error": str(error)}, 404
+        work = read(body)
     except (KeyError, TypeError, ValueError) as error:
         log("malformed request", stage=stage, severity="ERROR", problem=repr(error))
         return {"error": f"malformed request to {stage}: {error!r}"}, 400
+    try:
+        return work()
+    except NotFound as error:
+        return {"error": str(error)}, 404
     except (CloudError, Conflict) as error:
         transient = isinstance(error, Conflict) or error.error_class is ErrorClass.TRANSIENT
         log(str(error), stage=stage, run=str(body.get("run", "")), severity="WARNING")
         return {"error": str(error)}, 503 if transient else 500
 
 
-def _run(body: dict[str, Any]) -> str:
-    run = body["run"]
+def _owned(body: dict[str, Any]) -> tuple[str, str]:
+    """The run, and the execution that calls."""
+    run, execution = body["run"], body["execution"]
     if not isinstance(run, str) or not is_run_id(run):
         raise ValueError(f"run is {run!r}; expected a run id")
-    return run
+    if not isinstance(execution, str) or not execution:
+        raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
+    return run, execution
 
 
 def _error(value: Any) -> RunError | None:

@@ -120,6 +120,20 @@ def parse_job_event(data: bytes) -> JobEvent:
     return JOB_EVENT.validate_json(data)
 
 
+class Upload(BaseModel):
+    """The part of a Cloud Storage `finalized` CloudEvent's data that tells which object it is."""
+
+    bucket: str = Field(min_length=3)
+    name: str = Field(min_length=1)
+    generation: int
+    size: int = 0
+
+
+def uploaded_object(event_data: Any) -> Upload:
+    """The object of a Cloud Storage CloudEvent. Raises ValueError when it is not one."""
+    return Upload.model_validate(event_data)
+
+
 def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     """Data, attributes and message id out of the data of a `messagePublished` CloudEvent.
 
@@ -128,8 +142,11 @@ def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     message = event_data.get("message") if isinstance(event_data, dict) else None
     if not isinstance(message, dict):
         raise ValueError(f"expected the data of a Pub/Sub CloudEvent with a `message`; found {str(event_data)[:80]!r}")
-    data = base64.b64decode(message.get("data") or "", validate=True)
-    return data, message.get("attributes") or {}, str(message.get("messageId") or message.get("message_id") or "")
+    encoded, attributes = message.get("data") or "", message.get("attributes") or {}
+    message_id = message.get("messageId") or message.get("message_id")
+    if not (isinstance(encoded, str) and isinstance(attributes, dict) and message_id):
+        raise ValueError(f"expected text as data, a map as attributes, and a messageId; found {sorted(message)!r}")
+    return base64.b64decode(encoded, validate=True), attributes, str(message_id)
 
 
 def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:

@@ -6,9 +6,11 @@ Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters
 from __future__ import annotations
 
 from datetime import datetime
+from http.client import HTTPException
 from typing import Any, NamedTuple
 
 from . import clients
+from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .runs import Record, RunState
 from .settings import Settings
@@ -57,9 +59,13 @@ def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
         url = read_secret(secret, settings)
     except LookupError as error:
         return str(error), False
+    except client_errors() as error:
+        return f"secret {secret!r} could not be read: {type(error).__name__}", True
     try:
         response = WebhookClient(url, timeout=int(TIMEOUT_SECONDS)).send(text=message.text, blocks=message.blocks)
-    except (OSError, SlackClientError) as error:
+    except (ValueError, HTTPException, SlackClientError) as error:  # their texts repeat the URL, which is the secret
+        return f"secret {secret!r} does not hold the URL of a Slack webhook: {type(error).__name__}", False
+    except OSError as error:
         return f"Slack could not be reached: {type(error).__name__}", True
     if response.status_code == 200:
         return "", False
@@ -82,7 +88,10 @@ def read_secret(secret: str, settings: Settings) -> str:
         raise LookupError(
             f"secret {secret!r} of project {settings.project} cannot be read: {type(error).__name__}"
         ) from None
-    return str(payload.data.decode()).strip()
+    try:
+        return str(payload.data.decode()).strip()
+    except UnicodeDecodeError:  # its text repeats the value
+        raise LookupError(f"secret {secret!r} of project {settings.project} is not UTF-8 text") from None
 
 
 def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[str]:

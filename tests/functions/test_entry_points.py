@@ -1,0 +1,136 @@
+"""What the entry points answer to whom: bad events are acknowledged, bad requests are 400, and nothing else is."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import functions_framework
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dropforge.errors import Conflict, NotFound
+
+MAIN = Path(__file__).resolve().parents[2] / "functions" / "main.py"
+RUN = {"run": "job-0123456789ab", "execution": "e-1"}
+STAGES: dict[str, dict[str, Any]] = {
+    "provision": {**RUN, "attempt": 1},
+    "inspect": {**RUN, "attempt": 1, "callback_url": "http://127.0.0.1:1/"},
+    "deploy": RUN,
+    "notify": {**RUN, "state": "FAILED"},
+    "teardown": {**RUN, "scope": "run", "keep_endpoint": False},
+}
+HEADERS = {"ce-id": "1", "ce-source": "//test", "ce-specversion": "1.0", "ce-type": "test"}
+ENCODED = base64.b64encode(b'{"cancel": "x"}').decode()
+MESSAGES: list[Any] = [
+    None,
+    [],
+    "text",
+    {},
+    {"message": None},
+    {"message": {}},
+    {"message": {"data": 5, "messageId": "1"}},
+    {"message": {"data": "not base64!", "messageId": "1"}},
+    {"message": {"data": ENCODED}},
+    {"message": {"data": ENCODED, "attributes": [1], "messageId": "1"}},
+]
+UPLOADS: list[Any] = [
+    None,
+    [],
+    "text",
+    {},
+    {"name": "specs/a.json", "generation": "1"},
+    {"bucket": "specs", "generation": "1"},
+    {"bucket": "specs", "name": "specs/a.json"},
+    {"bucket": "specs", "name": "specs/a.json", "generation": "one"},
+    {"bucket": "specs", "name": 5, "generation": "1"},
+    {"bucket": "specs", "name": "specs/a.json", "generation": "1", "size": {}},
+]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=10), values, max_size=3),
+    max_leaves=8,
+)
+
+
+def post(name: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+    app = functions_framework.create_app(name, str(MAIN))
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    return app.test_client().post("/", data=data, headers={"Content-Type": "application/json", **(headers or {})})
+
+
+@pytest.mark.parametrize("data", MESSAGES, ids=repr)
+@pytest.mark.parametrize("name", ["on_spec_message", "on_job_event"])
+def test_a_malformed_message_is_acknowledged(name: str, data: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert post(name, data, HEADERS).status_code == 200
+    assert "malformed event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", UPLOADS, ids=repr)
+def test_a_malformed_upload_is_acknowledged(data: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert post("on_spec_uploaded", data, HEADERS).status_code == 200
+    assert "malformed event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [{"cancel": 5}, {"cancel": None}, {"cancel": ["x"]}, {"cancel": "../x-0123456789ab"}, {"cancel": "\ud800"}],
+    ids=repr,
+)
+def test_a_cancel_of_what_is_no_run_is_acknowledged(request_body: Any) -> None:
+    data = base64.b64encode(json.dumps(request_body).encode()).decode()
+    assert post("on_spec_message", {"message": {"data": data, "messageId": "1"}}, HEADERS).status_code == 200
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(json_values)
+def test_no_job_event_makes_a_fault(data: Any) -> None:
+    """Whatever a container's message says, unless it is a whole event, it is acknowledged."""
+    encoded = base64.b64encode(json.dumps(data).encode()).decode()
+    assert (
+        JOB_EVENTS.post("/", json={"message": {"data": encoded, "messageId": "1"}}, headers=HEADERS).status_code == 200
+    )
+
+
+JOB_EVENTS = functions_framework.create_app("on_job_event", str(MAIN)).test_client()
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "change", [{"run": "../etc"}, {"run": 5}, {"execution": None}, {"execution": ""}, {"execution": 7}], ids=repr
+)
+def test_a_request_without_a_run_or_a_caller_is_refused(name: str, change: dict[str, Any]) -> None:
+    assert post(name, {**STAGES[name], **change}).status_code == 400
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5"])
+def test_a_request_that_is_no_object_is_refused(name: str, body: bytes) -> None:
+    assert post(name, body).status_code == 400
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NotFound("no such run"), 404),
+        (Conflict("it kept changing"), 503),
+        (ValueError("a record of a newer version"), 500),
+        (KeyError("of our own"), 500),
+    ],
+    ids=repr,
+)
+def test_only_a_bad_request_is_a_bad_request(
+    name: str, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workflow gives up on 400 for good, and with it on teardown."""
+
+    def fail() -> Any:
+        raise error
+
+    module = {"inspect": "inspect", "notify": "notify"}.get(name, name)
+    monkeypatch.setattr(f"dropforge.{module}.open_store", fail)
+    assert post(name, STAGES[name]).status_code == status

@@ -1,0 +1,64 @@
+"""What a webhook secret may hold, and what is said of it when it cannot be used: never the value."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
+
+from dropforge import clients
+from dropforge.settings import Settings
+from dropforge.slack import Message, send
+
+SETTINGS = Settings(*["x"] * 12)
+CANARY = "CanaryCanary"
+
+
+def sent(monkeypatch: pytest.MonkeyPatch, secret: bytes | Exception) -> tuple[str, bool]:
+    access = Mock(side_effect=secret if isinstance(secret, Exception) else None)
+    if isinstance(secret, bytes):
+        access.return_value.payload.data = secret
+    monkeypatch.setattr(clients, "secrets", lambda: Mock(access_secret_version=access))
+    return send("webhook", Message("text", []), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        CANARY.encode(),
+        f"https://[{CANARY}".encode(),
+        f"https://hooks.example/{CANARY}\x01 x".encode(),
+        f"https://hooks.example:{CANARY}/".encode(),
+        f"ftp://{CANARY}".encode(),
+        CANARY.encode() + b"\xff",
+        b"",
+    ],
+)
+def test_a_value_that_is_no_webhook_is_told_without_the_value(monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+    problem, may_pass = sent(monkeypatch, value)
+    assert "secret 'webhook'" in problem
+    assert CANARY not in problem
+    assert not may_pass
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (NotFound("deleted"), False),
+        (FailedPrecondition("disabled"), False),
+        (ServiceUnavailable("away"), True),
+        (ConnectionError("reset"), True),
+    ],
+    ids=repr,
+)
+def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(
+    monkeypatch: pytest.MonkeyPatch, error: Any, passes: bool
+) -> None:
+    import requests
+
+    error = requests.ConnectionError("reset") if isinstance(error, ConnectionError) else error
+    problem, may_pass = sent(monkeypatch, error)
+    assert "secret 'webhook'" in problem
+    assert may_pass is passes
