@@ -35,7 +35,7 @@ def find_execution(run: str, since: datetime, settings: Settings) -> str | None:
         parent=settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=100
     )
     for execution in clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS):
-        if execution.start_time < since:
+        if execution.start_time and execution.start_time < since:  # one in the backlog (QUEUED) has none yet
             return None  # newest first: none of the rest can be ours
         if execution.labels.get(names.RUN_LABEL) == run:
             return _id(execution)

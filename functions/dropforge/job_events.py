@@ -32,7 +32,11 @@ def receive_job_event(data: bytes) -> None:
         log("job event of no running attempt", stage="await", run=event.run, severity="WARNING", type=event.type)
         return
     store.put_new(names.event_object(event.run, event.attempt, event.sequence, event.type), data)
-    if event.type in WAKING and record.callback_url:
+    if event.type not in WAKING:
+        return
+    # Read after the event is kept: `inspect` notes its callback before it looks for events, so one sees the other.
+    record = store.record(event.run)
+    if record.callback_url:
         _wake(record.callback_url, event)
 
 

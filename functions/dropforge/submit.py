@@ -7,6 +7,7 @@ delivery can mend is raised.
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,11 @@ from .executions import find_execution, start_execution
 from .log import log
 from .runs import Record, RunState, RunStore, Transition, open_store, utc_now
 from .settings import settings
-from .spec import MAX_SPEC_BYTES, parse_spec, redact
+from .spec import MAX_SPEC_BYTES, JobSpec, parse_spec, redact
 
 # A first delivery that has made the record starts the execution within this; a second one waits that long.
 START_SECONDS = 5
+_URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f\ud800-\udfff]{1,1024}")
 
 
 def submit_object(bucket: str, name: str, generation: str, size: int) -> Record:
@@ -54,6 +56,9 @@ def submit_uri(uri: str, idempotency_key: str) -> Record:
     store = open_store()
     if found := store.find(run):
         return _resume(store, found)
+    if not _URI.fullmatch(uri):
+        problem = SpecProblem("/spec_uri", "not a gs:// URI", redact(repr(uri))[:120], "gs://bucket/path")
+        return _reject(store, run, f"message {idempotency_key}", [problem], b"")
     try:
         data = _read_uri(uri)
     except InvalidSpec as error:
@@ -81,10 +86,14 @@ def read_spec(bucket: str, name: str, generation: str | None, size: int) -> byte
 
 
 def _read_uri(uri: str) -> bytes:
+    from google.api_core.exceptions import BadRequest, Forbidden
+
     bucket, _, name = uri.removeprefix("gs://").partition("/")
-    if not (uri.startswith("gs://") and bucket and name):
-        raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", repr(uri), "gs://bucket/path")])
-    blob = clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
+    try:
+        blob = clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
+    except (BadRequest, Forbidden) as error:  # for good: raised, the message would come again for a day
+        problem = SpecProblem("/spec_uri", "the object may not be read", uri, error.message[:300])
+        raise InvalidSpec([problem]) from None
     if blob is None:
         raise InvalidSpec([SpecProblem("/spec_uri", "the object does not exist", uri, "a job spec")])
     return read_spec(bucket, name, str(blob.generation), int(blob.size or 0))
@@ -96,23 +105,21 @@ def _submit(store: RunStore, run: str, source: str, data: bytes) -> Record:
         admission.check(spec, settings())
     except InvalidSpec as error:
         return _reject(store, run, source, error.problems, data)
+    if not store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode()):
+        spec = store.spec(run)  # of another delivery, perhaps of another spec under the same key: the first one counts
     now = utc_now()
     record = Record(
         run=run,
         name=spec.name,
-        source=source,
+        source=redact(source),
         state=RunState.ACCEPTED,
         created=now,
         history=[Transition(state=RunState.ACCEPTED, time=now)],
     )
-    store.put_new(names.spec_object(run), spec.model_dump_json(by_alias=True).encode())
     if not store.create(record):
         return _resume(store, store.record(run))
     log("accepted", stage="submit", run=run, source=source)
-    notify.announce(record, RunState.ACCEPTED)
-    record = _start(store, record, start_execution(run, settings()))
-    notify.tell_people(record.model_copy(update={"state": RunState.ACCEPTED}), spec)
-    return record
+    return _begin(store, record, spec, None)
 
 
 def _resume(store: RunStore, record: Record) -> Record:
@@ -123,8 +130,16 @@ def _resume(store: RunStore, record: Record) -> Record:
         return record
     if utc_now() - record.created < timedelta(seconds=START_SECONDS):
         raise RetryLater(f"run {record.run} is being submitted by another delivery; it is looked at again")
-    execution = find_execution(record.run, record.created, settings()) or start_execution(record.run, settings())
-    return _start(store, record, execution)
+    execution = find_execution(record.run, record.created, settings())
+    return _begin(store, record, store.spec(record.run), execution)
+
+
+def _begin(store: RunStore, record: Record, spec: JobSpec, execution: str | None) -> Record:
+    """Tell that a run is accepted and start its execution, unless it has one; whoever dies here is followed up."""
+    notify.announce(record, RunState.ACCEPTED)
+    record = _start(store, record, execution or start_execution(record.run, settings()))
+    notify.tell_people(record.model_copy(update={"state": RunState.ACCEPTED}), spec)
+    return record
 
 
 def _start(store: RunStore, record: Record, execution: str) -> Record:
@@ -137,7 +152,10 @@ def _start(store: RunStore, record: Record, execution: str) -> Record:
 
 
 def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
+    if found := store.find(run):
+        return _resume(store, found)  # another delivery has accepted what this one could not read any more
     now = utc_now()
+    source = redact(source)
     listed: list[dict[str, JsonValue]] = [dict(problem._asdict()) for problem in problems]
     record = Record(
         run=run,
@@ -150,7 +168,8 @@ def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem],
     )
     errors = {"run": run, "source": source, "errors": listed}
     store.put_new(names.errors_object(run), json.dumps(errors, indent=2, ensure_ascii=False).encode())
-    store.create(record)
+    if not store.create(record):
+        return _resume(store, store.record(run))
     log("rejected", stage="submit", run=run, source=source, severity="WARNING", problems=[str(p) for p in problems])
     notify.tell(record)
     return record

@@ -11,13 +11,20 @@ from typing import Any
 
 import pytest
 import requests
+from google.api_core.exceptions import NotFound, ServiceUnavailable
 
-from dropforge import names
-from dropforge.errors import CloudError, ErrorClass
+from dropforge import clients, names
+from dropforge.deploy import deploy
+from dropforge.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
+from dropforge.executions import start_execution
 from dropforge.inspect import inspect
+from dropforge.job_events import receive_job_event
+from dropforge.notify import notify
 from dropforge.provision import provision
-from dropforge.runs import Record, RunState, Transition, utc_now
+from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
 from dropforge.spec import JobSpec
+from dropforge.submit import submit_message, submit_object
+from dropforge.sweep import sweep
 from dropforge.targets.base import Launch, Phase, Status
 from dropforge.targets.cloud_run import CloudRunJobs
 from dropforge.teardown import teardown
@@ -158,3 +165,175 @@ def test_a_model_that_is_committed_between_two_looks_counts(user: User, monkeypa
     monkeypatch.setattr("dropforge.inspect.read_manifest", lambda *_: None)
     assert inspect(run, ME, 1, URL)["status"] == "SUCCEEDED"
     end(user, run)
+
+
+def test_a_resource_that_cannot_be_deleted_spares_no_other(user: User, faults: Any) -> None:
+    run = launched(user)
+    first = user.store.ledger(run).entries[0].name
+    user.store.intend(run, "run.googleapis.com/Service", first.replace("/jobs/", "/services/"), 1)
+    faults(fail_next={"method": "delete_job", "status": "PERMISSION_DENIED"})
+    with pytest.raises(CloudError) as refused:
+        teardown(run, ME, "run", False)
+    assert refused.value.error_class is ErrorClass.PERMISSION
+    assert [entry.kind for entry in user.store.ledger(run).remaining()] == ["run.googleapis.com/Job"]
+    end(user, run)
+
+
+def test_teardown_does_not_wait_for_pubsub(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = launched(user)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotFound("Resource not found (resource=dropforge-run-events).")
+
+    monkeypatch.setattr(clients.publisher(), "publish", refuse)
+    end(user, run)
+    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "UNTOLD"
+    assert user.store.record(run).state is RunState.CANCELLED
+    monkeypatch.undo()
+    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
+    assert user.slack(run, "cancelled")
+
+
+def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Death between starting the execution and noting it; the second delivery finds it, and tells what was not told."""
+    key = f"lost-{time.time_ns()}"
+    data = json.dumps(user.spec()).encode()
+
+    def start_and_die(run: str, settings: Any) -> str:
+        start_execution(run, settings)
+        raise ServiceUnavailable("the reply was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dropforge.submit.start_execution", start_and_die)
+        with pytest.raises(ServiceUnavailable):
+            submit_message(data, key)
+    run = names.run_id_of_message(key)
+    with pytest.raises(RetryLater):
+        submit_message(data, key)
+    monkeypatch.setattr("dropforge.submit.START_SECONDS", 0)
+    submit_message(data, key)
+    assert user.wait(run).state is RunState.SUCCEEDED
+    assert len(user.executions(run)) == 1
+    assert_clean(user, run)
+
+
+def test_death_between_record_and_start_is_followed_up_by_the_next_delivery(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"died-{time.time_ns()}"
+    data = json.dumps(user.spec()).encode()
+    told: list[str] = []
+
+    def die(*_: Any) -> None:
+        raise ServiceUnavailable("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dropforge.submit.notify.announce", die)
+        with pytest.raises(ServiceUnavailable):
+            submit_message(data, key)
+    monkeypatch.setattr("dropforge.submit.START_SECONDS", 0)
+    monkeypatch.setattr("dropforge.submit.notify.announce", lambda record, state: told.append(state))
+    submit_message(data, key)
+    assert told == ["ACCEPTED"]
+    run = names.run_id_of_message(key)
+    assert user.wait(run).state is RunState.SUCCEEDED
+    assert len(user.executions(run)) == 1
+    assert [h.split()[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
+
+
+def test_the_first_spec_under_a_key_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first delivery dies after writing its spec; the second brings another one under the same key."""
+    key = f"reused-{time.time_ns()}"
+
+    def die(*_: Any) -> bool:
+        raise ServiceUnavailable("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "create", die)
+        with pytest.raises(ServiceUnavailable):
+            submit_message(json.dumps(user.spec(name="first")).encode(), key)
+    record = submit_message(json.dumps(user.spec(name="second")).encode(), key)
+    assert record.name == user.store.spec(record.run).name == "first"
+    user.wait(record.run)
+
+
+def test_a_run_that_another_delivery_has_accepted_is_not_told_as_rejected(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second delivery finds the spec deleted, after the first has read and accepted it."""
+    name = f"specs/{time.time_ns()}.json"
+    bucket = user.settings.specs_bucket
+    blob = clients.storage().bucket(bucket).blob(name)
+    accept: list[Record] = []
+
+    def accepted_meanwhile(*_: Any) -> bytes:
+        accept.append(submit_message(json.dumps(user.spec()).encode(), name))
+        raise InvalidSpec([SpecProblem("", "deleted", None, None)])
+
+    monkeypatch.setattr("dropforge.submit.names.run_id_of_object", lambda *_: names.run_id_of_message(name))
+    monkeypatch.setattr("dropforge.submit.read_spec", accepted_meanwhile)
+    record = submit_object(bucket, name, "1", 100)
+    assert blob.exists() is False
+    assert record.state is not RunState.REJECTED
+    assert user.wait(record.run).state is RunState.SUCCEEDED
+    assert "rejected" not in " ".join(user.slack(record.run, "succeeded"))
+    assert names.errors_object(record.run) not in list(user.store.names(f"runs/{record.run}/"))
+
+
+def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` notes its callback, and finds no event yet, while the event is being kept."""
+    run = launched(user)
+    keep, woken = RunStore.put_new, []
+
+    def keep_slowly(store: RunStore, name: str, data: bytes, content_type: str = "application/json") -> bool:
+        store.update(run, lambda r: r.model_copy(update={"callback_url": URL}))
+        return keep(store, name, data, content_type)
+
+    monkeypatch.setattr(RunStore, "put_new", keep_slowly)
+    monkeypatch.setattr("dropforge.job_events.wake", lambda url, body: woken.append(url) or True)
+    event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
+    receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
+    assert woken == [URL]
+    monkeypatch.undo()
+    end(user, run)
+
+
+def test_a_deploy_that_comes_late_notes_no_endpoint(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
+    assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
+    done: list[dict[str, Any]] = []
+
+    def torn_down_meanwhile(url: str, model: str) -> str:
+        done.append(eventually(lambda: teardown(run, ME, "run", False)))
+        return ""
+
+    monkeypatch.setattr("dropforge.deploy.completion_problem", torn_down_meanwhile)
+    assert eventually(lambda: deploy(run, ME))["status"] == "SUPERSEDED"
+    assert user.store.record(run).endpoint is None
+    assert_clean(user, run)
+
+
+def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
+    user: User, faults: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A create that took effect after teardown had seen nothing; and one endpoint that cannot be deleted."""
+    runs = []
+    for _ in range(2):
+        run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
+        assert eventually(lambda run=run: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
+        assert eventually(lambda run=run: deploy(run, ME))["status"] == "READY"
+        assert eventually(lambda run=run: teardown(run, ME, "run", True))["status"] == "GONE"
+        notify(run, ME, RunState.SUCCEEDED, None)
+        runs.append(run)
+    lost = user.store.record(runs[0]).endpoint
+    assert lost
+    user.store.note(runs[0], lost.service, ResourceState.GONE)
+    faults(fail_next={"method": "delete_service", "status": "PERMISSION_DENIED"})
+    monkeypatch.setattr("dropforge.sweep.utc_now", lambda: utc_now() + timedelta(days=2))
+    assert len(sweep()["deleted"]) == 1
+    assert len(sweep()["deleted"]) == 1
+    for run in runs:
+        assert_clean(user, run)
+        ended = user.store.record(run).endpoint
+        assert ended
+        assert ended.ended
