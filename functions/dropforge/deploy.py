@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-import requests
-
 from . import clients
+from .classify import client_errors
 from .errors import CloudError, ErrorClass
 from .log import log
 from .notify import announce
@@ -71,7 +70,9 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         ready=ready,
         expires=min(expires, ready + timedelta(seconds=seconds(spec.serve.ttl))),
     )
-    store.update(record.run, lambda found: found.model_copy(update={"endpoint": endpoint}))
+    record = store.update(record.run, lambda found: _with_endpoint(found, endpoint))
+    if record.endpoint is None:
+        return superseded(record)
     log("ready", stage="deploy", run=record.run, url=url)
     return {"status": "READY", "url": url}
 
@@ -82,13 +83,14 @@ def completion_problem(url: str, model: str) -> str:
     A health check is not enough: an engine can be healthy and fail every request.
     """
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
+    failures: tuple[type[Exception], ...] = (*client_errors(), ValueError, LookupError, TypeError)
     try:
         session = clients.endpoint(url)
         response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
         if response.status_code != 200:
             return f"a completion was answered with {response.status_code}: {response.text[:300]}"
         response.json()["choices"][0]["message"]
-    except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+    except failures as error:
         return f"a completion failed: {error!r}"[:400]
     return ""
 
@@ -97,6 +99,11 @@ def _enter(record: Record, execution: str) -> Record:
     if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
         return record
     return record.entered(RunState.DEPLOYING, utc_now())
+
+
+def _with_endpoint(record: Record, endpoint: Endpoint) -> Record:
+    """A call that comes late, after teardown, must not note an endpoint that is gone."""
+    return record.model_copy(update={"endpoint": endpoint}) if record.state is RunState.DEPLOYING else record
 
 
 def _not_yet(spec: JobSpec, began: datetime, problem: str) -> dict[str, Any]:

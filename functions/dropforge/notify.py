@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from . import clients, names
+from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, Conflict, ErrorClass
 from .events import RunEvent, run_event_message
@@ -24,9 +25,10 @@ PUBLISH_TIMEOUT_SECONDS = 20
 
 
 def notify(run: str, execution: str, state: RunState, error: RunError | None) -> dict[str, Any]:
-    """Enter `state` and tell everybody. Raises NotFound, and CloudError (TRANSIENT) when Slack should be tried again.
+    """Enter `state` and tell everybody. Raises NotFound for an unknown run.
 
-    Answers {"status": "NOTIFIED" | "SUPERSEDED", "state": ...}.
+    Answers {"status": "NOTIFIED" | "UNTOLD" | "SUPERSEDED", "state": ...}; UNTOLD: the state is entered, but not
+    everybody could be told: call again.
     """
     store = open_store()
     try:
@@ -39,7 +41,10 @@ def notify(run: str, execution: str, state: RunState, error: RunError | None) ->
     spec = store.spec(run)
     if state.is_terminal:
         store.put_new(names.report_object(run), json.dumps(report(record, spec), indent=2).encode())
-    tell(record, spec)
+    try:
+        tell(record, spec)
+    except CloudError:
+        return {"status": "UNTOLD", "state": record.state}
     log(state.lower(), stage="notify", run=run)
     return {"status": "NOTIFIED", "state": record.state}
 
@@ -59,7 +64,10 @@ def report(record: Record, spec: JobSpec) -> dict[str, Any]:
 
 
 def tell(record: Record, spec: JobSpec | None = None) -> None:
-    """Publish the record's present state as a run event and, when people care about it, to Slack."""
+    """Publish the record's present state as a run event and, when people care about it, to Slack.
+
+    Raises CloudError when a terminal state could not be told and trying again may help.
+    """
     announce(record, record.state)
     tell_people(record, spec)
 
@@ -83,7 +91,8 @@ def tell_people(record: Record, spec: JobSpec | None = None) -> None:
 
 
 def announce(record: Record, state: RunState) -> None:
-    """Publish a run event for `state`; its id is the same each time."""
+    """Publish a run event for `state`; its id is the same each time. Raises CloudError for a terminal state only:
+    telling must hold up neither the training nor its teardown."""
     entered = next(t for t in reversed(record.history) if t.state is state)
     event = RunEvent(
         id=f"{record.run}/{entered.attempt}/{state.lower()}",
@@ -95,7 +104,14 @@ def announce(record: Record, state: RunState) -> None:
     )
     data, attributes = run_event_message(event)
     topic = settings().topic(settings().run_events_topic)
-    clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+    failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
+    try:
+        clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+    except failures as error:
+        problem = f"the run event {event.id} could not be published: {error or type(error).__name__}"
+        log(problem, stage="notify", run=record.run, severity="ERROR")
+        if state.is_terminal:
+            raise CloudError(ErrorClass.TRANSIENT, problem) from error
 
 
 def _details(record: Record, entered: Transition) -> dict[str, Any]:

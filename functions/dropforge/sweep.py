@@ -8,7 +8,7 @@ from . import clients, names
 from .catalog import ACCELERATORS
 from .classify import classify, client_errors
 from .clients import TIMEOUT_SECONDS
-from .errors import NotFound
+from .errors import CloudError
 from .log import log
 from .runs import RunStore, open_store, utc_now
 from .serving import get_server
@@ -41,12 +41,13 @@ def _services() -> list[Any]:
 
 
 def _is_ours(service: Any) -> bool:
-    return bool(service.labels.get(names.MANAGED_BY) == "dropforge" and service.labels.get(names.EXPIRES_LABEL))
+    return bool(service.labels.get(names.MANAGED_BY) == "dropforge" and names.EXPIRES_LABEL in service.labels)
 
 
 def _is_over(store: RunStore, service: Any) -> bool:
     """Past its run's ttl, or past the time on its label, which is the latest at which that can end."""
-    if int(service.labels[names.EXPIRES_LABEL]) < utc_now().timestamp():
+    expires = service.labels[names.EXPIRES_LABEL]
+    if expires.isdecimal() and int(expires) < utc_now().timestamp():  # people can edit labels
         return True
     record = store.find(service.labels.get(names.RUN_LABEL, ""))
     return record is not None and record.endpoint is not None and record.endpoint.expires < utc_now()
@@ -56,8 +57,11 @@ def _end(store: RunStore, service: Any) -> bool:
     run = service.labels.get(names.RUN_LABEL, "")
     log("endpoint past its ttl", stage="sweep", run=run, resource=service.name)
     try:
-        if store.record(run).state.is_terminal:
-            return end_endpoint(store, run)
-    except NotFound:
-        log("endpoint of an unknown run", stage="sweep", run=run, severity="ERROR", resource=service.name)
-    return get_server("cloud_run").teardown(SERVICE_KIND, service.name)
+        # By the name that the cloud lists: the ledger may believe it gone.
+        if not get_server("cloud_run").teardown(SERVICE_KIND, service.name):
+            return False
+        record = store.find(run)
+        return end_endpoint(store, run) if record and record.state.is_terminal else True
+    except CloudError as error:  # the others are deleted all the same
+        log(error.message, stage="sweep", run=run, severity="ERROR", resource=service.name)
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .errors import CloudError
 from .log import log
 from .notify import announce
 from .outcome import superseded, waiting
@@ -49,15 +50,25 @@ def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[
 
 
 def delete_remaining(store: RunStore, run: str, spared: frozenset[str] = frozenset()) -> list[LedgerEntry]:
-    """Push every resource that is left towards gone; what remains after that."""
-    remaining = []
+    """Push every resource that is left towards gone; what remains after that.
+
+    One that cannot be deleted spares none of the others: its CloudError is raised after them.
+    """
+    remaining, refusals = [], []
     for entry in store.ledger(run).remaining():
         if entry.kind in spared:
             continue
-        if _delete(entry):
+        try:
+            gone = _delete(entry)
+        except CloudError as error:
+            refusals.append(error)
+            continue
+        if gone:
             store.note(run, entry.name, ResourceState.GONE)
         else:
             remaining.append(entry)
+    if refusals:
+        raise refusals[0]
     return remaining
 
 

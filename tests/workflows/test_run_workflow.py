@@ -207,8 +207,27 @@ def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
 
 
 def test_a_message_that_cannot_be_told_does_not_fail_the_run() -> None:
-    run = Run(notify=[{"code": 503}])
+    run = Run(notify=[NOTIFIED, {"status": "UNTOLD"}])
     assert run.status == "SUCCEEDED"
+    assert run.stages.count("notify SUCCEEDED") == 31
+
+
+def test_a_message_in_the_middle_holds_nothing_up() -> None:
+    run = Run(notify=[*[{"code": 503}] * 9, NOTIFIED])
+    assert run.status == "SUCCEEDED"
+    assert run.stages[-2:] == END
+
+
+@pytest.mark.parametrize("fault", [{"code": 503}, {"code": 403}])
+def test_the_end_of_a_run_is_written_however_long_that_takes(fault: dict[str, Any]) -> None:
+    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[*[fault] * 500, NOTIFIED])
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("notify SUCCEEDED") == 501
+
+
+def test_the_end_of_a_run_that_does_not_exist_is_not_asked_for_again() -> None:
+    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[{"code": 404}])
+    assert run.stages.count("notify SUCCEEDED") == 1
 
 
 def test_a_year_of_waiting_takes_no_time() -> None:
