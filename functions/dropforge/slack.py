@@ -5,6 +5,7 @@ Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime
 from http.client import HTTPException
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ _HEADLINES = {
     RunState.FAILED: ":x: failed",
     RunState.CANCELLED: ":black_square_for_stop: cancelled",
 }
+
+
+_SILENT = logging.getLogger(f"{__name__}.sdk")  # what the SDK logs of a failure repeats the URL
+_SILENT.disabled = True
 
 
 class Message(NamedTuple):
@@ -62,7 +67,9 @@ def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
     except client_errors() as error:
         return f"secret {secret!r} could not be read: {type(error).__name__}", True
     try:
-        response = WebhookClient(url, timeout=int(TIMEOUT_SECONDS)).send(text=message.text, blocks=message.blocks)
+        response = WebhookClient(url, timeout=int(TIMEOUT_SECONDS), logger=_SILENT).send(
+            text=message.text, blocks=message.blocks
+        )
     except (ValueError, HTTPException, SlackClientError) as error:  # their texts repeat the URL, which is the secret
         return f"secret {secret!r} does not hold the URL of a Slack webhook: {type(error).__name__}", False
     except OSError as error:

@@ -36,10 +36,12 @@ def sent(monkeypatch: pytest.MonkeyPatch, secret: bytes | Exception) -> tuple[st
         b"",
     ],
 )
-def test_a_value_that_is_no_webhook_is_told_without_the_value(monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+def test_a_value_that_is_no_webhook_is_told_without_the_value(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: bytes
+) -> None:
     problem, may_pass = sent(monkeypatch, value)
     assert "secret 'webhook'" in problem
-    assert CANARY not in problem
+    assert CANARY not in problem + caplog.text
     assert not may_pass
 
 
