@@ -120,8 +120,8 @@ def test_result(lab: Any, expression: str, expected: Any) -> None:
         ('hash.compute_hmac(text.encode("x"), "y", "MD5")', "TypeError", "'data' must be bytes"),
         ("list.concat(1, 2)", "TypeError", "'objs' must be a list; got: integer"),
         ("list.prepend(null, 2)", "TypeError", "'objs'"),
-        ('map.get(null, "a")', "TypeError", "'map' must be a map; got: null"),
-        ('map.get([], "a")', "TypeError", "got: list"),
+        ("map.get(null, 1)", "TypeError", "'keys' must be a string; got: integer"),
+        ('map.get(null, ["a", null])', "TypeError", "'keys' must be a string; got: null"),
         ("map.merge([], [])", "TypeError", "'first' must be a map"),
         ('math.abs("x")', "TypeError", "'x' must be a number"),
         ("math.max(1, null)", "TypeError", "'y' must be a number"),
@@ -207,7 +207,10 @@ def caught(call: str, arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "tag"),
     [
-        ("{data: x, text: y}", "ValueError"),
+        ("{data: x, text: y}", "TypeError"),
+        ("{}", "TypeError"),
+        ("{data: null}", "TypeError"),
+        ("{text: '${text.encode(\"x\")}'}", "TypeError"),
         ("{data: x, severity: LOUD}", "ValueError"),
         ("{data: x, severity: 5}", "TypeError"),
         ("{json: text}", "TypeError"),

@@ -238,6 +238,7 @@ class _Compiler:
     def _call(self, step: syntax.Step, action: syntax.Call, place: _Place, after: Label) -> None:
         self._begin(place, step, "CALL")
         self._what = "error evaluating call arguments"
+        self._name_arguments(action)
         if action.function in self._routines:
             self._call_subworkflow(action, place, after)
         elif (signature := stdlib.FUNCTIONS.get(action.function)) is not None:
@@ -249,6 +250,23 @@ class _Compiler:
             self._what = ""
             self._problem(f"symbol '{action.function}' is neither a function nor a sub-workflow name", action.node)
         self._what = ""
+
+    def _name_arguments(self, action: syntax.Call) -> None:
+        """Give a list of arguments the names of the callee's parameters, in their order."""
+        if not action.positional:
+            return
+        if action.function in self._routines:
+            names = [name for name, _, _ in self._codes[action.function].parameters]
+        elif (signature := stdlib.FUNCTIONS.get(action.function)) is not None:
+            names = list(signature.parameters)
+        else:
+            self._problem(f"{action.function} needs its arguments by name", action.positional[0])
+            return
+        if len(action.positional) > len(names):
+            self._problem(
+                f"{action.function} takes {len(names)} arguments; got {len(action.positional)}", action.positional[0]
+            )
+        action.arguments = dict(zip(names, action.positional, strict=False))
 
     def _arguments(self, action: syntax.Call, place: _Place) -> list[tuple[str, Evaluate]]:
         return [(name, self._evaluate(node, place)) for name, node in action.arguments.items()]

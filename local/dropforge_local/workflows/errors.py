@@ -63,7 +63,10 @@ class DeployError(Exception):
         first = problems[0]
         where = f"error in step {first.step}: " if first.step else ""
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        super().__init__(f"failed to build: {where}{first.message} (line {first.line}, column {first.column}){more}")
+        code = "" if "(Code: " in first.message else " (Code: 3)"
+        super().__init__(
+            f"failed to build: {where}{first.message}{code} (line {first.line}, column {first.column}){more}"
+        )
 
 
 class EngineError(Exception):

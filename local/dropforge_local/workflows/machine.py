@@ -185,7 +185,7 @@ class Machine:
         """End the execution with an error that no step can catch."""
         if 0 in self._threads and not error.trace:
             error.trace = [self._mark_at(frame) for frame in reversed(self._threads[0].frames)]
-            self._last_steps = self._steps_of(error)
+            self._last_steps = self._step_at(error.trace[0])
         self.outcome = ("FAILED", self.describe(error))
 
     @staticmethod
@@ -316,7 +316,7 @@ class Machine:
 
     def _fail_thread(self, thread: Thread, error: WorkflowError) -> None:
         if thread.parent is None:
-            self._last_steps = self._steps_of(error)
+            self._last_steps = self._step_at(error.trace[0])
         del self._threads[thread.id]
         if thread.parent is None or not error.catchable:
             self.outcome = ("FAILED", self.describe(error))
@@ -497,11 +497,14 @@ class Machine:
                 "ValueError", f"sys.log: unknown severity {severity!r}; expected {', '.join(SEVERITIES)}"
             )
         given = [name for name in ("data", "text", "json") if arguments.get(name) is not None]
-        if len(given) > 1:
-            raise system_error("ValueError", f"sys.log: {' and '.join(given)} exclude each other")
-        value = arguments[given[0]] if given else None
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise system_error("TypeError", f"sys.log: exactly one of data, text, json must be given; got: {found}")
+        value = arguments[given[0]]
         if given == ["json"] and type(value) is not dict:
             raise system_error("TypeError", f"sys.log: argument 'json' must be a map; got: {kind(value)}")
+        if type(value) is bytes:
+            raise system_error("TypeError", f"sys.log: argument '{given[0]}' cannot be logged; got: bytes")
         self.logs.append({"severity": severity.upper(), "data": value, "time": self.now()})
         self._current_events += (LOGGED, self.now(), severity.upper(), value)
 
@@ -524,16 +527,16 @@ class Machine:
         return {"payload": payload, "context": "\n".join(lines), "stackTrace": {"elements": elements}}
 
     def current_steps(self) -> list[dict[str, str]]:
-        """Execution.status.currentSteps: where main is or was last, outermost routine first."""
-        main = self._threads.get(0)
-        if main is None:
-            return self._last_steps
-        marks = [self.program.marks[self._mark_at(frame)] for frame in main.frames]
-        return [{"routine": mark.routine, "step": mark.step} for mark in marks]
+        """Execution.status.currentSteps: where main is or was last.
 
-    def _steps_of(self, error: WorkflowError) -> list[dict[str, str]]:
-        marks = [self.program.marks[mark] for mark in reversed(error.trace)]
-        return [{"routine": mark.routine, "step": mark.step} for mark in marks]
+        The API's own text: "Presently, if the current step is inside a subworkflow, the list only includes that step."
+        """
+        main = self._threads.get(0)
+        return self._last_steps if main is None else self._step_at(self._mark_at(main.frames[-1]))
+
+    def _step_at(self, number: int) -> list[dict[str, str]]:
+        mark = self.program.marks[number]
+        return [{"routine": mark.routine, "step": mark.step}]
 
     # Memory
 

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import math
+import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def _bytes(function: str, parameter: str, value: Value) -> bytes:
     return value
 
 
+def _boolean(function: str, parameter: str, value: Value) -> bool:
+    if type(value) is not bool:
+        raise type_error(function, parameter, "a boolean", value)
+    return value
+
+
 def _integer(function: str, parameter: str, value: Value) -> int:
     if type(value) is not int:
         raise type_error(function, parameter, "an integer", value)
@@ -101,15 +108,15 @@ def to_int(value: Value) -> Value:
     raise type_error("int", "value", "a string or a number", value)
 
 
+_DOUBLE: Final = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?\Z")
+
+
 def to_double(value: Value) -> Value:
     if type(value) is int or type(value) is float:
         return float(value)
     if type(value) is str:
-        try:
-            if "_" not in value:
-                return float(value)
-        except ValueError:
-            pass
+        if _DOUBLE.match(value):
+            return float(value)
         raise value_error("double", f"cannot convert {value[:40]!r} to a double")
     raise type_error("double", "value", "a string or a number", value)
 
@@ -176,8 +183,10 @@ def find_all(source: Value, substr: Value) -> Value:
     return found
 
 
+# text.find_all_regex and text.replace_all_regex are documented to take the longest of the leftmost matches.
 _quiet = re2.Options()
 _quiet.log_errors = False
+_quiet.longest_match = True
 
 
 def _regex(function: str, pattern: Value) -> Any:
@@ -241,11 +250,16 @@ def to_upper(source: Value) -> Value:
 
 
 def url_encode(source: Value) -> Value:
-    return urllib.parse.quote(_string("text.url_encode", "source", source), safe="", errors="replace")
+    return _percent_encoded(_string("text.url_encode", "source", source))
 
 
 def url_encode_plus(source: Value) -> Value:
-    return urllib.parse.quote_plus(_string("text.url_encode_plus", "source", source), errors="replace")
+    return _percent_encoded(_string("text.url_encode_plus", "source", source)).replace("%20", "+")
+
+
+def _percent_encoded(text: str) -> str:
+    """Documented: only letters, digits and .-_ stay; Python's quote spares ~ too."""
+    return urllib.parse.quote(text, safe="", errors="replace").replace("~", "%7E")
 
 
 def url_decode(source: Value) -> Value:
@@ -299,12 +313,12 @@ def json_decode(data: Value) -> Value:
 
 def base64_encode(data: Value, padding: Value = True) -> Value:
     text = base64.b64encode(_bytes("base64.encode", "data", data)).decode()
-    return text if padding else text.rstrip("=")
+    return text if _boolean("base64.encode", "padding", padding) else text.rstrip("=")
 
 
 def base64_decode(data: Value, padding: Value = True) -> Value:
-    text = _string("base64.decode", "data", data)
-    if not padding:
+    text = _string("base64.decode", "data", data).replace("\r", "").replace("\n", "")  # documented to be ignored
+    if not _boolean("base64.decode", "padding", padding):
         text += "=" * (-len(text) % 4)
     try:
         return base64.b64decode(text, validate=True)
@@ -344,13 +358,12 @@ def list_prepend(objs: Value, val: Value) -> Value:
 
 
 def map_get(map_: Value, keys_: Value) -> Value:
-    value: Value = _map("map.get", "map", map_)
+    """Documented as a safe lookup: null wherever there is no map, or no such key in it."""
     path = keys_ if type(keys_) is list else [keys_]
-    for key in path:
-        name = _string("map.get", "keys", key)
-        if type(value) is not dict or name not in value:
-            return None
-        value = value[name]
+    names = [_string("map.get", "keys", key) for key in path]
+    value = map_
+    for name in names:
+        value = value.get(name) if type(value) is dict else None
     return value
 
 
@@ -406,7 +419,7 @@ def time_format(seconds: Value, timezone: Value = None) -> Value:
     except (OverflowError, ValueError, OSError) as error:
         raise value_error("time.format", f"{number} is out of range") from error
     text = moment.isoformat(timespec="microseconds")
-    return text[:-6] + "Z" if text.endswith("+00:00") and zone is UTC else text
+    return text[:-6] + "Z" if text.endswith("+00:00") else text  # documented for "GMT" too
 
 
 def time_parse(value: Value) -> Value:
@@ -540,9 +553,11 @@ def _signatures() -> dict[str, Signature]:
     other("events.await_callback", "blocking", "callback", timeout=43200.0)
     other("experimental.executions.run", "blocking", "workflow_id", argument=None, location=None, project_id=None)
     other("experimental.executions.map", "blocking", "workflow_id", "arguments", location=None, project_id=None)
-    for verb in ("get", "post", "put", "patch", "delete"):
+    for verb in ("post", "put", "patch", "delete"):
         other(f"http.{verb}", "blocking", **_HTTP_ARGUMENTS)
     other("http.request", "blocking", "method", **_HTTP_ARGUMENTS)
+    without_body = {name: default for name, default in _HTTP_ARGUMENTS.items() if name != "body"}
+    other("http.get", "blocking", **without_body, body=None)  # by position, http.get is documented without a body
     return table
 
 

@@ -41,6 +41,7 @@ class Call:
     node: Node
     arguments: dict[str, Node]
     result: Target | None
+    positional: list[Node] = field(default_factory=list)  # what a list of args gives; named once the callee is known
 
 
 @dataclass(slots=True)
@@ -291,16 +292,19 @@ class Reader:
 
     def _call(self, node: Node, parts: dict[str, Node]) -> Call:
         arguments: dict[str, Node] = {}
+        positional: list[Node] = []
         if node.kind != "scalar" or type(node.value) is not str or is_expression(node):
             self.problem("'call' must be the name of a function or subworkflow", node)
         if (args := parts.get("args")) is not None and args.value is not None:
-            if args.kind != "map":
-                self.problem("'args' must be a map from parameter names to values", args)
+            if args.kind == "list":  # documented with sys.log: args: ["text", "ERROR"]
+                positional = args.value
+            elif args.kind != "map":
+                self.problem("'args' must be a map from parameter names to values, or a list of values", args)
             else:
                 arguments = {name: value for name, _, value in args.items()}
         result = parts.get("result")
         target = self._target(result) if result is not None else None
-        return Call(node.raw, node, arguments, target)
+        return Call(node.raw, node, arguments, target, positional)
 
     def _switch(self, node: Node) -> Switch:
         conditions: list[tuple[Node, list[Step]]] = []
