@@ -21,7 +21,8 @@ _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
-    problems = [*fit_problems(spec), *budget_problems(spec), *_missing_secrets(spec, settings), *_missing_objects(spec)]
+    problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    problems += [*_missing_secrets(spec, settings), *_missing_objects(spec)]
     if problems:
         raise InvalidSpec(problems)
 
@@ -50,6 +51,14 @@ def parameters_of(source: str) -> int | None:
     if not found:
         return None
     return int(float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6))
+
+
+def time_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether there is time for an attempt at all."""
+    if seconds(spec.limits.max_duration) >= MIN_ATTEMPT_SECONDS:
+        return []
+    found, expected = repr(spec.limits.max_duration), f"at least {MIN_ATTEMPT_SECONDS}s"
+    return [SpecProblem("/limits/max_duration", "too short for an attempt", found, expected)]
 
 
 def budget_problems(spec: JobSpec) -> list[SpecProblem]:
@@ -87,18 +96,20 @@ def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 
 
 def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
-    from google.api_core.exceptions import Forbidden, NotFound
+    from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
     name, _, version = secret.partition(":")
     full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
     try:
-        clients.secrets().get_secret_version(name=full_name, timeout=TIMEOUT_SECONDS)
-    except NotFound:
+        found = clients.secrets().get_secret_version(name=full_name, timeout=TIMEOUT_SECONDS)
+    except (BadRequest, NotFound):
         expected = f"a secret of project {settings.project}"
         return SpecProblem(pointer, "the secret does not exist", repr(secret), expected)
     except Forbidden:
         expected = "a secret on which dropforge has secretmanager.versions.get"
         return SpecProblem(pointer, "the secret may not be looked at", repr(secret), expected)
+    if found.state.name != "ENABLED":  # its value could not be read when it is needed
+        return SpecProblem(pointer, f"the secret's version is {found.state.name}", repr(secret), "an enabled version")
     return None
 
 
@@ -115,13 +126,13 @@ def _missing_objects(spec: JobSpec) -> list[SpecProblem]:
 
 
 def _object_problem(pointer: str, bucket: str, path: str) -> SpecProblem | None:
-    from google.api_core.exceptions import Forbidden, NotFound
+    from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
     try:
         found = clients.storage().list_blobs(bucket, prefix=path.rstrip("/"), max_results=10, timeout=TIMEOUT_SECONDS)
         if any(blob.name == path or blob.name.startswith(f"{path.rstrip('/')}/") for blob in found):
             return None
-    except NotFound:
+    except (BadRequest, NotFound):  # a name that no bucket can have is a bad request
         return SpecProblem(pointer, "the bucket does not exist", f"gs://{bucket}", "a bucket of this project")
     except Forbidden:
         return SpecProblem(pointer, "the bucket may not be read", f"gs://{bucket}", "a bucket that dropforge may read")

@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cache
+from itertools import islice
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -17,6 +19,7 @@ from .catalog import ACCELERATORS, CLOUD_RUN_MAX_TASK_SECONDS
 from .errors import InvalidSpec, SpecProblem
 
 MAX_SPEC_BYTES = 256 * 1024
+MAX_PROBLEMS = 50  # listed for one spec: all of them must fit a run event, and be found within a function's time-out
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
 _DURATION = r"^[1-9][0-9]{0,5}(s|m|h|d)$"
@@ -319,13 +322,17 @@ def parse_spec(data: bytes) -> JobSpec:
     document = _parse_json(data)
     if not isinstance(document, dict):
         raise InvalidSpec([SpecProblem("", "a job spec is a JSON object", _shown(document), "an object")])
-    if literal := [*_literal_secrets("", document)]:
+    if literal := [*islice(_literal_secrets("", document), MAX_PROBLEMS)]:
         raise InvalidSpec(literal)
     try:
         # Validated as JSON, so that strict mode accepts what JSON has (1 for a float, lists) and nothing else.
         return JobSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
-        raise InvalidSpec(_merged([_problem(dict(e), document) for e in error.errors(include_url=False)])) from None
+        errors = error.errors(include_url=False)
+        problems = _merged([_problem(dict(e), document) for e in errors[:MAX_PROBLEMS]])
+        if len(errors) > MAX_PROBLEMS:
+            problems.append(SpecProblem("", f"{len(errors) - MAX_PROBLEMS} more problems, which are not listed"))
+        raise InvalidSpec(problems) from None
 
 
 def _parse_json(data: bytes) -> JsonValue:
@@ -351,7 +358,7 @@ def _parse_json(data: bytes) -> JsonValue:
     except RecursionError:
         raise InvalidSpec([SpecProblem("", "the spec is nested too deeply", None, "a job spec")]) from None
     except ValueError as error:
-        raise InvalidSpec([SpecProblem("", str(error), None, "plain JSON")]) from None
+        raise InvalidSpec([SpecProblem("", redact(str(error))[:300], None, "plain JSON")]) from None
 
 
 def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
@@ -453,11 +460,15 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
 
 def _field_names(path: list[str | int]) -> str:
     """The names allowed beside an unknown field, the likeliest first."""
-    schema = JobSpec.model_json_schema(by_alias=True)
-    allowed = _allowed(schema, path[:-1])
-    close = get_close_matches(str(path[-1]), allowed, n=1)
+    allowed = _allowed(_schema(), path[:-1])
+    close = get_close_matches(str(path[-1])[:64], allowed, n=1)
     listing = ", ".join(allowed)
     return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return JobSpec.model_json_schema(by_alias=True)
 
 
 def _allowed(schema: dict[str, Any], path: list[str | int]) -> list[str]:

@@ -156,7 +156,9 @@ def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem],
         return _resume(store, found)  # another delivery has accepted what this one could not read any more
     now = utc_now()
     source = redact(source)
-    listed: list[dict[str, JsonValue]] = [dict(problem._asdict()) for problem in problems]
+    listed: list[dict[str, JsonValue]] = [
+        {field: text and redact(text) for field, text in problem._asdict().items()} for problem in problems
+    ]
     record = Record(
         run=run,
         name=_name(data),

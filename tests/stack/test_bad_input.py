@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from dropforge import names
+from dropforge import clients, names
 from dropforge.runs import RunState
 
 from .conftest import User
@@ -32,6 +33,12 @@ CASES: list[tuple[str, Any, str, str]] = [
      "/dataset/source", "object does not exist"),
     ("missing bucket", {"dataset": {"source": "gs://no-such-bucket-here/none.jsonl"}},
      "/dataset/source", "bucket does not exist"),
+    ("a bucket that cannot be", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
+    ("a secret's version that cannot be", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
+    ("too short", {"limits": {"max_duration": "59s"}}, "/limits/max_duration", "too short"),
+    ("an endless number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
+    ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
+    ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),
     ("does not fit", {"model": {"source": "meta-llama/Llama-3.1-70B"}}, "/model/source", "does not fit"),
     ("budget without price", {"target": {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}]},
                               "limits": {"max_cost_usd": 5.0}}, "/limits/max_cost_usd", "cannot be enforced"),
@@ -50,6 +57,47 @@ def test_a_bad_spec_is_rejected_with_its_reason(user: User, change: Any, pointer
     assert user.executions(run) == []
     assert user.resources(run) == []
     assert [headline.split()[-1] for headline in user.slack(run, "rejected")] == ["rejected"]
+
+
+def test_a_disabled_secret_is_no_secret(user: User) -> None:
+    from google.cloud import secretmanager_v1
+
+    parent, name = f"projects/{user.settings.project}", f"disabled-{time.time_ns()}"
+    secret = {"replication": {"automatic": {}}}
+    clients.secrets().create_secret(parent=parent, secret_id=name, secret=secret)
+    payload = secretmanager_v1.SecretPayload(data=b"x")
+    version = clients.secrets().add_secret_version(parent=f"{parent}/secrets/{name}", payload=payload)
+    clients.secrets().disable_secret_version(name=version.name)
+    record = user.wait(user.drop(user.spec(notify={"slack": {"webhook_secret": name}})))
+    assert record.state is RunState.REJECTED
+    assert record.problems[0]["message"] == "the secret's version is DISABLED"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [5, None, ["gs://a/b"], "", "gs://", "gs://a", "gs://a..b/spec.json", "gs://A B/spec.json", "gs://ab/\ud800",
+     "gs://no-such-bucket-here/spec.json", "https://user:hf_CanaryCanaryCanaryCanary@host/", "gs://abc/" + "x" * 5000,
+     "gs://abc/hf_CanaryCanaryCanaryCanary.json"],
+    ids=lambda uri: repr(uri)[:40],
+)  # fmt: skip
+def test_a_message_that_names_no_spec_is_rejected(user: User, uri: Any) -> None:
+    key = f"uri-{time.time_ns()}"
+    user.publish("dropforge-requests", json.dumps({"spec_uri": uri}).encode(), idempotency_key=key)
+    record = user.wait(names.run_id_of_message(key))
+    assert record.state is RunState.REJECTED
+    assert record.problems[0]["pointer"] == "/spec_uri"
+    assert "Canary" not in record.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b" " * 9_000_000, b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"NaN", b'"\\ud800"', b"null"],
+    ids=lambda data: repr(data[:8]),
+)
+def test_a_message_of_anything_is_rejected(user: User, data: bytes) -> None:
+    key = f"wild-{time.time_ns()}"
+    user.publish("dropforge-requests", data, idempotency_key=key)
+    assert user.wait(names.run_id_of_message(key)).state is RunState.REJECTED
 
 
 def test_a_literal_token_is_kept_nowhere(user: User) -> None:
