@@ -1,0 +1,165 @@
+"""Death before and after every single thing that a stage does to the world, in whole runs: nothing is lost or doubled.
+
+The stages are called here as the workflow calls them, again after each death; the cloud is the stack's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dropforge import names, submit
+from dropforge.cancel import cancel
+from dropforge.deploy import deploy
+from dropforge.errors import RetryLater
+from dropforge.inspect import inspect
+from dropforge.notify import notify
+from dropforge.provision import provision
+from dropforge.runs import RunError, RunState, RunStore
+from dropforge.serving.cloud_run import CloudRunService
+from dropforge.targets.cloud_run import CloudRunJobs
+from dropforge.teardown import teardown
+
+from .conftest import User
+from .test_runs import assert_clean, states
+
+ME = "the-execution-of-this-test"
+URL = "http://127.0.0.1:1/callback"
+SERVE = {"type": "cloud_run", "ttl": "1h"}
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as one process can play it: no handler of ours catches it."""
+
+
+class Deaths:
+    """Kills whoever does a thing for the first time before it is done, and for the second time after it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.seen: Counter[str] = Counter()
+
+    def around(self, owner: Any, name: str, what: Callable[..., str]) -> None:
+        done = getattr(owner, name)
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            key = f"{name} {what(*args, **kwargs)}"
+            self.seen[key] += 1
+            if self.seen[key] == 1:
+                raise Killed(key)
+            answer = done(*args, **kwargs)
+            if self.seen[key] == 2:
+                raise Killed(key)
+            return answer
+
+        self._patch.setattr(owner, name, deadly)
+
+
+class Executions:
+    """Starts nothing, remembers what it was asked to start."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, run: str, settings: Any) -> str:
+        self.started.append(run)
+        return ME
+
+    def find(self, run: str, since: Any, settings: Any) -> str | None:
+        return ME if run in self.started else None
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
+    deaths = Deaths(monkeypatch)
+    executions = Executions()
+    monkeypatch.setattr(submit, "START_SECONDS", 0)
+    monkeypatch.setattr("dropforge.inspect.REPORT_SECONDS", 0)
+    monkeypatch.setattr(submit, "start_execution", executions.start)
+    monkeypatch.setattr(submit, "find_execution", executions.find)
+    deaths.around(submit, "start_execution", lambda run, _: run)
+    deaths.around(RunStore, "write", lambda _, name, data, *__: f"{name} {_without_times(data)}")
+    for owner, name in [(CloudRunJobs, "_create"), (CloudRunService, "_create")]:
+        deaths.around(owner, name, lambda _, what: f"{what.run} {getattr(what, 'attempt', '')}")
+    for owner, name in [(CloudRunJobs, "_delete"), (CloudRunService, "teardown")]:
+        deaths.around(owner, name, lambda _, *args: args[-1])
+    return deaths
+
+
+def again(stage: Callable[..., Any], *args: Any) -> Any:
+    """The answer of a stage that is called again after each death and each "call again"."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        try:
+            answer = stage(*args)
+        except (Killed, RetryLater):
+            continue
+        if not isinstance(answer, dict) or answer["status"] not in ("PENDING", "WAITING", "UNTOLD"):
+            return answer
+        time.sleep(0.05)
+    raise AssertionError(f"{stage.__name__} came to no end")
+
+
+def live(run: str) -> None:
+    """A whole run, as workflows/run.workflows.yaml has it."""
+    outcome = train(run)
+    if outcome["status"] == "SUCCEEDED" and outcome["serve"]:
+        outcome = again(deploy, run, ME)
+    status = {"READY": "SUCCEEDED"}.get(outcome["status"], outcome["status"])
+    gone = again(teardown, run, ME, "run", status == "SUCCEEDED")
+    if status == "SUCCEEDED" and gone["cancelled"]:
+        status = "CANCELLED"
+    error = RunError.model_validate(outcome["error"]) if outcome.get("error") else None
+    assert again(notify, run, ME, RunState(status), error)["status"] == "NOTIFIED"
+
+
+def train(run: str) -> dict[str, Any]:
+    attempt = 1
+    while True:
+        result: dict[str, Any] = again(provision, run, ME, attempt)
+        if result["status"] == "RUNNING":
+            result = again(inspect, run, ME, attempt, URL)
+        if not result.get("retry"):
+            return result
+        again(teardown, run, ME, "attempt", True)
+        attempt += 1
+
+
+@pytest.mark.parametrize(
+    ("behave", "serve", "end", "attempts"),
+    [
+        ("silent", SERVE, RunState.SUCCEEDED, 1),
+        ("exit-65", None, RunState.FAILED, 1),
+        ("killed", None, RunState.FAILED, 2),
+    ],
+)
+def test_a_run_survives_death_at_every_write(
+    user: User, deaths: Deaths, behave: str, serve: Any, end: RunState, attempts: int
+) -> None:
+    key = f"every-write-{time.time_ns()}"
+    data = json.dumps(user.spec(behave, serve=serve, limits={"max_attempts": 2})).encode()
+    run = again(submit.submit_message, data, key).run
+    live(run)
+    record = user.store.record(run)
+    assert record.state is end, record.error
+    assert len(record.attempts) == attempts
+    assert all(a.ended for a in record.attempts)
+    assert Counter(states(record)).most_common(1)[0][1] <= attempts
+    assert len([name for name in deaths.seen if name.startswith("_create")]) == attempts + bool(serve)
+    assert user.store.read(names.report_object(run))
+    if serve:
+        again(cancel, run)
+    assert_clean(user, run)
+    ended = user.store.record(run).endpoint
+    assert (ended is not None and ended.ended is not None) is bool(serve)
+    assert min(deaths.seen.values()) >= 2
+
+
+def _without_times(data: bytes) -> str:
+    return re.sub(rb'"[0-9-]{10}T[0-9:.]+Z"', b"", data).decode()
