@@ -192,6 +192,11 @@ def test_the_rest_clients_speak_to_the_same_state(served: Any) -> None:
     assert done["createTime"] <= done["startTime"] <= done["endTime"]
     assert requests.get(url, timeout=10).json()["executions"][0].keys() >= {"name", "state", "workflowRevisionId"}
     assert requests.post(url, json={"colour": "red"}, timeout=10).status_code == 400
+    assert requests.post(url, json={"executionHistoryLevel": "LOTS"}, timeout=10).status_code == 400
+    assert requests.post(
+        url, json={"state": "FAILED", "executionHistoryLevel": "EXECUTION_HISTORY_BASIC"}, timeout=10
+    ).json()["state"] in ("ACTIVE", "SUCCEEDED")  # fields that only the service sets are ignored
+    assert requests.get(f"{served.url}/v1/{created['name']}?view=ALL", timeout=10).status_code == 400
 
 
 def test_step_entries_tell_what_ran(served: Any) -> None:

@@ -33,7 +33,7 @@ def test_json_goes_out_and_comes_back(served: Any) -> None:
     ((method, path, headers, body),) = served.peer.asked("a")
     assert (method, json.loads(body)) == ("POST", {"n": [1, None]})
     assert path == "/peer/a?x=1&y=2+%C3%BC&z=1&z=true"
-    assert headers["Content-Type"] == "application/json"
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
     assert headers["User-Agent"].startswith("GoogleCloudWorkflows; (+")
     assert "Idempotency-Key" in headers
 
@@ -41,7 +41,7 @@ def test_json_goes_out_and_comes_back(served: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "body", "content_type"),
     [
-        ({"body": "text"}, b'"text"', "application/json"),
+        ({"body": "text"}, b'"text"', "application/json; charset=utf-8"),
         ({"body": "text", "headers": {"Content-Type": "text/plain"}}, b"text", "text/plain"),
         (
             {"body": {"a": 1, "b": ["x", "y"]}, "headers": {"content-type": "application/x-www-form-urlencoded"}},
@@ -145,3 +145,19 @@ def test_a_response_over_two_megabytes_cannot_be_caught(served: Any) -> None:
     record = served.run(source)
     assert record.state == "FAILED"
     assert json.loads(record.error["payload"])["tags"] == ["ResourceLimitError"]
+
+
+@pytest.mark.parametrize("url", ["http://[bad", "http://host:port/", "nourl", ""])
+def test_an_address_that_cannot_be_is_a_value_error(served: Any, url: str) -> None:
+    assert call(served, {"url": url})["tags"] == ["ValueError"]
+
+
+def test_redirects_are_followed_with_the_method_that_they_ask_for(served: Any) -> None:
+    for status in (302, 307):
+        answer = web.Response(status=status, headers={"Location": f"/peer/to{status}"})
+        served.peer.answers[f"from{status}"] = lambda request, answer=answer: answer
+        assert call(served, {"url": f"{served.peer_url}/from{status}", "body": 1})["code"] == 200
+    assert [(served.peer.asked(path)[0][0], served.peer.asked(path)[0][3]) for path in ("to302", "to307")] == [
+        ("GET", b""),
+        ("POST", b"1"),
+    ]

@@ -178,6 +178,23 @@ def _message(record: ExecutionRecord, *, full: bool = True) -> Message:
     return json_format.ParseDict(shown, api.Execution.pb()(), ignore_unknown_fields=True)
 
 
+# Fields of an Execution that a request may hold and the service ignores.
+_OUTPUT_ONLY = (
+    "name",
+    "createTime",
+    "startTime",
+    "endTime",
+    "duration",
+    "state",
+    "result",
+    "error",
+    "workflowRevisionId",
+    "status",
+    "stateError",
+)
+_VIEWS = ("", "EXECUTION_VIEW_UNSPECIFIED", "BASIC", "FULL")
+
+
 class _Rest:
     """workflowexecutions.googleapis.com/v1 over HTTP."""
 
@@ -194,7 +211,7 @@ class _Rest:
             "disableConcurrencyQuotaOverflowBuffering",
         )
         for name in body:
-            if name not in known and name != "name":
+            if name not in known and name not in _OUTPUT_ONLY:
                 raise ApiError(
                     "INVALID_ARGUMENT", f"unknown field {name!r} in Execution; settable are {', '.join(known)}"
                 )
@@ -238,13 +255,13 @@ class _Rest:
             size,
             query.get("pageToken", ""),
         )
-        full = query.get("view") == "FULL"
+        full = _view(request) == "FULL"
         shown: dict[str, Any] = {"executions": [execution_json(record, full=full) for record in records]}
         return web.json_response({**shown, **({"nextPageToken": token} if token else {})})
 
     async def get(self, request: web.Request) -> web.Response:
         record = refusing(lambda: self._engine.get(request.match_info["execution"]))
-        return web.json_response(execution_json(record, full=request.query.get("view") != "BASIC"))
+        return web.json_response(execution_json(record, full=_view(request) != "BASIC"))
 
     async def cancel(self, request: web.Request) -> web.Response:
         record = refusing(lambda: self._engine.cancel(request.match_info["execution"]))
@@ -303,6 +320,13 @@ class _Rest:
         execution = request.match_info["execution"]
         record, events, program = refusing(lambda: self._engine.history(execution))
         return [step_entry(entry, execution, timestamp) for entry in read_entries(events, program, record.state)]
+
+
+def _view(request: web.Request) -> str:
+    view = request.query.get("view", "")
+    if view not in _VIEWS:
+        raise ApiError("INVALID_ARGUMENT", f"view {view!r} is none of {', '.join(_VIEWS[1:])}")
+    return view
 
 
 def _create(create: Callable[[], ExecutionRecord]) -> web.Response:

@@ -48,6 +48,12 @@ log = logging.getLogger(__name__)
 
 WORKFLOW_NAME: Final = re.compile(r"projects/([^/]+)/locations/([^/]+)/workflows/([A-Za-z][A-Za-z0-9_-]{0,63})\Z")
 CALL_LOG_LEVELS: Final = ("", "CALL_LOG_LEVEL_UNSPECIFIED", "LOG_ALL_CALLS", "LOG_ERRORS_ONLY", "LOG_NONE")
+HISTORY_LEVELS: Final = (
+    "",
+    "EXECUTION_HISTORY_LEVEL_UNSPECIFIED",
+    "EXECUTION_HISTORY_BASIC",
+    "EXECUTION_HISTORY_DETAILED",
+)
 HOT_MACHINES: Final = 256  # executions kept in memory between their steps; the others are rows only
 PROGRAMS: Final = 256
 RETENTION_SECONDS: Final = 90 * 24 * 3600  # finished executions are forgotten after this, as at Google
@@ -284,6 +290,8 @@ class Engine:
         self._check_labels(labels or {})
         if call_log_level not in CALL_LOG_LEVELS:
             raise InvalidArgument(f"call log level {call_log_level!r} is none of {', '.join(CALL_LOG_LEVELS[1:])}")
+        if history_level not in HISTORY_LEVELS:
+            raise InvalidArgument(f"history level {history_level!r} is none of {', '.join(HISTORY_LEVELS[1:])}")
         now = self.now()
         record = ExecutionRecord(
             name=f"{workflow}/executions/{uuid.uuid4()}",

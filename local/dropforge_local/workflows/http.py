@@ -131,9 +131,7 @@ def canonical(name: str) -> str:
 def prepare(call: str, arguments: Mapping[str, Value], limits: Limits) -> dict[str, Value]:
     """The request that an `http.*` call means, as a value that can be stored. Raises WorkflowError."""
     url = _argument(call, arguments, "url", str, required=True)
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise system_error("ValueError", f"{call}: url {url[:200]!r} must start with http:// or https://")
+    _check_url(call, url)
     method = call.removeprefix("http.").upper()
     if method == "REQUEST":
         method = _argument(call, arguments, "method", str, required=True).upper()
@@ -152,6 +150,16 @@ def prepare(call: str, arguments: Mapping[str, Value], limits: Limits) -> dict[s
     if (auth := _argument(call, arguments, "auth", dict)) is not None:
         request["auth"] = _auth(call, auth, url)
     return request
+
+
+def _check_url(call: str, url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        parts.port  # noqa: B018  # reading it checks it
+    except ValueError as error:
+        raise system_error("ValueError", f"{call}: url {url[:200]!r} is not valid: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise system_error("ValueError", f"{call}: url {url[:200]!r} must start with http:// or https://")
 
 
 def _argument(call: str, arguments: Mapping[str, Value], name: str, wanted: type, *, required: bool = False) -> Any:
@@ -208,7 +216,7 @@ def _body(call: str, body: Value, headers: dict[str, str]) -> bytes | None:
     if declared is not None and declared.startswith("application/x-www-form-urlencoded") and type(body) is dict:
         return urllib.parse.urlencode(_pairs(body)).encode()
     if declared is None:
-        headers["Content-Type"] = "application/json"
+        headers["Content-Type"] = "application/json; charset=utf-8"  # so documented with http.post
     try:
         return to_json(body).encode("utf-8", "replace")
     except NotJson as error:
