@@ -340,7 +340,7 @@ def kube(running: Running) -> Iterator[Kube]:
     yield kube
     kube.faults(stockout=[], quota={}, fail_next=[])
     for pod in kube.pods():
-        kube.core.delete_namespaced_pod(pod.metadata.name, kube.namespace, grace_period_seconds=0)
+        kube.call("DELETE", f"/api/v1/namespaces/{kube.namespace}/pods/{pod.metadata.name}?gracePeriodSeconds=0")
     kube.core.delete_namespace(kube.namespace)
     kube.api.close()
 

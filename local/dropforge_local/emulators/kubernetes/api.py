@@ -15,7 +15,7 @@ from ...server import HOST
 from ...workflows.clock import Clock
 from . import discovery
 from .faults import Faults, suffer
-from .kinds import JOB, POD, Kind
+from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
@@ -28,6 +28,7 @@ from .watches import Page, Scope, read_page, watch
 
 log = logging.getLogger(__name__)
 
+RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE answers the object itself; for other kinds a Status
 ORPHANS = (
     "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
     "set propagationPolicy=Orphan to suppress this warning"
@@ -230,7 +231,7 @@ class ApiServer:
         item, gone = self._write(
             call, lambda: self._objects.delete(target.kind, target.namespace, target.name, options), body
         )
-        if not gone or target.kind == POD:
+        if not gone or target.kind in RETURNED:
             return call.respond(item)
         details = {"name": target.name, "kind": target.kind.plural, "uid": item["metadata"]["uid"]}
         if target.kind.group:

@@ -52,7 +52,10 @@ def parse_path(path: str) -> Target:
 
 
 def parse_body(data: bytes, content_type: str) -> Any:
-    """JSON (no key twice) or YAML; 413 and 415 for what is too large or in another format."""
+    """JSON (no key twice) or YAML; 413 and 415 for what is too large or in another format.
+
+    Protobuf, which `kubectl create secret` and its like send, is one of those: there is no schema here to read it by.
+    """
     if len(data) > LARGEST_BODY:
         raise Refusal(413, f"Request entity too large: limit is {LARGEST_BODY}")
     try:
@@ -62,6 +65,9 @@ def parse_body(data: bytes, content_type: str) -> Any:
             return json.loads(data, object_pairs_hook=_without_duplicates) if data else {}
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise bad_request(f"the object provided is unrecognized: {error}") from error
+    if content_type == "application/vnd.kubernetes.protobuf":
+        hint = "for kubectl: `kubectl create … --dry-run=client -o yaml | kubectl apply -f -`"
+        raise Refusal(415, f"bodies in protobuf are not emulated by the local stack: send JSON; {hint}")
     raise Refusal(
         415, "the body of the request was in an unknown format - accepted media types include: application/json, "
         f"application/yaml; it was {content_type!r}"

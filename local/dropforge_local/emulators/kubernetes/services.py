@@ -137,13 +137,12 @@ class Services:
             local = self._service_port(service, str(key[1])) if service else None
             if local is None:
                 return
-            upstream = await asyncio.open_connection(HOST, local)
-            await asyncio.gather(_copy(reader, upstream[1]), _copy(upstream[0], writer))
+            await _join(reader, writer, local)
         except OSError as error:
             log.info("connection to service %s: %s", key[0], error)
         finally:
             self._connections.discard(task)
-            writer.close()
+            await _close(writer)
 
     def _service_port(self, service: Object, port: str) -> int | None:
         """A local port of one of the service's pods, in turn; None when none is ready."""
@@ -204,6 +203,21 @@ class Services:
 
 def _owner(service: Object) -> str:
     return f"{service['metadata']['namespace']}/{service['metadata']['name']}"
+
+
+async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, local: int) -> None:
+    """Pass bytes both ways until both sides have said their last."""
+    upstream_reader, upstream_writer = await asyncio.open_connection(HOST, local)
+    try:
+        await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream_reader, writer))
+    finally:
+        await _close(upstream_writer)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

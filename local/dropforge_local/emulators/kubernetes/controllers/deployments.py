@@ -18,6 +18,7 @@ from .owned import (
     Tools,
     all_keys,
     condition,
+    controller_of,
     delete_pod,
     is_active,
     is_ready,
@@ -91,7 +92,11 @@ class DeploymentController:
         self._tools = tools
 
     def keys(self, change: Change) -> Iterator[Key]:
-        return own_keys(DEPLOYMENT, change)
+        yield from own_keys(DEPLOYMENT, change)
+        owner = controller_of(change.item) if change.kind == POD and change.body is None else None
+        if owner and (found := self._tools.store.find(REPLICA_SET, change.namespace, owner["name"])):
+            # A recreation waits for the last old pod, whose ReplicaSet had stopped counting it.
+            yield from own_keys(DEPLOYMENT, Change(change.revision, REPLICA_SET, change.namespace, "", found, None))
 
     def all_keys(self) -> list[Key]:
         return all_keys(self._tools.store, DEPLOYMENT)

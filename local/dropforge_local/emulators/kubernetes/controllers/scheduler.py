@@ -84,8 +84,9 @@ class Scheduler:
         if pod is None or not _is_pending(pod):
             return None
         self._claims.pop(pod["metadata"]["uid"], None)
-        node = self._find_node(pod)
-        if node is None and (obstacle := self._obstacle(pod)):
+        obstacle = self._impossible(pod)
+        node = None if obstacle else self._find_node(pod)
+        if node is None and (obstacle := obstacle or self._shortage(pod)):
             self._give_up(pod, obstacle)
             return None
         node = node or self._add_node(pod)
@@ -119,8 +120,8 @@ class Scheduler:
         ]
         return sum(gpus(pod["spec"]) for pod in there), len(there)
 
-    def _obstacle(self, pod: Object) -> Obstacle | None:
-        """Why no node can be added for a pod; None if one can."""
+    def _impossible(self, pod: Object) -> Obstacle | None:
+        """Why no node, old or new, can ever run a pod; None if one could."""
         spec = pod["spec"]
         selector, wanted = spec.get("nodeSelector", {}), gpus(spec)
         count = len(self._tools.store.items(NODE))
@@ -140,10 +141,17 @@ class Scheduler:
         kind = self._tools.config.accelerators.get(selector.get(ACCELERATOR, ""))
         if kind is None or wanted > kind.per_node:
             return Obstacle(f"{prefix}{count} {NO_MATCH if kind is None else f'Insufficient {GPU}'}.")
-        return self._shortage(selector, _machine_size(wanted, kind.per_node), f"{prefix}{count} Insufficient {GPU}.")
+        return None
 
-    def _shortage(self, selector: dict[str, str], size: int, why: str) -> Obstacle | None:
+    def _shortage(self, pod: Object) -> Obstacle | None:
+        """Why no node can be added for a pod now; None if one can."""
+        selector = pod["spec"].get("nodeSelector", {})
+        if ACCELERATOR not in selector:
+            return None
         accelerator = selector[ACCELERATOR]
+        count = len(self._tools.store.items(NODE))
+        why = f"0/{count} nodes are available: {count} Insufficient {GPU}."
+        size = _machine_size(gpus(pod["spec"]), self._tools.config.accelerators[accelerator].per_node)
         reservations = self._tools.config.reservations
         reservation = selector.get(RESERVATION)
         if reservation and reservations is not None and reservation not in reservations:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -305,7 +306,7 @@ class PodWorker:
         if (
             startup
             and not one["started"]
-            and not await prober.until_success(startup, lambda why: self._unhealthy(name, "Startup", why))
+            and not await prober.until_success(startup, partial(self._unhealthy, name, "Startup"))
         ):
             await self._kill(name, running, f"Container {name} failed startup probe, will be restarted", startup)
             return
@@ -313,20 +314,13 @@ class PodWorker:
         watching: list[Coroutine[Any, Any, None]] = []
         dead = asyncio.Event()
 
-        def on_readiness(ready: bool, why: str) -> None:
-            if not ready:
-                self._unhealthy(name, "Readiness", why)
-            self._set_ready(name, ready=ready, started=True)
-
-        def on_liveness(alive: bool, why: str) -> None:
-            if not alive:
-                self._unhealthy(name, "Liveness", why)
-                dead.set()
-
         if readiness:
-            watching.append(prober.watch(readiness, on_readiness, first=one["ready"]))
+            ready = partial(self._set_ready, name, started=True)
+            unready = partial(self._unhealthy, name, "Readiness")
+            watching.append(prober.watch(readiness, lambda value: ready(ready=value), unready, first=one["ready"]))
         if liveness:
-            watching.append(prober.watch(liveness, on_liveness, first=True))
+            sick = partial(self._unhealthy, name, "Liveness")
+            watching.append(prober.watch(liveness, lambda alive: None if alive else dead.set(), sick, first=True))
             watching.append(self._kill_when(dead, name, running, liveness))
         await asyncio.gather(*watching)
 

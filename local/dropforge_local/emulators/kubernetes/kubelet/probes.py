@@ -25,23 +25,28 @@ class Prober:
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
         loop = asyncio.get_running_loop()
         end = loop.time() + probe["failureThreshold"] * probe["periodSeconds"]
+        tell = _Throttle(on_failure, probe["periodSeconds"])
         while problem := await self.ask(probe):
-            on_failure(problem)
+            tell(problem)
             if loop.time() >= end:
                 return False
             await asyncio.sleep(min(self.fast_seconds, probe["periodSeconds"]))
         return True
 
-    async def watch(self, probe: Object, on_result: Callable[[bool, str], None], *, first: bool) -> None:
-        """Report each change between working and not, by the thresholds; `first` is what holds at the beginning."""
+    async def watch(
+        self, probe: Object, on_change: Callable[[bool], None], on_failure: Callable[[str], None], *, first: bool
+    ) -> None:
+        """Tell failures, and each change between working and not by the thresholds; `first` is what holds at first."""
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
+        tell = _Throttle(on_failure, probe["periodSeconds"])
         state, streak = first, 0
         while True:
-            problem = await self.ask(probe)
+            if problem := await self.ask(probe):
+                tell(problem)
             streak = streak + 1 if bool(problem) is state else 0
             if streak >= probe["failureThreshold" if problem else "successThreshold"]:
                 state, streak = not problem, 0
-                on_result(state, problem)
+                on_change(state)
             await asyncio.sleep(probe["periodSeconds"] if state else min(self.fast_seconds, probe["periodSeconds"]))
 
     async def ask(self, probe: Object) -> str:
@@ -56,6 +61,7 @@ class Prober:
                     return await self._get(handler, port)
                 _, writer = await asyncio.open_connection(HOST, port)
                 writer.close()
+                await writer.wait_closed()
                 return ""
         except TimeoutError:
             return f"context deadline exceeded: no answer within {probe['timeoutSeconds']} s"
@@ -69,3 +75,18 @@ class Prober:
             if 200 <= response.status < 400:
                 return ""
             return f"HTTP probe failed with statuscode: {response.status}"
+
+
+class _Throttle:
+    """Tells a problem when it is new, and then once a period, however often it is looked for."""
+
+    def __init__(self, tell: Callable[[str], None], seconds: float) -> None:
+        self._tell = tell
+        self._seconds = seconds
+        self._last = ("", 0.0)
+
+    def __call__(self, problem: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if problem != self._last[0] or now - self._last[1] >= self._seconds:
+            self._last = (problem, now)
+            self._tell(problem)
