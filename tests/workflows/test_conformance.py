@@ -8,8 +8,11 @@ import pytest
 
 from dropforge_local.workflows.compiler import compile_source
 from dropforge_local.workflows.errors import DeployError
+from dropforge_local.workflows.history import step_entry
 from dropforge_local.workflows.limits import Limits
 from dropforge_local.workflows.machine import Machine
+from dropforge_local.workflows.mock import ScriptedMocks
+from dropforge_local.workflows.simulate import simulate
 
 # (page under reference/stdlib, expression, value)
 DOCUMENTED: list[tuple[str, str, Any]] = [
@@ -119,3 +122,31 @@ def test_current_steps_names_only_the_innermost_step() -> None:
     machine.complete(0, 1, None)
     machine.run()
     assert machine.current_steps() == [{"routine": "inner", "step": "boom"}]
+
+
+def test_step_entries_of_retries_and_of_the_main_line() -> None:
+    """Each attempt is a TRY, numbered; it ends when it failed, not when the wait is over; siblings are linked."""
+    source = """
+- try_it:
+    try: {call: http.get, args: {url: "http://x/"}}
+    retry: {predicate: "${retry.always}", max_retries: 1, backoff: {initial_delay: 5, max_delay: 5, multiplier: 1}}
+- done: {return: 1}
+"""
+    mocks = ScriptedMocks([{"call": "http.get", "responses": [{"code": 503}, {"body": 1}]}])
+    simulation = simulate(source, mocks=mocks)
+    started = simulation.record.started or 0.0
+    shown = [step_entry(entry, "e", lambda moment: round(moment - started)) for entry in simulation.entries]
+    kinds = [
+        (e["stepType"], e["createTime"], e["updateTime"], e["stepEntryMetadata"].get("progressNumber")) for e in shown
+    ]
+    assert kinds == [
+        ("STEP_TRY_RETRY_EXCEPT", 0, 5, None),
+        ("STEP_TRY", 0, 0, "1"),
+        ("STEP_CALL", 0, 0, None),
+        ("STEP_RETRY", 5, 5, "1"),
+        ("STEP_TRY", 5, 5, "2"),
+        ("STEP_CALL", 5, 5, None),
+        ("STEP_RETURN", 5, 5, None),
+    ]
+    assert shown[0]["navigationInfo"] == {"children": ["2", "4", "5"], "next": "7"}
+    assert shown[6]["navigationInfo"] == {"previous": "1"}

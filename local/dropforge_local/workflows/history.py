@@ -39,6 +39,9 @@ class Entry:
     children: list[Entry] = field(default_factory=list)
     logs: list[tuple[str, Value]] = field(default_factory=list)
     id: int = 0
+    siblings: list[Entry] = field(default_factory=list)
+    position: int = 0  # among the siblings
+    progress: int = 1  # among the siblings of the same kind: the second TRY is 2
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class _Thread:
     depth: int = 0
     open: list[Entry] = field(default_factory=list)
     failing: str | None = None
+    failed: float = 0.0  # when
 
 
 class _Reader:
@@ -67,7 +71,7 @@ class _Reader:
                 if code > 0:
                     self._step(number, thread, code, moment)
                 elif code == FAILED:
-                    thread.failing = run[at]
+                    thread.failing, thread.failed = run[at], moment
                     self._fail(thread)
                     at += 1
                 elif code == FORKED:
@@ -94,7 +98,8 @@ class _Reader:
     def _step(self, number: int, thread: _Thread, code: int, moment: float) -> None:
         around = self._around(code)
         while thread.open and thread.open[-1].depth == thread.depth and thread.open[-1].number not in around:
-            self._end(thread.open.pop(), moment, thread.failing)
+            # What an error ended, ended when it was thrown: a retry's wait is not the failed attempt's.
+            self._end(thread.open.pop(), moment if thread.failing is None else thread.failed, thread.failing)
         thread.failing = None
         parent = thread.open[-1] if thread.open else thread.parent
         entry = Entry(self._marks[code], code, thread.depth, number, parent, moment)
@@ -136,19 +141,27 @@ def read_entries(events: Sequence[Sequence[Any]], program: Program, state: str) 
             entry.state = "CANCELLED"
     for entry in kept:
         entry.children = [child for child in entry.children if child.id]
+        _place(entry.children)
+    _place([entry for entry in kept if entry.parent is None])
     return kept
+
+
+def _place(siblings: list[Entry]) -> None:
+    counts: dict[str, int] = {}
+    for position, entry in enumerate(siblings):
+        counts[entry.mark.type] = counts.get(entry.mark.type, 0) + 1
+        entry.siblings, entry.position, entry.progress = siblings, position, counts[entry.mark.type]
 
 
 def step_entry(entry: Entry, execution: str, timestamp: Any) -> dict[str, Any]:
     """An entry as REST's StepEntry."""
-    siblings = entry.parent.children if entry.parent is not None else []
-    position = siblings.index(entry) if entry in siblings else -1
+    siblings, position = entry.siblings, entry.position
     navigation: dict[str, Any] = {}
     if entry.parent is not None:
         navigation["parent"] = str(entry.parent.id)
     if entry.children:
         navigation["children"] = [str(child.id) for child in entry.children]
-    if 0 <= position < len(siblings) - 1:
+    if position < len(siblings) - 1:
         navigation["next"] = str(siblings[position + 1].id)
     if position > 0:
         navigation["previous"] = str(siblings[position - 1].id)
@@ -162,17 +175,17 @@ def step_entry(entry: Entry, execution: str, timestamp: Any) -> dict[str, Any]:
         "state": f"STATE_{entry.state}",
         "entryId": str(entry.id),
         "navigationInfo": navigation,
-        "stepEntryMetadata": _metadata(entry, position),
+        "stepEntryMetadata": _metadata(entry),
     }
     if entry.exception is not None:
         shown["exception"] = {"payload": entry.exception}
     return shown
 
 
-def _metadata(entry: Entry, position: int) -> dict[str, Any]:
+def _metadata(entry: Entry) -> dict[str, Any]:
     metadata: dict[str, Any] = {"threadId": str(entry.thread)}
     if entry.parent is not None and (progress := _PROGRESS.get(entry.parent.mark.type)):
-        metadata |= {"progressType": progress, "progressNumber": str(position + 1)}
+        metadata |= {"progressType": progress, "progressNumber": str(entry.progress)}
     return metadata
 
 
