@@ -313,6 +313,42 @@ def test_a_deploy_that_comes_late_notes_no_endpoint(user: User, monkeypatch: pyt
     assert_clean(user, run)
 
 
+def test_an_endpoint_that_is_refused_keeps_the_model_and_nothing_else(user: User, faults: Any) -> None:
+    message = "Quota exceeded for total allowable count of GPUs per project per region."
+    faults(fail_next={"method": "create_service", "status": "RESOURCE_EXHAUSTED", "message": message})
+    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
+    record = user.wait(run)
+    assert record.state is RunState.FAILED
+    assert record.error
+    assert (record.error.error_class, record.endpoint) == ("quota", None)
+    assert user.store.read(f"models/{run}/MANIFEST.json")
+    assert_clean(user, run)
+
+
+def test_an_endpoint_whose_creation_is_ambiguous_is_made_once(user: User, faults: Any) -> None:
+    faults(fail_next={"method": "create_service", "status": "UNAVAILABLE", "after_effect": True})
+    run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(user.resources(run)) == 1
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    assert_clean(user, run)
+
+
+def test_a_webhook_that_is_deleted_while_the_run_goes_on_changes_nothing(user: User) -> None:
+    parent, name = f"projects/{user.settings.project}", f"webhook-{time.time_ns()}"
+    created = clients.secrets().create_secret(parent=parent, secret_id=name, secret={"replication": {"automatic": {}}})
+    clients.secrets().add_secret_version(
+        parent=created.name, payload={"data": f"{user.info.http}/slack/services/T/B/x".encode()}
+    )
+    run = user.drop(user.spec("slow", notify={"slack": {"webhook_secret": name}}))
+    user.wait(run, "TRAINING")
+    clients.secrets().delete_secret(name=created.name)
+    assert user.wait(run).state is RunState.SUCCEEDED
+    assert user.store.read(names.report_object(run))
+
+
 def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
     user: User, faults: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
