@@ -157,7 +157,7 @@ class StackConfig:
 
     def save(self, state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
-        (state / "config.json").write_text(json.dumps(asdict(self)))
+        _replace(state / "config.json", json.dumps(asdict(self)))
 
 
 class Stack:
@@ -330,8 +330,9 @@ class Stack:
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 await asyncio.sleep(SWEEP_SECONDS)
-                with contextlib.suppress(aiohttp.ClientError):
-                    await session.post(self.functions_url + "sweep", json={})
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.post(self.functions_url + "sweep", json={}):
+                        pass
 
 
 def _triggers() -> list[tuple[str, str, dict[str, str]]]:
@@ -348,8 +349,8 @@ async def _serve(state: Path, ports: list[int]) -> None:
     with _locked(state):
         stack = Stack(state, ports)
         info = await stack.start()
-        (state / "ports.json").write_text(json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
-        _write_info(state, info)
+        _replace(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
+        _replace(state / "stack.json", json.dumps(asdict(info), indent=2))
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -430,16 +431,16 @@ def _locked(state: Path) -> Any:
 def _secret(state: Path) -> str:
     path = state / "identity"
     if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
+        _replace(path, secrets.token_hex(32))
     return path.read_text()
 
 
-def _write_info(state: Path, info: StackInfo) -> None:
-    temporary = state / "stack.json.new"
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: whoever is killed in between must find something to start from."""
+    temporary = path.with_name(f"{path.name}.new")
     temporary.touch(mode=0o600)
-    temporary.write_text(json.dumps(asdict(info), indent=2))
-    temporary.rename(state / "stack.json")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def _read_info(state: Path) -> StackInfo | None:

@@ -133,6 +133,22 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, which: str) -> None:
     assert not local.leftovers(tmp_path / "stack")
 
 
+def test_a_file_of_the_state_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it writes config.json, or the ports or the identity, a stack must be able to start again."""
+    StackConfig(images="before").save(tmp_path)
+
+    def die(path: Path, text: str) -> int:
+        with path.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", die)
+        with pytest.raises(KeyboardInterrupt):
+            StackConfig(images="after").save(tmp_path)
+    assert StackConfig.of(tmp_path).images == "before"
+
+
 def test_two_stacks_cannot_share_a_state_directory(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     assert local.up(user.state).pid == user.info.pid
