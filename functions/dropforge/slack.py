@@ -5,6 +5,7 @@ Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters
 
 from __future__ import annotations
 
+import html
 import logging
 from datetime import datetime
 from http.client import HTTPException
@@ -52,7 +53,7 @@ def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now:
     entered = next(t for t in reversed(record.history) if t.state is record.state)
     event_id = f"{record.run}/{entered.attempt}/{record.state.lower()}"
     blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"run `{record.run}` · {event_id}"}]})
-    return Message(redact(title), blocks)
+    return Message(_escaped(title), blocks)
 
 
 def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
@@ -156,4 +157,9 @@ def _cost(record: Record, now: datetime) -> str:
 
 
 def _section(text: str) -> dict[str, Any]:
-    return {"type": "section", "text": {"type": "mrkdwn", "text": redact(text)[:MAX_SECTION]}}
+    return {"type": "section", "text": {"type": "mrkdwn", "text": _escaped(text)[:MAX_SECTION]}}
+
+
+def _escaped(text: str) -> str:
+    """Without credentials, and with nothing that Slack takes for a link or for a call to everybody (`<!channel>`)."""
+    return html.escape(redact(text), quote=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,8 +10,9 @@ import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
 from dropforge import clients
+from dropforge.runs import Record, RunState, Transition
 from dropforge.settings import Settings
-from dropforge.slack import Message, send
+from dropforge.slack import Message, send, slack_message
 
 SETTINGS = Settings(*["x"] * 12)
 CANARY = "CanaryCanary"
@@ -64,3 +66,22 @@ def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(
     problem, may_pass = sent(monkeypatch, error)
     assert "secret 'webhook'" in problem
     assert may_pass is passes
+
+
+def test_nothing_that_a_spec_says_calls_everybody() -> None:
+    problem: dict[str, Any] = {
+        "pointer": "/name",
+        "message": "wrong",
+        "found": "<!channel> & <http://x|y>",
+        "expected": "",
+    }
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    rejected = Record(
+        run="job-0123456789ab", name="<!here>", source="s", state=RunState.REJECTED, created=now,
+        history=[Transition(state=RunState.REJECTED, time=now)], problems=[problem],
+    )  # fmt: skip
+    message = slack_message(rejected, None, SETTINGS, now)
+    assert message
+    marked = [message.text, *(b["text"]["text"] for b in message.blocks[1:] if "text" in b)]
+    assert "<" not in "".join(marked)
+    assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
