@@ -150,3 +150,11 @@ def test_step_entries_of_retries_and_of_the_main_line() -> None:
     ]
     assert shown[0]["navigationInfo"] == {"children": ["2", "4", "5"], "next": "7"}
     assert shown[6]["navigationInfo"] == {"previous": "1"}
+
+
+def test_a_result_that_cannot_be_shown_says_where_it_came_from() -> None:
+    record = simulate("- fine: {assign: [{x: 1}]}\n- r: {return: {a: '${text.encode(\"x\")}'}}\n").record
+    assert record.error is not None
+    assert record.error["context"].endswith('in step "r", routine "main", line: 2')
+    assert record.error["stackTrace"]["elements"][0]["step"] == "r"
+    assert record.current_steps == [{"routine": "main", "step": "r"}]

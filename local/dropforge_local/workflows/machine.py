@@ -306,11 +306,11 @@ class Machine:
         return frame.code.owners[frame.pc]
 
     def _end_thread(self, thread: Thread, value: Value) -> None:
-        if thread.parent is None:
-            self._last_steps = self.current_steps()
+        last = self._mark_at(thread.frames[-1])
         del self._threads[thread.id]
         if thread.parent is None:
-            self._succeed(value)
+            self._last_steps = self._step_at(last)
+            self._succeed(value, last)
         else:
             self._joined(self._threads[thread.parent])
 
@@ -330,18 +330,23 @@ class Machine:
             join.errors.append((thread.branch, {"context": described["context"], "payload": described["payload"]}))
         self._joined(parent)
 
-    def _succeed(self, value: Value) -> None:
+    def _succeed(self, value: Value, last: int) -> None:
+        """End with main's value; `last` is the mark of the step that gave it."""
         try:
             text = to_json(value)
+            if len(text.encode("utf-8", "replace")) > self.limits.result_bytes:
+                raise limit_error(
+                    f"the result is over {self.limits.result_bytes} bytes", "ResultSizeLimitExceededError"
+                )
+            self.outcome = ("SUCCEEDED", text)
         except NotJson as error:
-            self.fail(system_error("ValueError", f"the workflow's result: {error}"))
-            return
-        if len(text.encode("utf-8", "replace")) > self.limits.result_bytes:
-            self.fail(
-                limit_error(f"the result is over {self.limits.result_bytes} bytes", "ResultSizeLimitExceededError")
-            )
-            return
-        self.outcome = ("SUCCEEDED", text)
+            self._refuse_result(system_error("ValueError", f"the workflow's result: {error}"), last)
+        except WorkflowError as error:
+            self._refuse_result(error, last)
+
+    def _refuse_result(self, error: WorkflowError, last: int) -> None:
+        error.trace = [last]
+        self.fail(error)
 
     # Parallel steps
 
