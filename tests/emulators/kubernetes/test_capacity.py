@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.error
 from typing import Any
 
 import pytest
@@ -117,6 +118,28 @@ def test_preemption_is_no_failure_of_the_job(kube: Kube) -> None:
     job = kube.wait_job("a")
     assert (ended(job).type, job.status.failed, job.status.succeeded) == ("Complete", None, 1)
     assert len(kube.pods()) == 2
+
+
+def test_evicted_pods_say_so(kube: Kube) -> None:
+    kube.create_pod("a", "sleep", "30")
+    node = kube.wait_pod("a", "Running").spec.node_name
+    kube.faults(evict={"pod": f"{kube.namespace}/a"})
+    pod = kube.wait_pod("a", "Failed")
+    assert (pod.status.reason, pod.status.message) == ("Evicted", "The node was low on resource: memory.")
+    assert "Evicted" in dict(kube.events("a"))
+    assert kube.call("GET", f"/api/v1/nodes/{node}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{"stockout": 5}, {"quota": []}, {"preempt": "x"}, {"evict": {"pod": "no/such"}}, {"preempt": {"node": "none"}},
+     {"fail_next": {"verb": "sing"}}, {"fail_next": {"resource": "x"}}, {"fail_next": {"code": 200}}, {"typo": 1}],
+)  # fmt: skip
+def test_switches_that_mean_nothing_are_refused(kube: Kube, switches: dict[str, Any]) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        kube.faults(**switches)
+    with refused.value as error:
+        assert error.code in (400, 404)
 
 
 def test_stubborn_pods_are_killed_when_their_node_goes(kube: Kube) -> None:

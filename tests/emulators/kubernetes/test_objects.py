@@ -367,6 +367,13 @@ def test_wild_patches_never_break_the_server(kube: Kube, patch: Any, kind: str) 
     assert code in (200, 400, 404, 409, 422, 501), body
 
 
+def test_bodies_have_a_limit(kube: Kube) -> None:
+    data = {"metadata": {"name": "a"}, "data": {"k": "x" * (4 * 2**20)}}
+    assert kube.call("POST", CONFIG_MAPS.format(kube.namespace), data)[0] == 413
+    code, body, _ = kube.call("POST", CONFIG_MAPS.format(kube.namespace), {**data, "data": {"k": "x" * (2**20 + 1)}})
+    assert (code, body["details"]["causes"][0]["reason"]) == (422, "FieldValueTooLong")
+
+
 def test_scale_is_a_path_of_its_own(kube: Kube) -> None:
     kube.apps.create_namespaced_deployment(kube.namespace, make_deployment("d", 0))
     scale = kube.apps.read_namespaced_deployment_scale("d", kube.namespace)

@@ -89,7 +89,7 @@ def test_what_is_too_old_is_gone(kube: Kube) -> None:
     page = kube.core.list_namespaced_config_map(kube.namespace, limit=1)
     put(kube, "b")
     page = kube.core.list_namespaced_config_map(kube.namespace, limit=1)
-    for number in range(470):  # the history of these tests' cluster holds 400 changes
+    for number in range(270):  # the history of these tests' cluster holds 200 changes
         kube.call(
             "PATCH",
             f"/api/v1/namespaces/{kube.namespace}/configmaps/a",

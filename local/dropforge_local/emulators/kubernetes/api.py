@@ -18,7 +18,7 @@ from .faults import Faults, suffer
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
-from .paths import Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
+from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
 from .refusals import Refusal, bad_request
 from .selectors import parse_selector
 from .store import Object
@@ -130,7 +130,7 @@ class ApiServer:
         await suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):
             return await self._stream(call)
-        answer = self._act(call, await request.read())
+        answer = self._act(call, await _read_body(request))
         await suffer(rule, after_effect=True)
         return answer
 
@@ -400,6 +400,15 @@ class Call:
             return {}
         texts = [warning.replace("\\", "\\\\").replace('"', '\\"') for warning in self.warnings]
         return {"Warning": ", ".join(f'299 - "{text}"' for text in texts)}
+
+
+async def _read_body(request: web.BaseRequest) -> bytes:
+    data = b""
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > LARGEST_BODY:
+            raise Refusal(413, f"Request entity too large: limit is {LARGEST_BODY}")
+    return data
 
 
 async def _first(chunks: AsyncIterator[bytes]) -> bytes | None:

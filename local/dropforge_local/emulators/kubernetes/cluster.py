@@ -115,7 +115,7 @@ class Cluster:
 
     def preempt(self, what: Mapping[str, str]) -> None:
         """Take a node away, given by its name or by a pod ("namespace/name") on it."""
-        name = what.get("node") or self._node_of(what.get("pod", ""))
+        name = what.get("node") or str(self._bound_pod(what.get("pod", ""))["spec"]["nodeName"])
         with self.store.db.transaction():
             node = self.store.find(NODE, "", name)
             if node is None:
@@ -126,6 +126,11 @@ class Cluster:
             for pod in self.store.items(POD):
                 if pod["spec"].get("nodeName") == name and not is_finished(pod):
                     self.kubelet.preempt(pod)
+
+    def evict(self, pod_name: str) -> None:
+        """End a pod ("namespace/name") as a node that is short of memory does."""
+        with self.store.db.transaction():
+            self.kubelet.evict(self._bound_pod(pod_name))
 
     async def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
         name = container_of(pod, options.container)
@@ -143,12 +148,12 @@ class Cluster:
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         return await self.services.forward(request, target)
 
-    def _node_of(self, pod_name: str) -> str:
+    def _bound_pod(self, pod_name: str) -> Object:
         namespace, _, name = pod_name.rpartition("/")
         pod = self.store.find(POD, namespace or "default", name)
         if pod is None or not pod["spec"].get("nodeName"):
             raise ApiError("NOT_FOUND", f"pod {pod_name!r} is on no node of cluster {self.name!r}")
-        return str(pod["spec"]["nodeName"])
+        return pod
 
     def _on_change(self, change: Change) -> None:
         self._loop.on_change(change)

@@ -149,6 +149,8 @@ class KubernetesEmulator:
         switches = self._shared.faults.configure(body)
         if preempted := body.get("preempt"):
             self._cluster(preempted.get("cluster", "")).preempt(preempted)
+        if evicted := body.get("evict"):
+            self._cluster(evicted.get("cluster", "")).evict(evicted.get("pod", ""))
         for cluster in self._clusters.values():
             cluster.look_for_nodes()
         return web.json_response(switches)

@@ -12,7 +12,7 @@ from ...errors import ApiError
 from .kinds import KINDS
 from .refusals import REASONS, Refusal
 
-SWITCHES = {"stockout", "quota", "fail_next", "preempt"}
+SWITCHES = {"stockout", "quota", "fail_next", "preempt", "evict"}
 RULE = {"cluster", "verb", "resource", "code", "count", "after_effect", "delay_seconds", "retry_after", "message"}
 VERBS = {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection", "log", "proxy", "*"}
 _DEFAULTS: dict[str, Any] = {"stockout": [], "quota": {}, "fail_next": []}
@@ -28,10 +28,12 @@ class Faults:
         """Set the switches that `body` names and answer how all of them stand."""
         if unknown := sorted(set(body) - SWITCHES):
             raise ApiError("INVALID_ARGUMENT", f"unknown faults {unknown!r}; expected {sorted(SWITCHES)!r}")
-        if "stockout" in body:
-            self._set("stockout", sorted(body["stockout"]))
-        if "quota" in body:
-            self._set("quota", dict(body["quota"]))
+        for switch, shape in (("stockout", list), ("quota", dict), ("preempt", dict), ("evict", dict)):
+            if not isinstance(body.get(switch, shape()), shape):
+                raise ApiError("INVALID_ARGUMENT", f"{switch} is {body[switch]!r}; expected a {shape.__name__}")
+        for switch in ("stockout", "quota"):
+            if switch in body:
+                self._set(switch, body[switch])
         if "fail_next" in body:
             rules = body["fail_next"] if isinstance(body["fail_next"], list) else [body["fail_next"]]
             self._set("fail_next", [_checked(rule) for rule in rules if rule])

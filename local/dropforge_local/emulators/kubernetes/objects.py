@@ -200,9 +200,8 @@ class Objects:
             for field in ("clusterIP", "clusterIPs"):  # a client that never saw them cannot send them
                 if not item["spec"].get(field) and field in old["spec"]:
                     item["spec"][field] = old["spec"][field]
-        if kind == JOB and old is not None:
-            for field in ("selector",):
-                item["spec"].setdefault(field, old["spec"].get(field))
+        if kind == JOB and old is not None and "selector" in old["spec"]:
+            item["spec"].setdefault("selector", old["spec"]["selector"])
         set_defaults(kind, item)
 
     def _refuse(self, kind: Kind, item: Object, causes: list[Cause]) -> None:

@@ -31,38 +31,8 @@ class Recorder:
                 self._store.replace(EVENT, known)
                 return
             self._forget_old(namespace)
-            reference = {
-                "kind": kind.name,
-                "namespace": metadata.get("namespace", ""),
-                "name": metadata["name"],
-                "uid": metadata["uid"],
-                "apiVersion": kind.api_version,
-                "resourceVersion": metadata["resourceVersion"],
-            }
-            self._store.insert(
-                EVENT,
-                {
-                    "apiVersion": "v1",
-                    "kind": "Event",
-                    "metadata": {
-                        "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
-                        "namespace": namespace,
-                        "uid": str(uuid.uuid4()),
-                        "creationTimestamp": now,
-                    },
-                    "involvedObject": {key: value for key, value in reference.items() if value},
-                    "reason": reason,
-                    "message": message,
-                    "source": {"component": component},
-                    "firstTimestamp": now,
-                    "lastTimestamp": now,
-                    "count": 1,
-                    "type": event_type,
-                    "eventTime": None,
-                    "reportingComponent": component,
-                    "reportingInstance": "",
-                },
-            )
+            event = {"reason": reason, "message": message, "type": event_type, "source": {"component": component}}
+            self._store.insert(EVENT, {**_about(kind, item, namespace, now), **event, "reportingComponent": component})
 
     def _find(self, namespace: str, uid: str, reason: str, message: str) -> Object | None:
         row = self._store.db.connection.execute(
@@ -81,3 +51,32 @@ class Recorder:
         ).fetchall()
         for row in rows:
             self._store.remove(EVENT, json.loads(row["body"]))
+
+
+def _about(kind: Kind, item: Object, namespace: str, now: str) -> Object:
+    """A new event about `item`, short of what it says."""
+    metadata = item["metadata"]
+    reference = {
+        "kind": kind.name,
+        "namespace": metadata.get("namespace", ""),
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "apiVersion": kind.api_version,
+        "resourceVersion": metadata["resourceVersion"],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
+            "namespace": namespace,
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": now,
+        },
+        "involvedObject": {key: value for key, value in reference.items() if value},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+        "eventTime": None,
+        "reportingInstance": "",
+    }

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from ....containers.processes import Container, Exit
-from ..controllers.owned import Tools, condition_status, is_finished, set_condition
+from ..controllers.owned import Tools, condition, condition_status, is_finished, set_condition
 from ..kinds import CONFIG_MAP, POD, SECRET
 from ..objects import DeleteOptions
 from ..ports import Ports
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_SECONDS = 300.0
 DISRUPTION = "DisruptionTarget"
+PRESSURE = "The node was low on resource: memory."
 SHUTDOWN = "Pod was terminated in response to imminent node shutdown."
 
 
@@ -40,7 +41,7 @@ SHUTDOWN = "Pod was terminated in response to imminent node shutdown."
 class Stop:
     """Why a pod's containers have to end, and how long they are given."""
 
-    why: str  # deleted, preempted, deadline
+    why: str  # deleted, preempted, evicted, deadline
     grace_seconds: float
 
 
@@ -84,8 +85,16 @@ class Kubelet:
 
     def preempt(self, pod: Object) -> None:
         """Take a pod's machine away: it is told, given a moment, and has failed."""
+        self._disrupt(pod, SHUTDOWN)
+
+    def evict(self, pod: Object) -> None:
+        """End a pod for the sake of its node."""
+        self._disrupt(pod, PRESSURE)
+        self.tools.recorder.record(POD, pod, "Warning", "Evicted", PRESSURE, "kubelet")
+
+    def _disrupt(self, pod: Object, message: str) -> None:
         now, reason = self.tools.stamp(), "TerminationByKubelet"
-        set_condition(pod["status"], DISRUPTION, "True", reason, SHUTDOWN, now, lastProbeTime=None)
+        set_condition(pod["status"], DISRUPTION, "True", reason, message, now, lastProbeTime=None)
         self.tools.store.replace(POD, pod)
 
     def _look_at(self, pod: Object) -> None:
@@ -352,7 +361,10 @@ class PodWorker:
                 return Stop("deleted", max(0.0, seconds(due) - now))
             grace = float(pod["spec"]["terminationGracePeriodSeconds"])
             if condition_status(pod, DISRUPTION) == "True":
-                return Stop("preempted", min(grace, self._tools.config.preemption_grace_seconds))
+                evicted = (condition(pod, DISRUPTION) or {}).get("message") == PRESSURE
+                return Stop(
+                    "evicted" if evicted else "preempted", min(grace, self._tools.config.preemption_grace_seconds)
+                )
             allowed, started = pod["spec"].get("activeDeadlineSeconds"), pod["status"].get("startTime")
             due_at = seconds(started) + allowed if allowed is not None and started else None
             if due_at is not None and due_at <= now:
@@ -375,6 +387,8 @@ class PodWorker:
             return
         if stop.why == "preempted":
             self._finish("Failed", "Terminated", SHUTDOWN)
+        elif stop.why == "evicted":
+            self._finish("Failed", "Evicted", PRESSURE)
         elif stop.why == "deadline":
             text = "Pod was active on the node longer than the specified deadline"
             self._tell("Normal", "DeadlineExceeded", text)

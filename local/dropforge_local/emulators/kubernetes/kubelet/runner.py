@@ -45,7 +45,7 @@ class Runner:
         self._kept_logs = kept_logs
 
     def volume_directory(self, pod: Object) -> Path:
-        return self.runtime.directory.parent / "pod-volumes" / str(pod["metadata"]["uid"])
+        return self.runtime.directory / ".volumes" / str(pod["metadata"]["uid"])
 
     def image_digest(self, uri: str) -> str:
         """Raises StartError when there is no such image."""
