@@ -275,6 +275,9 @@ class JobSpec(Part):
         if seconds(self.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
             message = "longer than a Cloud Run task with a GPU may run"
             raise Wrong("/limits/max_duration", message, self.limits.max_duration, "at most 12h")
+        if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
+            message, expected = "a variable that dropforge sets itself", "a name that does not start with DROPFORGE_"
+            raise Wrong(f"/secrets/{taken[0]}", message, taken[0], expected)
         if self.serve is not None and self.serve.region is None:
             region = self.target.placements[0].region
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")

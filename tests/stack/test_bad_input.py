@@ -35,6 +35,7 @@ CASES: list[tuple[str, Any, str, str]] = [
      "/dataset/source", "bucket does not exist"),
     ("a bucket that cannot be", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
     ("a secret's version that cannot be", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
+    ("a variable of ours", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "sets itself"),
     ("too short", {"limits": {"max_duration": "59s"}}, "/limits/max_duration", "too short"),
     ("an endless number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
     ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),

@@ -346,7 +346,10 @@ def test_a_webhook_that_is_deleted_while_the_run_goes_on_changes_nothing(user: U
     user.wait(run, "TRAINING")
     clients.secrets().delete_secret(name=created.name)
     assert user.wait(run).state is RunState.SUCCEEDED
-    assert user.store.read(names.report_object(run))
+    deadline = time.monotonic() + 10
+    while names.report_object(run) not in user.store.names(f"runs/{run}/"):
+        assert time.monotonic() < deadline, "no report: the end of the run was not told"
+        time.sleep(0.05)
 
 
 def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(

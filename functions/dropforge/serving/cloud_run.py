@@ -6,6 +6,7 @@ API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.serv
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -97,11 +98,21 @@ class CloudRunService:
                 condition = service.terminal_condition
                 # A failed deployment never becomes the observed generation, so only success is checked for it.
                 if not service.reconciling and condition.state == state.CONDITION_FAILED:
-                    raise classify_text("FAILED_PRECONDITION", condition.message)
+                    raise _failure(condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
                     return str(service.uri)
             time.sleep(LOOK_SECONDS)
         return None
+
+
+def _failure(message: str) -> CloudError:
+    """Why a revision did not become ready: quota, an image and the like, or its own container."""
+    error = classify_text("FAILED_PRECONDITION", message)
+    if error.error_class is ErrorClass.CONFIG and re.search(r"container failed|startup probe", message, re.I):
+        return CloudError(
+            ErrorClass.CODE, message, "see the endpoint's log; raise serve.startup_timeout if it was loading"
+        )
+    return error
 
 
 def service_name(deployment: Deployment) -> str:
