@@ -134,19 +134,17 @@ def test_terminate_leaves_nothing_even_of_children_with_their_own_session(tmp_pa
 
 
 def test_children_end_with_the_first_process(tmp_path: Path) -> None:
-    code = """
+    seconds = f"60.{time.time_ns()}"  # a command line that no other process has
+    code = f"""
         import subprocess
-        subprocess.Popen(["sleep", "60"], start_new_session=True, env={})
+        subprocess.Popen(["sleep", "{seconds}"], start_new_session=True, env={{}})
     """
 
     async def work(runtime: Runtime) -> Exit:
-        container = runtime.launch("c", lambda _: spec(code))
-        shim = psutil.Process(container.pid)
-        await until(lambda: bool(shim.children()) or container.exit is not None)
-        return await container.wait()
+        return await runtime.launch("c", lambda _: spec(code)).wait()
 
     assert run(tmp_path, work).code == 0
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "60"]]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", seconds]]
 
 
 def test_killed_shim_counts_as_lost_and_takes_the_rest_along(tmp_path: Path) -> None:
