@@ -1,0 +1,79 @@
+"""Attempt after attempt, whatever becomes of each: within the time and the money of the spec, and at its placements."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dropforge.errors import ErrorClass
+from dropforge.provision import _open_attempt
+from dropforge.runs import Record, RunError, RunState, Transition
+from dropforge.spec import JobSpec, seconds
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+REGIONS = ["us-central1", "europe-west4", "us-east4"]
+# How long an attempt lasts, of the time that it is allowed, how long nobody looks after that, and how it ends.
+ENDS = st.tuples(st.floats(0, 1), st.integers(0, 3600), st.sampled_from([e for e in ErrorClass if e.tries_again]))
+
+
+def spec(minutes: int, usd: float | None, price: float, regions: int) -> JobSpec:
+    placements = [{"region": region} for region in REGIONS[:regions]]
+    return JobSpec.model_validate_json(
+        json.dumps(
+            {
+                "api_version": "dropforge/v1",
+                "name": "n",
+                "model": {"source": "a/b"},
+                "dataset": {"source": "a/b"},
+                "serve": None,
+                "target": {"type": "cloud_run", "placements": placements, "price_usd_per_hour": price},
+                "limits": {"max_duration": f"{minutes}m", "max_cost_usd": usd},
+            }
+        )
+    )
+
+
+@given(
+    st.integers(1, 720),
+    st.none() | st.floats(0.01, 100),
+    st.floats(0.01, 100),
+    st.integers(1, 3),
+    st.lists(ENDS, min_size=1, max_size=12),
+)
+def test_attempts_keep_within_time_money_and_placements(
+    minutes: int, usd: float | None, price: float, regions: int, ends: list[tuple[float, int, ErrorClass]]
+) -> None:
+    job, now, record = spec(minutes, usd, price, regions), NOW, _record()
+    for number, (share, pause, error_class) in enumerate(ends, 1):
+        attempt = _open_attempt(record, number, job, now)
+        if attempt is None:
+            break
+        assert attempt.region == REGIONS[attempt.placement]
+        assert attempt.placement < regions
+        assert attempt.deadline <= NOW + timedelta(seconds=seconds(job.limits.max_duration))
+        record = record.model_copy(update={"attempts": [*record.attempts, attempt]})
+        now = attempt.started + (attempt.deadline - attempt.started) * share
+        record = record.with_end(number, RunError(error_class=error_class, message="x"), now)
+        if error_class.moves_on and regions > 1 and (after := _open_attempt(record, number + 1, job, now)):
+            assert after.placement != attempt.placement
+        now += timedelta(seconds=pause)
+    cost = record.training_cost(now)
+    assert cost is not None
+    assert usd is None or cost <= usd + 1e-5
+
+
+def test_the_end_of_an_attempt_is_noted_once() -> None:
+    first = _open_attempt(_record(), 1, spec(60, None, 1.0, 1), NOW)
+    assert first
+    error = RunError(error_class=ErrorClass.DATA, message="first")
+    ended = _record().model_copy(update={"attempts": [first]}).with_end(1, error, NOW + timedelta(seconds=5))
+    again = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
+    assert again == ended
+
+
+def _record() -> Record:
+    history = [Transition(state=RunState.ACCEPTED, time=NOW)]
+    return Record(run="r-0123456789ab", name="n", source="s", state=RunState.ACCEPTED, created=NOW, history=history)
