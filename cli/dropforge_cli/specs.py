@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dropforge import clients, names
-from dropforge.admission import budget_problems, fit_problems
+from dropforge.admission import budget_problems, fit_problems, time_problems
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import InvalidSpec
 from dropforge.spec import JobSpec, parse_spec
@@ -58,7 +58,7 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
 def read_spec(path: Path) -> JobSpec:
     """A spec that submit would accept, as far as that can be told here. Raises InvalidSpec."""
     spec = parse_spec(path.read_bytes())
-    if problems := [*fit_problems(spec), *budget_problems(spec)]:
+    if problems := [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
     return spec
 
