@@ -24,7 +24,7 @@ from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.db import Database
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
-from dropforge_local.emulators.cloudrun.instances import free_port
+from dropforge_local.ports import free_port
 from dropforge_local.server import BackgroundServer, Server
 from dropforge_local.workflows.clock import SystemClock
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 import string
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from ...containers.processes import Container
+from ...ports import free_port
 from ...server import HOST
 from .capacity import gpu_kind
 from .context import Context
@@ -286,20 +286,3 @@ class Pool:
             self._instance = None
         self._context.capacity.release(instance.container.id)
         self._context.workloads.ended(instance.container)
-
-
-def free_port(ports: range, taken: set[int]) -> int:
-    """A port of 127.0.0.1 that nothing listens on. Raises OSError when all are taken."""
-    for port in random.sample(ports, len(ports)):
-        if port not in taken and is_free(port):
-            return port
-    raise OSError(f"no free port in {ports.start} to {ports.stop} on {HOST}")
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

@@ -15,11 +15,12 @@ from google.cloud import run_v2
 from google.protobuf import field_mask_pb2
 
 from ...errors import ApiError
+from ...ports import free_port
 from ...server import HOST
 from . import rules
 from .capacity import gpu_kind
 from .context import Context
-from .instances import Pool, free_port
+from .instances import Pool
 from .jobs import GENERALLY_AVAILABLE, set_default_limits
 from .messages import condition, duration, has, seconds, set_condition, timestamp
 from .operations import immediate, render_operation

@@ -16,6 +16,7 @@ from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ...db import Database
 from ...errors import ApiError
+from ...ports import free_port
 from ...server import HOST
 from ...workflows.clock import Clock
 from .certificates import Certificates, make_certificates
@@ -24,7 +25,7 @@ from .config import KubernetesConfig
 from .faults import Faults
 from .kinds import DEPLOYMENT, JOB, POD, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
 from .kubelet.runner import Runner
-from .ports import Ports, free_port
+from .ports import Ports
 from .store import SCHEMA
 
 # What counts as left over: workloads and what they are reached by.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import socket
-
 from ...db import Database
-from ...server import HOST
+from ...ports import free_port
 
 
 class Ports:
@@ -48,20 +45,3 @@ class Ports:
     def release_cluster(self, cluster: str) -> None:
         with self._db.transaction() as connection:
             connection.execute("DELETE FROM kubernetes_ports WHERE cluster = ?", [cluster])
-
-
-def free_port(among: range, taken: set[int]) -> int:
-    """A port of 127.0.0.1 that nothing listens on. Raises OSError when all are taken."""
-    for port in random.sample(among, len(among)):
-        if port not in taken and is_free(port):
-            return port
-    raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

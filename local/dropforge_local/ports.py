@@ -1,0 +1,25 @@
+"""Free ports of this machine, for what the emulators start."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from .server import HOST
+
+
+def free_port(among: range, taken: set[int]) -> int:
+    """A port of 127.0.0.1 that nothing listens on. Raises OSError when all are taken."""
+    for port in random.sample(among, len(among)):
+        if port not in taken and is_free(port):
+            return port
+    raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
