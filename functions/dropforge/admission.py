@@ -9,7 +9,7 @@ from .catalog import ACCELERATORS, HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import JobSpec, seconds
+from .spec import GkeTarget, JobSpec, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -34,12 +34,14 @@ def fit_problems(spec: JobSpec) -> list[SpecProblem]:
         return []  # the container computes it from the weights, before it loads them
     adapter = spec.training.adapter.type
     needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
-    available = ACCELERATORS[spec.target.accelerator].memory_gib
+    target = spec.target
+    count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
+    available = ACCELERATORS[target.accelerator].memory_gib * count
     if needed <= available:
         return []
     found = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
     expected = (
-        f"at most {available:.0f} GiB on {spec.target.accelerator}; try a smaller adapter (qlora) or another target"
+        f"at most {available:.0f} GiB on {count} {target.accelerator}; try a smaller adapter (qlora) or another target"
     )
     return [SpecProblem("/model/source", "the model does not fit the accelerator", found, expected)]
 

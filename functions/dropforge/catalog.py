@@ -13,38 +13,60 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator: device memory in GiB, and Cloud Run's minimum CPU and memory beside it."""
+    """One kind of accelerator, and its device memory in GiB."""
 
     name: str
     memory_gib: float
-    cloud_run_min_cpu: int
-    cloud_run_min_memory_gib: int
-    cloud_run_regions: tuple[str, ...]
+
+
+# https://cloud.google.com/compute/docs/gpus
+ACCELERATORS = {
+    accelerator.name: accelerator
+    for accelerator in (
+        Accelerator("nvidia-l4", 24),
+        Accelerator("nvidia-rtx-pro-6000", 96),
+        Accelerator("nvidia-tesla-t4", 16),
+        Accelerator("nvidia-tesla-a100", 40),
+        Accelerator("nvidia-a100-80gb", 80),
+        Accelerator("nvidia-h100-80gb", 80),
+        Accelerator("nvidia-h100-mega-80gb", 80),
+        Accelerator("nvidia-h200-141gb", 141),
+        Accelerator("nvidia-b200", 180),
+    )
+}
+
+
+@dataclass(frozen=True)
+class CloudRunMachine:
+    """What Cloud Run has beside one accelerator at least, and where."""
+
+    min_cpu: int
+    min_memory_gib: int
+    regions: tuple[str, ...]
 
 
 # https://cloud.google.com/run/docs/configuring/jobs/gpu (regions: some need an invitation)
-ACCELERATORS = {
-    "nvidia-l4": Accelerator(
-        "nvidia-l4",
-        memory_gib=24,
-        cloud_run_min_cpu=4,
-        cloud_run_min_memory_gib=16,
-        cloud_run_regions=(
-            "asia-south1",
-            "asia-southeast1",
-            "europe-west1",
-            "europe-west4",
-            "us-central1",
-            "us-east4",
-        ),
+CLOUD_RUN_MACHINES = {
+    "nvidia-l4": CloudRunMachine(
+        min_cpu=4,
+        min_memory_gib=16,
+        regions=("asia-south1", "asia-southeast1", "europe-west1", "europe-west4", "us-central1", "us-east4"),
     ),
-    "nvidia-rtx-pro-6000": Accelerator(
-        "nvidia-rtx-pro-6000",
-        memory_gib=96,
-        cloud_run_min_cpu=20,
-        cloud_run_min_memory_gib=80,
-        cloud_run_regions=("europe-west4", "us-central1"),
-    ),
+    "nvidia-rtx-pro-6000": CloudRunMachine(min_cpu=20, min_memory_gib=80, regions=("europe-west4", "us-central1")),
+}
+
+# How many GPUs a node of GKE Autopilot may have, by the accelerator's label
+# (https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus)
+GKE_ACCELERATORS: dict[str, tuple[int, ...]] = {
+    "nvidia-l4": (1, 2, 4, 8),
+    "nvidia-rtx-pro-6000": (1, 2, 4, 8),
+    "nvidia-tesla-t4": (1, 2, 4),
+    "nvidia-tesla-a100": (1, 2, 4, 8, 16),
+    "nvidia-a100-80gb": (1, 2, 4, 8),
+    "nvidia-h100-80gb": (1, 2, 4, 8),
+    "nvidia-h100-mega-80gb": (8,),
+    "nvidia-h200-141gb": (8,),
+    "nvidia-b200": (8,),
 }
 
 # GPU tasks of Cloud Run jobs: 12 h at most, preview above 1 h

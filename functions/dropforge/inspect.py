@@ -131,9 +131,10 @@ def _seen(
         message = f"{cloud.message}: it was deleted from outside"
         return RunError(error_class=ErrorClass.INFRASTRUCTURE, message=message, hint="training starts again")
     waited = (now - attempt.started).total_seconds()
-    if cloud.phase is Phase.PENDING and waited > settings.provision_deadline_seconds:
-        message = f"no capacity in {attempt.region} after {waited:.0f} s"
-        return RunError(error_class=ErrorClass.STOCKOUT, message=message, hint="add placements in other regions")
+    if cloud.phase is Phase.PENDING and waited > (attempt.max_wait_seconds or settings.provision_deadline_seconds):
+        message = f"no capacity in {attempt.region} after {waited:.0f} s" + (f": {cloud.message}" * bool(cloud.message))
+        found = cloud.error_class or ErrorClass.STOCKOUT
+        return RunError(error_class=found, message=message, hint="add placements in other regions")
     return None
 
 

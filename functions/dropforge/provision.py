@@ -70,7 +70,7 @@ def _launch(store: RunStore, launch: Launch, attempt: Attempt) -> dict[str, Any]
         store.intend(launch.run, resource.kind, resource.name, launch.attempt)
     if not target.provision(launch):
         waited = (utc_now() - attempt.started).total_seconds()
-        if waited > min(launch.timeout_seconds, launch.settings.provision_deadline_seconds):
+        if waited > min(launch.timeout_seconds, attempt.max_wait_seconds or launch.settings.provision_deadline_seconds):
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         return waiting("PENDING", seconds=2)
@@ -106,6 +106,7 @@ def _open_attempt(record: Record, number: int, spec: JobSpec, now: datetime) -> 
     deadline = min(ends, now + timedelta(seconds=allowed))
     if (deadline - now).total_seconds() < MIN_ATTEMPT_SECONDS:
         return None
+    max_wait = spec.target.placements[placement].max_wait
     return Attempt(
         number=number,
         placement=placement,
@@ -113,6 +114,7 @@ def _open_attempt(record: Record, number: int, spec: JobSpec, now: datetime) -> 
         started=now,
         deadline=deadline,
         usd_per_hour=price.usd_per_hour,
+        max_wait_seconds=None if max_wait is None else seconds(max_wait),
     )
 
 

@@ -83,6 +83,7 @@ class Attempt(Stored):
     started: datetime
     deadline: datetime
     usd_per_hour: float | None = None
+    max_wait_seconds: int | None = None
     ended: datetime | None = None
     error: RunError | None = None
 

@@ -28,6 +28,10 @@ class Settings:
     server_service_account: str
     network: str = "default"
     subnetwork: str = "default"
+    gke_cluster: str = ""  # the standing cluster; the same name in every region that has one
+    kubernetes_namespace: str = "dropforge"
+    kubernetes_trainer_account: str = "dropforge-trainer"
+    kubernetes_server_account: str = "dropforge-server"
     slack_webhook_secret: str = ""
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import clients, names
-from .catalog import ACCELERATORS
+from .catalog import CLOUD_RUN_MACHINES
 from .classify import classify, client_errors
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError
@@ -27,7 +27,7 @@ def sweep() -> dict[str, Any]:
 
 def _services() -> list[Any]:
     """Our services in every region that may have some; the API has no listing over all regions."""
-    regions = sorted({region for a in ACCELERATORS.values() for region in a.cloud_run_regions})
+    regions = sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions})
     found = []
     for region in regions:
         parent = f"projects/{settings().project}/locations/{region}"

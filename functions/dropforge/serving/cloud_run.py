@@ -169,7 +169,7 @@ def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
 
 
 def _serve(spec: JobSpec) -> CloudRunServe:
-    assert spec.serve is not None, "deploy is called only for specs that serve"
+    assert isinstance(spec.serve, CloudRunServe), "SERVERS leads here only what has this type"
     return spec.serve
 
 

@@ -46,7 +46,7 @@ class CloudRunJobs:
         return [placement.region for placement in spec.target.placements]
 
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
-        target = spec.target
+        target = _target(spec)
         if target.price_usd_per_hour is not None:
             return HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         region = target.placements[placement].region
@@ -174,7 +174,7 @@ def execution_name(launch: Launch) -> str:
 
 def job_request(launch: Launch) -> dict[str, Any]:
     """The createJob request, as JSON."""
-    target, settings = launch.spec.target, launch.settings
+    target, settings = _target(launch.spec), launch.settings
     labels = names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
     task: dict[str, Any] = {
         "containers": [_container(launch, target)],
@@ -242,6 +242,11 @@ def secret_variable(name: str, secret: str) -> dict[str, Any]:
     """A container's environment variable whose value Cloud Run reads from Secret Manager."""
     secret, _, version = secret.partition(":")
     return {"name": name, "valueSource": {"secretKeyRef": {"secret": secret, "version": version or "latest"}}}
+
+
+def _target(spec: JobSpec) -> CloudRunTarget:
+    assert isinstance(spec.target, CloudRunTarget), "TARGETS leads here only what has this type"
+    return spec.target
 
 
 def _token(launch: Launch) -> str:

@@ -1,0 +1,25 @@
+"""The job spec: its models, and `parse_spec`, the way in."""
+
+from __future__ import annotations
+
+from .job import Columns, Dataset, Evaluation, JobSpec, job_spec_schema
+from .parse import MAX_SPEC_BYTES, parse_spec
+from .parts import redact, seconds
+from .serving import CloudRunServe, GkeServe
+from .targets import CloudRunTarget, GkeTarget
+
+__all__ = [
+    "MAX_SPEC_BYTES",
+    "CloudRunServe",
+    "CloudRunTarget",
+    "Columns",
+    "Dataset",
+    "Evaluation",
+    "GkeServe",
+    "GkeTarget",
+    "JobSpec",
+    "job_spec_schema",
+    "parse_spec",
+    "redact",
+    "seconds",
+]

@@ -1,0 +1,214 @@
+"""The job spec, version 1: the contract with users, and the source of schemas/job_spec.schema.json.
+
+What depends on where a run trains and serves is in targets.py and serving.py. Rules that JSON Schema cannot say are the
+validators at the end of each class.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
+from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
+from .serving import CloudRunServe, GkeServe
+from .targets import CloudRunTarget, GkeTarget, check_cloud_run_region
+
+SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
+
+
+class Model(Part):
+    """The base model: a Hugging Face Hub id, or a gs:// prefix that holds what `save_pretrained` writes."""
+
+    source: str = Field(min_length=1, max_length=1024, examples=["google/gemma-2b", "gs://bucket/models/tiny"])
+    revision: str = Field(default="main", min_length=1, max_length=255)
+    trust_remote_code: bool = False
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_source(cls, value: str) -> str:
+        return check_source(value)
+
+
+class Columns(Part):
+    """How a row becomes a prompt and a completion: templates over the row's columns, as in `"Question: {question}"`."""
+
+    prompt: str = Field(min_length=1, max_length=8192)
+    completion: str = Field(min_length=1, max_length=8192)
+    system: str | None = Field(default=None, max_length=8192)
+
+
+class Dataset(Part):
+    """The training data: a Hugging Face Hub id, or a gs:// URI of a .jsonl, .json, .csv or .parquet object."""
+
+    source: str = Field(min_length=1, max_length=1024, examples=["b-mc2/sql-create-context", "gs://bucket/data.jsonl"])
+    config: str | None = None
+    revision: str = Field(default="main", min_length=1, max_length=255)
+    split: str = Field(default="train", min_length=1, max_length=255)
+    limit: int | None = Field(default=None, ge=2, description="Rows used, after a seeded shuffle.")
+    format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = "auto"
+    columns: Columns | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_source(cls, value: str) -> str:
+        return check_source(value)
+
+    @model_validator(mode="after")
+    def _columns_go_with_their_format(self) -> Dataset:
+        if self.format == "columns" and self.columns is None:
+            raise Wrong(
+                "/columns", "format 'columns' needs templates", None, "an object with `prompt` and `completion`"
+            )
+        if self.columns is not None and self.format not in ("auto", "columns"):
+            raise Wrong("/format", "`columns` goes with another format", self.format, "'auto' or 'columns'")
+        return self
+
+
+class NoAdapter(Part):
+    """Full fine-tuning: every weight is trained."""
+
+    type: Literal["none"]
+
+
+class LoraAdapter(Part):
+    """Low-rank adapters on a frozen base (PEFT LoraConfig)."""
+
+    type: Literal["lora"]
+    r: int = Field(default=16, ge=1, le=512)
+    alpha: int = Field(default=32, ge=1, le=2048)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+
+
+class QloraAdapter(Part):
+    """LoRA on a base quantised to 4 bits (bitsandbytes NF4, double quantisation)."""
+
+    type: Literal["qlora"]
+    r: int = Field(default=16, ge=1, le=512)
+    alpha: int = Field(default=32, ge=1, le=2048)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+
+
+Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type")]
+
+
+class Training(Part):
+    """How to train; the names are TRL's SFTConfig names, with units where they were missing."""
+
+    method: Literal["sft"] = "sft"
+    adapter: Adapter = LoraAdapter(type="lora")
+    epochs: float = Field(default=1, gt=0, le=1000)
+    max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
+    learning_rate: float = Field(default=2e-4, gt=0, le=1)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    per_device_train_batch_size: int | None = Field(default=None, ge=1, le=4096, description="Default: by device.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=4096)
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")
+    packing: Literal["auto"] | bool = "auto"
+    checkpoint_steps: int = Field(default=100, ge=1, description="Optimiser steps between checkpoints.")
+    seed: int = Field(default=42, ge=0, lt=2**32)
+
+
+class Gate(Part):
+    """What the model must reach on the held-out rows before it is served."""
+
+    metric: Literal["exact_match", "loss"] = "exact_match"
+    min: float | None = None
+    max: float | None = None
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> Gate:
+        if (self.min is None) == (self.max is None):
+            raise Wrong("", "a gate has one bound", {"min": self.min, "max": self.max}, "either `min` or `max`")
+        return self
+
+    def passes(self, value: float | None) -> bool:
+        """Whether `value` is good enough; a missing or NaN value never is."""
+        if value is None or value != value:
+            return False
+        return value >= self.min if self.min is not None else value <= self.max  # type: ignore[operator]
+
+
+class Evaluation(Part):
+    """Evaluation on rows that training never sees, before and after; with a gate, it decides about serving."""
+
+    holdout_fraction: float = Field(default=0.05, gt=0, le=0.5)
+    max_rows: int = Field(default=200, ge=1, le=10_000)
+    max_new_tokens: int = Field(default=128, ge=1, le=8192)
+    gate: Gate | None = None
+
+
+class Limits(Part):
+    """What the run may use; enforced on the resources themselves as well."""
+
+    max_duration: Duration = "2h"
+    max_cost_usd: float | None = Field(default=None, gt=0)
+    max_attempts: int = Field(default=3, ge=1, le=20)
+
+
+class SlackNotify(Part):
+    """A Slack incoming webhook, by the name of the Secret Manager secret that holds its URL."""
+
+    webhook_secret: SecretName
+
+
+class Notify(Part):
+    slack: SlackNotify | None = None
+
+
+class JobSpec(Part):
+    """One fine-tuning job: what to train, on what, where, and what to do with the result."""
+
+    model_config = ConfigDict(title="dropforge job spec")
+
+    schema_uri: str | None = Field(default=None, alias="$schema")
+    api_version: Literal["dropforge/v1"]
+    name: Name
+    model: Model
+    dataset: Dataset
+    training: Training = Training()
+    target: Annotated[CloudRunTarget | GkeTarget, Field(discriminator="type")]
+    evaluation: Evaluation | None = None
+    serve: Annotated[CloudRunServe | GkeServe, Field(discriminator="type")] | None
+    limits: Limits = Limits()
+    notify: Notify = Notify()
+    secrets: dict[EnvName, SecretName] = Field(default={}, max_length=32)
+    labels: dict[LabelKey, LabelValue] = Field(default={}, max_length=32)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
+            message, expected = "a variable that dropforge sets itself", "a name that does not start with DROPFORGE_"
+            raise Wrong(f"/secrets/{taken[0]}", message, taken[0], expected)
+        if isinstance(self.target, CloudRunTarget):
+            self._fits_cloud_run()
+        if isinstance(self.target, GkeTarget):
+            self._fits_gke(self.target)
+        if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
+            region = self.target.placements[0].region
+            check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
+        return self
+
+    def _fits_cloud_run(self) -> None:
+        if seconds(self.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
+            message = "longer than a Cloud Run task with a GPU may run"
+            raise Wrong("/limits/max_duration", message, self.limits.max_duration, "at most 12h")
+
+    def _fits_gke(self, target: GkeTarget) -> None:
+        processes = target.nodes * target.accelerator_count
+        if processes > 1 and self.training.adapter.type == "qlora":
+            message = f"4-bit weights cannot be sharded over {processes} processes"
+            raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
+
+
+def job_spec_schema() -> dict[str, Any]:
+    """The JSON Schema of a job spec, for schemas/ and for editors."""
+    return {"$id": SCHEMA_ID, **JobSpec.model_json_schema(by_alias=True)}

@@ -1,0 +1,184 @@
+"""From the bytes of an uploaded document to a job spec, or to everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from itertools import islice
+from typing import Any, NoReturn
+
+from pydantic import JsonValue, ValidationError
+
+from ..errors import InvalidSpec, SpecProblem
+from .job import JobSpec
+from .parts import TOKEN, Wrong, redact, shown
+
+MAX_SPEC_BYTES = 256 * 1024
+MAX_PROBLEMS = 50  # listed for one spec: all of them must fit a run event, and be found within a function's time-out
+
+
+def parse_spec(data: bytes) -> JobSpec:
+    """A valid spec from the bytes of a JSON document. Raises InvalidSpec that lists every problem."""
+    document = _parse_json(data)
+    if not isinstance(document, dict):
+        raise InvalidSpec([SpecProblem("", "a job spec is a JSON object", shown(document), "an object")])
+    if literal := [*islice(_literal_secrets("", document), MAX_PROBLEMS)]:
+        raise InvalidSpec(literal)
+    try:
+        # Validated as JSON, so that strict mode accepts what JSON has (1 for a float, lists) and nothing else.
+        return JobSpec.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        problems = _merged([_problem(dict(e), document) for e in errors[:MAX_PROBLEMS]])
+        if len(errors) > MAX_PROBLEMS:
+            problems.append(SpecProblem("", f"{len(errors) - MAX_PROBLEMS} more problems, which are not listed"))
+        raise InvalidSpec(problems) from None
+
+
+def _parse_json(data: bytes) -> JsonValue:
+    if len(data) > MAX_SPEC_BYTES:
+        raise InvalidSpec(
+            [SpecProblem("", "the spec is too large", f"{len(data)} bytes", f"at most {MAX_SPEC_BYTES} bytes")]
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InvalidSpec([SpecProblem("", "the spec is not UTF-8 text", found, "JSON encoded as UTF-8")]) from None
+    try:
+        document: JsonValue = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        json.dumps(document, ensure_ascii=False).encode()  # what "\ud800" alone stands for is no text
+        return document
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(error.object[error.start]):04x}"
+        raise InvalidSpec([SpecProblem("", "half of a surrogate pair", found, "whole characters")]) from None
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise InvalidSpec([SpecProblem("", "the spec is not JSON", where, "a JSON object")]) from None
+    except RecursionError:
+        raise InvalidSpec([SpecProblem("", "the spec is nested too deeply", None, "a job spec")]) from None
+    except ValueError as error:
+        raise InvalidSpec([SpecProblem("", redact(str(error))[:300], None, "plain JSON")]) from None
+
+
+def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears twice in one object")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _literal_secrets(pointer: str, value: JsonValue) -> Iterator[SpecProblem]:
+    """Every string that looks like a credential; the credential itself is never repeated."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if TOKEN.search(key):
+                yield SpecProblem(pointer, "a field name looks like a credential; a spec never holds one")
+            else:
+                yield from _literal_secrets(f"{pointer}/{_escape(key)}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _literal_secrets(f"{pointer}/{index}", item)
+    elif isinstance(value, str) and TOKEN.search(value):
+        yield SpecProblem(
+            pointer,
+            "this looks like a credential; a spec never holds one",
+            f"a secret-like string of {len(value)} characters",
+            "the name of a Secret Manager secret (see `secrets`); revoke the credential, it has been stored",
+        )
+
+
+def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
+    """A pydantic error as a problem: where, what was found there, what was expected."""
+    kind, context = error["type"], error.get("ctx", {})
+    steps = _document_path(error["loc"], document, missing=kind == "missing")
+    pointer = "".join(f"/{_escape(str(step))}" for step in steps)
+    if kind == "extra_forbidden":
+        return SpecProblem(pointer, "unknown field", shown(error["input"]), _field_names(steps))
+    if kind == "missing":
+        return SpecProblem(pointer, "a required field is missing", "nothing", "a value")
+    if kind in ("union_tag_invalid", "literal_error"):
+        found = context.get("tag", error["input"])
+        pointer += f"/{context['discriminator'].strip(chr(39))}" if "discriminator" in context else ""
+        return SpecProblem(
+            pointer, "unknown value", shown(found), context.get("expected_tags") or context.get("expected")
+        )
+    if kind == "union_tag_not_found":
+        return SpecProblem(f"{pointer}/type", "a required field is missing", "nothing", "a type")
+    if kind == "value_error" and isinstance(wrong := context["error"], Wrong):
+        return wrong.problem._replace(pointer=pointer + wrong.problem.pointer)
+    if kind == "string_pattern_mismatch":
+        return SpecProblem(pointer, "malformed value", shown(error["input"]), f"text matching {context['pattern']}")
+    if error["msg"].startswith("Input should be "):
+        message = "wrong type" if kind.endswith("_type") else "wrong value"
+        return SpecProblem(pointer, message, shown(error["input"]), error["msg"].removeprefix("Input should be "))
+    return SpecProblem(pointer, error["msg"], shown(error["input"]), None)
+
+
+def _merged(problems: list[SpecProblem]) -> list[SpecProblem]:
+    """One problem per place: a value that fits no branch of a union is reported once for each."""
+    merged: dict[tuple[str, str | None], SpecProblem] = {}
+    for problem in problems:
+        first = merged.setdefault((problem.pointer, problem.found), problem)
+        if first is not problem and first.expected and problem.expected:
+            merged[problem.pointer, problem.found] = first._replace(expected=f"{first.expected} or {problem.expected}")
+    return list(merged.values())
+
+
+def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: bool) -> list[str | int]:
+    """pydantic's location without the union tags that it adds (`lora`, `list[str]`), i.e. a path in the document.
+
+    Only the last step of a missing field is not there.
+    """
+    path: list[str | int] = []
+    here: Any = document
+    for step in loc[:-1] if missing else loc:
+        if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int)):
+            here = here[step]  # type: ignore[index]
+            path.append(step)
+    return [*path, loc[-1]] if missing else path
+
+
+def _field_names(path: list[str | int]) -> str:
+    """The names allowed beside an unknown field, the likeliest first."""
+    allowed = _allowed(_schema(), path[:-1])
+    close = get_close_matches(str(path[-1])[:64], allowed, n=1)
+    listing = ", ".join(allowed)
+    return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return JobSpec.model_json_schema(by_alias=True)
+
+
+def _allowed(schema: dict[str, Any], path: list[str | int]) -> list[str]:
+    nodes = [schema]
+    for step in [*path, None]:
+        nodes = [resolved for node in nodes for resolved in _resolve(schema, node)]
+        if step is not None:
+            nodes = [
+                node["items"] if isinstance(step, int) else node["properties"][step]
+                for node in nodes
+                if ("items" in node if isinstance(step, int) else step in node.get("properties", {}))
+            ]
+    return sorted({name for node in nodes for name in node.get("properties", {})})
+
+
+def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]:
+    if "$ref" in node:
+        return _resolve(schema, schema["$defs"][node["$ref"].rsplit("/", 1)[1]])
+    branches = node.get("anyOf") or node.get("oneOf")
+    return [r for branch in branches for r in _resolve(schema, branch)] if branches else [node]
+
+
+def _escape(step: str) -> str:
+    return step.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,71 @@
+"""What every part of a job spec is made of: the base class, types with patterns, and how a broken rule is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import SpecProblem
+
+_DURATION = r"^[1-9][0-9]{0,5}(s|m|h|d)$"
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Duration = Annotated[str, Field(pattern=_DURATION, examples=["90s", "45m", "2h", "7d"])]
+Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+# Resource labels: lower case, digits, - and _; at most 63 characters; the key starts with a letter.
+LabelKey = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,62}$")]
+LabelValue = Annotated[str, Field(pattern=r"^[a-z0-9_-]{0,63}$")]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}(:([1-9][0-9]*|latest))?$")]
+EnvName = Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]{0,127}$")]
+Region = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]$")]
+Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]-[a-z]$")]
+
+# Prefixes that providers give to credentials, so that they can be found where they should not be.
+TOKEN = re.compile(
+    r"(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|https://hooks\.slack\.com/services/\S+|AKIA[A-Z0-9]{16})"
+)
+
+
+class Wrong(ValueError):
+    """A rule that JSON Schema cannot say was broken, at `pointer` below the part whose validator raises it."""
+
+    def __init__(self, pointer: str, message: str, found: object, expected: str) -> None:
+        super().__init__(message)
+        self.problem = SpecProblem(pointer, message, shown(found), expected)
+
+
+class Part(BaseModel):
+    """Base of every part of a spec: immutable, unknown fields refused, numbers finite and not strings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def seconds(duration: str) -> int:
+    """`"2h"` as 7200."""
+    return int(duration[:-1]) * _UNIT_SECONDS[duration[-1]]
+
+
+def check_source(value: str) -> str:
+    """Accept `owner/name`, `name` or `gs://bucket/path`; raise Wrong for anything else."""
+    if value.startswith("gs://"):
+        if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]/[^\x00-\x1f]+", value):
+            raise Wrong("", "not a gs:// URI", value, "gs://bucket/path")
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", value):
+        raise Wrong("", "not a source", value, "a Hugging Face Hub id (owner/name) or gs://bucket/path")
+    return value
+
+
+def redact(text: str) -> str:
+    """`text` with everything that looks like a credential replaced."""
+    return TOKEN.sub("[redacted]", text)
+
+
+def shown(value: Any) -> str:
+    """A value as a reader should see it: JSON, short, without credentials."""
+    text = redact(json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= 120 else f"{text[:117]}..."

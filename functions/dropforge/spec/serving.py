@@ -1,0 +1,76 @@
+"""Where a run's model is served: one class per kind of endpoint, with everything that only this kind has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .parts import Duration, Part, Region, Wrong
+from .targets import (
+    Capacity,
+    ClusterName,
+    Reservation,
+    check_cloud_run_machine,
+    check_cloud_run_region,
+    check_gke_accelerator,
+)
+
+
+class CloudRunServe(Part):
+    """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
+
+    type: Literal["cloud_run"]
+    accelerator: str = "nvidia-l4"
+    cpu: int = Field(default=8, ge=1, le=64)
+    memory_gib: int = Field(default=32, ge=1, le=512)
+    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
+    min_instances: int = Field(default=0, ge=0, le=100)
+    max_instances: int = Field(default=1, ge=1, le=100)
+    startup_timeout: Duration = "20m"
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+
+    @model_validator(mode="after")
+    def _cloud_run_offers_it(self) -> CloudRunServe:
+        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        if self.region is not None:
+            check_cloud_run_region(self.accelerator, self.region, "/region")
+        if self.min_instances > self.max_instances:
+            expected = f"at most max_instances, {self.max_instances}"
+            raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
+        return self
+
+
+class GkeServe(Part):
+    """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster, reached inside the VPC only."""
+
+    type: Literal["gke"]
+    accelerator: str = "nvidia-l4"
+    accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
+    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    cluster: ClusterName | None = Field(default=None, description="Default: the target's, or the deployment's own.")
+    capacity: Capacity = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: likewise.")
+    ephemeral_storage_gib: int = Field(default=20, ge=10, le=6000)
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
+    min_instances: int = Field(default=1, ge=1, le=100)
+    max_instances: int = Field(default=1, ge=1, le=100, description="More than min_instances: scaled by the queue.")
+    target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
+    startup_timeout: Duration = "30m"
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> GkeServe:
+        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        if self.min_instances > self.max_instances:
+            expected = f"at most max_instances, {self.max_instances}"
+            raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
+        if (self.capacity == "reservation") != (self.reservation is not None):
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self

@@ -1,0 +1,122 @@
+"""Where a run trains: one class per target, with everything that only this target has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..catalog import CLOUD_RUN_MACHINES, GKE_ACCELERATORS
+from .parts import Duration, Part, Region, Wrong
+
+# A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
+Reservation = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+# https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
+ClusterName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
+
+
+class Placement(Part):
+    """Where an attempt may run; tried in the order given."""
+
+    region: Region
+    max_wait: Duration | None = Field(
+        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+    )
+
+
+class CloudRunTarget(Part):
+    """A Cloud Run job with one GPU (https://cloud.google.com/run/docs/configuring/jobs/gpu)."""
+
+    type: Literal["cloud_run"]
+    accelerator: str = "nvidia-l4"
+    cpu: int = Field(default=8, ge=1, le=64)
+    memory_gib: int = Field(default=32, ge=1, le=512)
+    zonal_redundancy: bool = False
+    placements: list[Placement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Your price, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_run_offers_it(self) -> CloudRunTarget:
+        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        for index, placement in enumerate(self.placements):
+            check_cloud_run_region(self.accelerator, placement.region, f"/placements/{index}/region")
+        return self
+
+
+class GkePlacement(Placement):
+    """A region of GKE and the kind of capacity that is asked for there."""
+
+    capacity: Capacity = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+
+    @model_validator(mode="after")
+    def _names_its_reservation(self) -> GkePlacement:
+        if (self.capacity == "reservation") != (self.reservation is not None):
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+class GkeCluster(Part):
+    """A standing cluster by its name, the same in every region; or one that lives only as long as the attempt."""
+
+    name: ClusterName | None = Field(default=None, description="Default: the deployment's own cluster.")
+    create: bool = Field(default=False, description="Make an Autopilot cluster for the attempt, and delete it.")
+
+    @model_validator(mode="after")
+    def _exists_or_is_made(self) -> GkeCluster:
+        if self.create and self.name is not None:
+            raise Wrong("/name", "a cluster that the run makes is named after the run", self.name, "no name")
+        return self
+
+
+class GkeTarget(Part):
+    """A Kubernetes Job on GKE Autopilot: one or several nodes with the same GPUs, sharded by FSDP2."""
+
+    type: Literal["gke"]
+    accelerator: str = "nvidia-l4"
+    accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
+    nodes: int = Field(default=1, ge=1, le=64)
+    cluster: GkeCluster = GkeCluster()
+    cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Of each node; default: likewise.")
+    shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
+    ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
+    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all nodes, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> GkeTarget:
+        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        return self
+
+
+def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:
+    """Raise Wrong unless Cloud Run offers `accelerator` with that much CPU and memory."""
+    known = CLOUD_RUN_MACHINES.get(accelerator)
+    if known is None:
+        expected = f"one of {', '.join(sorted(CLOUD_RUN_MACHINES))}"
+        raise Wrong("/accelerator", "Cloud Run does not offer this accelerator", accelerator, expected)
+    if cpu < known.min_cpu:
+        raise Wrong("/cpu", f"too little for {accelerator}", cpu, f"at least {known.min_cpu}")
+    if memory_gib < known.min_memory_gib:
+        raise Wrong("/memory_gib", f"too little for {accelerator}", memory_gib, f"at least {known.min_memory_gib}")
+
+
+def check_cloud_run_region(accelerator: str, region: str, pointer: str) -> None:
+    """Raise Wrong, at `pointer`, unless Cloud Run has `accelerator` in `region`."""
+    regions = CLOUD_RUN_MACHINES[accelerator].regions
+    if region not in regions:
+        raise Wrong(pointer, f"Cloud Run does not offer {accelerator} there", region, f"one of {', '.join(regions)}")
+
+
+def check_gke_accelerator(accelerator: str, count: int) -> None:
+    """Raise Wrong unless Autopilot offers nodes with `count` of `accelerator`."""
+    counts = GKE_ACCELERATORS.get(accelerator)
+    if counts is None:
+        expected = f"one of {', '.join(sorted(GKE_ACCELERATORS))}"
+        raise Wrong("/accelerator", "GKE Autopilot does not offer this accelerator", accelerator, expected)
+    if count not in counts:
+        expected = f"one of {', '.join(map(str, counts))}"
+        raise Wrong("/accelerator_count", f"GKE Autopilot has no node with so many {accelerator}", count, expected)
