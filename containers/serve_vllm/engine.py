@@ -27,6 +27,7 @@ class Settings:
     served_name: str
     max_model_len: int
     max_num_seqs: int
+    tensor_parallel_size: int
     host: str
     port: int
     engine: str
@@ -44,7 +45,12 @@ class Settings:
         if engine not in ENGINES:
             problems.append(f"DROPFORGE_ENGINE is {engine!r}; expected one of {', '.join(ENGINES)}")
         numbers = {}
-        defaults = {"DROPFORGE_MAX_MODEL_LEN": "2048", "DROPFORGE_MAX_NUM_SEQS": "32", "PORT": "8000"}
+        defaults = {
+            "DROPFORGE_MAX_MODEL_LEN": "2048",
+            "DROPFORGE_MAX_NUM_SEQS": "32",
+            "DROPFORGE_TENSOR_PARALLEL_SIZE": "1",
+            "PORT": "8000",
+        }
         for variable, default in defaults.items():
             value = environ.get(variable) or default
             if not value.isdecimal() or int(value) < 1:
@@ -57,6 +63,7 @@ class Settings:
             served_name=name,
             max_model_len=numbers["DROPFORGE_MAX_MODEL_LEN"],
             max_num_seqs=numbers["DROPFORGE_MAX_NUM_SEQS"],
+            tensor_parallel_size=numbers["DROPFORGE_TENSOR_PARALLEL_SIZE"],
             host=environ.get("HOST") or "0.0.0.0",  # Cloud Run asks for all interfaces; a laptop should say 127.0.0.1
             port=numbers["PORT"],
             engine=engine,
@@ -79,15 +86,23 @@ def has_vllm() -> bool:
 
 
 def vllm_argv(settings: Settings, model: str) -> list[str]:
-    """vLLM on a GPU, in place of this process: weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
+    """vLLM on its GPUs, in place of this process: weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     return [
         *("vllm", "serve", model),
         *("--load-format", "runai_streamer"),
         *("--served-model-name", settings.served_name),
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
+        *_tensor_parallel(settings.tensor_parallel_size),
         *("--host", settings.host, "--port", str(settings.port)),
     ]
+
+
+def _tensor_parallel(size: int) -> list[str]:
+    """The model over several GPUs; each then streams its share instead of all of the weights."""
+    if size == 1:
+        return []
+    return ["--tensor-parallel-size", str(size), "--model-loader-extra-config", '{"distributed": true}']
 
 
 def vllm_cpu_argv(settings: Settings, directory: str, port: int) -> list[str]:

@@ -31,6 +31,13 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
     )
 
 
+def test_several_gpus_hold_one_model_together() -> None:
+    several = Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "4"})
+    assert "--tensor-parallel-size 4 --model-loader-extra-config" in " ".join(vllm_argv(several, "gs://runs/m"))
+    with pytest.raises(BadSettings, match="TENSOR_PARALLEL_SIZE is '0'"):
+        Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "0"})
+
+
 def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
     argv = vllm_cpu_argv(settings(), "/tmp/model", 9000)
     assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
