@@ -43,8 +43,13 @@ def training_name(run: str, attempt: int) -> str:
 
 
 def endpoint_name(run: str) -> str:
-    """The endpoint of a run."""
+    """The endpoint of a run: every resource that it is made of has this name."""
     return f"df-{run}-serve"
+
+
+def is_endpoint(resource: str, run: str) -> bool:
+    """Whether a resource, by its full name, serves. Its kind does not tell: training has Services as well."""
+    return resource.rsplit("/", 1)[-1] == endpoint_name(run)
 
 
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:

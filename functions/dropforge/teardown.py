@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import names
 from .errors import CloudError
 from .log import log
 from .notify import announce
@@ -22,7 +23,6 @@ _OWNERS: dict[str, Callable[[], Target | Server]] = {
     "run.googleapis.com/Job": lambda: get_target("cloud_run"),
     "run.googleapis.com/Service": lambda: get_server("cloud_run"),
 }
-ENDPOINT_KINDS = frozenset({"run.googleapis.com/Service"})
 
 
 def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[str, Any]:
@@ -39,24 +39,24 @@ def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[
     if scope == "run" and record.state is RunState.TEARING_DOWN:
         announce(record, RunState.TEARING_DOWN)
     cancelled = record.cancel_requested is not None
-    spared = ENDPOINT_KINDS if keep_endpoint and not cancelled else frozenset()
-    remaining = delete_remaining(store, run, spared)
+    keep_endpoint = keep_endpoint and not cancelled
+    remaining = delete_remaining(store, run, keep_endpoint=keep_endpoint)
     if remaining:
         return {**waiting("PENDING", RETRY_SECONDS), "remaining": [entry.name for entry in remaining]}
-    if record.endpoint and not spared:
+    if record.endpoint and not keep_endpoint:
         _note_endpoint_gone(store, run)
     log("gone", stage="teardown", run=run, scope=scope)
     return {"status": "GONE", "cancelled": cancelled}
 
 
-def delete_remaining(store: RunStore, run: str, spared: frozenset[str] = frozenset()) -> list[LedgerEntry]:
+def delete_remaining(store: RunStore, run: str, *, keep_endpoint: bool = False) -> list[LedgerEntry]:
     """Push every resource that is left towards gone; what remains after that.
 
     One that cannot be deleted spares none of the others: its CloudError is raised after them.
     """
     remaining, refusals = [], []
     for entry in store.ledger(run).remaining():
-        if entry.kind in spared:
+        if keep_endpoint and names.is_endpoint(entry.name, run):
             continue
         try:
             gone = _delete(entry)

@@ -58,3 +58,10 @@ def test_events_sort_by_attempt_then_sequence() -> None:
     order = [(1, 5), (1, 40), (2, 3), (10, 1)]
     keys = [names.event_object("r", attempt, sequence, "progress") for attempt, sequence in order]
     assert keys == sorted(keys)
+
+
+def test_what_serves_is_told_from_what_trains_by_its_name() -> None:
+    services = "projects/p/locations/r/clusters/c/k8s/namespaces/n/services"
+    assert names.is_endpoint(f"{services}/{names.endpoint_name(RUN)}", RUN)
+    assert not names.is_endpoint(f"{services}/{names.training_name(RUN, 1)}", RUN)  # the headless one of its pods
+    assert not names.is_endpoint(f"{services}/{names.endpoint_name('other-0123456789ab')}", RUN)
