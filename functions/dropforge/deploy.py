@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from .notify import announce
 from .outcome import failed, superseded, waiting
 from .runs import Endpoint, Record, ResourceState, RunState, RunStore, open_store, utc_now
 from .serving import get_server
-from .serving.base import Deployment
+from .serving.base import START_HINT, Deployment
 from .settings import settings
 from .spec import JobSpec, seconds
 
@@ -56,9 +57,10 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     for resource in resources:
         store.intend(record.run, resource.kind, resource.name, record.attempt)
     url = server.deploy(deployment)
-    problem = "the platform does not call it ready" if url is None else completion_problem(url, spec.name)
-    if url is None or problem:
-        return _not_yet(spec, began, problem)
+    if url is None:
+        return _not_yet(deployment, began, lambda: server.why_not_ready(deployment))
+    if problem := completion_problem(url, spec.name):
+        return _not_yet(deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
     for resource in resources:
         store.note(record.run, resource.name, ResourceState.CREATED)
     ready = utc_now()
@@ -106,10 +108,11 @@ def _with_endpoint(record: Record, endpoint: Endpoint) -> Record:
     return record.model_copy(update={"endpoint": endpoint}) if record.state is RunState.DEPLOYING else record
 
 
-def _not_yet(spec: JobSpec, began: datetime, problem: str) -> dict[str, Any]:
-    assert spec.serve is not None
-    patience = seconds(spec.serve.startup_timeout)
+def _not_yet(deployment: Deployment, began: datetime, problem: Callable[[], CloudError]) -> dict[str, Any]:
+    """Wait as long as the spec allows; then `problem` says why it was for nothing."""
+    assert deployment.spec.serve is not None
+    patience = seconds(deployment.spec.serve.startup_timeout)
     if (utc_now() - began).total_seconds() < patience:
         return waiting("PENDING", RETRY_SECONDS)
-    hint = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
-    return failed(ErrorClass.CODE, f"the endpoint was not ready after {patience} s: {problem}", hint)
+    error = problem()
+    return failed(error.error_class, f"the endpoint was not ready after {patience} s: {error.message}", error.hint)

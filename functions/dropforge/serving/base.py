@@ -1,14 +1,19 @@
-"""What an endpoint kind is: three verbs on the served model of one run."""
+"""What an endpoint kind is: its verbs on the served model of one run, and what all kinds have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from .. import names
 from ..catalog import HourlyPrice
+from ..errors import CloudError
 from ..settings import Settings
 from ..spec import JobSpec
+
+START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,14 @@ class Deployment:
     expires: datetime
 
 
+class Listed(NamedTuple):
+    """A resource of an endpoint that the cloud lists, with the labels that say whose it is and until when."""
+
+    kind: str
+    name: str
+    labels: dict[str, str]
+
+
 class Server(Protocol):
     """A place where a model is served. Errors of the cloud are raised as CloudError."""
 
@@ -31,10 +44,33 @@ class Server(Protocol):
         """What one instance costs for an hour while it runs."""
 
     def resources(self, deployment: Deployment) -> list[Any]:
-        """What `deploy` creates, in order; pure."""
+        """What `deploy` creates, in order; pure. The first one stands for the endpoint."""
 
     def deploy(self, deployment: Deployment) -> str | None:
         """Advance towards a ready endpoint; its URL once the platform calls it ready."""
 
+    def why_not_ready(self, deployment: Deployment) -> CloudError:
+        """What the platform says of an endpoint that has been waited for long enough."""
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """Every resource of every endpoint of ours in the project, by the cloud; places that fail are logged."""
+
     def teardown(self, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def endpoint_labels(deployment: Deployment) -> dict[str, str]:
+    """Whose the endpoint is, and when it ends even if nobody ever looks at it again."""
+    expires = {names.EXPIRES_LABEL: str(int(deployment.expires.timestamp()))}
+    return names.labels(deployment.run, deployment.spec.labels, **expires)
+
+
+def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
+    """What containers/serve_vllm is told, as a container's `env`."""
+    values = {
+        "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
+        "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,
+        "DROPFORGE_MAX_MODEL_LEN": str(max_model_len),
+        "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
+    }
+    return [{"name": name, "value": value} for name, value in values.items()]

@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .. import clients, names
-from ..catalog import HourlyPrice, cloud_run_price
+from ..catalog import CLOUD_RUN_MACHINES, HourlyPrice, cloud_run_price
 from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
+from ..log import log
+from ..settings import Settings
 from ..spec import CloudRunServe, JobSpec, seconds
 from ..targets.base import Resource
-from .base import Deployment
+from .base import START_HINT, Deployment, Listed, endpoint_labels, server_environment
 
 KIND = "run.googleapis.com/Service"
 PORT = 8000
@@ -46,6 +49,24 @@ class CloudRunService:
             return self._ready(deployment)
         except client_errors() as error:
             raise classify(error) from error
+
+    def why_not_ready(self, deployment: Deployment) -> CloudError:
+        try:
+            service = self._service(service_name(deployment))
+        except client_errors() as error:
+            raise classify(error) from error
+        message = service.terminal_condition.message if service is not None else "the service does not exist"
+        return CloudError(ErrorClass.CODE, message or "the platform does not call it ready", START_HINT)
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """In every region that may have some: the API has no listing over all regions."""
+        for region in sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions}):
+            parent = f"projects/{settings.project}/locations/{region}"
+            try:
+                for service in clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS):
+                    yield Listed(KIND, service.name, dict(service.labels))
+            except client_errors() as error:
+                log(classify(error).message, stage="sweep", severity="ERROR", region=region)
 
     def teardown(self, kind: str, name: str) -> bool:
         from google.api_core.exceptions import NotFound
@@ -109,9 +130,7 @@ def _failure(message: str) -> CloudError:
     """Why a revision did not become ready: quota, an image and the like, or its own container."""
     error = classify_text("FAILED_PRECONDITION", message)
     if error.error_class is ErrorClass.CONFIG and re.search(r"container failed|startup probe", message, re.I):
-        return CloudError(
-            ErrorClass.CODE, message, "see the endpoint's log; raise serve.startup_timeout if it was loading"
-        )
+        return CloudError(ErrorClass.CODE, message, START_HINT)
     return error
 
 
@@ -124,8 +143,7 @@ def service_name(deployment: Deployment) -> str:
 def service_request(deployment: Deployment) -> dict[str, Any]:
     """The createService request, as JSON."""
     serve, settings = _serve(deployment.spec), deployment.settings
-    expires = {names.EXPIRES_LABEL: str(int(deployment.expires.timestamp()))}
-    labels = names.labels(deployment.run, deployment.spec.labels, **expires)
+    labels = endpoint_labels(deployment)
     template = {
         "labels": labels,
         "serviceAccount": settings.server_service_account,
@@ -146,16 +164,10 @@ def service_request(deployment: Deployment) -> dict[str, Any]:
 
 
 def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
-    values = {
-        "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
-        "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,
-        "DROPFORGE_MAX_MODEL_LEN": str(serve.max_model_len),
-        "DROPFORGE_MAX_NUM_SEQS": str(serve.max_num_seqs),
-    }
     limits = {"cpu": str(serve.cpu), "memory": f"{serve.memory_gib}Gi", "nvidia.com/gpu": "1"}
     return {
         "image": deployment.settings.serve_vllm_image,
-        "env": [{"name": name, "value": value} for name, value in values.items()],
+        "env": server_environment(deployment, serve.max_model_len, serve.max_num_seqs),
         # Instance-based billing: a GPU service must keep its CPU between requests.
         "resources": {"limits": limits, "cpuIdle": False, "startupCpuBoost": True},
         "ports": [{"name": "http1", "containerPort": PORT}],
