@@ -202,8 +202,15 @@ def upload_checkpoint(
     client: Any, bucket: str, run: str, step: int, directory: Path, extra: dict[str, JsonValue]
 ) -> Checkpoint:
     """Upload a checkpoint, its marker last."""
+    files = upload_directory(client, directory, f"gs://{bucket}/{checkpoint_prefix(run, step)}")
+    return complete_checkpoint(client, bucket, run, step, files, extra)
+
+
+def complete_checkpoint(
+    client: Any, bucket: str, run: str, step: int, files: list[ArtifactFile], extra: dict[str, JsonValue]
+) -> Checkpoint:
+    """Write the marker of a checkpoint whose files, perhaps of several machines, have all been uploaded."""
     prefix = checkpoint_prefix(run, step)
-    files = upload_directory(client, directory, f"gs://{bucket}/{prefix}")
     marker = {"step": step, "files": [file.model_dump() for file in files], "extra": extra}
     blob = client.bucket(bucket).blob(prefix + COMPLETE)
     blob.upload_from_string(json.dumps(marker), "application/json", timeout=_TIMEOUT_SECONDS)
