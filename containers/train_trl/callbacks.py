@@ -11,6 +11,7 @@ from checkpoints import CheckpointStore
 from report import ProgressMeter
 from stop import StopRequest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from world import World
 
 
 class ReportProgress(TrainerCallback):
@@ -41,10 +42,14 @@ class ReportProgress(TrainerCallback):
 
 
 class UploadCheckpoints(TrainerCallback):
-    """Every checkpoint that the trainer writes goes to the bucket, with the notes that a later attempt needs."""
+    """Every checkpoint that the trainer writes goes to the bucket, with the notes that a later attempt needs.
 
-    def __init__(self, store: CheckpointStore, notes: dict[str, Any]) -> None:
+    Ranks write shards. The last checkpoint has the full state as well, which is what the model is exported from.
+    """
+
+    def __init__(self, store: CheckpointStore, notes: dict[str, Any], world: World) -> None:
         self._store = store
+        self._world = world
         self._notes = notes
         self._began = time.monotonic()
         self._seconds_before = float(notes.get("train_seconds", 0.0))
@@ -59,20 +64,32 @@ class UploadCheckpoints(TrainerCallback):
     ) -> None:
         self._began = time.monotonic()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            local = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        local = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        if self._world.sharded:
+            self._gather(local, model, last=state.global_step >= state.max_steps)
+        if self._world.first_here:
             self._store.save(state.global_step, local, {**self._notes, "train_seconds": self.train_seconds})
+
+    def _gather(self, local: Path, model: Any, *, last: bool) -> None:
+        import ranks
+
+        if last:
+            ranks.save_full_state(model, local)
+        ranks.wait_for_all()  # each rank writes a part of the checkpoint
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ends training, with a checkpoint, at the first step boundary after a request to stop."""
+    """Ends training, with a checkpoint, at the first step boundary after a request to stop, in all ranks at once."""
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if _any_rank(self._request.reason is not None, args):
+            self._request.agree()
             control.should_save = True
             control.should_training_stop = True
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -12,11 +15,15 @@ from job import Job
 from report import Reporter
 
 from dropforge import artifacts
-from dropforge.artifacts import Checkpoint
+from dropforge.artifacts import ArtifactFile, Checkpoint
 from dropforge.log import log
 
 KEEP = 2
 NOTES = "dropforge.json"  # beside the trainer's own files: what a later attempt must know
+# Several machines: each uploads its own ranks' shards and then the list of them; the first one commits when it has all.
+PART = "_PART-"
+PART_POLL_SECONDS = 0.2
+PART_SECONDS = 600.0
 
 
 class CheckpointStore:
@@ -29,6 +36,7 @@ class CheckpointStore:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._upload: Future[None] | None = None
         self.saved_step = 0
+        self.launch = ""  # the same in all ranks; tells this launch's parts from those of one that was killed
 
     def resume(self, directory: Path) -> Path | None:
         """Download the newest checkpoint that is whole; None to start anew."""
@@ -41,7 +49,8 @@ class CheckpointStore:
 
     def save(self, step: int, local: Path, notes: dict[str, Any]) -> None:
         """Begin to upload the trainer's checkpoint in `local`; waits for the previous upload first."""
-        (local / NOTES).write_text(json.dumps(notes))
+        if self._job.world.machine == 0:
+            (local / NOTES).write_text(json.dumps(notes))
         self.wait()
         self._upload = self._pool.submit(self._save, step, local)
 
@@ -60,15 +69,50 @@ class CheckpointStore:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _save(self, step: int, local: Path) -> None:
-        checkpoint = artifacts.upload_checkpoint(self._client, self._job.bucket, self._job.run, step, local, {})
+        world, bucket, run = self._job.world, self._job.bucket, self._job.run
+        files = artifacts.upload_directory(
+            self._client, local, f"gs://{bucket}/{artifacts.checkpoint_prefix(run, step)}"
+        )
+        if world.machine > 0:
+            self._hand_in(step, files)
+            shutil.rmtree(local)  # nobody reads it here again
+            return
+        for machine in range(1, world.machines):
+            files += self._wait_for_part(step, machine)
+        checkpoint = artifacts.complete_checkpoint(self._client, bucket, run, step, files, {})
         self.saved_step = step
         self._reporter.checkpointed(step, checkpoint.uri)
-        artifacts.prune_checkpoints(self._client, self._job.bucket, self._job.run, KEEP)
+        artifacts.prune_checkpoints(self._client, bucket, run, KEEP)
+
+    def _hand_in(self, step: int, files: list[ArtifactFile]) -> None:
+        listing = json.dumps([file.model_dump() for file in files])
+        self._part(step, self._job.world.machine).upload_from_string(listing, "application/json")
+
+    def _wait_for_part(self, step: int, machine: int) -> list[ArtifactFile]:
+        part, deadline = self._part(step, machine), time.monotonic() + PART_SECONDS
+        while not part.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"machine {machine} did not upload its shards of step {step} in {PART_SECONDS} s")
+            time.sleep(PART_POLL_SECONDS)
+        return [ArtifactFile.model_validate(file) for file in json.loads(part.download_as_bytes())]
+
+    def _part(self, step: int, machine: int) -> Any:
+        prefix = artifacts.checkpoint_prefix(self._job.run, step)
+        return self._client.bucket(self._job.bucket).blob(f"{prefix}{PART}{self.launch}-{machine}")
 
     def _fetch(self, checkpoint: Checkpoint, local: Path) -> bool:
-        found = artifacts.download_prefix(self._client, checkpoint.uri, local)
-        (local / artifacts.COMPLETE).unlink()
-        if [file for file in found if file.path != artifacts.COMPLETE] == checkpoint.files:
+        found = {file.path: file for file in artifacts.download_prefix(self._client, checkpoint.uri, local)}
+        # Beside what the marker lists: markers, and files of an earlier, torn upload that had other ranks.
+        for path in found.keys() - {file.path for file in checkpoint.files}:
+            (local / path).unlink()
+            _remove_if_empty((local / path).parent)
+        if all(found.get(file.path) == file for file in checkpoint.files):
             return True
         log(f"{checkpoint.uri} differs from its marker", stage="train", run=self._job.run, severity="WARNING")
         return False
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """The trainer tells kinds of checkpoints apart by their directories."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()

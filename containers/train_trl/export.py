@@ -13,7 +13,7 @@ from typing import Any
 
 from chat import encode_prompt, stop_ids
 from job import INTERNAL, Job, JobError
-from plan import Plan, dtype_of, host_memory
+from plan import dtype_of, host_memory
 from rows import Row
 
 from dropforge import artifacts
@@ -71,14 +71,17 @@ def save(model: Any, tokenizer: Any, checkpoint: Path, directory: Path, spec: Jo
         _save_adapter(checkpoint, directory / "adapter", spec)
 
 
-def reload(directory: Path, plan: Plan, spec: JobSpec) -> Any:
+def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
     """The model as a server will load it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        directory / "model", dtype="auto", trust_remote_code=spec.model.trust_remote_code
+        directory / "model",
+        dtype="auto",
+        device_map=device_map,
+        trust_remote_code=spec.model.trust_remote_code,
     )
-    return model.to(plan.device.kind).eval()
+    return model.eval()
 
 
 def check_parity(saved: Any, loaded: Any, tokenizer: Any, rows: list[Row]) -> None:

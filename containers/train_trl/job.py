@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from world import World, read_world
 
 from dropforge.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
 from dropforge.spec import redact
@@ -17,6 +19,8 @@ NOT_FOUND = 66  # or no permission
 INTERNAL = 70
 STOPPED = 75  # preempted, or out of time: resume from the last checkpoint
 OUT_OF_MEMORY = 76
+
+GRACE_SECONDS = 10  # Cloud Run's, from SIGTERM to SIGKILL
 
 _RUN = re.compile(r"[a-z][a-z0-9-]{0,48}")
 
@@ -55,7 +59,10 @@ def out_of_memory(message: str) -> JobError:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of one run. `topic` is empty when nobody listens; `deadline` is in Unix seconds."""
+    """One attempt of one run. `topic` is empty when nobody listens; `deadline` is in Unix seconds.
+
+    `grace_seconds` are between SIGTERM and SIGKILL.
+    """
 
     project: str
     run: str
@@ -63,20 +70,24 @@ class Job:
     bucket: str
     topic: str
     deadline: float | None
-    rank: int
+    grace_seconds: float
+    world: World = field(default_factory=World)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Job:
         """Raises JobError naming every variable that is missing or malformed."""
         problems = [f"{name} is not set" for name in _REQUIRED if not environ.get(name)]
         run, attempt = environ.get("DROPFORGE_RUN", ""), environ.get("DROPFORGE_ATTEMPT", "")
-        deadline = environ.get("DROPFORGE_DEADLINE", "")
+        deadline, grace = environ.get("DROPFORGE_DEADLINE", ""), environ.get("DROPFORGE_GRACE_SECONDS", "")
         if run and not _RUN.fullmatch(run):
             problems.append(f"DROPFORGE_RUN is {run!r}; expected a run id")
         if attempt and not (attempt.isdecimal() and 1 <= int(attempt) <= 1000):
             problems.append(f"DROPFORGE_ATTEMPT is {attempt!r}; expected 1 to 1000")
         if deadline and not re.fullmatch(r"\d+(\.\d+)?", deadline):
             problems.append(f"DROPFORGE_DEADLINE is {deadline!r}; expected Unix seconds")
+        if grace and not re.fullmatch(r"\d{1,4}", grace):
+            problems.append(f"DROPFORGE_GRACE_SECONDS is {grace!r}; expected whole seconds")
+        world = read_world(environ, problems)
         if problems:
             raise config_error("; ".join(problems), "the control plane sets these variables")
         return cls(
@@ -86,7 +97,8 @@ class Job:
             bucket=environ["DROPFORGE_RUNS_BUCKET"],
             topic=environ.get("DROPFORGE_JOB_EVENTS_TOPIC", ""),
             deadline=float(deadline) if deadline else None,
-            rank=int(environ.get("RANK", "0")),
+            grace_seconds=float(grace or GRACE_SECONDS),
+            world=world,
         )
 
 
@@ -134,6 +146,8 @@ def classify(error: Exception) -> JobError:
         return missing(_text(error), "check the URI and that the object exists")
     if "TemplateError" in names:
         return config_error(f"the model's chat template refuses the rows: {_text(error)}")
+    if names & _LOST or _GLOO.search(str(error)):
+        return JobError(ErrorClass.INFRASTRUCTURE, INTERNAL, _text(error), "another rank was lost; it is tried again")
     if names & _PASSING:
         return JobError(ErrorClass.TRANSIENT, INTERNAL, _text(error), "this passes by itself; it is tried again")
     return JobError(ErrorClass.CODE, INTERNAL, _text(error), "see the container's log for the traceback")
@@ -148,6 +162,10 @@ _PASSING = {
     "HfHubHTTPError",
     "OfflineModeIsEnabled",
 }
+
+# A collective that another rank did not finish. NCCL's have types of their own, gloo's are RuntimeErrors.
+_LOST = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_GLOO = re.compile(r"gloo/transport|Connection closed by peer")
 
 
 def _text(error: Exception) -> str:

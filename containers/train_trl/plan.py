@@ -85,12 +85,12 @@ class Plan:
         return not self.packing
 
 
-def find_device() -> Device:
-    """The GPU of this process if there is one, or the CPU with the memory that the container may use."""
+def find_device(processes: int = 1) -> Device:
+    """The GPU of this process if there is one, or the CPU with this process's part of the container's memory."""
     import torch
 
     if not torch.cuda.is_available():
-        return Device("cpu", "cpu", host_memory(), bf16=False)
+        return Device("cpu", "cpu", host_memory() // processes, bf16=False)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     from importlib.util import find_spec
 
@@ -134,8 +134,8 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
     )
 
 
-def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[int]) -> Plan:
-    """The fastest plan that fits. Raises JobError, with the arithmetic, when none does."""
+def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[int], shards: int = 1) -> Plan:
+    """The fastest plan that fits each of `shards` devices. Raises JobError, with the arithmetic, when none does."""
     training = spec.training
     mean = sum(lengths) / len(lengths)
     packing = training.packing
@@ -146,7 +146,7 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
     accumulation = training.gradient_accumulation_steps
     tried: list[Plan] = []
     for batch, checkpointing in _choices(spec, packing, length / mean):
-        estimated = estimate(shape, spec, device, batch, length, checkpointing)
+        estimated = estimate(shape, spec, device, batch, length, checkpointing, shards)
         steps = (
             accumulation * max(1, _default_batch(packing, length / mean) // batch) if _is_auto(spec) else accumulation
         )
@@ -168,7 +168,7 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
 
 
 def estimate(
-    shape: ModelShape, spec: JobSpec, device: Device, batch: int, length: int, checkpointing: bool
+    shape: ModelShape, spec: JobSpec, device: Device, batch: int, length: int, checkpointing: bool, shards: int = 1
 ) -> Estimate:
     """Bytes at the peak of a training step. An estimate: the terms that grow with the model and the batch."""
     adapter = spec.training.adapter
@@ -183,6 +183,10 @@ def estimate(
             # 4 bits plus block constants (double quantised: 0.127 bits); what is not linear stays in 16 or 32 bits.
             weights = int(shape.linear * 4.127 / 8) + size * (shape.parameters - shape.linear)
         trained = 16 * _adapter_parameters(shape, adapter.r)
+    if shards > 1:
+        # A shard of everything, and in full: the embeddings, and the layer computed beside the one fetched meanwhile.
+        whole = 2 * shape.vocabulary * shape.hidden + 2 * shape.linear // shape.layers
+        weights, trained = weights // shards + size * whole, trained // shards
     per_layer = tokens * (16 * shape.hidden + 4 * shape.intermediate) * max(2, size)
     if device.kind == "cpu" or _attention(spec, device) in (None, "eager"):
         per_layer += 2 * batch * shape.heads * length * length * size // (8 if device.kind == "cuda" else 1)
@@ -261,6 +265,15 @@ def use_threads(plan: Plan) -> None:
 
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
+
+
+def device_map(device: Device, *, spread: bool = False) -> Any:
+    """Where a whole model goes: to this process's GPU, or also to the next ones, as far as it does not fit."""
+    import torch
+
+    if device.kind == "cpu":
+        return None
+    return "sequential" if spread else {"": torch.cuda.current_device()}
 
 
 def dtype_of(name: str) -> Any:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from job import Job, JobError, Redactor
+from outcome import Outcome
 
 from dropforge import clients
 from dropforge.artifacts import Manifest, manifest_uri
@@ -42,7 +43,7 @@ class Reporter:
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
         self._thread = threading.Thread(target=self._publish_all, name="job-events", daemon=True)
-        if job.topic and job.rank == 0:
+        if job.topic and job.world.rank in (None, 0):
             self._thread.start()
 
     def started(self, resumed_step: int, device: str) -> None:
@@ -57,6 +58,15 @@ class Reporter:
     def succeeded(self, manifest: Manifest) -> None:
         uri = manifest_uri(self._job.bucket, manifest.run)
         self._send(Succeeded(**self._base(), manifest_uri=uri, metrics=manifest.metrics))
+
+    def ended(self, outcome: Outcome) -> None:
+        """The last event of an attempt that did not succeed."""
+        if outcome.reason == "deadline":
+            self.out_of_time(outcome.step)
+        elif outcome.reason == "preempted":
+            self.preempted(outcome.step)
+        elif outcome.error_class:
+            self.failed(outcome.error)
 
     def failed(self, error: JobError) -> None:
         message, hint = self._redact(error.message)[:4000], self._redact(error.hint)[:1000]

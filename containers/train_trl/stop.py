@@ -11,6 +11,10 @@ from typing import Literal
 
 # What stopping takes: a step, a checkpoint, its upload, the last event. Cloud Run kills 10 s after SIGTERM.
 DEADLINE_MARGIN_SECONDS = 30.0
+UPLOAD_SECONDS = 6.0  # at least, however short the time is: without its upload a checkpoint is worth nothing
+UPLOAD_MARGIN_SECONDS = 4.0
+RANKS_MARGIN_SECONDS = 3.0  # what the process that started the ranks needs after they have ended
+EVENT_SECONDS = 2.0
 
 Reason = Literal["preempted", "deadline"]
 
@@ -28,6 +32,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: Reason | None = None
+        self.agreed = False
         self._armed = False
 
     def arm(self, deadline: float | None) -> None:
@@ -39,8 +44,17 @@ class StopRequest:
         if deadline is not None:
             signal.setitimer(signal.ITIMER_REAL, max(0.001, deadline - DEADLINE_MARGIN_SECONDS - time.time()))
 
+    def seconds_left(self, grace_seconds: float) -> float:
+        """Between a request to stop and the end that nothing survives."""
+        return DEADLINE_MARGIN_SECONDS if self.reason == "deadline" else grace_seconds
+
+    def agree(self) -> None:
+        """All ranks stop here, because one of them was asked to."""
+        self.agreed = True
+        self.reason = self.reason or "preempted"
+
     def disarm(self) -> None:
-        """From here on a request to stop is too late: what remains takes less time than stopping would."""
+        """From here on a request to stop is too late; `reason` still tells of it."""
         self._armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -53,6 +67,7 @@ class StopRequest:
         finally:
             self._armed = True
         if self.reason is not None:
+            self._armed = False
             raise Stopped(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ Reads gs://b/runs/<run>/spec.json, writes gs://b/checkpoints/<run>/ and gs://b/m
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -16,34 +17,34 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import chat
+import launch
 import rows as data
 from checkpoints import CheckpointStore
 from evaluation import Score, evaluate, samples
-from job import DONE, INTERNAL, STOPPED, Job, JobError, Redactor, classify, config_error, missing
-from plan import Plan, find_device, make_plan, shape_of, use_threads
+from job import DONE, INTERNAL, Job, JobError, Redactor, classify, config_error, missing
+from outcome import Outcome
+from plan import Plan, device_map, find_device, make_plan, shape_of, use_threads
 from report import FLUSH_SECONDS, ProgressMeter, Reporter
-from stop import Stopped, StopRequest
+from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
+from world import World
 
 from dropforge import artifacts, clients
 from dropforge.artifacts import Source
+from dropforge.errors import ErrorClass
 from dropforge.log import log
 from dropforge.names import spec_object
 from dropforge.spec import JobSpec, parse_spec
 
-LOGGING_STEPS = 10
-# Cloud Run kills 10 s after SIGTERM: for the step under way, the last checkpoint's upload, the last event.
-STOP_UPLOAD_SECONDS = 6.0
-STOP_EVENT_SECONDS = 2.0
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one attempt. There are no arguments: what it must know is in the environment."""
+    """Run one attempt, or one rank of it. There are no arguments: what it must know is in the environment."""
     try:
         job = Job.from_environment()
     except JobError as error:
@@ -52,52 +53,99 @@ def main(argv: Sequence[str] | None = None) -> int:
     redact, stop = Redactor(), StopRequest()
     reporter = Reporter(job, redact)
     try:
-        with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:
-            run(job, Path(directory), reporter, stop, redact)
-        return DONE
-    except Stopped:
-        return STOPPED
+        with work_directory(job.world) as directory:
+            outcome = attempt(job, directory, reporter, stop, redact)
+            return conclude(job, outcome, directory, reporter)
+    finally:
+        reporter.close(EVENT_SECONDS if stop.reason else FLUSH_SECONDS)
+
+
+def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
+    """Run; whatever goes wrong is an outcome."""
+    try:
+        return run(job, directory, reporter, stop, redact)
+    except Stopped as request:  # while something else was being ended
+        return Outcome.stopped(request.reason, 0, agreed=False)
     except Exception as error:  # noqa: BLE001  (whatever it is, the control plane is told what it means)
         failure = classify(error)
         if failure.exit_code == INTERNAL:
             print(redact(traceback.format_exc()), file=sys.stderr)
         log(redact(failure.message), stage="train", run=job.run, severity="ERROR", hint=redact(failure.hint))
-        reporter.failed(failure)
-        return failure.exit_code
-    finally:
-        reporter.close(STOP_EVENT_SECONDS if stop.reason else FLUSH_SECONDS)
+        return Outcome.failed(failure)
 
 
-def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> None:
+def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) -> int:
+    """Tell how it ended, or, in a rank, leave that to the process that started it; returns the exit code."""
+    world = job.world
+    if world.rank is not None:
+        outcome.write(directory, world.rank)
+        # When all stop together the launcher has nobody to end, and nothing to complain of.
+        return DONE if outcome.agreed else outcome.exit_code
+    # What goes wrong on one machine only, all others know as a rank that was lost.
+    if world.machine == 0 or outcome.error_class not in ("", ErrorClass.INFRASTRUCTURE):
+        reporter.ended(outcome)
+    return outcome.exit_code
+
+
+def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
     """One attempt from top to bottom: the committed manifest is its only result."""
+    world = job.world
+    stop.arm(None if world.sharded else job.deadline)  # whoever started the ranks tells them
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:
-        stop.arm(job.deadline)
-        if committed := artifacts.read_manifest(client, job.bucket, job.run):
-            log("the model is committed already", stage="train", run=job.run, attempt=committed.attempt)
-            reporter.succeeded(committed)
-            return
+        if not world.sharded and is_committed(client, job, reporter):
+            return Outcome.done()
         spec = load_spec(client, job)
         redact.learn(spec.secrets)
+        if world.starts_ranks:
+            return launch.run_ranks(spec, job, directory, stop)
         quiet_libraries()
-        checkpoint = checkpoints.resume(directory / "trainer")
-        inputs = prepare(spec, job, client, directory, reporter, checkpoints)
+        inputs, checkpoint = prepare(spec, job, client, directory, reporter, checkpoints)
         if checkpoint is None or not is_finished(checkpoint):
             checkpoint = train(spec, job, inputs, directory / "trainer", checkpoint, checkpoints, reporter, stop)
-        manifest = export_and_publish(spec, job, client, inputs, checkpoint, directory / "export")
-        stop.disarm()
-        reporter.succeeded(manifest)
-        log("succeeded", stage="train", run=job.run, attempt=manifest.attempt, metrics=manifest.metrics)
+        if world.sharded:
+            import ranks
+
+            ranks.leave()
+        if world.main:
+            manifest = export_and_publish(spec, job, client, inputs, checkpoint, directory / "export")
+            stop.disarm()  # what remains takes less time than stopping would
+            reporter.succeeded(manifest)
+            log("succeeded", stage="train", run=job.run, attempt=manifest.attempt, metrics=manifest.metrics)
         checkpoints.wait()
+        return Outcome.done()
     except Stopped as request:
-        checkpoints.wait(STOP_UPLOAD_SECONDS)
+        checkpoints.wait(max(UPLOAD_SECONDS, stop.seconds_left(job.grace_seconds) - UPLOAD_MARGIN_SECONDS))
         step = checkpoints.saved_step
-        reporter.out_of_time(step) if request.reason == "deadline" else reporter.preempted(step)
-        log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
-        raise
+        if world.first_here:
+            log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
+        return Outcome.stopped(request.reason, step, stop.agreed)
     finally:
+        stop.disarm()
         checkpoints.close()
+
+
+@contextmanager
+def work_directory(world: World) -> Iterator[Path]:
+    """One directory for all ranks of a machine."""
+    if world.directory is not None:
+        yield world.directory
+        return
+    # A rank that outlives the launcher may still write into it.
+    with tempfile.TemporaryDirectory(prefix="dropforge-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+def is_committed(client: Any, job: Job, reporter: Reporter) -> bool:
+    """Whether an earlier attempt has made the model; it is told again, and nothing else is done."""
+    committed = artifacts.read_manifest(client, job.bucket, job.run)
+    if committed is None:
+        return False
+    log("the model is committed already", stage="train", run=job.run, attempt=committed.attempt)
+    if job.world.machine == 0:
+        reporter.succeeded(committed)
+    return True
 
 
 @dataclass(frozen=True)
@@ -113,14 +161,49 @@ class Inputs:
     held_out: chat.Encoded | None
     plan: Plan
 
+    def digest(self, checkpoint: Path | None) -> str:
+        """The same for machines whose ranks will train alike."""
+        plan = self.plan
+        decided = (plan.batch_size, plan.gradient_accumulation_steps, plan.gradient_checkpointing, plan.packing)
+        found = hashlib.sha256(repr((self.base_source, decided, checkpoint and checkpoint.name)).encode())
+        for ids, labels in zip(self.train.input_ids, self.train.labels, strict=True):
+            found.update(repr((ids, labels)).encode())
+        return found.hexdigest()
+
 
 def prepare(
     spec: JobSpec, job: Job, client: Any, directory: Path, reporter: Reporter, checkpoints: CheckpointStore
-) -> Inputs:
-    """Read model and data, refuse what cannot work, and decide how to train on this device."""
-    device = find_device()
-    reporter.started(checkpoints.saved_step, device.name)
-    log("started", stage="train", run=job.run, device=device.name, resumed_step=checkpoints.saved_step)
+) -> tuple[Inputs, Path | None]:
+    """The inputs, and the checkpoint to go on from: made once on every machine, and everywhere the same."""
+    if not job.world.sharded:
+        return read_inputs(spec, job, client, directory, reporter, checkpoints)
+    import ranks
+
+    ranks.join()
+    if job.world.first_here:
+        inputs, checkpoint = read_inputs(spec, job, client, directory, reporter, checkpoints)
+        # A tokenizer with code of its own cannot be pickled.
+        digest = inputs.digest(checkpoint)
+        ranks.hand_over(directory, (replace(inputs, tokenizer=None), checkpoint, digest))
+    else:
+        inputs, checkpoint, digest = ranks.hand_over(directory)
+        inputs = replace(inputs, tokenizer=chat.load_tokenizer(inputs.base, spec.model.trust_remote_code))
+    use_threads(inputs.plan)
+    checkpoints.launch = ranks.agree(digest)
+    return inputs, checkpoint
+
+
+def read_inputs(
+    spec: JobSpec, job: Job, client: Any, directory: Path, reporter: Reporter, checkpoints: CheckpointStore
+) -> tuple[Inputs, Path | None]:
+    """Read checkpoint, model and data, refuse what cannot work, and decide how to train on this device."""
+    world = job.world
+    checkpoint = checkpoints.resume(directory / "trainer")
+    device = find_device(world.processes)
+    name = f"{world.size} x {device.name}" if world.sharded else device.name
+    if world.main:
+        reporter.started(checkpoints.saved_step, name)
+    log("started", stage="train", run=job.run, device=name, resumed_step=checkpoints.saved_step)
     base, base_source = fetch_model(spec, client, directory / "base")
     tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
     raw, data_source = data.load_rows(spec.dataset, client, directory / "data")
@@ -129,7 +212,7 @@ def prepare(
     max_length, source = spec.training.max_length, spec.dataset.source
     encoded = chat.encode(tokenizer, split.train, max_length, source)
     held_out = chat.encode(tokenizer, split.held_out, max_length, source) if split.held_out else None
-    plan = make_plan(spec, shape_of(base, spec.model.trust_remote_code), device, encoded.lengths)
+    plan = make_plan(spec, shape_of(base, spec.model.trust_remote_code), device, encoded.lengths, world.size)
     use_threads(plan)
     log(
         "prepared",
@@ -139,13 +222,14 @@ def prepare(
         rows_eval=len(split.held_out),
         rows_dropped=split.dropped + encoded.dropped,
         rows_truncated=encoded.truncated,
+        ranks=world.size,
         batch_size=plan.batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         gradient_checkpointing=plan.gradient_checkpointing,
         packing=plan.packing,
         memory=str(plan.estimate),
     )
-    return Inputs(base, base_source, data_source, tokenizer, split, encoded, held_out, plan)
+    return Inputs(base, base_source, data_source, tokenizer, split, encoded, held_out, plan), checkpoint
 
 
 def train(
@@ -160,68 +244,53 @@ def train(
 ) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once one is saved."""
     from callbacks import ReportProgress, StopWhenAsked, UploadCheckpoints
+    from trainer import build_trainer
 
+    world = job.world
     notes = read_notes(resumed) if resumed else {}
-    model = load_base(inputs, spec)
-    if spec.evaluation and inputs.held_out and "before" not in notes:
-        limit = spec.evaluation.max_new_tokens
-        score = evaluate(model, inputs.tokenizer, inputs.split.held_out, inputs.held_out, limit)
-        notes["before"] = asdict(score)
-        log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
-    trainer = build_trainer(model, spec, inputs, directory)
-    meter = ProgressMeter(reporter, total_steps(trainer))
-    for callback in (ReportProgress(meter), UploadCheckpoints(checkpoints, notes), StopWhenAsked(stop)):
+    model = load_and_evaluate(spec, job, inputs, notes)
+    trainer = build_trainer(model, spec, inputs.train, inputs.tokenizer, inputs.plan, directory)
+    if world.sharded:
+        shard(trainer, job)
+    meter = ProgressMeter(reporter, trainer.total_steps())
+    for callback in (ReportProgress(meter), UploadCheckpoints(checkpoints, notes, world), StopWhenAsked(stop)):
         trainer.add_callback(callback)
     with stop.deferred():
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return directory / f"checkpoint-{trainer.state.global_step}"
 
 
-def build_trainer(model: Any, spec: JobSpec, inputs: Inputs, directory: Path) -> Any:
-    """TRL's trainer with the spec's settings, and the plan's where the spec leaves them open."""
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import SFTConfig, SFTTrainer
+def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, Any]) -> Any:
+    """The base model as it is trained. How good it is before comes into `notes`, once per run."""
+    alone, model = not job.world.sharded, None
+    if job.world.main and spec.evaluation and inputs.held_out and "before" not in notes:
+        model = load_base(inputs, spec, device_map(inputs.plan.device, spread=not alone))
+        notes["before"] = asdict(evaluate_base(model, spec, job, inputs))
+    if alone:
+        return model or load_base(inputs, spec, device_map(inputs.plan.device))
+    del model  # it is whole; what ranks shard is loaded in another way, by all of them at once
+    free_memory()
+    return load_base(inputs, spec, None)
 
-    training, plan = spec.training, inputs.plan
-    arguments = SFTConfig(
-        output_dir=str(directory),
-        max_steps=training.max_steps or -1,
-        num_train_epochs=training.epochs,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_ratio,  # below 1 it is a share of the steps
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        per_device_train_batch_size=plan.batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        activation_checkpointing=plan.gradient_checkpointing,
-        gradient_checkpointing=plan.gradient_checkpointing,
-        packing=plan.packing,
-        max_length=training.max_length if plan.packing else None,  # the rows are cut already
-        train_sampling_strategy="group_by_length" if plan.group_by_length else "random",
-        bf16=plan.device.bf16,
-        use_cpu=plan.device.kind == "cpu",
-        dataloader_pin_memory=plan.device.kind == "cuda",
-        save_strategy="steps",
-        save_steps=training.checkpoint_steps,
-        save_total_limit=2,
-        logging_steps=LOGGING_STEPS,
-        include_num_input_tokens_seen="non_padding",
-        seed=training.seed,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        # Ids and labels are ours: the same code renders the prompts of training, evaluation and serving.
-        train_dataset=Dataset.from_dict({"input_ids": inputs.train.input_ids, "labels": inputs.train.labels}),
-        processing_class=inputs.tokenizer,
-        peft_config=lora_config(spec),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+
+def shard(trainer: Any, job: Job) -> None:
+    """Have accelerate shard the model, or refuse to train."""
+    import ranks
+
+    ranks.check_sharding(trainer.accelerator)
+    wrapped = ranks.use_wrap_classes(trainer, trainer.model)
+    if job.world.main:
+        log("sharding", stage="train", run=job.run, fsdp_version=2, ranks=job.world.size, wrapped=wrapped)
+
+
+def evaluate_base(model: Any, spec: JobSpec, job: Job, inputs: Inputs) -> Score:
+    """How good the model is before training."""
+    assert spec.evaluation is not None
+    assert inputs.held_out is not None
+    limit = spec.evaluation.max_new_tokens
+    score = evaluate(model, inputs.tokenizer, inputs.split.held_out, inputs.held_out, limit)
+    log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
+    return score
 
 
 def export_and_publish(
@@ -233,7 +302,7 @@ def export_and_publish(
     free_memory()  # of the trainer: two models on one GPU are one too many
     merged = export.merged_model(inputs.base, checkpoint, spec)
     export.save(merged, inputs.tokenizer, checkpoint, directory, spec)
-    served = export.reload(directory, inputs.plan, spec)
+    served = export.reload(directory, device_map(inputs.plan.device, spread=job.world.sharded), spec)
     export.check_parity(merged, served, inputs.tokenizer, inputs.split.held_out or inputs.split.train)
     del merged
     notes = read_notes(checkpoint)
@@ -288,8 +357,8 @@ def check_gate(spec: JobSpec, split: data.Split) -> None:
         raise config_error(message, "use the metric 'loss', or rows with prompts and completions")
 
 
-def load_base(inputs: Inputs, spec: JobSpec) -> Any:
-    """The base model as it is trained: in 4 bits for QLoRA."""
+def load_base(inputs: Inputs, spec: JobSpec, placed: Any) -> Any:
+    """The base model as it is trained: in 4 bits for QLoRA. `placed` is its device map; None where FSDP places it."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -301,8 +370,8 @@ def load_base(inputs: Inputs, spec: JobSpec) -> Any:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    if inputs.plan.device.kind == "cuda":
-        options["device_map"] = {"": torch.cuda.current_device()}
+    if placed is not None:
+        options["device_map"] = placed
     return AutoModelForCausalLM.from_pretrained(
         inputs.base,
         dtype=getattr(torch, inputs.plan.dtype),
@@ -310,31 +379,6 @@ def load_base(inputs: Inputs, spec: JobSpec) -> Any:
         trust_remote_code=spec.model.trust_remote_code,
         **options,
     )
-
-
-def lora_config(spec: JobSpec) -> Any:
-    """PEFT's configuration of the adapter; None for full fine-tuning."""
-    from peft import LoraConfig
-
-    adapter = spec.training.adapter
-    if adapter.type == "none":
-        return None
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=adapter.r,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=adapter.target_modules,
-    )
-
-
-def total_steps(trainer: Any) -> int:
-    """The optimiser steps that training will make."""
-    if trainer.args.max_steps > 0:
-        return int(trainer.args.max_steps)
-    batches = len(trainer.get_train_dataloader())
-    updates = max(1, -(-batches // trainer.args.gradient_accumulation_steps))
-    return int(-(-updates * trainer.args.num_train_epochs // 1))
 
 
 def is_finished(checkpoint: Path) -> bool:

@@ -140,5 +140,10 @@ def test_without_a_topic_nothing_is_published() -> None:
 
 
 def test_only_the_first_rank_reports() -> None:
-    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t", RANK="1"), Redactor())
+    reporter = Reporter(
+        job(
+            DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t", DROPFORGE_LAUNCH_DIRECTORY="/d", RANK="1", LOCAL_RANK="1"
+        ),
+        Redactor(),
+    )
     assert not reporter._thread.is_alive()

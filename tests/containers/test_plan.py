@@ -87,6 +87,16 @@ def test_qlora_needs_a_quarter_of_the_weights_of_lora() -> None:
     assert qlora.weights < 0.45 * lora.weights  # the embeddings stay in 16 bits
 
 
+def test_ranks_hold_a_share_of_the_weights_each() -> None:
+    h200 = Device("cuda", "NVIDIA H200", 140 * GIB, bf16=True)
+    spec = training("none", gradient_checkpointing=True, per_device_train_batch_size=1)
+    with pytest.raises(JobError):
+        make_plan(spec, GEMMA_12B, h200, LENGTHS)
+    found = make_plan(spec, GEMMA_12B, h200, LENGTHS, shards=8)
+    assert found.estimate.trained == 14 * GEMMA_12B.parameters // 8
+    assert found.estimate.weights > 4 * GEMMA_12B.parameters // 8  # and what is gathered while it is computed with
+
+
 def test_full_fine_tuning_of_12_billion_parameters_does_not_fit_on_an_l4() -> None:
     with pytest.raises(JobError) as caught:
         plan(shape=GEMMA_12B, adapter="none")

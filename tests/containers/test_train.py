@@ -34,7 +34,7 @@ def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, clo
     assert metrics["exact_match_before"] == 0
     assert metrics["exact_match"] >= 0.5
     assert metrics["loss"] < metrics["loss_before"] / 2
-    assert (metrics["steps"], metrics["rows_eval"]) == (60, 35)
+    assert (metrics["steps"], metrics["rows_eval"]) == (60, 33)
     assert metrics["tokens"] == pytest.approx(60 * 16 * 50, rel=0.2)
     paths = {file.path for file in manifest.files}
     assert {f"attempt-1/model/{name}" for name in MODEL_FILES} <= paths
@@ -130,14 +130,15 @@ def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
 ) -> None:
     _, expected = uninterrupted
     first = trainer.start(spec(training=LONG))
-    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
+    # In the second epoch: what is left of it must be the rows that it has not seen yet.
+    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
     first.kill(signal.SIGTERM)
     began = time.monotonic()
     assert first.wait() == 75, first.output
     assert time.monotonic() - began < 10
     last = events(first.run)[-1]
     assert last.type == "preempted"
-    assert 20 < last.step < 60
+    assert 40 < last.step < 60
     assert checkpoints(cloud.client, RUNS, first.run)[0].step == last.step
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output

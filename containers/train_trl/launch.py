@@ -1,0 +1,148 @@
+"""Several processes: starts `accelerate launch` with an FSDP2 configuration, and finds out how its ranks ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from job import DONE, INTERNAL, STOPPED, Job, JobError, config_error
+from outcome import Outcome, read_outcomes
+from stop import RANKS_MARGIN_SECONDS, Stopped, StopRequest
+from world import DIRECTORY, World
+
+from dropforge.errors import ErrorClass
+from dropforge.log import log
+from dropforge.spec import JobSpec
+
+TRAIN = Path(__file__).with_name("train.py")
+# A rank that hangs in a collective after another one failed is killed after so long; a checkpoint may take as long.
+SHUTDOWN_SECONDS = 30
+
+
+def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Outcome:
+    """Train in the ranks of this machine, pass SIGTERM and the deadline on to them, and say how it ended."""
+    if spec.training.adapter.type == "qlora":
+        raise config_error(
+            f"training.adapter.type is 'qlora' and {job.world.size} processes train; 4-bit weights are not sharded",
+            "use a lora adapter: each process holds only its share of the weights; or use one process",
+        )
+    gpus = visible_gpus()
+    if gpus and job.world.processes > gpus:
+        raise config_error(
+            f"DROPFORGE_NUM_PROCESSES is {job.world.processes}; expected at most {gpus}, the GPUs of this machine",
+            "give the container as many GPUs as processes",
+        )
+    config = directory / "accelerate.json"
+    config.write_text(json.dumps(accelerate_config(job.world, gpu=gpus > 0), indent=2))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(TRAIN)]
+    log("starting ranks", stage="train", run=job.run, processes=job.world.processes, machine=job.world.machine)
+    launcher = None
+    try:
+        with stop.deferred():  # what is started is also known, and can be ended
+            launcher = subprocess.Popen(command, env=rank_environment(job, directory), start_new_session=True)
+        launcher.wait()
+    except Stopped:
+        if launcher:
+            end_ranks(launcher, stop.seconds_left(job.grace_seconds) - RANKS_MARGIN_SECONDS)
+    return conclude(read_outcomes(directory), stop, job.world, launcher.returncode if launcher else None)
+
+
+def end_ranks(launcher: subprocess.Popen[bytes], seconds: float) -> None:
+    """Have the ranks save a checkpoint and end.
+
+    A rank that waits for another one, in a collective, hears no signal. To wait for it in turn would cost the last
+    event; when this process ends, the container does, and every rank with it.
+    """
+    launcher.terminate()  # which passes it on to every rank
+    try:
+        launcher.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        log("ranks did not end in time", stage="train", severity="WARNING", seconds=seconds)
+
+
+def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
+    """What `accelerate config` would write (JSON is one of its formats).
+
+    Not here, because only a rank knows it: the wrap classes (ranks.py, from the model), the precision and activation
+    checkpointing (plan.py; both are arguments of the trainer, and must not be given in two places).
+    """
+    host, port = world.host_and_port if world.machines > 1 else (None, 0)  # 0: any free one
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": False,
+            "fsdp_offload_params": False,
+            # The weights are read by one rank of a machine, and sent to the others' GPUs.
+            "fsdp_cpu_ram_efficient_loading": gpu,
+        },
+        "machine_rank": world.machine,
+        "main_process_ip": host,
+        "main_process_port": port,
+        "main_training_function": "main",
+        "mixed_precision": "no",
+        "num_machines": world.machines,
+        "num_processes": world.size,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": not gpu,
+    }
+
+
+def rank_environment(job: Job, directory: Path) -> dict[str, str]:
+    """This process's own environment, secrets included, and what tells a rank that it is one."""
+    patience = str(int(max(SHUTDOWN_SECONDS, job.grace_seconds)))
+    return {**os.environ, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience}
+
+
+def visible_gpus() -> int:
+    """As torch counts them, because torch is what the ranks will ask. Makes no CUDA context."""
+    if version("torch").endswith("+cpu"):
+        return 0  # to import it for that answer would take seconds
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code: int | None) -> Outcome:
+    """What the ranks' ends mean together: the first that failed is why the others did."""
+    first = outcomes.get(world.machine * world.processes)
+    if first and first.exit_code == DONE:
+        return first
+    causes = [outcome for outcome in outcomes.values() if _is_cause(outcome, stop)]
+    cause = min(causes, key=lambda outcome: outcome.time, default=None)
+    if cause and cause.exit_code != STOPPED:
+        return cause
+    if cause or stop.reason:
+        step = max((outcome.step for outcome in outcomes.values()), default=0)
+        return Outcome.stopped(stop.reason or "preempted", step, agreed=True)
+    lost = sorted(set(range(world.machine * world.processes, (world.machine + 1) * world.processes)) - set(outcomes))
+    ranks = ", ".join(map(str, lost)) or "none"
+    return Outcome.failed(
+        JobError(
+            ErrorClass.INFRASTRUCTURE,
+            INTERNAL,
+            f"the launcher ended with exit code {code}; these ranks ended without saying why: {ranks}",
+            "the log has the launcher's account; a rank killed by signal 9 usually means too little host memory",
+        )
+    )
+
+
+def _is_cause(outcome: Outcome, stop: StopRequest) -> bool:
+    """Whether a rank ended for a reason of its own."""
+    if outcome.exit_code == STOPPED:
+        # One that was told to stop, though this process was not and the ranks did not agree to, was told by the
+        # launcher: another one had ended before.
+        return stop.reason is not None or outcome.agreed
+    # Ranks do not end at the same moment: of those that are told to stop, some see others leave.
+    return outcome.exit_code != DONE and not (stop.reason and outcome.error_class == ErrorClass.INFRASTRUCTURE)

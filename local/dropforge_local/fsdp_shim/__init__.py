@@ -1,0 +1,18 @@
+"""Makes accelerate shard models (FSDP2) on processes without GPUs, for containers of the local stack alone.
+
+`environment` puts this directory on PYTHONPATH, where Python finds sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+DIRECTORY = Path(__file__).resolve().parent
+LOCAL_GPUS = "DROPFORGE_LOCAL_GPUS"
+
+
+def environment(env: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """`env` for a container that asked for `gpus` GPUs and gets as many processes' worth of CPU in their place."""
+    path = [str(DIRECTORY), *filter(None, [env.get("PYTHONPATH", "")])]
+    return {**env, "PYTHONPATH": ":".join(path), LOCAL_GPUS: str(gpus)}

@@ -1,0 +1,245 @@
+"""Several processes: two real FSDP2 ranks on gloo under `accelerate launch`, against one process on the same rows."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from dropforge.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
+from dropforge.errors import ErrorClass
+
+pytestmark = pytest.mark.slow
+
+RUNS, DATA = "runs-bucket", "data-bucket"
+LONG = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
+# Only the order differs in which 32-bit numbers are added up (measured: 2e-8).
+ONE_PROCESS_TOLERANCE = 1e-5
+RESUME_TOLERANCE = 1e-4
+
+Spec = Callable[..., dict[str, Any]]
+
+
+def test_two_ranks_lose_what_one_process_loses(two_ranks: Any, uninterrupted: Any, cloud: Any) -> None:
+    (one, one_manifest), (two, two_manifest) = uninterrupted, two_ranks
+    expected, found = losses(cloud, one.run), losses(cloud, two.run)
+    assert len(found) == 6
+    assert found == pytest.approx(expected, abs=ONE_PROCESS_TOLERANCE)
+    for name in ("loss", "loss_before"):
+        assert two_manifest.metrics[name] == pytest.approx(one_manifest.metrics[name], abs=ONE_PROCESS_TOLERANCE)
+    for name in ("steps", "tokens", "rows_train", "rows_eval", "exact_match_before"):
+        assert two_manifest.metrics[name] == one_manifest.metrics[name], name
+
+
+def test_one_rank_reports(two_ranks: Any, events: Any) -> None:
+    attempt, manifest = two_ranks
+    told = events(attempt.run)
+    kinds = [event.type for event in told]
+    assert kinds[0] == "started"
+    assert {kind: kinds.count(kind) for kind in ("started", "checkpoint", "succeeded")} == {
+        "started": 1,
+        "checkpoint": 3,
+        "succeeded": 1,
+    }
+    assert told[0].device == "2 x cpu"
+    (succeeded,) = [event for event in told if event.type == "succeeded"]
+    assert succeeded.metrics == manifest.metrics
+    steps = [event.step for event in told if event.type == "progress"]
+    assert steps == sorted(set(steps))
+
+
+def test_checkpoints_have_the_shards_of_both_ranks(two_ranks: Any, cloud: Any) -> None:
+    attempt, _ = two_ranks
+    found = checkpoints(cloud.client, RUNS, attempt.run)
+    assert [checkpoint.step for checkpoint in found] == [60, 40]
+    paths = {file.path for file in found[1].files}
+    for rank in (0, 1):
+        shards = {f"pytorch_model_fsdp_0/__{rank}_0.distcp", f"optimizer_0/__{rank}_0.distcp", f"rng_state_{rank}.pth"}
+        assert shards <= paths
+    assert '"wrapped": ["Gemma3DecoderLayer"]' in attempt.output
+
+
+def test_the_exported_model_loads_and_answers(two_ranks: Any, cloud: Any, trainer: Any, tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    attempt, manifest = two_ranks
+    assert manifest.metrics["exact_match"] >= 0.5
+    assert verify_manifest(cloud.client, RUNS, manifest) == []
+    download_prefix(cloud.client, f"gs://{RUNS}/models/{attempt.run}/{manifest.serve_path}", tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    sample = trainer.samples(attempt.run)[0]
+    inputs = tokenizer.apply_chat_template(
+        sample["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(output, skip_special_tokens=True).strip() == sample["after"]
+
+
+@pytest.mark.timeout(300)  # three attempts
+def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(
+    two_ranks: Any, trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    _, expected = two_ranks
+    document = spec(training=LONG)
+    first = trainer.start(document, processes=2)
+    wait_for(lambda: cloud.names(RUNS, f"checkpoints/{first.run}/step-00000020/{COMPLETE}"))
+    rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
+    assert first.wait() == 70, first.output
+    last = events(first.run)[-1]
+    assert (last.type, last.error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
+
+    second = trainer.start(document, run=first.run, attempt=2, processes=2)
+    # In the second epoch: what it goes on with must be the rows that this epoch has not seen yet.
+    wait_for(lambda: cloud.names(RUNS, f"checkpoints/{first.run}/step-00000040/{COMPLETE}"))
+    second.kill(signal.SIGTERM)
+    assert second.wait() == 75, second.output
+    told = [event for event in events(first.run) if event.attempt == 2]
+    assert told[0].resumed_step == 20
+    assert told[-1].type == "preempted"
+    assert 40 < told[-1].step < 60
+    assert checkpoints(cloud.client, RUNS, first.run)[0].step == told[-1].step
+
+    third = trainer.start(document, run=first.run, attempt=3, processes=2)
+    assert third.wait() == 0, third.output
+    found = trainer.manifest(first.run).metrics
+    for name in ("train_loss", "loss", "loss_before"):
+        assert found[name] == pytest.approx(expected.metrics[name], abs=RESUME_TOLERANCE), name
+    for name in ("steps", "tokens", "exact_match", "exact_match_before"):
+        assert found[name] == expected.metrics[name], name
+
+
+def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, events: Any) -> None:
+    attempt = trainer.start(spec(training=LONG), processes=2, DROPFORGE_LOCAL_GPUS="")
+    assert attempt.wait() == 64, attempt.output
+    (told,) = events(attempt.run)
+    assert (told.type, told.error_class) == ("failed", ErrorClass.CONFIG)
+    assert "2 processes were to shard the model by FSDP2; accelerate runs MULTI_CPU" in told.message
+
+
+def test_two_machines_fine_tune_a_whole_model_with_recomputed_activations(
+    trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    training = {"adapter": {"type": "none"}, "gradient_checkpointing": True, "learning_rate": 1e-3}
+    document = spec(training={**training, "max_steps": 8, "per_device_train_batch_size": 8})
+    address = f"127.0.0.1:{free_port()}"
+    run = None
+    machines = []
+    for machine in ("0", "1"):
+        environment = {"DROPFORGE_NUM_PROCESSES": "1", "DROPFORGE_NUM_MACHINES": "2", "JOB_COMPLETION_INDEX": machine}
+        machines.append(trainer.start(document, run, processes=2, DROPFORGE_MAIN_ADDRESS=address, **environment))
+        run = machines[0].run
+    for attempt in machines:
+        assert attempt.wait() == 0, attempt.output
+    kinds = [event.type for event in events(machines[0].run)]
+    assert (kinds.count("started"), kinds.count("succeeded")) == (1, 1)
+    (checkpoint,) = checkpoints(cloud.client, RUNS, machines[0].run)
+    assert {"optimizer_0/__1_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp", "rng_state_1.pth"} <= {
+        file.path for file in checkpoint.files
+    }
+    manifest = trainer.manifest(machines[0].run)
+    assert manifest.adapter_path is None
+    assert manifest.metrics["loss"] < manifest.metrics["loss_before"]
+
+
+def test_machines_commit_a_checkpoint_together(cloud: Any, tmp_path: Path) -> None:
+    run = "parts-0123456789ab"
+    stores = [store(cloud, run, machine) for machine in (0, 1)]
+    for machine, saving in enumerate(stores):
+        saving.launch = "this-launch"
+        (tmp_path / str(machine)).mkdir()
+        (tmp_path / str(machine) / f"__{machine}_0.distcp").write_text(f"shard {machine}")
+    stores[0].save(10, tmp_path / "0", {"train_seconds": 1})
+    assert checkpoints(cloud.client, RUNS, run) == []
+    stores[1].save(10, tmp_path / "1", {})
+    for saving in stores:
+        saving.wait()
+    assert not (tmp_path / "1").exists()  # nobody deletes it otherwise
+    # What a torn upload of three ranks had left.
+    cloud.put(RUNS, f"checkpoints/{run}/step-00000010/optimizer_0/__2_0.distcp", "of another launch")
+    resumed = store(cloud, run, 1).resume(tmp_path / "resumed")
+    assert resumed is not None
+    assert sorted(path.name for path in resumed.iterdir()) == ["__0_0.distcp", "__1_0.distcp", "dropforge.json"]
+    cloud.put(RUNS, f"checkpoints/{run}/step-00000010/__1_0.distcp", "of another launch")
+    assert store(cloud, run, 0).resume(tmp_path / "again") is None
+
+
+def store(cloud: Any, run: str, machine: int) -> Any:
+    from checkpoints import CheckpointStore
+    from job import Job, Redactor
+    from report import Reporter
+    from world import World
+
+    job = Job("p", run, 1, RUNS, "", None, 10, World(1, 2, machine, "host", rank=machine))
+    return CheckpointStore(cloud.client, job, Reporter(job, Redactor()))
+
+
+def test_rows_come_in_an_order_that_seed_and_epoch_decide() -> None:
+    from trainer import RowOrder
+
+    def order(epoch: int, *, group: bool) -> list[int]:
+        rows = RowOrder(range(100), 4, seed=7, group_by_length=group)
+        rows.epoch = epoch
+        return list(rows)
+
+    for group in (True, False):
+        assert order(1, group=group) == order(1, group=group) != order(0, group=group)
+        assert sorted(order(1, group=group)) == list(range(100))
+    assert spread(order(0, group=True)) < spread(order(0, group=False)) / 2
+
+
+def spread(order: list[int]) -> int:
+    """How far apart the lengths are within steps of 4 rows."""
+    return sum(max(order[n : n + 4]) - min(order[n : n + 4]) for n in range(0, len(order), 4))
+
+
+def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() -> None:
+    import ranks
+    import torch
+    from job import JobError
+
+    class Layer(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(Layer(1, 1))
+    model._no_split_modules = ["Layer", "VisionLayerThatThisModelLacks"]
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace())))
+    assert ranks.use_wrap_classes(trainer, model) == ["Layer"]
+    assert trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap == ["Layer"]
+    with pytest.raises(JobError, match=r"Sequential names \[\] as its layers"):
+        ranks.use_wrap_classes(trainer, torch.nn.Sequential())
+
+
+def losses(cloud: Any, run: str) -> list[float]:
+    """What the trainer logged, from its last checkpoint."""
+    uri = checkpoints(cloud.client, RUNS, run)[0].uri.removeprefix(f"gs://{RUNS}/")
+    state = json.loads(cloud.client.bucket(RUNS).blob(f"{uri}trainer_state.json").download_as_bytes())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def rank_processes(pid: int) -> list[psutil.Process]:
+    """The ranks below the process that started them, in the order of their ranks."""
+    found = [p for p in psutil.Process(pid).children(recursive=True) if p.environ().get("LOCAL_RANK")]
+    return sorted(found, key=lambda process: int(process.environ()["LOCAL_RANK"]))
+
+
+def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
