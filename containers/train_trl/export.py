@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -155,8 +156,9 @@ def publish(
     spec: JobSpec,
     provenance: Provenance,
     metrics: dict[str, float | None],
+    packages: Sequence[str] = VERSIONS,
 ) -> Manifest:
-    """Upload below the attempt's own prefix and commit. Another attempt's commit, if it was first, is the result."""
+    """Upload below the attempt's own prefix and commit, with the versions of `packages`. Another attempt's commit, if it was first, is the result."""
     prefix = artifacts.attempt_directory(job.attempt)
     files = artifacts.upload_directory(client, directory, f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}")
     manifest = Manifest(
@@ -170,7 +172,7 @@ def publish(
         adapter_path=f"{prefix}/adapter" if (directory / "adapter").is_dir() else None,
         metrics=metrics,
         files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
-        versions={name: version(name) for name in VERSIONS},
+        versions={name: version(name) for name in packages},
     )
     try:
         return artifacts.write_manifest(client, job.bucket, manifest)
