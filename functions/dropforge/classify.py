@@ -1,4 +1,4 @@
-"""From what a Google client raises to an ErrorClass, a message and a hint.
+"""From what a Google client, or Kubernetes' own, raises to an ErrorClass, a message and a hint.
 
 The same refusal is a different exception over REST and over gRPC, and quota and stock-out share status codes, so the
 text decides between those two (reference: the errors that other schedulers match on).
@@ -6,6 +6,7 @@ text decides between those two (reference: the errors that other schedulers matc
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -35,6 +36,19 @@ _HINTS = {
     ErrorClass.CONFIG: "the request itself is wrong; correct the spec or the deployment's settings",
     ErrorClass.TRANSIENT: "this passes by itself; it is tried again",
 }
+# Of the Kubernetes API, whose 429 is never a lack of machines: that shows in the events of a pod. What is not here
+# passes by itself: an overloaded server, a conflict with another writer, a TLS handshake with a server that restarts.
+_BY_KUBERNETES = {
+    **_BY_HTTP,
+    405: "UNIMPLEMENTED",
+    413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
+    422: "INVALID_ARGUMENT",
+}
+_KUBERNETES_PERMISSION = (
+    "grant the control plane's service account roles/container.developer, or roles/container.clusterViewer and a Role "
+    "in the namespace"
+)
 
 
 def client_errors() -> tuple[type[Exception], ...]:
@@ -49,6 +63,24 @@ def client_errors() -> tuple[type[Exception], ...]:
 def classify(error: Exception) -> CloudError:
     """The CloudError for anything that a Google client, or the connection under it, raised."""
     return classify_text(status_of(error), getattr(error, "message", None) or str(error) or repr(error))
+
+
+def kubernetes_errors() -> tuple[type[Exception], ...]:
+    """What the Kubernetes client raises for a failed call, to catch and hand to `classify_kubernetes`."""
+    from google.auth.exceptions import GoogleAuthError
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    return ApiException, HTTPError, GoogleAuthError
+
+
+def classify_kubernetes(error: Exception) -> CloudError:
+    """The CloudError for anything that the Kubernetes client, or the connection under it, raised."""
+    http = getattr(error, "status", None)
+    found = classify_text(_BY_KUBERNETES.get(http or 0, "UNAVAILABLE"), _kubernetes_message(error))
+    if found.error_class is ErrorClass.PERMISSION:
+        found.hint = _KUBERNETES_PERMISSION
+    return found
 
 
 def classify_text(status: str, message: str) -> CloudError:
@@ -78,3 +110,12 @@ def _class_of(status: str, message: str) -> ErrorClass:
     if status in _MAY_BE_QUOTA and _QUOTA.search(message):
         return ErrorClass.QUOTA
     return _BY_STATUS.get(status, ErrorClass.TRANSIENT)
+
+
+def _kubernetes_message(error: Exception) -> str:
+    """The message of the API's Status object; of an answer that has none, what there is."""
+    try:
+        return str(json.loads(getattr(error, "body", None) or "")["message"])
+    except (KeyError, TypeError, ValueError):
+        http, reason = getattr(error, "status", None), getattr(error, "reason", None)
+        return f"the Kubernetes API answered {http} {reason}" if http else f"the Kubernetes API: {reason or error!r}"

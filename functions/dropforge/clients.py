@@ -3,9 +3,10 @@
     STORAGE_EMULATOR_HOST          http://host:port   (the client library's own variable)
     PUBSUB_EMULATOR_HOST           host:port          (likewise)
     CLOUD_RUN_EMULATOR_HOST        http://host:port
+    GKE_EMULATOR_HOST              http://host:port   (its clusters say themselves where their Kubernetes API is)
     SECRET_MANAGER_EMULATOR_HOST   http://host:port
     WORKFLOWS_EMULATOR_HOST        host:port          (gRPC: the executions client has no REST transport)
-    DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints and callbacks accept
+    DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
 SDKs are imported on use: an import costs 0.3-0.6 s and 60-70 MB, and most functions need only one or two.
 """
@@ -13,7 +14,8 @@ SDKs are imported on use: an import costs 0.3-0.6 s and 60-70 MB, and most funct
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 # Bounds one request; the functions' own deadline is 540 s.
@@ -71,6 +73,37 @@ def run_services() -> Any:
 
 
 @cache
+def gke() -> Any:
+    """google.cloud.container_v1.ClusterManagerClient."""
+    from google.cloud import container_v1
+
+    return _rest(container_v1.ClusterManagerClient, "GKE_EMULATOR_HOST")
+
+
+@lru_cache(maxsize=8)
+def kubernetes(host: str, authority: str) -> Any:
+    """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.
+
+    `authority` is the certificate that signs the server's, in PEM; "" for one that everybody trusts.
+    """
+    from kubernetes import client
+    from urllib3 import Retry
+
+    configuration: Any = client.Configuration(host=host, ca_cert_data=authority or None)
+    configuration.api_key = {"authorization": ""}  # without a key it would never ask the hook for one
+    # A broken connection is tried once more when that can do nothing twice. Nothing else is: the client would sleep as
+    # long as the server's Retry-After says.
+    configuration.retries = Retry(1, status=0, redirect=0, respect_retry_after_header=False)
+    bearer = _bearer()
+
+    def refresh(found: Any) -> None:  # the client calls it before each request
+        found.api_key = {"authorization": f"Bearer {bearer()}"}
+
+    configuration.refresh_api_key_hook = refresh
+    return client.ApiClient(configuration)
+
+
+@cache
 def secrets() -> Any:
     """google.cloud.secretmanager_v1.SecretManagerServiceClient."""
     from google.cloud import secretmanager_v1
@@ -97,11 +130,9 @@ def callbacks() -> Any:
     """A requests session that may call workflow callbacks (permission workflows.callbacks.send)."""
     if token := os.environ.get("DROPFORGE_EMULATOR_TOKEN"):
         return _session(token)
-    import google.auth
     from google.auth.transport.requests import AuthorizedSession
 
-    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
-    return AuthorizedSession(credentials)
+    return AuthorizedSession(_credentials())
 
 
 def endpoint(audience: str) -> Any:
@@ -112,6 +143,29 @@ def endpoint(audience: str) -> Any:
     from google.oauth2 import id_token
 
     return _session(id_token.fetch_id_token(Request(), audience))
+
+
+def _bearer() -> Callable[[], str]:
+    """What gives an access token that is valid for some minutes at least."""
+    if token := os.environ.get("DROPFORGE_EMULATOR_TOKEN"):
+        return lambda: token
+    from google.auth.transport.requests import Request
+
+    credentials = _credentials()
+
+    def fresh() -> str:
+        if not credentials.valid:  # false already shortly before it expires
+            credentials.refresh(Request())
+        return str(credentials.token)
+
+    return fresh
+
+
+def _credentials() -> Any:
+    import google.auth
+
+    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+    return credentials
 
 
 def _project() -> str | None:

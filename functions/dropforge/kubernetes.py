@@ -1,0 +1,197 @@
+"""The Kubernetes API of a GKE cluster, reached by what GKE says of it: its endpoint and a Google token, no kubeconfig.
+
+Objects are JSON as the API has it, because the client's typed models refuse what a newer server adds. They are named in
+the ledger as Cloud Asset Inventory names them: kind `batch.k8s.io/Job`, name
+`projects/P/locations/R/clusters/C/k8s/namespaces/NS/batch/jobs/NAME` (the core group has no part of its own).
+Everything here raises CloudError.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from base64 import b64decode
+from dataclasses import dataclass
+from typing import Any
+
+from . import clients, names
+from .classify import classify, classify_kubernetes, client_errors, kubernetes_errors
+from .clients import TIMEOUT_SECONDS
+from .errors import CloudError, ErrorClass
+from .targets.base import Resource
+
+Object = dict[str, Any]
+
+CLUSTER = "container.googleapis.com/Cluster"
+VERSIONS = {"": "v1", "apps": "v1", "autoscaling": "v2", "batch": "v1"}  # of each group, the one that we speak
+GONE_WAIT_SECONDS = 5.0  # what is small is gone within this; the rest is looked at again later
+LOOK_SECONDS = 0.2
+
+
+def cluster_name(project: str, location: str, cluster: str) -> str:
+    """The full resource name of a cluster."""
+    return f"projects/{project}/locations/{location}/clusters/{cluster}"
+
+
+def resource_of(cluster: str, manifest: Object) -> Resource:
+    """What the ledger and `plan` call an object of the cluster with that full name."""
+    group = _group(manifest)
+    kind = f"{group}.k8s.io/{manifest['kind']}" if group else f"k8s.io/{manifest['kind']}"
+    namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+    parts = [cluster, "k8s/namespaces", namespace, *([group] if group else []), _plural(manifest), name]
+    return Resource(kind, "/".join(parts), manifest)
+
+
+def find_cluster(name: str) -> Any:
+    """The container_v1.Cluster with that full resource name; None when there is none."""
+    from google.api_core.exceptions import NotFound
+
+    try:
+        return clients.gke().get_cluster(name=name, timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        return None
+    except client_errors() as error:
+        raise classify(error) from error
+
+
+def connect(cluster: Any) -> Kubernetes:
+    """The API of a cluster that has an endpoint: by its DNS name where that is open to us, else by its address."""
+    dns = cluster.control_plane_endpoints_config.dns_endpoint_config
+    if dns.endpoint and dns.allow_external_traffic:  # IAM guards it, and its certificate is a public one
+        return Kubernetes(f"https://{dns.endpoint}")
+    authority = b64decode(cluster.master_auth.cluster_ca_certificate).decode()
+    return Kubernetes(f"https://{cluster.endpoint}", authority)
+
+
+def delete(name: str, pods: str = "") -> bool:
+    """Delete the object with that full resource name; True once it is seen not to exist, alone or with its cluster.
+
+    What it owns goes first. `pods` selects its pods by label: those that somebody has orphaned are deleted as well.
+    """
+    from google.cloud.container_v1 import Cluster
+
+    cluster = find_cluster(name.partition("/k8s/")[0])
+    if cluster is None:
+        return True
+    if cluster.status == Cluster.Status.STOPPING:
+        return False
+    if not cluster.endpoint:
+        return True  # it has never had an API to make anything with
+    kubernetes = connect(cluster)
+    deadline = time.monotonic() + GONE_WAIT_SECONDS
+    while left := _left(kubernetes, name, pods):
+        if time.monotonic() > deadline:
+            return False
+        for one, found in left:
+            if "deletionTimestamp" not in found["metadata"]:
+                kubernetes.delete(one, found["metadata"]["uid"])
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """The API at `host`, an https URL. Objects are found by their full resource names, in the ledger's form."""
+
+    host: str
+    authority: str = ""
+
+    def get(self, name: str) -> Object | None:
+        """One object; None when it does not exist."""
+        return self._call("GET", _path(name), none_for=404)
+
+    def find(self, namespace: str, plural: str, **selectors: str) -> list[Object]:
+        """Objects of the core group: `find("ns", "pods", labelSelector="a=b")`."""
+        found = self._call("GET", f"/api/v1/namespaces/{namespace}/{plural}", query=list(selectors.items()))
+        return list((found or {}).get("items") or [])
+
+    def create(self, manifest: Object) -> bool:
+        """Create an object; False when one of that name exists."""
+        namespace = manifest["metadata"].get("namespace")
+        path = _collection(_group(manifest), manifest["apiVersion"], namespace, _plural(manifest))
+        return self._call("POST", path, body=manifest, none_for=409) is not None
+
+    def ensure(self, cluster: str, manifest: Object) -> None:
+        """Create an object of one of our runs, or find it made by an earlier call whose reply was lost."""
+        if self.create(manifest):
+            return
+        name, wanted = resource_of(cluster, manifest).name, manifest["metadata"]["labels"]
+        found = self.get(name)
+        labels = found["metadata"].get("labels", {}) if found else wanted
+        if labels.get(names.RUN_LABEL) != wanted[names.RUN_LABEL]:
+            raise CloudError(
+                ErrorClass.CONFIG,
+                f"{name} exists and belongs to {labels!r}",
+                "delete it, or drop the spec again to get another run id",
+            )
+
+    def delete(self, name: str, uid: str) -> None:
+        """Begin to delete the object that was seen with that uid, and what it owns. Gone already is success."""
+        body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
+        # 409: another object has this name by now; the caller looks again.
+        self._call("DELETE", _path(name), body=body, none_for=(404, 409))
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: Object | None = None,
+        none_for: int | tuple[int, ...] = (),
+    ) -> Object | None:
+        """What the API answers; None for the codes that stand for an answer too."""
+        api = clients.kubernetes(self.host, self.authority)
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        try:
+            request = api.param_serialize(
+                method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]
+            )
+            response = api.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
+            text = response.read()
+            if response.status in (none_for if isinstance(none_for, tuple) else (none_for,)):
+                return None
+            _raise_for_status(response)
+        except kubernetes_errors() as error:
+            raise classify_kubernetes(error) from error
+        answer: Object = json.loads(text)
+        return answer
+
+
+def _left(kubernetes: Kubernetes, name: str, pods: str) -> list[tuple[str, Object]]:
+    """What is left of an object: itself, or else its pods; with their full names."""
+    if (itself := kubernetes.get(name)) is not None:
+        return [(name, itself)]
+    if not pods:
+        return []
+    cluster, _, rest = name.partition("/k8s/namespaces/")
+    namespace = rest.partition("/")[0]
+    found = kubernetes.find(namespace, "pods", labelSelector=pods)
+    return [(f"{cluster}/k8s/namespaces/{namespace}/pods/{pod['metadata']['name']}", pod) for pod in found]
+
+
+def _raise_for_status(response: Any) -> None:
+    from kubernetes.client.exceptions import ApiException
+
+    if not 200 <= response.status < 300:
+        raise ApiException(http_resp=response)
+
+
+def _path(name: str) -> str:
+    """The API's path of an object, from its full resource name."""
+    namespace, *group, plural, last = name.partition("/k8s/namespaces/")[2].split("/")
+    version = VERSIONS["".join(group)]
+    return f"{_collection(''.join(group), version, namespace, plural)}/{last}"
+
+
+def _collection(group: str, version: str, namespace: str | None, plural: str) -> str:
+    root = f"/apis/{group}" if group else "/api"
+    return f"{root}/{version.rpartition('/')[2]}/" + (f"namespaces/{namespace}/" if namespace else "") + plural
+
+
+def _group(manifest: Object) -> str:
+    return str(manifest["apiVersion"].rpartition("/")[0])
+
+
+def _plural(manifest: Object) -> str:
+    return f"{manifest['kind'].lower()}s"  # of all kinds that we use
