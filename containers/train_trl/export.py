@@ -158,7 +158,10 @@ def publish(
     metrics: dict[str, float | None],
     packages: Sequence[str] = VERSIONS,
 ) -> Manifest:
-    """Upload below the attempt's own prefix and commit, with the versions of `packages`. Another attempt's commit, if it was first, is the result."""
+    """Upload below the attempt's own prefix and commit, with the versions of `packages`.
+
+    Another attempt's commit, if it was first, is the result.
+    """
     prefix = artifacts.attempt_directory(job.attempt)
     files = artifacts.upload_directory(client, directory, f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}")
     manifest = Manifest(
