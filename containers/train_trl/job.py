@@ -128,7 +128,7 @@ def classify(error: Exception) -> JobError:
     if isinstance(error, InvalidSpec):
         return config_error(str(error))
     if isinstance(error, CloudError):
-        return JobError(error.error_class, INTERNAL, error.message, error.hint)
+        return JobError(error.error_class, _EXIT_CODES.get(error.error_class, INTERNAL), error.message, error.hint)
     names = {kind.__name__ for kind in type(error).__mro__}
     # By name: torch, huggingface_hub and google.api_core need not be imported to tell their errors apart.
     if names & {"OutOfMemoryError", "MemoryError"}:
@@ -152,6 +152,8 @@ def classify(error: Exception) -> JobError:
         return JobError(ErrorClass.TRANSIENT, INTERNAL, _text(error), "this passes by itself; it is tried again")
     return JobError(ErrorClass.CODE, INTERNAL, _text(error), "see the container's log for the traceback")
 
+
+_EXIT_CODES = {ErrorClass.CONFIG: BAD_CONFIG, ErrorClass.PERMISSION: NOT_FOUND}
 
 # A connection that broke, a server that failed: Google's clients, requests and httpx under the Hub's client.
 _PASSING = {

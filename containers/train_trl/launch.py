@@ -15,6 +15,7 @@ from outcome import Outcome, read_outcomes
 from stop import RANKS_MARGIN_SECONDS, Stopped, StopRequest
 from world import DIRECTORY, World
 
+from dropforge import container_secrets
 from dropforge.errors import ErrorClass
 from dropforge.log import log
 from dropforge.spec import JobSpec
@@ -100,9 +101,10 @@ def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
 
 
 def rank_environment(job: Job, directory: Path) -> dict[str, str]:
-    """This process's own environment, secrets included, and what tells a rank that it is one."""
+    """This process's own environment, with the secrets that it has read, and what tells a rank that it is one."""
     patience = str(int(max(SHUTDOWN_SECONDS, job.grace_seconds)))
-    return {**os.environ, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience}
+    inherited = {name: value for name, value in os.environ.items() if name != container_secrets.VARIABLE}
+    return {**inherited, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience}
 
 
 def visible_gpus() -> int:

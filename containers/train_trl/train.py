@@ -37,6 +37,7 @@ from world import World
 
 from dropforge import artifacts, clients
 from dropforge.artifacts import Source
+from dropforge.container_secrets import load_secrets
 from dropforge.errors import ErrorClass
 from dropforge.log import log
 from dropforge.names import spec_object
@@ -91,6 +92,7 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
     """One attempt from top to bottom: the committed manifest is its only result."""
     world = job.world
     stop.arm(None if world.sharded else job.deadline)  # whoever started the ranks tells them
+    load_secrets(os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:

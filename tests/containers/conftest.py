@@ -26,6 +26,7 @@ from dropforge.events import JobEvent, parse_job_event
 from dropforge_local import fsdp_shim, tiny
 from dropforge_local.db import Database
 from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.server import BackgroundServer, Emulator, Server
 from dropforge_local.workflows.clock import SystemClock
@@ -66,6 +67,7 @@ class Cloud:
             "HOME": os.environ.get("HOME", "/tmp"),
             "STORAGE_EMULATOR_HOST": self.server.url,
             "PUBSUB_EMULATOR_HOST": self.server.grpc_address,
+            "SECRET_MANAGER_EMULATOR_HOST": self.server.url,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -174,7 +176,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         pubsub = PubSubEmulator(db, clock)
         pubsub.create_topic(TOPIC)
         pubsub.create_subscription(SUBSCRIPTION, TOPIC)
-        return [StorageEmulator(db, directory / "blobs", clock), pubsub]
+        secrets = SecretManagerEmulator(db, clock, PROJECT)
+        secrets.set_secret("my-key", CANARY.encode())
+        return [StorageEmulator(db, directory / "blobs", clock), pubsub, secrets]
 
     with BackgroundServer(build) as server:
         options = {"api_endpoint": server.url}
@@ -233,7 +237,8 @@ def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
     """A run of 60 steps that nothing disturbs, and its manifest."""
     trainer = Trainer(cloud)
     document = job_spec(training={"max_steps": 60, "checkpoint_steps": 20}, secrets={"MY_KEY": "my-key"})
-    attempt = trainer.start(document, MY_KEY=CANARY, HF_TOKEN=TOKEN_CANARY)
+    references = {"MY_KEY": f"projects/{PROJECT}/secrets/my-key/versions/latest"}
+    attempt = trainer.start(document, DROPFORGE_SECRETS=json.dumps(references), HF_TOKEN=TOKEN_CANARY)
     assert attempt.wait() == 0, attempt.output
     return attempt, trainer.manifest(attempt.run)
 

@@ -10,7 +10,7 @@ import pytest
 from job import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, Job, JobError, Redactor, classify
 from report import PROGRESS_STEPS, ProgressMeter, Reporter
 
-from dropforge.errors import ErrorClass, InvalidSpec, SpecProblem
+from dropforge.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.events import JobEvent
 
 ENVIRONMENT = {
@@ -19,6 +19,8 @@ ENVIRONMENT = {
     "DROPFORGE_ATTEMPT": "2",
     "DROPFORGE_RUNS_BUCKET": "b",
 }
+DEAD, LISTENED = "projects/p/topics/dead", "projects/p/topics/listened"
+RANK = {"DROPFORGE_NUM_PROCESSES": "2", "DROPFORGE_LAUNCH_DIRECTORY": "/d"}
 
 
 def job(**changes: str) -> Job:
@@ -47,6 +49,9 @@ def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Excep
     ("error", "error_class", "exit_code"),
     [
         (InvalidSpec([SpecProblem("/name", "bad")]), ErrorClass.CONFIG, BAD_CONFIG),
+        (CloudError(ErrorClass.CONFIG, "no such secret"), ErrorClass.CONFIG, BAD_CONFIG),
+        (CloudError(ErrorClass.PERMISSION, "a secret may not be read"), ErrorClass.PERMISSION, NOT_FOUND),
+        (CloudError(ErrorClass.TRANSIENT, "not now"), ErrorClass.TRANSIENT, INTERNAL),
         (named("OutOfMemoryError", bases=(RuntimeError,)), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
         (MemoryError(), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
         (named("GatedRepoError"), ErrorClass.PERMISSION, NOT_FOUND),
@@ -123,7 +128,7 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
 
     blocked = threading.Event()
     monkeypatch.setattr(clients, "publisher", Publisher)
-    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t"), Redactor())
+    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor())
     began = time.monotonic()
     for step in range(1000):
         reporter.progress(step=step, total_steps=1000)
@@ -133,17 +138,32 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
     blocked.set()
 
 
-def test_without_a_topic_nothing_is_published() -> None:
-    reporter = Reporter(job(), Redactor())
+@pytest.mark.parametrize(
+    ("environment", "topics"),
+    [
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED}, [LISTENED]),
+        ({}, []),
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED, **RANK, "RANK": "0", "LOCAL_RANK": "0"}, [LISTENED]),
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED, **RANK, "RANK": "1", "LOCAL_RANK": "1"}, []),
+    ],
+    ids=["one process", "no topic", "first rank", "second rank"],
+)
+def test_events_are_published_once_and_only_where_somebody_listens(
+    environment: dict[str, str], topics: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dropforge import clients
+
+    class Publisher:
+        def publish(self, topic: str, *args: Any, **kwargs: Any) -> Any:
+            published.append(topic)
+            return Future()
+
+    class Future:
+        def result(self, timeout: float) -> None: ...
+
+    published: list[str] = []  # the dead topic's reporter may still be at it
+    monkeypatch.setattr(clients, "publisher", Publisher)
+    reporter = Reporter(job(**environment), Redactor())
     reporter.started(0, "cpu")
     reporter.close()
-
-
-def test_only_the_first_rank_reports() -> None:
-    reporter = Reporter(
-        job(
-            DROPFORGE_JOB_EVENTS_TOPIC="projects/p/topics/t", DROPFORGE_LAUNCH_DIRECTORY="/d", RANK="1", LOCAL_RANK="1"
-        ),
-        Redactor(),
-    )
-    assert not reporter._thread.is_alive()
+    assert [topic for topic in published if topic != DEAD] == topics

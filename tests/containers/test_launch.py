@@ -106,6 +106,15 @@ def test_what_the_ends_of_the_ranks_mean(
         assert found.step == max((outcome.step for outcome in outcomes.values()), default=0)
 
 
+def test_ranks_inherit_secrets_and_do_not_read_them_again(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("DROPFORGE_SECRETS", '{"HF_TOKEN": "projects/p/secrets/hf-token/versions/latest"}')
+    monkeypatch.setenv("HF_TOKEN", "value")
+    environment = launch.rank_environment(JOB, tmp_path)
+    assert "DROPFORGE_SECRETS" not in environment
+    assert environment["HF_TOKEN"] == "value"
+    assert environment["DROPFORGE_LAUNCH_DIRECTORY"] == str(tmp_path)
+
+
 def test_a_rank_leaves_its_end_to_the_process_that_started_it(tmp_path: Path) -> None:
     rank = replace(JOB, world=World(processes=2, rank=1, local_rank=1, directory=tmp_path))
     agreed = Outcome.stopped("preempted", 20, agreed=True)

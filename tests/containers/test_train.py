@@ -259,6 +259,15 @@ def test_an_environment_that_is_not_ours_is_refused(trainer: Any, spec: Spec) ->
     assert "DROPFORGE_ATTEMPT is 'first'; expected 1 to 1000" in attempt.output
 
 
+def test_a_secret_that_cannot_be_read_ends_the_attempt_with_an_event(trainer: Any, spec: Spec, events: Any) -> None:
+    reference = "projects/test-project/secrets/no-such-secret/versions/latest"
+    attempt = trainer.start(spec(), DROPFORGE_SECRETS=json.dumps({"HF_TOKEN": reference}))
+    assert attempt.wait() == 64, attempt.output
+    (told,) = events(attempt.run)
+    assert (told.type, told.error_class) == ("failed", ErrorClass.CONFIG)
+    assert told.message == f"{reference}, for HF_TOKEN, does not exist"
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name in ("train_loss", "loss", "loss_before"):
         assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE), name

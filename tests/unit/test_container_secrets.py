@@ -1,0 +1,121 @@
+"""Secrets by reference, read with Google's client from an emulated Secret Manager over a socket."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dropforge import clients
+from dropforge.container_secrets import load_secrets
+from dropforge.errors import CloudError, ErrorClass
+from dropforge_local.db import Database
+from dropforge_local.emulators.secretmanager import SecretManagerEmulator
+from dropforge_local.errors import ApiError
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import VirtualClock
+
+PARENT = "projects/test-project/secrets"
+VALUE = "hf_" + "v" * 30
+
+
+class Secrets(SecretManagerEmulator):
+    """Which also has a secret that nobody may read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(Database(path), VirtualClock(), "test-project")
+        self.set_secret("hf-token", VALUE.encode())
+        self.set_secret("binary", b"\xff\x00" + VALUE.encode())
+        access = self._service.access_secret_version
+
+        def refuse(request: object) -> object:
+            if "/forbidden/" in str(request):
+                raise ApiError("PERMISSION_DENIED", "Permission 'secretmanager.versions.access' denied")
+            return access(request)
+
+        self._service.access_secret_version = refuse  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with BackgroundServer(lambda: [Secrets(tmp_path / "state.db")]) as server:
+        monkeypatch.setenv("SECRET_MANAGER_EMULATOR_HOST", server.url)
+        clients.secrets.cache_clear()
+        yield
+        clients.secrets().transport.close()
+        clients.secrets.cache_clear()
+
+
+def environment(**references: object) -> dict[str, str]:
+    return {"HOME": "/", "DROPFORGE_SECRETS": json.dumps(references)}
+
+
+@pytest.mark.usefixtures("emulator")
+def test_values_come_into_the_environment() -> None:
+    environ = environment(HF_TOKEN=f"{PARENT}/hf-token/versions/latest", OTHER=f"{PARENT}/hf-token/versions/1")
+    load_secrets(environ)
+    assert (environ["HF_TOKEN"], environ["OTHER"], environ["HOME"]) == (VALUE, VALUE, "/")
+
+
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize(
+    ("secret", "error_class", "message"),
+    [
+        ("forbidden/versions/latest", ErrorClass.PERMISSION, "may not be read"),
+        ("missing/versions/latest", ErrorClass.CONFIG, "does not exist"),
+        ("hf-token/versions/7", ErrorClass.CONFIG, "does not exist"),
+        ("binary/versions/latest", ErrorClass.CONFIG, "is not UTF-8 text"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_nothing_is_changed(
+    secret: str, error_class: ErrorClass, message: str
+) -> None:
+    environ = environment(FIRST=f"{PARENT}/hf-token/versions/1", HF_TOKEN=f"{PARENT}/{secret}")
+    before = dict(environ)
+    with pytest.raises(CloudError) as caught:
+        load_secrets(environ)
+    assert caught.value.error_class == error_class
+    assert caught.value.message == f"{PARENT}/{secret}, for HF_TOKEN, {message}"
+    assert VALUE not in caught.value.message + caught.value.hint
+    assert caught.value.hint
+    assert environ == before
+
+
+@pytest.mark.usefixtures("emulator")
+def test_a_disabled_version_is_not_read() -> None:
+    reference = f"{PARENT}/hf-token/versions/1"
+    clients.secrets().disable_secret_version(name=reference)
+    with pytest.raises(CloudError, match=f"{reference}, for HF_TOKEN, cannot be read: .*DISABLED") as caught:
+        load_secrets(environment(HF_TOKEN=reference))
+    assert caught.value.error_class == ErrorClass.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is a JSON list"),
+        ('{"A B": "x"}', "is the variable name 'A B' in it"),
+        (f'{{"HF_TOKEN": "{VALUE}"}}', "is something else for HF_TOKEN"),
+    ],
+)
+def test_a_malformed_variable_is_refused_without_being_shown(text: str, found: str) -> None:
+    with pytest.raises(CloudError) as caught:
+        load_secrets({"DROPFORGE_SECRETS": text})
+    assert caught.value.error_class == ErrorClass.CONFIG
+    assert caught.value.message.startswith(f"DROPFORGE_SECRETS {found}")
+    assert VALUE not in caught.value.message
+
+
+def test_without_the_variable_nothing_is_imported() -> None:
+    code = (
+        "import sys; from dropforge.container_secrets import load_secrets\n"
+        "before = set(sys.modules)\n"
+        "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(environ)\n"
+        "assert set(sys.modules) == before and 'dropforge.clients' not in before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
