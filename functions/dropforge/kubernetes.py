@@ -23,7 +23,8 @@ from .targets.base import Resource
 Object = dict[str, Any]
 
 CLUSTER = "container.googleapis.com/Cluster"
-VERSIONS = {"": "v1", "apps": "v1", "autoscaling": "v2", "batch": "v1"}  # of each group, the one that we speak
+# Of each group, the one that we speak.
+VERSIONS = {"": "v1", "apps": "v1", "autoscaling": "v2", "batch": "v1", "monitoring.googleapis.com": "v1"}
 GONE_WAIT_SECONDS = 5.0  # what is small is gone within this; the rest is looked at again later
 LOOK_SECONDS = 0.2
 
@@ -36,10 +37,10 @@ def cluster_name(project: str, location: str, cluster: str) -> str:
 def resource_of(cluster: str, manifest: Object) -> Resource:
     """What the ledger and `plan` call an object of the cluster with that full name."""
     group = _group(manifest)
-    kind = f"{group}.k8s.io/{manifest['kind']}" if group else f"k8s.io/{manifest['kind']}"
+    service = group if "." in group else f"{group}.k8s.io".lstrip(".")
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
     parts = [cluster, "k8s/namespaces", namespace, *([group] if group else []), _plural(manifest), name]
-    return Resource(kind, "/".join(parts), manifest)
+    return Resource(f"{service}/{manifest['kind']}", "/".join(parts), manifest)
 
 
 def find_cluster(name: str) -> Any:
@@ -100,9 +101,10 @@ class Kubernetes:
         """One object; None when it does not exist."""
         return self._call("GET", _path(name), none_for=404)
 
-    def find(self, namespace: str, plural: str, **selectors: str) -> list[Object]:
-        """Objects of the core group: `find("ns", "pods", labelSelector="a=b")`."""
-        found = self._call("GET", f"/api/v1/namespaces/{namespace}/{plural}", query=list(selectors.items()))
+    def find(self, namespace: str, plural: str, group: str = "", **selectors: str) -> list[Object]:
+        """Objects of one kind: `find("ns", "pods", labelSelector="a=b")`; none of a kind that the cluster lacks."""
+        path = _collection(group, VERSIONS[group], namespace, plural)
+        found = self._call("GET", path, query=list(selectors.items()), none_for=404)
         return list((found or {}).get("items") or [])
 
     def create(self, manifest: Object) -> bool:
