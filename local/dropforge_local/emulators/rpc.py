@@ -28,6 +28,7 @@ Message = Any  # a protobuf message; the generated classes carry no types
 SYSTEM_PARAMETERS = frozenset(
     ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "prettyPrint", "quotaUser", "uploadType")
 )
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 VARIABLE = re.compile(r"\{([a-z_.]+)=([^}]+)\}")
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -148,7 +149,7 @@ def _route(rule: str, method: Method, handler: Callable[[Message], Any]) -> web.
             if body_field != "*":
                 getattr(message, body_field).SetInParent()
         if body_field != "*":
-            parse_dict(_query(request), message)
+            parse_dict(_with_booleans(_query(request), message.DESCRIPTOR), message)
         for name, value in request.match_info.items():
             _set_path_field(message, name.split("__"), value)
         response = await _call(handler, message)
@@ -178,6 +179,18 @@ def _query(request: web.Request) -> dict[str, Any]:
             target = nested
         target[last] = value
     return body
+
+
+def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
+    """Texts as booleans where the message has them: clients write true, True and 1 in query parameters."""
+    fields = {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
+    for name, value in query.items():
+        field = fields.get(name)
+        if field is not None and isinstance(value, dict) and field.message_type is not None:
+            _with_booleans(value, field.message_type)
+        elif field is not None and field.type == field.TYPE_BOOL and isinstance(value, str):
+            query[name] = BOOLEANS.get(value.lower(), value)
+    return query
 
 
 def _set_path_field(message: Message, path: list[str], value: str) -> None:

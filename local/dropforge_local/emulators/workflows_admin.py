@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 from google.cloud.workflows_v1.types import workflows as api
-from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format, timestamp_pb2
 
 from ..errors import ApiError

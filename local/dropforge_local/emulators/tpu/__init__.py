@@ -1,0 +1,6 @@
+"""Cloud TPU: nodes and queued resources whose machines run their startup scripts as local processes."""
+
+from .config import TpuConfig
+from .emulator import TpuEmulator
+
+__all__ = ["TpuConfig", "TpuEmulator"]

@@ -1,0 +1,49 @@
+"""What an emulated machine finds on itself: a root directory, disks, and commands that stand for those it cannot have.
+
+The startup script sees the root directory as $DROPFORGE_ROOT. The boot disk is what is below it and survives reboots;
+mounts and /run do not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...containers.images import ImageStore
+
+# docker, mount, mkfs.ext4 and the like; found before the machine's own.
+SHIMS = Path(__file__).with_name("shims")
+INIT = Path(__file__).with_name("init.py")
+SETTINGS = "etc/dropforge-sandbox.json"
+DIRECTORIES = ("dev/disk/by-id", "etc", "mnt", "run", "tmp", "var/lib", "var/log")
+
+
+def prepare(root: Path, disks: Sequence[Path], images: ImageStore, platform_env: Mapping[str, str]) -> None:
+    """Lay out the root directory of a machine that boots; `disks` are its data disks' contents."""
+    for volatile in ("dev", "mnt", "run", "tmp"):
+        shutil.rmtree(root / volatile, ignore_errors=True)
+    for directory in DIRECTORIES:
+        (root / directory).mkdir(parents=True, exist_ok=True)
+    (root / "dev/sda").touch()  # the boot disk
+    for index, content in enumerate(disks, start=1):
+        device = f"sd{chr(ord('a') + index)}"
+        (root / "dev" / device).symlink_to(content)
+        # Compute Engine's name for a disk that was attached without one.
+        (root / f"dev/disk/by-id/google-persistent-disk-{index}").symlink_to(f"../../{device}")
+    settings = {
+        "images": str(images.root),
+        "directory": str(images.directory),
+        "environment": dict(platform_env),
+    }
+    (root / SETTINGS).write_text(json.dumps(settings))
+
+
+def read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
+    """The images that a machine may run, and what the platform puts in every container's environment."""
+    settings: dict[str, Any] = json.loads((root / SETTINGS).read_text())
+    images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable))
+    return images, settings["environment"]

@@ -1,0 +1,269 @@
+"""Cloud TPU with Google's own client over gRPC and REST, and with gcloud: nodes, queued resources, refusals, faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import google.api_core.exceptions as refused
+import pytest
+from google.cloud import tpu_v2
+from google.cloud.location import locations_pb2
+
+from dropforge_local.db import Database
+from dropforge_local.emulators.tpu import TpuEmulator
+from dropforge_local.server import BackgroundServer
+
+from .conftest import NODE, PARENT, Cloud, QueuedState, State, build, wait_for
+
+
+def test_a_node_comes_and_goes(cloud: Cloud) -> None:
+    operation = cloud.create(labels={"dropforge-run": "r1"}, network_config={"enable_external_ips": False})
+    assert cloud.node().state == State.CREATING
+    metadata = operation.metadata
+    assert (metadata.verb, metadata.target) == ("create", f"{PARENT}/nodes/n1")
+    node = operation.result(timeout=20)
+    assert (node.state, node.health, dict(node.labels)) == (
+        State.READY,
+        tpu_v2.Node.Health.HEALTHY,
+        {"dropforge-run": "r1"},
+    )
+    assert node.accelerator_config.topology == "2x4"
+    assert node.network_endpoints[0].ip_address == "127.0.0.1"
+    assert [one.name for one in cloud.rest.list_nodes(parent="projects/p1/locations/-")] == [node.name]
+    cloud.delete()
+    with pytest.raises(refused.NotFound, match=f"Resource '{node.name}' was not found"):
+        cloud.node()
+    assert not cloud.processes()
+
+
+def test_rest_and_grpc_say_the_same(cloud: Cloud) -> None:
+    operation = cloud.rest.create_node(parent=PARENT, node=NODE, node_id="n1")
+    node = operation.result(timeout=20)
+    assert node == cloud.tpu.get_node(name=node.name) == cloud.rest.get_node(name=node.name)
+    listed = cloud.rest.list_operations({"name": PARENT}).operations
+    assert [one.name for one in listed] == [operation.operation.name]
+    assert cloud.rest.delete_operation({"name": operation.operation.name}) is None
+    with pytest.raises(refused.NotFound):
+        cloud.tpu.get_operation({"name": operation.operation.name})
+
+
+def test_zones_have_their_types_and_runtimes(cloud: Cloud) -> None:
+    types = {one.type_: one for one in cloud.tpu.list_accelerator_types(parent=PARENT)}
+    assert types["v5litepod-8"].accelerator_configs[0].topology == "2x4"
+    assert "v6e-8" not in types
+    versions = {one.version for one in cloud.rest.list_runtime_versions(parent=PARENT)}
+    assert {"v2-alpha-tpuv5-lite", "tpu-ubuntu2204-base"} == versions
+    request = locations_pb2.ListLocationsRequest(name="projects/p1")
+    assert "us-east5-b" in {one.location_id for one in cloud.tpu.list_locations(request).locations}
+    with pytest.raises(refused.NotFound, match="moon"):
+        cloud.tpu.list_accelerator_types(parent="projects/p1/locations/moon")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"accelerator_type": "v6e-8"}, "'v6e-8' is not available in zone us-west1-c"),
+        ({"accelerator_type": ""}, "Accelerator type '' is not available"),
+        ({"runtime_version": "v2-alpha-tpuv6e"}, "does not fit v5litepod-8"),
+        ({"accelerator_config": {"type_": "V5LITE_POD", "topology": "2x4"}}, "only one of"),
+        ({"scheduling_config": {"spot": True, "reserved": True}}, "at most one of"),
+        ({"labels": {"Run": "1"}}, "label 'Run'"),
+        ({"data_disks": [{"source_disk": "d1"}]}, "data_disks.source_disk is 'd1'"),
+        ({"node_id": "N1"}, "node_id is 'N1'"),
+    ],
+)
+def test_bad_nodes_are_refused(cloud: Cloud, fields: dict[str, Any], text: str) -> None:
+    node_id = fields.pop("node_id", "n1")
+    with pytest.raises(refused.InvalidArgument, match=text):
+        cloud.tpu.create_node(parent=PARENT, node={**NODE, **fields}, node_id=node_id)
+    with pytest.raises(refused.NotFound):
+        cloud.node()
+
+
+def test_what_is_not_emulated_says_so(cloud: Cloud) -> None:
+    with pytest.raises(refused.MethodNotImplemented, match="several machines"):
+        cloud.tpu.create_node(parent=PARENT, node={**NODE, "accelerator_type": "v5litepod-16"}, node_id="n1")
+    with pytest.raises(refused.MethodNotImplemented):
+        cloud.tpu.generate_service_identity({"parent": PARENT})
+    body = json.dumps({"acceleratorTypo": "v5litepod-8"}).encode()
+    request = urllib.request.Request(f"{cloud.url}/v2/{PARENT}/nodes?nodeId=n1", body, method="POST")
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(request, timeout=5)
+    with answer.value as error:
+        assert (error.code, "acceleratorTypo" in error.read().decode()) == (400, True)
+
+
+def test_capacity_and_quota_run_out(cloud: Cloud) -> None:
+    cloud.faults(stockout=["us-west1-c"])
+    with pytest.raises(refused.ResourceExhausted, match='There is no more capacity in the zone "us-west1-c"'):
+        cloud.ready()
+    with pytest.raises(refused.NotFound):
+        cloud.node()
+    cloud.faults(stockout=[], quota={"us-west1-c": 8})
+    cloud.ready()
+    with pytest.raises(refused.ResourceExhausted, match="Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI'"):
+        cloud.create("n2")
+    cloud.ready("n2", scheduling_config={"spot": True})  # another quota
+    with pytest.raises(refused.AlreadyExists):
+        cloud.create("n1")
+
+
+def test_calls_fail_on_purpose(cloud: Cloud) -> None:
+    cloud.faults(fail_next={"method": "create_node", "status": "PERMISSION_DENIED", "message": "no"})
+    with pytest.raises(refused.PermissionDenied, match="no"):
+        cloud.create()
+    cloud.faults(fail_next={"method": "create_node", "status": "UNAVAILABLE", "after_effect": True})
+    with pytest.raises(refused.ServiceUnavailable):
+        cloud.create()
+    wait_for(lambda: cloud.node().state == State.READY)
+    with pytest.raises(urllib.error.HTTPError, match="400") as answer:
+        cloud.faults(stock_out=[])
+    answer.value.close()
+
+
+def test_a_queued_resource_from_request_to_deletion(cloud: Cloud) -> None:
+    created = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001").result(timeout=20)
+    assert created.state.state == QueuedState.ACCEPTED
+    again = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001")
+    assert again.result(timeout=20).name == created.name
+    cloud.wait_for_state(QueuedState.ACTIVE)
+    node = cloud.node()
+    assert (node.queued_resource, node.scheduling_config.spot) == (created.name, True)
+    with pytest.raises(refused.BadRequest, match="is ACTIVE and has nodes"):
+        cloud.unqueue(force=False)
+    with pytest.raises(refused.FailedPrecondition, match="cannot be stopped"):
+        cloud.tpu.stop_node({"name": node.name})
+    cloud.unqueue().result(timeout=30)
+    for get in (cloud.queued, cloud.node):
+        with pytest.raises(refused.NotFound):
+            get()
+    assert not cloud.processes()
+
+
+def test_a_queued_resource_waits_for_capacity(cloud: Cloud) -> None:
+    cloud.faults(stockout=["us-west1-c"])
+    cloud.queue()
+    cloud.wait_for_state(QueuedState.WAITING_FOR_RESOURCES)
+    assert not list(cloud.tpu.list_nodes(parent=PARENT))
+    cloud.faults(stockout=[])
+    cloud.wait_for_state(QueuedState.ACTIVE)
+    cloud.delete()
+    cloud.wait_for_state(QueuedState.SUSPENDED)
+    cloud.unqueue(force=False).result(timeout=20)
+
+
+def test_a_queued_resource_expires_and_stays(cloud: Cloud) -> None:
+    cloud.faults(stockout=["us-west1-c"])
+    cloud.queue(queueing_policy={"valid_until_duration": {"nanos": 400_000_000}})
+    failed = cloud.wait_for_state(QueuedState.FAILED)
+    assert (failed.state.failed_data.error.code, "expired" in failed.state.failed_data.error.message) == (4, True)
+    cloud.unqueue(force=False).result(timeout=20)
+    assert not list(cloud.tpu.list_queued_resources(parent=PARENT))
+
+
+def test_a_queued_resource_fails_for_want_of_quota(cloud: Cloud) -> None:
+    cloud.faults(quota={"us-west1-c": 4})
+    cloud.queue(spot={})
+    error = cloud.wait_for_state(QueuedState.FAILED).state.failed_data.error
+    assert (error.code, "TPUV5sPreemptibleLitepod" in error.message) == (8, True)
+
+
+def test_a_preempted_queued_resource_is_suspended(cloud: Cloud) -> None:
+    cloud.faults(preempt_next={"after_seconds": 0.2})
+    cloud.queue(spot={})
+    cloud.wait_for_state(QueuedState.SUSPENDED)
+    assert cloud.node().state == State.PREEMPTED
+    assert not cloud.processes()
+    cloud.unqueue().result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"queued_id": "Q"}, "queued_resource_id is 'Q'"),
+        ({"node_id": ""}, "node_id is ''"),
+        ({"node": {"accelerator_type": "v9-8"}}, "'v9-8' is not available"),
+        ({"spot": {}, "reservation_name": "r"}, "exclude each other"),
+    ],
+)
+def test_bad_queued_resources_are_refused(cloud: Cloud, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(refused.InvalidArgument, match=text):
+        cloud.queue(**fields)
+    assert not list(cloud.tpu.list_queued_resources(parent=PARENT))
+
+
+def test_a_disk_belongs_to_one_node(cloud: Cloud) -> None:
+    disk = cloud.disk("d1")
+    cloud.ready("n1", data_disks=[{"source_disk": disk, "mode": "READ_WRITE"}])
+    with pytest.raises(refused.FailedPrecondition, match=f"already being used by '{PARENT}/nodes/n1'"):
+        cloud.create("n2", data_disks=[{"source_disk": disk}])
+    with pytest.raises(refused.NotFound, match="disks/d9"):
+        cloud.create("n2", data_disks=[{"source_disk": disk.replace("d1", "d9")}])
+    cloud.delete("n1")
+    cloud.ready("n2", data_disks=[{"source_disk": disk}])
+
+
+def test_the_next_stack_goes_on(home: Path) -> None:
+    with BackgroundServer(lambda: build(home)) as server:
+        first = Cloud(server, home)
+        first.faults(stockout=["us-west1-c"])
+        first.queue()
+        first.wait_for_state(QueuedState.WAITING_FOR_RESOURCES)
+        for channel in first.channels:
+            channel.close()
+    with BackgroundServer(lambda: build(home)) as server:
+        second = Cloud(server, home)
+        second.faults(stockout=[])
+        second.wait_for_state(QueuedState.ACTIVE)
+        wait_for(lambda: [len(pids) for pids in second.processes().values()] == [2])  # its shim and its init
+        machine = second.processes()
+    with BackgroundServer(lambda: build(home)) as server:
+        third = Cloud(server, home)
+        assert third.processes() == machine
+        third.unqueue().result(timeout=20)
+        assert not third.processes()
+        for channel in third.channels:
+            channel.close()
+    db = Database(home / "state.db")
+    assert TpuEmulator.names_in(db) == []
+    db.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+@pytest.mark.timeout(240)
+def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "CLOUDSDK_CONFIG": str(tmp_path / "gcloud"),
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": f"{cloud.url}/",
+        "CLOUDSDK_CORE_PROJECT": "p1",
+        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+    }
+
+    def gcloud(*arguments: str) -> Any:
+        command = ["gcloud", "compute", "tpus", *arguments, "--zone=us-west1-c", "--format=json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
+        return json.loads(done.stdout or "null")
+
+    shape = ("--accelerator-type=v5litepod-8", "--data-disk=source=" + cloud.disk("d1"))
+    gcloud("tpu-vm", "create", "n1", "--version=v2-alpha-tpuv5-lite", "--spot", "--internal-ips", *shape)
+    described = gcloud("tpu-vm", "describe", "n1")
+    assert (described["state"], described["schedulingConfig"]) == ("READY", {"spot": True})
+    gcloud("tpu-vm", "delete", "n1", "--quiet")
+    gcloud(
+        "queued-resources", "create", "q1", "--node-id=n2", "--runtime-version=v2-alpha-tpuv5-lite", "--spot", *shape
+    )
+    cloud.wait_for_state(QueuedState.ACTIVE)
+    assert [one["state"]["state"] for one in gcloud("queued-resources", "list")] == ["ACTIVE"]
+    gcloud("queued-resources", "delete", "q1", "--force", "--quiet")
+    assert not list(cloud.tpu.list_nodes(parent=PARENT))
