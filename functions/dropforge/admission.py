@@ -9,7 +9,7 @@ from .catalog import ACCELERATORS, HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import GkeTarget, JobSpec, seconds
+from .spec import GkeServe, GkeTarget, JobSpec, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -22,7 +22,7 @@ _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
     problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
-    problems += [*_missing_secrets(spec, settings), *_missing_objects(spec)]
+    problems += [*cluster_problems(spec, settings), *_missing_secrets(spec, settings), *_missing_objects(spec)]
     if problems:
         raise InvalidSpec(problems)
 
@@ -87,6 +87,34 @@ def training_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) 
     if spec.limits.max_cost_usd is None or price.usd_per_hour is None:
         return allowed
     return min(allowed, int((spec.limits.max_cost_usd - spent_usd) / price.usd_per_hour * 3600))
+
+
+def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether target and endpoint on GKE have a cluster to run in, and labels that Kubernetes accepts."""
+    target, serve = spec.target, spec.serve
+    problems = []
+    if isinstance(target, GkeTarget) and not (target.cluster.create or target.cluster.name or settings.gke_cluster):
+        expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
+        problems.append(SpecProblem("/target/cluster/name", "no cluster is named", None, expected))
+    if isinstance(serve, GkeServe) and not (serve.cluster or _standing(target) or settings.gke_cluster):
+        expected = "a standing cluster's name: this deployment has no cluster of its own"
+        problems.append(SpecProblem("/serve/cluster", "no cluster is named", None, expected))
+    if isinstance(target, GkeTarget) or isinstance(serve, GkeServe):
+        problems += _label_problems(spec)
+    return problems
+
+
+def _standing(target: object) -> str | None:
+    return target.cluster.name if isinstance(target, GkeTarget) else None
+
+
+def _label_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Google's labels may begin and end with - and _, Kubernetes' may not."""
+    return [
+        SpecProblem(f"/labels/{key}", "not a label of Kubernetes", f"{key}={value}", "no - or _ at either end")
+        for key, value in spec.labels.items()
+        if key != key.strip("-_") or value != value.strip("-_")
+    ]
 
 
 def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

@@ -14,7 +14,9 @@ from .errors import CloudError, ErrorClass
 
 _RATE = re.compile(r"per (minute|second)|rate ?limit|too many requests", re.I)
 _QUOTA = re.compile(r"quota|limit exceeded|max instances", re.I)
-_STOCKOUT = re.compile(r"no more capacity|insufficient (reserved )?capacity|stock-?out|resource_pool_exhausted", re.I)
+_STOCKOUT = re.compile(
+    r"no more capacity|insufficient (reserved )?capacity|out of resources|stock-?out|resource_pool_exhausted", re.I
+)
 
 _BY_STATUS = {
     "PERMISSION_DENIED": ErrorClass.PERMISSION,

@@ -22,6 +22,7 @@ from .targets import get_target
 from .targets.base import Phase, Status
 
 REPORT_SECONDS = 3.0  # how long a container's last event may take after the cloud has seen its end
+_SEE_LOG = "see the container's log"
 # What decides is rare; progress is not. Reading the newest few events of these kinds is enough.
 DECISIVE = ("started", "succeeded", "failed", "preempted")
 
@@ -118,7 +119,7 @@ def _seen(
         message = "the container ended with exit code 0 but left no manifest" + (
             " (it reported success)" if ended else ""
         )
-        return RunError(error_class=ErrorClass.CODE, message=message, hint="see the container's log")
+        return RunError(error_class=ErrorClass.CODE, message=message, hint=_SEE_LOG)
     if now >= attempt.deadline:
         return _deadline(attempt)
     if cloud.phase is Phase.FAILED and _may_report(cloud, now):
@@ -126,15 +127,16 @@ def _seen(
     if cloud.phase is Phase.FAILED:
         exit_code = "" if cloud.exit_code is None else f" (exit code {cloud.exit_code})"
         found = cloud.error_class or ErrorClass.INFRASTRUCTURE
-        return RunError(error_class=found, message=f"{cloud.message}{exit_code}", hint="see the container's log")
+        return RunError(error_class=found, message=f"{cloud.message}{exit_code}", hint=cloud.hint or _SEE_LOG)
     if cloud.phase is Phase.GONE:
         message = f"{cloud.message}: it was deleted from outside"
         return RunError(error_class=ErrorClass.INFRASTRUCTURE, message=message, hint="training starts again")
     waited = (now - attempt.started).total_seconds()
     if cloud.phase is Phase.PENDING and waited > (attempt.max_wait_seconds or settings.provision_deadline_seconds):
-        message = f"no capacity in {attempt.region} after {waited:.0f} s" + (f": {cloud.message}" * bool(cloud.message))
         found = cloud.error_class or ErrorClass.STOCKOUT
-        return RunError(error_class=found, message=message, hint="add placements in other regions")
+        what = "no capacity" if found.moves_on else "not running"
+        message = f"{what} in {attempt.region} after {waited:.0f} s" + (f": {cloud.message}" * bool(cloud.message))
+        return RunError(error_class=found, message=message, hint=cloud.hint or "add placements in other regions")
     return None
 
 

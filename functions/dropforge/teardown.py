@@ -21,7 +21,13 @@ RETRY_SECONDS = 3
 # Who deletes a resource of which kind.
 _OWNERS: dict[str, Callable[[], Target | Server]] = {
     "run.googleapis.com/Job": lambda: get_target("cloud_run"),
+    "container.googleapis.com/Cluster": lambda: get_target("gke"),
+    "batch.k8s.io/Job": lambda: get_target("gke"),
+    "k8s.io/Service": lambda: get_target("gke"),
     "run.googleapis.com/Service": lambda: get_server("cloud_run"),
+    "apps.k8s.io/Deployment": lambda: get_server("gke"),
+    "autoscaling.k8s.io/HorizontalPodAutoscaler": lambda: get_server("gke"),
+    "monitoring.googleapis.com/PodMonitoring": lambda: get_server("gke"),
 }
 
 

@@ -8,6 +8,7 @@ from .base import Target
 
 TARGETS = {
     "cloud_run": "cloud_run:CloudRunJobs",
+    "gke": "gke:GkeJobs",
 }
 
 

@@ -5,6 +5,7 @@ Each verb is one short look or push; none waits for the cloud longer than a few 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -57,6 +58,7 @@ class Status:
     error_class: ErrorClass | None = None
     exit_code: int | None = None
     ended: datetime | None = None
+    hint: str = ""
 
 
 class Target(Protocol):
@@ -79,6 +81,28 @@ class Target(Protocol):
 
     def teardown(self, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def container_variables(launch: Launch) -> dict[str, str]:
+    """What every training container is told by its environment, wherever it runs."""
+    settings = launch.settings
+    return {
+        "DROPFORGE_PROJECT": settings.project,
+        "DROPFORGE_RUN": launch.run,
+        "DROPFORGE_ATTEMPT": str(launch.attempt),
+        "DROPFORGE_RUNS_BUCKET": settings.runs_bucket,
+        "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
+        "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
+    }
+
+
+def secret_references(launch: Launch) -> str:
+    """DROPFORGE_SECRETS for a container that reads its secrets itself: full version names by variable, as JSON."""
+    references = {}
+    for variable, secret in launch.spec.secrets.items():
+        name, _, version = secret.partition(":")
+        references[variable] = f"projects/{launch.settings.project}/secrets/{name}/versions/{version or 'latest'}"
+    return json.dumps(references)
 
 
 # Exit codes of our training containers (docs/training.md).

@@ -18,7 +18,7 @@ from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
 from ..spec import CloudRunTarget, JobSpec
-from .base import Launch, Phase, Resource, Status, class_of_exit
+from .base import Launch, Phase, Resource, Status, class_of_exit, container_variables
 
 KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
@@ -223,19 +223,11 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
 
 
 def _container(launch: Launch, target: CloudRunTarget) -> dict[str, Any]:
-    settings = launch.settings
-    values = {
-        "DROPFORGE_PROJECT": settings.project,
-        "DROPFORGE_RUN": launch.run,
-        "DROPFORGE_ATTEMPT": str(launch.attempt),
-        "DROPFORGE_RUNS_BUCKET": settings.runs_bucket,
-        "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
-        "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
-    }
+    values = container_variables(launch)
     environment: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
     environment += [secret_variable(name, secret) for name, secret in launch.spec.secrets.items()]
     limits = {"cpu": str(target.cpu), "memory": f"{target.memory_gib}Gi", "nvidia.com/gpu": "1"}
-    return {"image": settings.train_trl_image, "env": environment, "resources": {"limits": limits}}
+    return {"image": launch.settings.train_trl_image, "env": environment, "resources": {"limits": limits}}
 
 
 def secret_variable(name: str, secret: str) -> dict[str, Any]:

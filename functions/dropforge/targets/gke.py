@@ -1,0 +1,169 @@
+"""Target `gke`: one Kubernetes Job per attempt on GKE Autopilot, in a standing cluster or in one of the attempt's own.
+
+A cluster takes minutes to make and to delete; each call looks once and goes on when it is there. Retries are ours: the
+Job has one try, and what became of it is read from the Job, its pods and their events.
+API: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from .. import clients, kubernetes, names
+from ..catalog import GKE_CLUSTER_USD_PER_HOUR, HourlyPrice, gke_price
+from ..classify import classify, classify_text, client_errors, status_of
+from ..clients import TIMEOUT_SECONDS
+from ..errors import CloudError, ErrorClass
+from ..kubernetes import CLUSTER, Object
+from ..spec import JobSpec
+from .base import Launch, Phase, Resource, Status
+from .gke_requests import cluster_of, cluster_request, gke_target, namespace_manifests, requests
+from .gke_status import status_of_job
+
+JOB = "batch.k8s.io/Job"
+JOB_NAME = "batch.kubernetes.io/job-name"  # the label that a Job gives to its pods
+
+
+class GkeJobs:
+    """See `Target` for the contract of each verb."""
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        return [placement.region for placement in spec.target.placements]
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        target = gke_target(spec)
+        if target.price_usd_per_hour is not None:
+            price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
+        else:
+            where = target.placements[placement]
+            gpus = target.accelerator_count * target.nodes
+            price = gke_price(target.accelerator, gpus, where.region, where.capacity)
+        if target.cluster.create and price.usd_per_hour is not None:
+            return replace(price, usd_per_hour=round(price.usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+        return price
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        return requests(launch)
+
+    def provision(self, launch: Launch) -> bool:
+        cluster = (
+            self._own_cluster(launch) if gke_target(launch.spec).cluster.create else self._standing_cluster(launch)
+        )
+        if cluster is None:
+            return False
+        api = kubernetes.connect(cluster)
+        if gke_target(launch.spec).cluster.create:
+            for manifest in namespace_manifests(launch):
+                api.create(manifest)
+        for resource in requests(launch):
+            if resource.kind != CLUSTER:
+                api.ensure(cluster_of(launch), resource.request)
+        return True
+
+    def inspect(self, launch: Launch) -> Status:
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(cluster_of(launch))
+        if cluster is None or cluster.status == Cluster.Status.STOPPING:
+            return Status(
+                Phase.GONE, f"{cluster_of(launch)} {'does not exist' if cluster is None else 'is being deleted'}"
+            )
+        job = requests(launch)[-1]
+        api = kubernetes.connect(cluster)
+        found = api.get(job.name)
+        if found is None:
+            return Status(Phase.GONE, f"{job.name} does not exist")
+        namespace = launch.settings.kubernetes_namespace
+        pods = api.find(namespace, "pods", labelSelector=_pods_of(job.name))
+
+        def events_of(uid: str) -> list[Object]:
+            return api.find(namespace, "events", fieldSelector=f"involvedObject.uid={uid}")
+
+        return status_of_job(found, pods, gke_target(launch.spec).nodes, events_of)
+
+    def teardown(self, kind: str, name: str) -> bool:
+        if kind == CLUSTER:
+            return self._delete_cluster(name)
+        return kubernetes.delete(name, _pods_of(name) if kind == JOB else "")
+
+    def _own_cluster(self, launch: Launch) -> Any:
+        """The attempt's own cluster once it runs, made if need be; None while it is being made."""
+        from google.cloud.container_v1 import Cluster
+
+        name = cluster_of(launch)
+        cluster = kubernetes.find_cluster(name)
+        if cluster is None:
+            self._create_cluster(launch)
+            return None
+        if cluster.resource_labels.get(names.RUN_LABEL) != launch.run:
+            raise CloudError(
+                ErrorClass.CONFIG,
+                f"{name} exists and belongs to {dict(cluster.resource_labels)!r}",
+                "delete it, or drop the spec again to get another run id",
+            )
+        if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
+            return cluster
+        if cluster.status == Cluster.Status.PROVISIONING:
+            return None
+        message = f"{name} is {cluster.status.name}: {_conditions(cluster)}"
+        error = classify_text("FAILED_PRECONDITION", message)
+        if not error.error_class.moves_on:
+            error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt makes another cluster")
+        raise error
+
+    def _create_cluster(self, launch: Launch) -> None:
+        from google.api_core.exceptions import Conflict
+        from google.cloud.container_v1 import Cluster
+
+        request = cluster_request(launch)
+        cluster = Cluster.from_json(json.dumps(request["cluster"]), ignore_unknown_fields=False)
+        try:
+            clients.gke().create_cluster(parent=request["parent"], cluster=cluster, timeout=TIMEOUT_SECONDS)
+        except Conflict:
+            return  # ours, from a reply that was lost; the next look says whose it is
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def _standing_cluster(self, launch: Launch) -> Any:
+        """The cluster that the spec or the deployment names; None while it is being made."""
+        from google.cloud.container_v1 import Cluster
+
+        name = cluster_of(launch)
+        cluster = kubernetes.find_cluster(name)
+        if cluster is None:
+            hint = "make it (terraform/), correct target.cluster.name, or set target.cluster.create"
+            raise CloudError(ErrorClass.CONFIG, f"{name} does not exist", hint)
+        if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
+            return cluster
+        if cluster.status == Cluster.Status.PROVISIONING:
+            return None
+        message = f"{name} is {cluster.status.name}: {_conditions(cluster)}"
+        raise CloudError(ErrorClass.CONFIG, message, "repair the cluster, or name another one in target.cluster.name")
+
+    def _delete_cluster(self, name: str) -> bool:
+        """Begin to delete a cluster, which takes minutes; True once it does not exist."""
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(name)
+        if cluster is None:
+            return True
+        if cluster.status == Cluster.Status.STOPPING:
+            return False
+        try:
+            clients.gke().delete_cluster(name=name, timeout=TIMEOUT_SECONDS)
+        except client_errors() as error:
+            # It may be gone by now; or another operation runs, of which a cluster has one at a time.
+            if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
+                raise classify(error) from error
+        return False
+
+
+def _pods_of(job: str) -> str:
+    return f"{JOB_NAME}={job.rpartition('/')[2]}"
+
+
+def _conditions(cluster: Any) -> str:
+    told = [f"{condition.code.name}: {condition.message}" for condition in cluster.conditions]
+    return "; ".join(told) or cluster.status_message or "GKE does not say why"
