@@ -8,6 +8,7 @@ from .base import Server
 
 SERVERS = {
     "cloud_run": "cloud_run:CloudRunService",
+    "gke": "gke:GkeDeployment",
 }
 
 

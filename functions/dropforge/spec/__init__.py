@@ -6,7 +6,7 @@ from .job import Columns, Dataset, Evaluation, JobSpec, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
 from .serving import CloudRunServe, GkeServe
-from .targets import CloudRunTarget, GkeTarget
+from .targets import CloudRunTarget, GkePlacement, GkeTarget
 
 __all__ = [
     "MAX_SPEC_BYTES",
@@ -15,6 +15,7 @@ __all__ = [
     "Columns",
     "Dataset",
     "Evaluation",
+    "GkePlacement",
     "GkeServe",
     "GkeTarget",
     "JobSpec",

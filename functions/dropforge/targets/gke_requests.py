@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import names
 from ..kubernetes import CLUSTER, Object, cluster_name, resource_of
-from ..spec import GkeTarget, JobSpec
+from ..spec import GkePlacement, GkeServe, GkeTarget, JobSpec
 from .base import EXIT_CLASSES, Launch, Resource, container_variables, secret_references
 
 CONTAINER = "trainer"
@@ -136,7 +136,7 @@ def _pod(launch: Launch) -> Object:
         "serviceAccountName": settings.kubernetes_trainer_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "nodeSelector": _node_labels(launch),
+        "nodeSelector": node_labels(target.accelerator, target.placements[launch.placement]),
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [_container(launch)],
         "volumes": [{"name": "shared-memory", "emptyDir": shared_memory}],
@@ -175,19 +175,18 @@ def _variables(launch: Launch) -> dict[str, str]:
     return variables
 
 
-def _node_labels(launch: Launch) -> dict[str, str]:
-    target = gke_target(launch.spec)
-    placement = target.placements[launch.placement]
+def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, str]:
+    """What Autopilot makes a node from: the labels that a pod selects it by."""
     labels = {
-        "cloud.google.com/gke-accelerator": target.accelerator,
+        "cloud.google.com/gke-accelerator": accelerator,
         "cloud.google.com/gke-gpu-driver-version": "latest",
     }
-    if placement.capacity == "spot":
+    if wanted.capacity == "spot":
         labels["cloud.google.com/gke-spot"] = "true"
-    if placement.capacity == "flex_start":
+    if wanted.capacity == "flex_start":
         labels["cloud.google.com/gke-flex-start"] = "true"
-    if placement.reservation is not None:
-        labels["cloud.google.com/reservation-name"] = placement.reservation
+    if wanted.reservation is not None:
+        labels["cloud.google.com/reservation-name"] = wanted.reservation
         labels["cloud.google.com/reservation-affinity"] = "specific"
     return labels
 

@@ -1,0 +1,332 @@
+"""Serving on GKE, stage by stage, against emulated clusters: real clients, sockets, pods that are processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from dropforge import clients, names, sweep
+from dropforge.deploy import deploy
+from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.serving import gke
+from dropforge.serving.base import Deployment
+from dropforge.settings import settings
+from dropforge.spec import JobSpec
+from dropforge.teardown import teardown
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import end_all
+from dropforge_local.db import Database
+from dropforge_local.emulators.container import GkeEmulator
+from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import SystemClock
+
+ME = "the-execution-of-this-test"
+NAMESPACE = "dropforge"
+T4, A100 = "nvidia-tesla-t4", "nvidia-tesla-a100"  # of which no other test here has a node
+SOON = {"startup_timeout": "3s"}
+LOCATION = "projects/p1/locations/us-central1"
+NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
+IMAGES = "us-docker.pkg.dev/p1/dropforge"
+DOCKERFILE = (
+    'FROM python:3.11\nWORKDIR /app\nCOPY containers/{name}/serve.py /app/\nENTRYPOINT ["python", "-S", "serve.py"]\n'
+)
+BROKEN = {
+    "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
+    "serve_deaf": "import time\ntime.sleep(60)\n",
+}
+CACHED: list[Any] = [clients.storage, clients.publisher, clients.gke, clients.kubernetes, settings]
+_numbers = itertools.count()
+
+
+@dataclass
+class Cloud:
+    """The emulated project, and what a test does in it."""
+
+    url: str
+    home: Path
+    store: RunStore
+    kubernetes: KubernetesEmulator
+    gke: GkeEmulator
+    server: BackgroundServer
+
+    def run(self, image: str = "serve-noop", **serve: Any) -> str:
+        """A run that has been trained and is to be served."""
+        os.environ["DROPFORGE_SERVE_VLLM_IMAGE"] = f"{IMAGES}/{image}:test"
+        settings.cache_clear()
+        run = names.run_id_of_message(f"gke-{time.time_ns()}-{next(_numbers)}")
+        history = [
+            Transition(state=state, time=utc_now())
+            for state in (RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING)
+        ]
+        record = Record(
+            run=run,
+            name="noop",
+            source="test",
+            state=RunState.TRAINING,
+            created=utc_now(),
+            history=history,
+            execution=ME,
+        )
+        self.store.put_new(names.spec_object(run), spec(**serve).model_dump_json(by_alias=True).encode())
+        self.store.create(record)
+        return run
+
+    def deploy(self, run: str) -> dict[str, Any]:
+        """The stage's answer, once it is no longer "call again"."""
+        return eventually(lambda: deploy(run, ME))
+
+    def objects(self, run: str, cluster: str = "c1") -> list[str]:
+        """The full names of what a cluster has of a run's endpoint and training."""
+        api = gke.kubernetes.connect(gke.kubernetes.find_cluster(f"{LOCATION}/clusters/{cluster}"))
+        found = []
+        for group, plural in [
+            ("apps", "deployments"),
+            ("", "services"),
+            ("", "pods"),
+            ("autoscaling", "horizontalpodautoscalers"),
+            ("monitoring.googleapis.com", "podmonitorings"),
+        ]:
+            items = api.find(NAMESPACE, plural, group, labelSelector=f"{names.RUN_LABEL}={run}")
+            found += [f"{plural}/{item['metadata']['name']}" for item in items]
+        return found
+
+    def faults(self, api: str, **switches: Any) -> None:
+        request = urllib.request.Request(
+            f"{self.url}/_local/{api}/faults", json.dumps(switches).encode(), {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=10).close()
+
+
+def spec(**serve: Any) -> JobSpec:
+    placements = [{"region": "us-central1"}]
+    text = {
+        "api_version": "dropforge/v1",
+        "name": "noop",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "target": {"type": "gke", "placements": placements},
+        "serve": {"type": "gke", "ttl": "1h", **serve},
+    }
+    return JobSpec.model_validate_json(json.dumps(text))
+
+
+def eventually(stage: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 40
+    while (answer := stage())["status"] == "PENDING" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return dict(answer)
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    home = tmp_path_factory.mktemp("gke")
+    containers = home / "repo" / "containers"
+    shutil.copytree(NOOP, containers / "serve_noop")
+    for name, code in BROKEN.items():
+        (containers / name).mkdir()
+        (containers / name / "serve.py").write_text(code)
+        (containers / name / "Dockerfile").write_text(DOCKERFILE.format(name=name))
+    made: dict[str, Any] = {}
+
+    def build() -> list[Any]:
+        db, clock = Database(home / "state.db"), SystemClock()
+        made["kubernetes"] = KubernetesEmulator(
+            db,
+            clock,
+            images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            directory=home / "pods",
+            platform_env=dict,
+            authorize=lambda headers: headers.get("Authorization") == "Bearer good",
+            config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
+        )
+        made["gke"] = GkeEmulator(db, clock, kubernetes=made["kubernetes"])
+        for cluster in ("c1", "c2"):
+            made["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
+            made["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
+        storage = StorageEmulator(db, home / "blobs", clock)
+        storage.create_bucket("runs")
+        pubsub = PubSubEmulator(db, clock)
+        pubsub.create_topic("projects/p1/topics/run-events")
+        return [storage, pubsub, made["kubernetes"], made["gke"]]
+
+    server = BackgroundServer(build)
+    with server as running, patch.dict(os.environ):
+        os.environ |= environment(running.url, running.grpc_address)
+        for function in CACHED:
+            function.cache_clear()
+        store = RunStore(clients.storage(), "runs")
+        yield Cloud(running.url, home, store, made["kubernetes"], made["gke"], server)
+        clients.publisher().stop()
+        clients.publisher().transport.close()
+    for function in CACHED:
+        function.cache_clear()
+    end_all(home / "pods", grace_seconds=0)
+
+
+def cluster_objects() -> list[dict[str, Any]]:
+    account = {"name": "dropforge-server", "namespace": NAMESPACE}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
+    ]
+
+
+def environment(http: str, grpc: str) -> dict[str, str]:
+    variables = {
+        "PROJECT": "p1",
+        "LOCATION": "us-central1",
+        "SPECS_BUCKET": "specs",
+        "RUNS_BUCKET": "runs",
+        "WORKFLOW": "w",
+        "REQUESTS_TOPIC": "requests",
+        "JOB_EVENTS_TOPIC": "job-events",
+        "RUN_EVENTS_TOPIC": "run-events",
+        "TRAIN_TRL_IMAGE": "t",
+        "SERVE_VLLM_IMAGE": "s",
+        "TRAINER_SERVICE_ACCOUNT": "t",
+        "SERVER_SERVICE_ACCOUNT": "s",
+        "GKE_CLUSTER": "c1",
+        "EMULATOR_TOKEN": "good",
+    }
+    hosts = {"STORAGE_EMULATOR_HOST": http, "GKE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc}
+    return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
+
+
+def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = cloud.run(max_instances=3)
+    training = gke.kubernetes.resource_of(
+        f"{LOCATION}/clusters/c1",
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": NAMESPACE, "name": f"df-{run}-a1"}},
+    )
+    cloud.store.intend(run, training.kind, training.name, 1)
+    assert cloud.deploy(run)["status"] == "READY"
+    assert deploy(run, ME)["status"] == "READY"  # called again, it makes nothing twice
+    record = cloud.store.record(run)
+    assert record.endpoint
+    assert record.endpoint.url.startswith("http://127.0.0.1:")
+    assert record.endpoint.service.endswith(f"/clusters/c1/k8s/namespaces/{NAMESPACE}/apps/deployments/df-{run}-serve")
+    kinds = [one.partition("/")[0] for one in cloud.objects(run)]
+    assert kinds == ["deployments", "services", "pods", "horizontalpodautoscalers", "podmonitorings"]
+
+    # The end of an attempt and of the run take what trained, and leave what serves.
+    for scope in ("attempt", "run"):
+        assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"
+    left = cloud.store.ledger(run).remaining()
+    assert {entry.kind for entry in left} == {
+        "apps.k8s.io/Deployment",
+        "k8s.io/Service",
+        "autoscaling.k8s.io/HorizontalPodAutoscaler",
+        "monitoring.googleapis.com/PodMonitoring",
+    }
+    assert all(names.is_endpoint(entry.name, run) for entry in left)
+    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+
+    assert sweep.sweep()["deleted"] == []  # its time is not over
+    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
+    until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run) == [])
+    assert cloud.store.ledger(run).remaining() == []
+    ended = cloud.store.record(run).endpoint
+    assert ended
+    assert ended.ended
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+def test_a_sweep_goes_round_what_does_not_answer(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster whose API is down, and one object that cannot be deleted yet; the ledger believes that all is gone."""
+    run = cloud.run(cluster="c2")
+    assert cloud.deploy(run)["status"] == "READY"
+    for entry in cloud.store.ledger(run).entries:
+        cloud.store.note(run, entry.name, ResourceState.GONE)
+    cloud.faults("kubernetes", fail_next={"cluster": "c1", "verb": "list", "resource": "*", "code": 503})
+    cloud.faults("kubernetes", fail_next=[
+        {"cluster": "c1", "verb": "list", "resource": "*", "code": 503},
+        {"cluster": "c2", "verb": "delete", "resource": "services", "code": 403},
+    ])  # fmt: skip
+    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
+    first = sweep.sweep()["deleted"]
+    assert not [name for name in first if "/services/" in name]
+    until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run, "c2") == [])
+    assert "clusters/c1" in capsys.readouterr().err
+
+
+def test_a_project_without_gke_is_swept_all_the_same(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    message = "Kubernetes Engine API has not been used in project 1 before or it is disabled."
+    fault = {"method": "list_clusters", "status": "PERMISSION_DENIED", "message": message, "count": 2}
+    cloud.faults("container", fail_next=fault)
+    assert [sweep.sweep(), sweep.sweep()] == [{"status": "SWEPT", "deleted": []}] * 2
+    assert capsys.readouterr().err.count(message) == 1
+
+
+@pytest.mark.parametrize(
+    ("image", "serve", "faults", "expected", "text"),
+    [
+        ("serve-missing", {}, {}, "config", "serve-missing:test"),
+        ("serve-crash", {}, {}, "code", "exit code 70 (Error): the weights do not fit"),
+        ("serve-noop", {**SOON, "accelerator": T4}, {"stockout": [T4]}, "stockout", "GCE out of resources"),
+        ("serve-noop", {**SOON, "accelerator": A100}, {"quota": {A100: 0}}, "quota", "GCE quota exceeded"),
+        ("serve-deaf", SOON, {}, "code", "container server is not ready: Startup probe failed"),
+        ("serve-noop", {"cluster": "none"}, {}, "config", "clusters/none does not exist"),
+    ],
+    ids=["no-image", "crash", "stockout", "quota", "deaf", "no-cluster"],
+)
+def test_what_keeps_an_endpoint_from_answering_is_told(
+    cloud: Cloud, image: str, serve: dict[str, Any], faults: dict[str, Any], expected: str, text: str
+) -> None:
+    cloud.faults("kubernetes", **faults)
+    with patch.object(gke, "READY_WAIT_SECONDS", 1.0):
+        run = cloud.run(image, **serve)
+        answer = cloud.deploy(run)
+    cloud.faults("kubernetes", stockout=[], quota={}, fail_next=[])
+    assert answer["status"] == "FAILED", answer
+    assert answer["error"]["error_class"] == expected
+    assert text in answer["error"]["message"]
+    assert answer["error"]["hint"]
+    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
+    assert cloud.objects(run) == []
+
+
+def test_a_service_account_that_is_missing_is_told_at_once(cloud: Cloud) -> None:
+    with patch.dict(os.environ, {"DROPFORGE_KUBERNETES_SERVER_ACCOUNT": "nobody"}):
+        run = cloud.run()
+        answer = cloud.deploy(run)
+    settings.cache_clear()
+    assert answer["error"]["error_class"] == "config"
+    assert 'serviceaccount "nobody" not found' in answer["error"]["message"]
+    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
+
+
+def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
+    run = cloud.run()
+    other = Deployment("other-0123456789ab", cloud.store.spec(run), settings(), utc_now())
+    manifest = gke.service_manifest(other)
+    manifest["metadata"]["name"] = names.endpoint_name(run)
+    api = gke.kubernetes.connect(gke.kubernetes.find_cluster(f"{LOCATION}/clusters/c1"))
+    assert api.create(manifest)
+    answer = cloud.deploy(run)
+    assert answer["error"]["error_class"] == "config"
+    assert "other-0123456789ab" in answer["error"]["message"]
+    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
