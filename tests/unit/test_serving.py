@@ -1,16 +1,43 @@
-"""What a service that did not become ready is said to have failed of."""
+"""What an endpoint is made of, and what one that does not become ready is said to have failed of."""
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jsonschema
 import pytest
 from google.cloud import run_v2
 
+from dropforge import clients, names, pods
 from dropforge.errors import CloudError, ErrorClass
-from dropforge.serving import cloud_run
+from dropforge.serving import cloud_run, gke
+from dropforge.serving.base import Deployment
+from dropforge.settings import Settings
+from dropforge.spec import JobSpec
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "k8s-1.35-subset-strict.json"
+RUN = "text-to-sql-0123456789ab"
+SCHEMAS = {
+    "Deployment": "io.k8s.api.apps.v1.Deployment",
+    "Service": "io.k8s.api.core.v1.Service",
+    "HorizontalPodAutoscaler": "io.k8s.api.autoscaling.v2.HorizontalPodAutoscaler",
+}
+FULL = {
+    "accelerator": "nvidia-h100-80gb",
+    "accelerator_count": 4,
+    "capacity": "reservation",
+    "reservation": "ours",
+    "cpu": 24,
+    "memory_gib": 200,
+    "min_instances": 2,
+    "max_instances": 5,
+    "target_queue_length": 7,
+}
 
 
 @pytest.mark.parametrize(
@@ -34,3 +61,158 @@ def test_a_failed_service_is_classified(monkeypatch: pytest.MonkeyPatch, message
         cloud_run.CloudRunService().deploy(SimpleNamespace(run="r"))
     assert failure.value.error_class is expected
     assert failure.value.hint
+
+
+def deployment(trains_on: dict[str, Any] | None = None, **serve: Any) -> Deployment:
+    text = {
+        "api_version": "dropforge/v1",
+        "name": "text-to-sql",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "target": {"type": "gke", "placements": [{"region": "us-central1"}], "cluster": trains_on or {}},
+        "serve": {"type": "gke", **serve},
+        "labels": {"team": "sql"},
+    }
+    values = [*["x"] * 9, "registry/serve-vllm@sha256:1", "trainer", "server"]
+    settings = Settings(*values, gke_cluster="standing")
+    return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
+
+
+@pytest.mark.parametrize("serve", [{}, FULL, {"capacity": "spot"}, {"capacity": "flex_start"}], ids=str)
+def test_manifests_are_what_kubernetes_accepts(serve: dict[str, Any]) -> None:
+    if not PUBLISHED.exists():
+        pytest.skip(f"{PUBLISHED} is not here")
+    schema = json.loads(PUBLISHED.read_text())
+    for resource in gke.GkeDeployment().resources(deployment(**serve)):
+        if resource.request["kind"] in SCHEMAS:
+            reference = {"$ref": f"#/$defs/{SCHEMAS[resource.request['kind']]}"}
+            jsonschema.validate(resource.request, {**schema, **reference})
+
+
+def test_an_endpoint_is_reached_inside_the_vpc_only_and_scaled_only_when_asked() -> None:
+    kinds = [resource.kind for resource in gke.GkeDeployment().resources(deployment())]
+    assert kinds == ["apps.k8s.io/Deployment", "k8s.io/Service"]
+    service = gke.service_manifest(deployment())
+    assert service["metadata"]["annotations"]["networking.gke.io/load-balancer-type"] == "Internal"
+    metric = gke.autoscaler_manifest(deployment(**FULL))["spec"]["metrics"][0]["pods"]
+    assert metric["metric"]["name"] == "prometheus.googleapis.com|vllm:num_requests_waiting|gauge"
+    assert metric["target"] == {"type": "AverageValue", "averageValue": "7"}
+
+
+def test_instances_serve_one_model_on_all_their_gpus_and_nobody_elses_pods_are_theirs() -> None:
+    spec = gke.deployment_manifest(deployment(**FULL))["spec"]
+    pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
+    container = pod["containers"][0]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment["DROPFORGE_TENSOR_PARALLEL_SIZE"] == container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert environment["DROPFORGE_MODEL_URI"].endswith(f"/models/{RUN}")
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"]["maxSurge"] == 0  # it would ask for GPUs that nobody has
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60
+    assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
+    # Training pods of the run have its labels as well; a selector of those would send them requests.
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    assert names.RUN_LABEL not in spec["selector"]["matchLabels"]
+    assert labels[names.EXPIRES_LABEL] == "1795305600"
+    assert gke.service_manifest(deployment())["spec"]["selector"] == spec["selector"]["matchLabels"]
+
+
+def test_the_spec_goes_before_the_target_and_the_target_before_the_deployment() -> None:
+    assert "/clusters/own/" in gke.GkeDeployment().resources(deployment({"name": "trains"}, cluster="own"))[0].name
+    assert gke.cluster_of(deployment({"name": "trains"})) == "projects/x/locations/us-central1/clusters/trains"
+    assert gke.cluster_of(deployment({"create": True}, region="europe-west4")).endswith(
+        "europe-west4/clusters/standing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ingress", "url"),
+    [
+        ([{"ip": "10.0.0.5"}], "http://10.0.0.5:8000"),
+        ([{"ip": "127.0.0.1", "ports": [{"port": 19001, "protocol": "TCP"}]}], "http://127.0.0.1:19001"),
+        ([{"hostname": "h.internal"}], "http://h.internal:8000"),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_the_address_is_the_load_balancers(ingress: Any, url: str | None) -> None:
+    status = {} if ingress is None else {"loadBalancer": {"ingress": ingress}}
+    assert gke.url_of({**gke.service_manifest(deployment()), "status": status}) == url
+
+
+def test_an_address_without_tls_is_sent_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN", raising=False)
+    assert "Authorization" not in clients.endpoint("http://10.0.0.5:8000").headers
+
+
+def pod(state: dict[str, Any], restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    container = {"name": "server", "image": "i", "state": state, "restartCount": restarts, "lastState": last or {}}
+    return {"metadata": {"name": "p"}, "spec": {}, "status": {"phase": "Pending", "containerStatuses": [container]}}
+
+
+def ended(code: int, reason: str = "Error", **more: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, **more}}
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def event(reason: str, message: str, time: str = "2026-11-21T10:00:00Z") -> dict[str, Any]:
+    return {"reason": reason, "message": message, "lastTimestamp": time}
+
+
+BACK_OFF = waiting("ImagePullBackOff", 'Back-off pulling image "i"')
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "last", "events", "expected"),
+    [
+        (waiting("ContainerCreating"), 0, None, [], None),
+        (waiting("ErrImagePull", "i: not found"), 0, None, [], ErrorClass.CONFIG),
+        (waiting("ErrImagePull", "unexpected status: 403 Forbidden"), 0, None, [], ErrorClass.PERMISSION),
+        (waiting("ErrImagePull", "net/http: TLS handshake timeout"), 0, None, [], None),
+        (BACK_OFF, 0, None, [event("Failed", "Failed to pull image: denied")], ErrorClass.PERMISSION),
+        (BACK_OFF, 0, None, [], None),
+        (waiting("InvalidImageName"), 0, None, [], ErrorClass.CONFIG),
+        (waiting("CrashLoopBackOff"), 1, ended(70), [], None),
+        (waiting("CrashLoopBackOff"), 3, ended(70), [], ErrorClass.CODE),
+        ({"running": {}}, 1, ended(137, "OOMKilled"), [], ErrorClass.OUT_OF_MEMORY),
+    ],
+)
+def test_a_pod_is_broken_when_waiting_cannot_help(
+    state: Any, restarts: int, last: Any, events: list[Any], expected: ErrorClass | None
+) -> None:
+    found = pods.broken(pod(state, restarts, last), events)
+    assert (found and found.error_class) is expected
+    assert found is None or found.hint
+
+
+SCALE_UP = "Node scale up in zones us-central1-a associated with this pod failed: {}. Pod is at risk."
+
+
+@pytest.mark.parametrize(
+    ("events", "expected", "text"),
+    [
+        ([event("FailedScaleUp", SCALE_UP.format("GCE out of resources"))], ErrorClass.STOCKOUT, "out of resources"),
+        ([event("FailedScaleUp", SCALE_UP.format("GCE quota exceeded"))], ErrorClass.QUOTA, "quota exceeded"),
+        ([event("FailedScaleUp", SCALE_UP.format("GCE reservation 'x' not found"))], ErrorClass.CONFIG, "'x'"),
+        ([event("FailedScheduling", "0/3 nodes are available")], ErrorClass.STOCKOUT, "0/3 nodes"),
+        ([], ErrorClass.STOCKOUT, "no node fits"),
+    ],
+)
+def test_a_pod_without_a_node_says_what_is_lacking(events: list[Any], expected: ErrorClass, text: str) -> None:
+    condition = {"type": "PodScheduled", "status": "False", "message": "no node fits"}
+    found = pods.unschedulable({"metadata": {"name": "p"}, "spec": {}, "status": {"conditions": [condition]}}, events)
+    assert found
+    assert found.error_class is expected
+    assert text in found.message
+    assert found.hint
+    bound = {"metadata": {"name": "p"}, "spec": {"nodeName": "n"}, "status": {"conditions": [condition]}}
+    assert pods.unschedulable(bound, events) is None
+
+
+def test_the_latest_event_of_a_reason_counts() -> None:
+    later, earlier = event("Failed", "later", "2026-11-21T10:00:01Z"), event("Failed", "earlier")
+    assert pods.last_event([later, earlier], "Other", "Failed") == "later"
