@@ -199,3 +199,27 @@ def test_python_of_a_container_has_the_packages_but_not_this_repository(store: I
     done = subprocess.run([store.python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={}, check=True)
     assert done.stdout.splitlines() == ["None None", str(store.python)]
     assert os.access(store.search_path[-1], os.R_OK)
+
+
+def test_a_label_says_which_environment_stands_for_what_run_installed(
+    root: Path, store: ImageStore, tmp_path: Path
+) -> None:
+    write(
+        root,
+        """FROM python:3.12
+RUN python -m venv /opt/other && python -m venv /opt/torch
+LABEL dev.dropforge.environments="/opt/other=other /opt/torch=venv"
+ENV TORCH=/opt/torch/bin/python
+ENTRYPOINT ["/opt/other/bin/python"]
+""",
+    )
+    with pytest.raises(ImageNotFound, match=r"build/other is not there; run `make other`"):
+        store.resolve(URI)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "build" / "other")], check=True)
+    packages = next((root / "build" / "other" / "lib").glob("python3*/site-packages"))
+    (packages / "only_there.py").write_text("")
+    process = store.resolve(URI).unpack(tmp_path / "rootfs")
+    python, torch_python = process.argv[0], process.env["TORCH"]
+    assert subprocess.run([python, "-c", "import only_there"]).returncode == 0
+    assert subprocess.run([torch_python, "-c", "import pytest"]).returncode == 0
+    assert subprocess.run([torch_python, "-c", "import only_there"], stderr=subprocess.DEVNULL).returncode == 1

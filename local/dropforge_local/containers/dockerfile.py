@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from posixpath import join, normpath
 
-SKIPPED = {"RUN", "LABEL", "EXPOSE", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
+SKIPPED = {"RUN", "EXPOSE", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
 IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # never wanted, and they would change the digest at every run
 VARIABLE = re.compile(r"\\(\$)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
@@ -43,6 +43,7 @@ class Stage:
     files: dict[str, Path] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
     env: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     entrypoint: tuple[str, ...] = ()
@@ -115,6 +116,8 @@ def _apply(
         _apply_argument(stage.arguments, arguments, instruction)
     elif keyword == "ENV":
         stage.env.update(_assignments(instruction.text, scope))
+    elif keyword == "LABEL":
+        stage.labels.update(_assignments(instruction.text, scope))
     elif keyword == "WORKDIR":
         stage.workdir = _absolute(stage, _expand(instruction.text.strip(), scope))
         stage.directories.add(stage.workdir)

@@ -1,7 +1,9 @@
 """Container images without Docker: a URI names containers/<role>/, whose Dockerfile says what the image holds.
 
 The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
-installed packages come from the local virtual environment, without this repository's own packages.
+installed packages come from the local virtual environment, without this repository's own packages. A label says where
+RUN makes environments of another kind: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` takes
+build/maxtext (`make maxtext`) for the one, and the local stack's own environment, "venv", for the other.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 URI = re.compile(
     r"(?:\w[\w.-]*(?::\d+)?/)*(?P<name>[a-z0-9]+(?:[._-][a-z0-9]+)*)(?::(?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:\w{64}))?"
 )
+ENVIRONMENTS = "dev.dropforge.environments"
 PYTHON = re.compile(r"(?:/[\w./-]*/)?python(?:3(?:\.\d+)?)?")
 ABSOLUTE_PATH = re.compile(r"(?:^|(?<=[:=,\s\"']))/[^:=,\s\"']*")
 # Directories that the machine has too: only files that the image put there are the image's.
@@ -55,6 +58,7 @@ class Image:
     env: Mapping[str, str]
     python: Path
     own_paths: frozenset[str] = field(default_factory=frozenset)
+    environments: Mapping[str, Path] = field(default_factory=dict)
 
     def unpack(
         self,
@@ -72,10 +76,8 @@ class Image:
         words = [*(command or self.entrypoint), *(args or (() if command else self.cmd))]
         if not words:
             raise ValueError(f"image {self.uri!r} has no ENTRYPOINT or CMD and the container no command")
-        if PYTHON.fullmatch(words[0]):
-            words[0] = str(self.python)
-        if not words[0].startswith(str(self.python)):
-            words[0] = self._map(words[0], rootfs)
+        mapped = self._map(words[0], rootfs)
+        words[0] = str(self.python) if mapped == words[0] and PYTHON.fullmatch(mapped) else mapped
         directory = rootfs / (workdir or self.workdir)[1:]
         directory.mkdir(parents=True, exist_ok=True)
         merged = {**self.env, **(env or {})}
@@ -90,7 +92,14 @@ class Image:
         return ABSOLUTE_PATH.sub(lambda match: self._map_path(match[0], rootfs), text)
 
     def _map_path(self, path: str, rootfs: Path) -> str:
-        return f"{rootfs}{path}" if any(own == path or path.startswith(f"{own}/") for own in self.own_paths) else path
+        for own, here in self.environments.items():
+            if _is_below(path, own):
+                return f"{here}{path.removeprefix(own)}"
+        return f"{rootfs}{path}" if any(_is_below(path, own) for own in self.own_paths) else path
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(f"{directory}/")
 
 
 class ImageStore:
@@ -101,7 +110,7 @@ class ImageStore:
         self.directory = directory.resolve()
         self._environment = python.absolute().parent.parent
         self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
-        self.python = self._isolated_python(python.absolute())
+        self.python = self._isolated(python.absolute(), self._environment, self.directory / "python")
 
     @property
     def search_path(self) -> list[Path]:
@@ -124,9 +133,24 @@ class ImageStore:
         digest = self._digest(stage)
         if match["digest"] not in (None, digest) and match["tag"] is None:
             raise ImageNotFound(f"image {uri!r} not found: containers/{role} is {digest} now")
-        return self._image(uri, stage, digest)
+        return self._image(uri, stage, digest, self._environments(uri, stage))
 
-    def _image(self, uri: str, stage: Stage, digest: str) -> Image:
+    def _environments(self, uri: str, stage: Stage) -> dict[str, Path]:
+        """What stands for the environments of the image's label, by their path in the image."""
+        found = {}
+        for word in stage.labels.get(ENVIRONMENTS, "").split():
+            path, _, name = word.partition("=")
+            environment = self.root / "build" / name
+            python = environment / "bin" / "python"
+            if name == "venv":
+                found[path] = self.python.parent.parent
+            elif python.exists():
+                found[path] = self._isolated(python, environment, self.directory / f"python-{name}").parent.parent
+            else:
+                raise ImageNotFound(f"image {uri!r} cannot be built: {environment} is not there; run `make {name}`")
+        return found
+
+    def _image(self, uri: str, stage: Stage, digest: str, environments: Mapping[str, Path]) -> Image:
         owned = {path for path in stage.directories if not SHARED_DIRECTORIES.fullmatch(path)} | set(stage.files)
         return Image(
             uri=uri,
@@ -138,11 +162,12 @@ class ImageStore:
             env=stage.env,
             python=self.python,
             own_paths=frozenset(owned),
+            environments=environments,
         )
 
     def _digest(self, stage: Stage) -> str:
         """sha256 over the configuration and every file's path, mode and content."""
-        config = [stage.workdir, stage.entrypoint, stage.cmd, stage.env, sorted(stage.directories)]
+        config = [stage.workdir, stage.entrypoint, stage.cmd, stage.env, stage.labels, sorted(stage.directories)]
         files = [(name, os.access(path, os.X_OK), self._hash(path)) for name, path in sorted(stage.files.items())]
         return "sha256:" + hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
@@ -176,18 +201,17 @@ class ImageStore:
             shutil.rmtree(temporary)
         return rootfs
 
-    def _isolated_python(self, python: Path) -> Path:
-        """An interpreter with the environment's packages, but without its .pth files.
+    def _isolated(self, python: Path, environment: Path, home: Path) -> Path:
+        """An interpreter, below `home`, with the environment's packages, but without its .pth files.
 
         An editable install puts this repository on sys.path by such a file; with it, code that a Dockerfile forgot
         to COPY would be found here and missed in the cloud.
         """
-        config = self._environment / "pyvenv.cfg"
-        packages = sorted(self._environment.glob("lib/python3*/site-packages"))
+        config = environment / "pyvenv.cfg"
+        packages = sorted(environment.glob("lib/python3*/site-packages"))
         if not config.is_file() or not packages:
             return python
-        home = self.directory / "python"
-        site = home / packages[0].relative_to(self._environment)
+        site = home / packages[0].relative_to(environment)
         site.mkdir(parents=True, exist_ok=True)
         (home / "bin").mkdir(exist_ok=True)
         (home / "pyvenv.cfg").write_text(config.read_text())
