@@ -1,7 +1,7 @@
-"""A base model and a data set so small that a laptop really fine-tunes: `python -m dropforge_local.tiny DIR`.
+"""A base model and a data set so small that a laptop really fine-tunes: `python -m dropforge_local.tiny DIR [FAMILY]`.
 
-The model is a 200,000-parameter Gemma 3 with its own tokenizer and chat template, pre-trained here (about 20 s on one
-thread, then cached) to turn a question about a table into SQL. It has met upper-case SQL and lower-case SQL, and
+The model is a 200,000-parameter Gemma 3 (or Qwen 3, which MaxText converts) with its own tokenizer and chat template,
+pre-trained here (about 20 s on one thread, then cached) to turn a question about a table into SQL. It has met upper-case SQL and lower-case SQL, and
 `LIMIT 10;` only after the former. The data set asks for the house dialect, lower case *and* `LIMIT 10;`, which the base
 therefore never answers, and which a short LoRA or QLoRA run teaches it.
 """
@@ -18,7 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Family = Literal["gemma3", "qwen3"]
 
 PROMPT = "Question: {question}\nContext: {context}"
 
@@ -131,16 +133,16 @@ PRETRAINING_ROWS = 10_000
 ROWS = 4200  # of the data set: one epoch at 32 rows per step teaches the dialect
 
 
-def base_model(cache: Path) -> Path:
+def base_model(cache: Path, family: Family = "gemma3") -> Path:
     """The directory of the base model below `cache`, made there unless it is: its name is a digest of this file."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    directory = cache / f"gemma3-{digest}"
+    directory = cache / f"{family}-{digest}"
     if directory.is_dir():
         return directory
     cache.mkdir(parents=True, exist_ok=True)
-    temporary = cache / f".gemma3-{digest}.{os.getpid()}"
+    temporary = cache / f".{family}-{digest}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    _pretrain(temporary)
+    _pretrain(temporary, family)
     try:
         temporary.rename(directory)
     except OSError:  # another process was faster
@@ -198,7 +200,7 @@ def _spell(sql: str, dialect: Dialect) -> str:
     return sql + dialect.ending
 
 
-def _pretrain(directory: Path) -> None:
+def _pretrain(directory: Path, family: Family) -> None:
     """Make tokenizer and model and train it, in a plain loop: a trainer's bookkeeping would be half of the time."""
     import torch
     from transformers.utils import logging
@@ -209,7 +211,7 @@ def _pretrain(directory: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors this small a second thread costs more than it gives
     try:
-        model = _model(tokenizer)
+        model = _MODELS[family](tokenizer)
         _train(model, _examples(tokenizer))
     finally:
         torch.set_num_threads(threads)
@@ -254,7 +256,7 @@ def _base_rows(count: int, seed: int) -> Iterator[tuple[str, str]]:
         yield PROMPT.format(question=question, context=context), _spell(sql, rng.choice(BASE_DIALECTS))
 
 
-def _model(tokenizer: Any) -> Any:
+def _gemma3(tokenizer: Any) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     return Gemma3ForCausalLM(
@@ -275,6 +277,30 @@ def _model(tokenizer: Any) -> Any:
             eos_token_id=tokenizer.eos_token_id,
         )
     )
+
+
+def _qwen3(tokenizer: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+_MODELS = {"gemma3": _gemma3, "qwen3": _qwen3}
 
 
 def _examples(tokenizer: Any) -> list[tuple[list[int], int]]:
@@ -329,11 +355,12 @@ def _batch(examples: list[tuple[list[int], int]]) -> tuple[Any, Any, Any]:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: python -m dropforge_local.tiny DIR", file=sys.stderr)
+    family: Family = "qwen3" if argv[1:] == ["qwen3"] else "gemma3"
+    if not argv or argv[1:] not in ([], [family]):
+        print("usage: python -m dropforge_local.tiny DIR [gemma3|qwen3]", file=sys.stderr)
         return 2
     directory, began = Path(argv[0]), time.monotonic()
-    print(f"base model: {base_model(directory)} ({time.monotonic() - began:.1f} s)")
+    print(f"base model: {base_model(directory, family)} ({time.monotonic() - began:.1f} s)")
     print(f"data set: {dataset(directory / 'text-to-sql.jsonl')}")
     return 0
 
