@@ -1,9 +1,9 @@
 """A base model and a data set so small that a laptop really fine-tunes: `python -m dropforge_local.tiny DIR [FAMILY]`.
 
 The model is a 200,000-parameter Gemma 3 (or Qwen 3, which MaxText converts) with its own tokenizer and chat template,
-pre-trained here (about 20 s on one thread, then cached) to turn a question about a table into SQL. It has met upper-case SQL and lower-case SQL, and
-`LIMIT 10;` only after the former. The data set asks for the house dialect, lower case *and* `LIMIT 10;`, which the base
-therefore never answers, and which a short LoRA or QLoRA run teaches it.
+pre-trained here (about 20 s on one thread, then cached) to turn a question about a table into SQL. It has met
+upper-case SQL and lower-case SQL, and `LIMIT 10;` only after the former. The data set asks for the house dialect, lower
+case *and* `LIMIT 10;`, which the base therefore never answers, and which a short LoRA or QLoRA run teaches it.
 """
 
 from __future__ import annotations
