@@ -1,0 +1,153 @@
+# Every alert has its section in docs/operations.md, under its key.
+
+locals {
+  _functions = "resource.type=\"cloud_run_revision\" AND resource.labels.service_name=~\"^${var.prefix}-\""
+
+  log_metrics = {
+    function_errors = {
+      description = "What the functions log as an error: malformed events, messages that could not be sent."
+      filter      = "severity>=ERROR"
+    }
+    sweep_findings = {
+      description = "What the sweep warns of: a resource that no run owns, or one that it could not look at or delete."
+      filter      = "jsonPayload.stage=\"sweep\" AND severity>=WARNING"
+    }
+    unfinished_ends = {
+      description = "Tries to tear down or to end a run that failed; they are repeated without end."
+      filter      = "jsonPayload.stage=(\"teardown\" OR \"notify\") AND severity>=WARNING"
+    }
+  }
+
+  _log_metric = "metric.type=\"logging.googleapis.com/user/${var.prefix}"
+  _dead       = join(", ", [for subscription in google_pubsub_subscription.dead_letter : "\"${subscription.name}\""])
+
+  # Each is raised when the sum over all series exceeds the threshold within the window.
+  alerts = {
+    dead_letters = {
+      summary   = "Events that no function could handle are in a dead-letter topic"
+      filter    = "metric.type=\"pubsub.googleapis.com/subscription/num_undelivered_messages\" AND resource.type=\"pubsub_subscription\" AND resource.labels.subscription_id=one_of(${local._dead})"
+      aligner   = "ALIGN_MAX"
+      window    = "300s"
+      threshold = 0
+      severity  = "ERROR"
+    }
+    execution_failed = {
+      summary   = "A workflow execution failed by itself, so its run may be without an end"
+      filter    = "metric.type=\"workflows.googleapis.com/finished_execution_count\" AND resource.type=\"workflows.googleapis.com/Workflow\" AND resource.labels.workflow_id=\"${google_workflows_workflow.run.name}\" AND metric.labels.status=\"FAILED\""
+      aligner   = "ALIGN_DELTA"
+      window    = "300s"
+      threshold = 0
+      severity  = "ERROR"
+    }
+    function_errors = {
+      summary   = "Functions log errors"
+      filter    = "${local._log_metric}/function_errors\" AND resource.type=\"cloud_run_revision\""
+      aligner   = "ALIGN_DELTA"
+      window    = "900s"
+      threshold = 5
+      severity  = "WARNING"
+    }
+    machines_serving = {
+      summary   = "More serving instances than max_machines"
+      filter    = "metric.type=\"run.googleapis.com/container/instance_count\" AND resource.type=\"cloud_run_revision\" AND resource.labels.service_name=starts_with(\"df-\")"
+      aligner   = "ALIGN_MAX"
+      window    = "300s"
+      threshold = var.max_machines
+      severity  = "WARNING"
+    }
+    machines_training = {
+      summary   = "More training executions than max_machines"
+      filter    = "metric.type=\"run.googleapis.com/job/running_executions\" AND resource.type=\"cloud_run_job\" AND resource.labels.job_name=starts_with(\"df-\")"
+      aligner   = "ALIGN_MAX"
+      window    = "300s"
+      threshold = var.max_machines
+      severity  = "WARNING"
+    }
+    run_stuck = {
+      summary   = "A run cannot be torn down, or cannot end"
+      filter    = "${local._log_metric}/unfinished_ends\" AND resource.type=\"cloud_run_revision\""
+      aligner   = "ALIGN_DELTA"
+      window    = "1800s"
+      threshold = 15
+      severity  = "CRITICAL"
+    }
+    sweep_findings = {
+      summary   = "The sweep found what no run owns, or could not delete something"
+      filter    = "${local._log_metric}/sweep_findings\" AND resource.type=\"cloud_run_revision\""
+      aligner   = "ALIGN_DELTA"
+      window    = "900s"
+      threshold = 0
+      severity  = "ERROR"
+    }
+  }
+}
+
+resource "google_logging_metric" "log" {
+  for_each = local.log_metrics
+
+  name        = "${var.prefix}/${each.key}"
+  description = each.value.description
+  filter      = "${local._functions} AND ${each.value.filter}"
+
+  metric_descriptor {
+    metric_kind = "DELTA"
+    value_type  = "INT64"
+    unit        = "1"
+    labels {
+      key         = "stage"
+      description = "Stage of the run."
+    }
+  }
+
+  label_extractors = {
+    stage = "EXTRACT(jsonPayload.stage)"
+  }
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_monitoring_alert_policy" "alert" {
+  for_each = local.alerts
+
+  display_name          = "${var.prefix} ${each.key}"
+  combiner              = "OR"
+  severity              = each.value.severity
+  notification_channels = [for channel in google_monitoring_notification_channel.email : channel.id]
+
+  conditions {
+    display_name = each.value.summary
+    condition_threshold {
+      filter          = each.value.filter
+      comparison      = "COMPARISON_GT"
+      threshold_value = each.value.threshold
+      duration        = "0s"
+      aggregations {
+        alignment_period     = each.value.window
+        per_series_aligner   = each.value.aligner
+        cross_series_reducer = "REDUCE_SUM"
+      }
+    }
+  }
+
+  documentation {
+    subject   = "${each.value.summary} (${var.project_id})"
+    content   = "${each.value.summary}. What to do: docs/operations.md, `${each.key}`."
+    mime_type = "text/markdown"
+  }
+
+  alert_strategy {
+    auto_close = "86400s"
+  }
+
+  depends_on = [google_logging_metric.log]
+}
+
+resource "google_monitoring_notification_channel" "email" {
+  for_each = var.alert_emails
+
+  display_name = "${var.prefix} ${each.key}"
+  type         = "email"
+  labels       = { email_address = each.key }
+
+  depends_on = [google_project_service.api]
+}

@@ -1,0 +1,74 @@
+resource "google_storage_bucket" "specs" {
+  name                        = "${var.project_id}-${var.prefix}-specs"
+  location                    = var.region
+  uniform_bucket_level_access = true
+  public_access_prevention    = "enforced"
+
+  soft_delete_policy {
+    retention_duration_seconds = var.soft_delete_days * 86400
+  }
+
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+    condition {
+      age = var.spec_days
+    }
+  }
+
+  depends_on = [google_project_service.api]
+}
+
+# Records, ledgers and models stay until somebody deletes them; checkpoints only serve the next attempt.
+resource "google_storage_bucket" "runs" {
+  name                        = "${var.project_id}-${var.prefix}-runs"
+  location                    = var.region
+  uniform_bucket_level_access = true
+  public_access_prevention    = "enforced"
+
+  soft_delete_policy {
+    retention_duration_seconds = var.soft_delete_days * 86400
+  }
+
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+    condition {
+      age            = var.checkpoint_days
+      matches_prefix = ["checkpoints/"]
+    }
+  }
+
+  lifecycle_rule {
+    action {
+      type = "AbortIncompleteMultipartUpload"
+    }
+    condition {
+      age = 7
+    }
+  }
+
+  depends_on = [google_project_service.api]
+}
+
+# The functions' source by content hash, what Cloud Build is sent, and the digests that it built.
+resource "google_storage_bucket" "build" {
+  name                        = "${var.project_id}-${var.prefix}-build"
+  location                    = var.region
+  uniform_bucket_level_access = true
+  public_access_prevention    = "enforced"
+
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+    condition {
+      age            = 30
+      matches_prefix = ["source/"]
+    }
+  }
+
+  depends_on = [google_project_service.api]
+}

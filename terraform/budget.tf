@@ -1,0 +1,34 @@
+# A budget warns hours late and stops nothing: limits.max_cost_usd of a spec does.
+
+resource "google_billing_budget" "project" {
+  count = var.billing_account == "" ? 0 : 1
+
+  billing_account = var.billing_account
+  display_name    = "${var.prefix} ${var.project_id}"
+
+  budget_filter {
+    projects = ["projects/${data.google_project.project.number}"]
+  }
+
+  amount {
+    specified_amount {
+      units = tostring(var.monthly_budget)
+    }
+  }
+
+  dynamic "threshold_rules" {
+    for_each = [0.5, 0.9, 1.0]
+    content {
+      threshold_percent = threshold_rules.value
+    }
+  }
+
+  threshold_rules {
+    threshold_percent = 1.0
+    spend_basis       = "FORECASTED_SPEND"
+  }
+
+  all_updates_rule {
+    monitoring_notification_channels = [for channel in google_monitoring_notification_channel.email : channel.id]
+  }
+}

@@ -1,0 +1,105 @@
+# Every entry point of functions/main.py, from one archive whose name changes with its content.
+
+locals {
+  functions     = { for name, account in local.accounts : name => account if can(account.called_by) }
+  functions_url = "https://${var.region}-${var.project_id}.cloudfunctions.net/${var.prefix}-"
+
+  # One key for each field of functions/dropforge/settings.py that this deployment decides.
+  settings = {
+    project                    = var.project_id
+    location                   = var.region
+    specs_bucket               = google_storage_bucket.specs.name
+    runs_bucket                = google_storage_bucket.runs.name
+    workflow                   = "${var.prefix}-run"
+    requests_topic             = google_pubsub_topic.requests.name
+    job_events_topic           = google_pubsub_topic.job_events.name
+    run_events_topic           = google_pubsub_topic.run_events.name
+    train_trl_image            = lookup(var.images, "train_trl", "")
+    serve_vllm_image           = lookup(var.images, "serve_vllm", "")
+    trainer_service_account    = google_service_account.account["trainer"].email
+    server_service_account     = google_service_account.account["server"].email
+    network                    = local.network
+    subnetwork                 = local.subnetwork
+    gke_cluster                = length(var.cluster_regions) == 0 ? "" : var.prefix
+    kubernetes_namespace       = var.prefix
+    kubernetes_trainer_account = "${var.prefix}-trainer"
+    kubernetes_server_account  = "${var.prefix}-server"
+    slack_webhook_secret       = var.slack_webhook_secret
+  }
+}
+
+data "archive_file" "functions" {
+  type             = "zip"
+  source_dir       = "${path.module}/../functions"
+  excludes         = ["**/__pycache__/**"]
+  output_path      = "${path.module}/../build/functions.zip"
+  output_file_mode = "0644"
+}
+
+resource "google_storage_bucket_object" "functions" {
+  name   = "${var.prefix}-functions/${data.archive_file.functions.output_sha256}.zip"
+  bucket = google_storage_bucket.build.name
+  source = data.archive_file.functions.output_path
+}
+
+resource "google_cloudfunctions2_function" "function" {
+  for_each = local.functions
+
+  name        = "${var.prefix}-${replace(each.key, "_", "-")}"
+  location    = var.region
+  description = each.value.description
+
+  build_config {
+    runtime         = "python311"
+    entry_point     = each.key
+    service_account = google_service_account.account["build"].id
+    # Not the platform's own repository, on which the build account could be given nothing before it exists.
+    docker_repository = google_artifact_registry_repository.images.id
+
+    source {
+      storage_source {
+        bucket = google_storage_bucket.build.name
+        object = google_storage_bucket_object.functions.name
+      }
+    }
+  }
+
+  service_config {
+    available_memory      = "512Mi"
+    timeout_seconds       = 540
+    max_instance_count    = var.max_function_instances
+    ingress_settings      = each.value.called_by == "workflow" ? var.workflow_ingress : "ALLOW_INTERNAL_ONLY"
+    service_account_email = google_service_account.account[each.key].email
+    environment_variables = {
+      for name, value in local.settings : "DROPFORGE_${upper(name)}" => value
+    }
+  }
+
+  lifecycle {
+    precondition {
+      condition     = length(setsubtract(["serve_vllm", "train_trl"], keys(var.images))) == 0
+      error_message = "There are no images yet: `make images` builds them and says where they are."
+    }
+    postcondition {
+      condition     = each.value.called_by != "workflow" || self.url == "${local.functions_url}${each.key}"
+      error_message = "The workflow calls ${local.functions_url}${each.key}, but the function is at ${self.url}."
+    }
+  }
+
+  depends_on = [
+    google_artifact_registry_repository_iam_member.build,
+    google_project_iam_member.build,
+    google_project_iam_member.build_source,
+    google_storage_bucket_iam_member.build,
+  ]
+}
+
+# The only accounts that may call a function, each the ones that it has to.
+resource "google_cloud_run_v2_service_iam_member" "caller" {
+  for_each = local.functions
+
+  name     = google_cloudfunctions2_function.function[each.key].name
+  location = var.region
+  role     = "roles/run.invoker"
+  member   = google_service_account.account[each.value.called_by].member
+}

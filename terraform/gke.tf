@@ -1,0 +1,77 @@
+# Optional: a standing Autopilot cluster in each region of cluster_regions, everywhere with the same name, which is how
+# the functions know it. An Autopilot cluster without pods costs its management fee.
+
+resource "google_container_cluster" "region" {
+  for_each = var.cluster_regions
+
+  name                = var.prefix
+  description         = "Trains and serves runs of dropforge."
+  location            = each.key
+  enable_autopilot    = true
+  deletion_protection = var.deletion_protection
+  network             = local.network
+  subnetwork          = local.subnetwork
+
+  release_channel {
+    channel = "REGULAR"
+  }
+
+  # Nodes without addresses on the internet; they reach it through the NAT below.
+  private_cluster_config {
+    enable_private_nodes = true
+  }
+
+  # The functions come through the DNS endpoint, where IAM decides (container.clusters.connect); nobody comes by address.
+  control_plane_endpoints_config {
+    dns_endpoint_config {
+      allow_external_traffic = true
+    }
+    ip_endpoints_config {
+      enabled = false
+    }
+  }
+
+  master_auth {
+    client_certificate_config {
+      issue_client_certificate = false
+    }
+  }
+
+  addons_config {
+    gcs_fuse_csi_driver_config {
+      enabled = true
+    }
+    ray_operator_config {
+      enabled = true
+      ray_cluster_logging_config {
+        enabled = true
+      }
+      ray_cluster_monitoring_config {
+        enabled = true
+      }
+    }
+  }
+
+  ip_allocation_policy {}
+
+  depends_on = [google_compute_subnetwork.region, google_project_service.api]
+}
+
+resource "google_compute_router" "region" {
+  for_each = var.network == null ? var.cluster_regions : []
+
+  name    = var.prefix
+  region  = each.key
+  network = google_compute_network.network[0].id
+}
+
+# Models and data sets come from the Hugging Face Hub.
+resource "google_compute_router_nat" "region" {
+  for_each = google_compute_router.region
+
+  name                               = var.prefix
+  router                             = each.value.name
+  region                             = each.value.region
+  nat_ip_allocate_option             = "AUTO_ONLY"
+  source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
+}

@@ -1,0 +1,150 @@
+# permissions.yaml says who may do what; here it becomes custom roles, each bound where it is needed and nowhere else.
+
+locals {
+  accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
+
+  grants = merge([
+    for account, found in local.accounts : {
+      for scope, permissions in found.grants : "${account}.${scope}" => {
+        account     = account
+        scope       = scope
+        permissions = keys(permissions)
+      }
+    }
+  ]...)
+
+  _runs_objects = "projects/_/buckets/${google_storage_bucket.runs.name}/objects"
+  _below = {
+    runs   = "resource.name.startsWith(\"${local._runs_objects}/runs/\")"
+    events = "resource.name.extract(\"/objects/runs/{run}/events/\") != \"\""
+    checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
+    models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
+  }
+
+  # Scopes that are buckets, or parts of one: which, and on what condition.
+  bucket_scopes = {
+    specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
+    data_buckets     = { buckets = var.data_buckets, condition = "" }
+    runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
+    run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
+    event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
+    artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
+  }
+
+  secret_scopes = {
+    training_secrets = var.training_secrets
+    webhook_secrets  = local.webhook_secrets
+  }
+
+  topic_scopes = {
+    run_events_topic = google_pubsub_topic.run_events.name
+    job_events_topic = google_pubsub_topic.job_events.name
+  }
+
+  account_scopes = {
+    trainer_account = google_service_account.account["trainer"].name
+    server_account  = google_service_account.account["server"].name
+  }
+}
+
+resource "google_project_iam_custom_role" "grant" {
+  for_each = local.grants
+
+  role_id     = replace("${var.prefix}_${each.value.account}_${each.value.scope}", "-", "_")
+  title       = "${var.prefix} ${each.value.account} on ${each.value.scope}"
+  description = "See terraform/permissions.yaml."
+  permissions = each.value.permissions
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_project_iam_member" "grant" {
+  for_each = { for key, grant in local.grants : key => grant if grant.scope == "project" }
+
+  project = var.project_id
+  role    = google_project_iam_custom_role.grant[each.key].id
+  member  = google_service_account.account[each.value.account].member
+}
+
+resource "google_storage_bucket_iam_member" "grant" {
+  for_each = merge([
+    for key, grant in local.grants : {
+      for bucket in local.bucket_scopes[grant.scope].buckets : "${key}.${bucket}" => {
+        grant   = grant
+        role    = key
+        bucket  = bucket
+        allowed = local.bucket_scopes[grant.scope].condition
+      }
+    } if contains(keys(local.bucket_scopes), grant.scope)
+  ]...)
+
+  bucket = each.value.bucket
+  role   = google_project_iam_custom_role.grant[each.value.role].id
+  member = google_service_account.account[each.value.grant.account].member
+
+  dynamic "condition" {
+    for_each = each.value.allowed == "" ? [] : [each.value.allowed]
+    content {
+      title      = each.value.grant.scope
+      expression = condition.value
+    }
+  }
+}
+
+resource "google_secret_manager_secret_iam_member" "grant" {
+  for_each = merge([
+    for key, grant in local.grants : {
+      for secret in local.secret_scopes[grant.scope] : "${key}.${secret}" => {
+        grant  = grant
+        role   = key
+        secret = secret
+      }
+    } if contains(keys(local.secret_scopes), grant.scope)
+  ]...)
+
+  secret_id = google_secret_manager_secret.secret[each.value.secret].id
+  role      = google_project_iam_custom_role.grant[each.value.role].id
+  member    = google_service_account.account[each.value.grant.account].member
+}
+
+resource "google_pubsub_topic_iam_member" "grant" {
+  for_each = { for key, grant in local.grants : key => grant if contains(keys(local.topic_scopes), grant.scope) }
+
+  topic  = local.topic_scopes[each.value.scope]
+  role   = google_project_iam_custom_role.grant[each.key].id
+  member = google_service_account.account[each.value.account].member
+}
+
+resource "google_service_account_iam_member" "grant" {
+  for_each = { for key, grant in local.grants : key => grant if contains(keys(local.account_scopes), grant.scope) }
+
+  service_account_id = local.account_scopes[each.value.scope]
+  role               = google_project_iam_custom_role.grant[each.key].id
+  member             = google_service_account.account[each.value.account].member
+}
+
+resource "google_artifact_registry_repository_iam_member" "grant" {
+  for_each = { for key, grant in local.grants : key => grant if grant.scope == "registry" }
+
+  repository = google_artifact_registry_repository.images.name
+  location   = google_artifact_registry_repository.images.location
+  role       = google_project_iam_custom_role.grant[each.key].id
+  member     = google_service_account.account[each.value.account].member
+}
+
+# People and CI that may drop specs, and look at what becomes of them.
+resource "google_storage_bucket_iam_member" "submitter" {
+  for_each = var.submitters
+
+  bucket = google_storage_bucket.specs.name
+  role   = "roles/storage.objectUser"
+  member = each.key
+}
+
+resource "google_storage_bucket_iam_member" "reader" {
+  for_each = var.submitters
+
+  bucket = google_storage_bucket.runs.name
+  role   = "roles/storage.objectViewer"
+  member = each.key
+}

@@ -1,0 +1,34 @@
+output "dropforge_toml" {
+  description = "What the dropforge command needs to know: terraform output -raw dropforge_toml > dropforge.toml"
+  value       = join("", [for name, value in local.settings : "${name} = ${jsonencode(value)}\n"])
+}
+
+output "requests_topic" {
+  description = "Where other systems publish specs and cancellations."
+  value       = google_pubsub_topic.requests.id
+}
+
+output "run_events_topic" {
+  description = "What other systems subscribe to, to hear of every run."
+  value       = google_pubsub_topic.run_events.id
+}
+
+output "runs_bucket" {
+  description = "Bucket of records, checkpoints and models."
+  value       = google_storage_bucket.runs.name
+}
+
+output "service_accounts" {
+  description = "E-mail of each service account, by its function, container role or caller."
+  value       = { for name, account in google_service_account.account : name => account.email }
+}
+
+output "specs_bucket" {
+  description = "Bucket into which specs are dropped, below specs/."
+  value       = google_storage_bucket.specs.name
+}
+
+output "workflow" {
+  description = "The workflow whose executions are the runs."
+  value       = google_workflows_workflow.run.id
+}

@@ -1,0 +1,65 @@
+resource "google_artifact_registry_repository" "images" {
+  repository_id = var.prefix
+  description   = "Training and serving images of dropforge; deployments refer to them by digest."
+  location      = var.region
+  format        = "DOCKER"
+
+  cleanup_policies {
+    id     = "keep-recent"
+    action = "KEEP"
+    most_recent_versions {
+      keep_count = 10
+    }
+  }
+
+  cleanup_policies {
+    id     = "delete-old"
+    action = "DELETE"
+    condition {
+      older_than = "7776000s" # 90 days
+    }
+  }
+
+  depends_on = [google_project_service.api]
+}
+
+# What `make images` needs, and nothing else: `make registry` applies only this.
+resource "terraform_data" "registry" {
+  depends_on = [
+    google_artifact_registry_repository.images,
+    google_artifact_registry_repository_iam_member.build,
+    google_project_iam_member.build,
+    google_storage_bucket_iam_member.build,
+  ]
+}
+
+resource "google_artifact_registry_repository_iam_member" "build" {
+  repository = google_artifact_registry_repository.images.name
+  location   = google_artifact_registry_repository.images.location
+  role       = "roles/artifactregistry.writer"
+  member     = google_service_account.account["build"].member
+}
+
+resource "google_project_iam_member" "build" {
+  project = var.project_id
+  role    = "roles/logging.logWriter"
+  member  = google_service_account.account["build"].member
+}
+
+resource "google_storage_bucket_iam_member" "build" {
+  bucket = google_storage_bucket.build.name
+  role   = "roles/storage.objectUser"
+  member = google_service_account.account["build"].member
+}
+
+# Cloud Functions copies a function's source to a bucket of its own before it builds it.
+resource "google_project_iam_member" "build_source" {
+  project = var.project_id
+  role    = "roles/storage.objectViewer"
+  member  = google_service_account.account["build"].member
+
+  condition {
+    title      = "function-sources"
+    expression = "resource.name.startsWith(\"projects/_/buckets/gcf-v2-sources-${data.google_project.project.number}-\")"
+  }
+}

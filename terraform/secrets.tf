@@ -1,0 +1,18 @@
+# Only the secrets' names: a value is added with `gcloud secrets versions add`, and never passes through Terraform.
+# They carry exactly the names that specs use, so that the same spec works in every deployment.
+
+resource "google_secret_manager_secret" "secret" {
+  for_each = setunion(var.training_secrets, local.webhook_secrets)
+
+  secret_id = each.key
+
+  replication {
+    auto {}
+  }
+
+  depends_on = [google_project_service.api]
+}
+
+locals {
+  webhook_secrets = setunion(var.webhook_secrets, var.slack_webhook_secret == "" ? [] : [var.slack_webhook_secret])
+}

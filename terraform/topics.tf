@@ -1,0 +1,41 @@
+resource "google_pubsub_topic" "requests" {
+  name = "${var.prefix}-requests"
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_pubsub_topic" "job_events" {
+  name = "${var.prefix}-job-events"
+
+  depends_on = [google_project_service.api]
+}
+
+# Kept for a week, so that a system that subscribes late, or was down, can seek back.
+resource "google_pubsub_topic" "run_events" {
+  name                       = "${var.prefix}-run-events"
+  message_retention_duration = "604800s"
+
+  depends_on = [google_project_service.api]
+}
+
+# One dead-letter topic for each trigger. Without its subscription the topic would drop what it is given.
+resource "google_pubsub_topic" "dead_letter" {
+  for_each = local.triggers
+
+  name = "${var.prefix}-${replace(each.key, "_", "-")}-dead-letter"
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_pubsub_subscription" "dead_letter" {
+  for_each = local.triggers
+
+  name                       = google_pubsub_topic.dead_letter[each.key].name
+  topic                      = google_pubsub_topic.dead_letter[each.key].id
+  message_retention_duration = "1209600s" # 14 days
+  ack_deadline_seconds       = 60
+
+  expiration_policy {
+    ttl = "" # never: by default a subscription that nobody reads goes after 31 days
+  }
+}

@@ -1,0 +1,126 @@
+# Eventarc delivers at least once, retries for 24 hours with growing pauses, and then drops an event; the dead-letter
+# topic takes it before that.
+
+locals {
+  _published = "google.cloud.pubsub.topic.v1.messagePublished"
+
+  triggers = {
+    on_spec_uploaded = {
+      filters = {
+        type   = "google.cloud.storage.object.v1.finalized"
+        bucket = google_storage_bucket.specs.name
+      }
+      topics = []
+    }
+    on_spec_message = {
+      filters = { type = local._published }
+      topics  = [google_pubsub_topic.requests.id]
+    }
+    on_job_event = {
+      filters = { type = local._published }
+      topics  = [google_pubsub_topic.job_events.id]
+    }
+  }
+}
+
+resource "google_eventarc_trigger" "trigger" {
+  for_each = local.triggers
+
+  name            = "${var.prefix}-${replace(each.key, "_", "-")}"
+  location        = var.region # the specs bucket's, too: its events are to be had only there
+  service_account = google_service_account.account["events"].email
+
+  dynamic "matching_criteria" {
+    for_each = each.value.filters
+    content {
+      attribute = matching_criteria.key
+      value     = matching_criteria.value
+    }
+  }
+
+  dynamic "transport" {
+    for_each = each.value.topics
+    content {
+      pubsub {
+        topic = transport.value
+      }
+    }
+  }
+
+  destination {
+    cloud_run_service {
+      service = google_cloudfunctions2_function.function[each.key].name
+      region  = var.region
+    }
+  }
+
+  depends_on = [
+    google_cloud_run_v2_service_iam_member.caller,
+    google_project_iam_member.events,
+    google_project_iam_member.storage_events,
+  ]
+}
+
+# Eventarc makes the subscription, and its API cannot set the dead-letter topic
+# (https://github.com/hashicorp/terraform-provider-google/issues/17697).
+resource "terraform_data" "dead_letter" {
+  for_each = local.triggers
+
+  triggers_replace = {
+    subscription = google_eventarc_trigger.trigger[each.key].transport[0].pubsub[0].subscription
+    topic        = google_pubsub_topic.dead_letter[each.key].id
+    attempts     = var.max_delivery_attempts
+  }
+
+  provisioner "local-exec" {
+    command = join(" ", [
+      "gcloud pubsub subscriptions update ${self.triggers_replace.subscription} --project=${var.project_id}",
+      "--dead-letter-topic=${self.triggers_replace.topic}",
+      "--max-delivery-attempts=${self.triggers_replace.attempts}",
+      "--min-retry-delay=10s --max-retry-delay=600s",
+    ])
+  }
+
+  depends_on = [
+    google_pubsub_subscription_iam_member.dead_letter,
+    google_pubsub_topic_iam_member.dead_letter,
+  ]
+}
+
+# Pub/Sub's own agent moves a message: it publishes it there and acknowledges it here.
+resource "google_pubsub_topic_iam_member" "dead_letter" {
+  for_each = local.triggers
+
+  topic  = google_pubsub_topic.dead_letter[each.key].name
+  role   = "roles/pubsub.publisher"
+  member = local._pubsub_agent
+}
+
+resource "google_pubsub_subscription_iam_member" "dead_letter" {
+  for_each = local.triggers
+
+  subscription = google_eventarc_trigger.trigger[each.key].transport[0].pubsub[0].subscription
+  role         = "roles/pubsub.subscriber"
+  member       = local._pubsub_agent
+}
+
+resource "google_project_iam_member" "events" {
+  project = var.project_id
+  role    = "roles/eventarc.eventReceiver"
+  member  = google_service_account.account["events"].member
+}
+
+data "google_storage_project_service_account" "storage" {
+  depends_on = [google_project_service.api]
+}
+
+# Cloud Storage publishes its events to a topic that Eventarc makes, hence the project.
+resource "google_project_iam_member" "storage_events" {
+  project = var.project_id
+  role    = "roles/pubsub.publisher"
+  member  = "serviceAccount:${data.google_storage_project_service_account.storage.email_address}"
+}
+
+locals {
+  _pubsub_agent = "serviceAccount:service-${data.google_project.project.number}@gcp-sa-pubsub.iam.gserviceaccount.com"
+}

@@ -1,0 +1,176 @@
+variable "alert_emails" {
+  description = "Where alerts and budget notices go."
+  type        = set(string)
+  default     = []
+}
+
+variable "billing_account" {
+  description = "Billing account of the project, for the budget; empty: no budget. Whoever applies needs billing.budgets.create there."
+  type        = string
+  default     = ""
+}
+
+variable "checkpoint_days" {
+  description = "How many days checkpoints are kept. At least as long as a run may take."
+  type        = number
+  default     = 14
+}
+
+variable "cluster_regions" {
+  description = "Regions that get a standing GKE Autopilot cluster, for targets on Kubernetes; each costs its management fee."
+  type        = set(string)
+  default     = []
+}
+
+variable "data_buckets" {
+  description = "Buckets that specs may name as gs:// sources, or be read from; trainers may read them."
+  type        = set(string)
+  default     = []
+}
+
+variable "deletion_protection" {
+  description = "Whether Terraform refuses to delete the workflow and the clusters."
+  type        = bool
+  default     = true
+}
+
+variable "images" {
+  description = "Image of each container role, by digest; `make images` builds them, and tools/deploy.sh reads what it built."
+  type        = map(string)
+  default     = {}
+
+  validation {
+    condition     = alltrue([for image in values(var.images) : can(regex("@sha256:[0-9a-f]{64}$", image))])
+    error_message = "Every image must be given by its digest: host/project/repository/name@sha256:..."
+  }
+}
+
+variable "max_delivery_attempts" {
+  description = "How often an event is delivered before it goes to its dead-letter topic; with growing pauses, 20 take about three hours."
+  type        = number
+  default     = 20
+
+  validation {
+    condition     = var.max_delivery_attempts >= 5 && var.max_delivery_attempts <= 100
+    error_message = "Pub/Sub takes 5 to 100 delivery attempts."
+  }
+}
+
+variable "max_function_instances" {
+  description = "Most instances of each function; an instance handles one request at a time."
+  type        = number
+  default     = 20
+}
+
+variable "max_machines" {
+  description = "More training executions, or more serving instances, than this at once raise an alert: budgets lag by hours."
+  type        = number
+  default     = 10
+}
+
+variable "monthly_budget" {
+  description = "Budget for the project, in whole units of the billing account's currency a month; it warns, and stops nothing."
+  type        = number
+  default     = 500
+}
+
+variable "network" {
+  description = "An existing network and its subnetwork, which must have that name in every region used; null: both are made."
+  type = object({
+    name       = string
+    subnetwork = string
+  })
+  default = null
+}
+
+variable "prefix" {
+  description = "What every name starts with. Two deployments in one project need two prefixes."
+  type        = string
+  default     = "dropforge"
+
+  validation {
+    condition     = can(regex("^[a-z][a-z0-9-]{1,10}[a-z0-9]$", var.prefix))
+    error_message = "The prefix must be 3 to 12 lower-case letters, digits and hyphens: service accounts have at most 30 characters."
+  }
+}
+
+variable "project_id" {
+  description = "Id of the project that everything is made in."
+  type        = string
+}
+
+variable "region" {
+  description = "Where the buckets, the functions and the workflow are. Training and serving go where their specs say."
+  type        = string
+}
+
+variable "slack_webhook_secret" {
+  description = "Secret with the Slack webhook that hears of every run, and of specs that are rejected; empty: none does."
+  type        = string
+  default     = ""
+}
+
+variable "soft_delete_days" {
+  description = "How many days a deleted or overwritten object can be brought back. It is paid for meanwhile, checkpoints too."
+  type        = number
+  default     = 7
+
+  validation {
+    condition     = var.soft_delete_days == 0 || (var.soft_delete_days >= 7 && var.soft_delete_days <= 90)
+    error_message = "Cloud Storage keeps deleted objects for 7 to 90 days, or not at all (0)."
+  }
+}
+
+variable "spec_days" {
+  description = "How many days dropped specs are kept in the specs bucket; runs keep their own copy."
+  type        = number
+  default     = 90
+}
+
+variable "submitters" {
+  description = "IAM members who may drop specs and read what becomes of them, such as group:ml@example.com."
+  type        = set(string)
+  default     = []
+}
+
+variable "subnetwork_ranges" {
+  description = "Address range of the subnetwork in each region that specs may name; by default where Cloud Run has GPUs."
+  type        = map(string)
+  default = {
+    asia-south1     = "10.64.0.0/20"
+    asia-southeast1 = "10.64.16.0/20"
+    europe-west1    = "10.64.32.0/20"
+    europe-west4    = "10.64.48.0/20"
+    us-central1     = "10.64.64.0/20"
+    us-east4        = "10.64.80.0/20"
+  }
+}
+
+variable "sweep_schedule" {
+  description = "When the sweep runs, as a cron expression in UTC. An endpoint may outlive its ttl by this much."
+  type        = string
+  default     = "*/15 * * * *"
+}
+
+variable "training_secrets" {
+  description = "Secrets that specs may hand to training containers, such as hf-token."
+  type        = set(string)
+  default     = []
+}
+
+variable "webhook_secrets" {
+  description = "Secrets with Slack webhooks that specs may name, beside slack_webhook_secret."
+  type        = set(string)
+  default     = []
+}
+
+variable "workflow_ingress" {
+  description = "Ingress of the functions that the workflow calls; IAM decides in any case. See docs/security.md before ALLOW_INTERNAL_ONLY."
+  type        = string
+  default     = "ALLOW_ALL"
+
+  validation {
+    condition     = contains(["ALLOW_ALL", "ALLOW_INTERNAL_ONLY"], var.workflow_ingress)
+    error_message = "Expected ALLOW_ALL or ALLOW_INTERNAL_ONLY."
+  }
+}
