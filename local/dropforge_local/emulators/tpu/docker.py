@@ -28,7 +28,7 @@ from .sandbox import read_settings
 FAILED = 125
 STOP_SECONDS = 10.0
 # What every process of the machine has, and a container's must have as well.
-INHERITED = (MARKER, "LANG", "TMPDIR", "PATH", "GCE_METADATA_HOST")
+INHERITED = (MARKER, "LANG", "TMPDIR", "PATH", "GCE_METADATA_HOST", "GCE_METADATA_IP")
 
 
 class DockerError(Exception):

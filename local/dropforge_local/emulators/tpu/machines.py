@@ -135,9 +135,12 @@ class Machines:
             path = directory / "startup-script"
             path.write_text(script)
             words.append(str(path))
+        metadata = f"127.0.0.1:{self._row(name)['port']}"
         env = {
             **self._platform_env(),
-            "GCE_METADATA_HOST": f"127.0.0.1:{self._row(name)['port']}",
+            # What Google's libraries and tools ask instead of metadata.google.internal and of 169.254.169.254.
+            "GCE_METADATA_HOST": metadata,
+            "GCE_METADATA_IP": metadata,
             "DROPFORGE_ROOT": str(root),
             "DROPFORGE_SANDBOX_PYTHON": sys.executable,
         }

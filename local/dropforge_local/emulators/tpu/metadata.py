@@ -62,7 +62,7 @@ class MetadataServer:
             return web.Response(status=404, text=f"{path} was not found\n", headers=HEADERS)
         if isinstance(found, dict) and not path.endswith("/"):
             raise web.HTTPMovedPermanently(f"{path}/")
-        text, kind = render(found, request.query)
+        text, kind = render(found, request.query, own_names=path.endswith("/attributes/"))
         return web.Response(text=text, content_type=kind, headers={**HEADERS, "ETag": etag(found)})
 
     async def _wait(self, path: str, query: Mapping[str, str]) -> Any:
@@ -90,12 +90,15 @@ def find(tree: Tree, path: str) -> Any:
     return here
 
 
-def render(value: Any, query: Mapping[str, str]) -> tuple[str, str]:
-    """Text and content type of a value: a leaf as it is, a directory as a list of names or, recursively, as JSON."""
+def render(value: Any, query: Mapping[str, str], *, own_names: bool) -> tuple[str, str]:
+    """Text and content type of a value: a leaf as it is, a directory as a list of names or, recursively, as JSON.
+
+    `own_names` says that the names in it are users' and stay as they are.
+    """
     if callable(value):
         return value(query), "application/json"
     if query.get("alt") == "json" or (isinstance(value, dict) and query.get("recursive") == "true"):
-        return json.dumps(_plain(value)), "application/json"
+        return json.dumps(_plain(value, own_names=own_names)), "application/json"
     if isinstance(value, dict):
         names = (f"{name}/" if isinstance(child, dict) else name for name, child in value.items())
         return "".join(f"{name}\n" for name in names), "application/text"
