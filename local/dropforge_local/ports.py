@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from .server import HOST
+HOST = "127.0.0.1"  # nothing that the stack starts is reached from other machines
 
 
 def free_port(among: range, taken: set[int]) -> int:
@@ -14,6 +14,12 @@ def free_port(among: range, taken: set[int]) -> int:
         if port not in taken and is_free(port):
             return port
     raise OSError(f"no free port in {among.start} to {among.stop} on {HOST}")
+
+
+def is_listening(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def is_free(port: int) -> bool:

@@ -12,12 +12,12 @@ import grpc
 from aiohttp import web
 
 from .errors import ApiError
+from .ports import HOST as HOST
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 5 * 2**30
 
 

@@ -248,7 +248,7 @@ def test_an_answer_can_get_lost(gke: Gke) -> None:
     assert gke.get("c1").status == Status.PROVISIONING
 
 
-def test_restarts_find_clusters_at_their_ports(gke: Gke, tmp_path: Path) -> None:
+def test_restarts_find_clusters_and_leave_ports_that_are_taken(gke: Gke, tmp_path: Path) -> None:
     operation = gke.create("c1")
     first = gke.finish(operation)
     cluster = gke.get("c1")
@@ -258,12 +258,13 @@ def test_restarts_find_clusters_at_their_ports(gke: Gke, tmp_path: Path) -> None
     source, target = Database(tmp_path / "state.db"), Database(copy / "state.db")
     source.connection.backup(target.connection)
     source.close()
-    target.connection.execute("UPDATE kubernetes_clusters SET port = port + 1000")
     target.close()
     with BackgroundServer(lambda: build(copy)) as server:
         again = Gke(server.url, copy)
         assert again.finish(pending).status == first.status
-        assert again.get("c1").master_auth == cluster.master_auth
+        moved = again.get("c1")  # the first stack still listens at its port
+        assert (moved.master_auth, moved.endpoint == cluster.endpoint) == (cluster.master_auth, False)
+        assert client.CoreV1Api(kube(moved)).read_namespace("default").metadata.name == "default"
         assert again.get("c2").status == Status.RUNNING
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import Kube, ended, make_job
+from .conftest import NAME, Kube, ended, make_deployment, make_job
 
 
 def conditions(job: Any) -> dict[str, str]:
@@ -173,3 +175,30 @@ def test_pods_that_cannot_be_made_are_told(kube: Kube) -> None:
     kube.until(lambda: dict(kube.events("a")).get("FailedCreate", ""), lambda text: "service account" in text)
     kube.core.create_namespaced_service_account(kube.namespace, {"metadata": {"name": "missing"}})
     kube.wait_job("a")
+
+
+def test_output_is_kept_under_the_name_of_the_workload(kube: Kube) -> None:
+    kube.create_job("a", "exit", "3", backoffLimit=1)
+    kube.apps.create_namespaced_deployment(kube.namespace, make_deployment("d"))
+    kube.wait_job("a")
+    kube.until(lambda: kube.apps.read_namespaced_deployment("d", kube.namespace).status.ready_replicas, bool)
+    kube.batch.delete_namespaced_job("a", kube.namespace, propagation_policy="Foreground")
+    kube.apps.delete_namespaced_deployment("d", kube.namespace)
+    kube.until(kube.pods, lambda pods: not pods)
+    assert workload_log(kube, "batch/jobs/a") == (200, "index - exit\n" * 2)
+    assert workload_log(kube, "batch/jobs/a?tail=1") == (200, "index - exit\n")
+    code, text = workload_log(kube, "apps/deployments/d")
+    assert (code, text.split()[0]) == (200, "serving")
+    assert [workload_log(kube, one)[0] for one in ("batch/jobs/b", "services/d")] == [404, 404]
+
+
+def workload_log(kube: Kube, workload: str) -> tuple[int, str]:
+    """What the stack keeps under Cloud Asset Inventory's name of a workload."""
+    try:
+        with urllib.request.urlopen(
+            f"{kube.admin}/_local/logs/{NAME}/k8s/namespaces/{kube.namespace}/{workload}"
+        ) as body:
+            return body.status, body.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, ""

@@ -510,6 +510,36 @@ def test_autoscalers_are_checked_and_kept(kube: Kube) -> None:
     assert kube.call("POST", path, {"metadata": {"name": "h"}, "spec": spec})[0] == 201
     code, body, _ = kube.call("POST", path, {"metadata": {"name": "i"}, "spec": {**spec, "maxReplicas": 0}})
     assert (code, causes(body)) == (422, ["spec.maxReplicas", "spec.maxReplicas"])
+    for target, at in (
+        ({"type": "AverageValue", "averageValue": "0"}, "averageValue"),
+        ({"type": "AverageValue"}, "averageValue"),
+        ({"averageValue": "5"}, "type"),
+    ):
+        bad = {**metric, "pods": {**metric["pods"], "target": target}}
+        code, body, _ = kube.call("POST", path, {"metadata": {"name": "i"}, "spec": {**spec, "metrics": [bad]}})
+        assert (code, causes(body)) == (422, [f"spec.metrics[0].pods.target.{at}"])
+
+
+def test_pod_monitorings_are_checked_and_kept(kube: Kube) -> None:
+    where = ("monitoring.googleapis.com", "v1", kube.namespace, "podmonitorings")
+    spec = {"selector": {"matchLabels": {"app": "d"}}, "endpoints": [{"port": "http", "interval": "15s"}]}
+    kube.custom.create_namespaced_custom_object(*where, make_monitoring("m", spec))
+    assert kube.custom.get_namespaced_custom_object(*where, "m")["spec"] == spec
+    path = f"/apis/monitoring.googleapis.com/v1/namespaces/{kube.namespace}/podmonitorings"
+    for bad, at in (
+        ({"selector": {}}, "spec.endpoints"),
+        ({**spec, "endpoints": [{"path": "/metrics"}]}, "spec.endpoints[0].port"),
+        ({**spec, "endpoints": [{"port": 8000, "interval": "often"}]}, "spec.endpoints[0].interval"),
+        ({"endpoints": [{"port": 8000}]}, "spec.selector"),
+    ):
+        code, body, _ = kube.call("POST", path, make_monitoring("n", bad))
+        assert (code, causes(body)) == (422, [at])
+    kube.custom.delete_namespaced_custom_object(*where, "m")
+
+
+def make_monitoring(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    kind = {"apiVersion": "monitoring.googleapis.com/v1", "kind": "PodMonitoring"}
+    return {**kind, "metadata": {"name": name}, "spec": spec}
 
 
 def test_calls_fail_on_purpose(kube: Kube) -> None:
@@ -527,7 +557,7 @@ def test_calls_fail_on_purpose(kube: Kube) -> None:
 def test_discovery_names_what_is_served(kube: Kube) -> None:
     assert client.VersionApi(kube.api).get_code().git_version.startswith("v1.33")
     groups = {group.name for group in client.ApisApi(kube.api).get_api_versions().groups}
-    assert groups == {"apps", "autoscaling", "batch", "ray.io"}
+    assert groups == {"apps", "autoscaling", "batch", "monitoring.googleapis.com", "ray.io"}
     resources = {one.name for one in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]

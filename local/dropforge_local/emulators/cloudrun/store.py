@@ -108,6 +108,10 @@ class Store:
         )
         return [row["name"] for row in rows]
 
+    def ports(self) -> list[int]:
+        """Where the services listen."""
+        return [int(row["port"]) for row in self.db.connection.execute("SELECT port FROM cloudrun_ports")]
+
     def page(self, kind: str, parent: str, size: int, token: str) -> tuple[list[Any], str]:
         """Newest first; "-" in the parent stands for any one segment."""
         if size < 0:

@@ -26,7 +26,7 @@ from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules
 from .config import GkeConfig
-from .store import Operation, Store
+from .store import Cluster, Operation, Store
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class GkeEmulator:
         return rpc.grpc_handlers([self._service])
 
     async def start(self) -> None:
+        self._correct_endpoints()
         for operation, target, created in self._store.unfinished():
             self._spawn(self._carry_out(operation, target, created))
 
@@ -107,6 +108,19 @@ class GkeEmulator:
         if not db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'container_clusters'").fetchone():
             return []
         return [row["name"] for row in db.connection.execute("SELECT name FROM container_clusters ORDER BY name")]
+
+    def ensure_cluster(self, name: str) -> None:
+        """Make an Autopilot cluster that runs, without waiting or an operation; nothing happens when it is there."""
+        if self._store.find_cluster(name) is not None:
+            return
+        parent, short_name = name.split("/clusters/")
+        cluster = Cluster(name=short_name, autopilot={"enabled": True})
+        rules.check_cluster(cluster, parent.rsplit("/", 1)[1])
+        rules.complete(cluster, name, self._config, self._now())
+        with self._store.db.transaction():
+            self._kubernetes.add_cluster(name)
+            self._connect(cluster, name)
+            self._store.put_cluster(name, cluster, self._clock.now())
 
     def list_clusters(self, request: Any) -> Any:
         return container_v1.ListClustersResponse.pb()(clusters=self._store.clusters(request.parent))
@@ -234,15 +248,27 @@ class GkeEmulator:
         if cluster.location in self._store.setting("stockout"):
             self._fail(operation, cluster, name)
             return
-        port = self._kubernetes.add_cluster(name)
+        self._kubernetes.add_cluster(name)
         await self._kubernetes.open_cluster(name)
+        self._connect(cluster, name)
+        self._store.put_cluster(name, cluster)
+
+    def _connect(self, cluster: Any, name: str) -> None:
+        """Say where a cluster's Kubernetes API is."""
         cluster.status = Status.RUNNING
-        cluster.endpoint = f"{HOST}:{port}"
+        cluster.endpoint = f"{HOST}:{self._kubernetes.port_of(name)}"
         cluster.control_plane_endpoints_config.ip_endpoints_config.enabled = True
         cluster.control_plane_endpoints_config.ip_endpoints_config.public_endpoint = cluster.endpoint
         authority = self._kubernetes.authority_of(name)
         cluster.master_auth.cluster_ca_certificate = base64.b64encode(authority.encode()).decode()
-        self._store.put_cluster(name, cluster)
+
+    def _correct_endpoints(self) -> None:
+        """Clusters move to another port when somebody else took theirs while no stack ran."""
+        for name in self.live():
+            cluster = self._store.get_cluster(name)
+            if cluster.status == Status.RUNNING and cluster.endpoint != f"{HOST}:{self._kubernetes.port_of(name)}":
+                self._connect(cluster, name)
+                self._store.put_cluster(name, cluster)
 
     async def _delete(self, operation: Any, name: str) -> None:
         await self._kubernetes.remove_cluster(name)

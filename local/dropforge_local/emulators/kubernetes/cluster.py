@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,7 +22,7 @@ from .controllers.loop import ControlLoop
 from .controllers.owned import Tools, is_finished
 from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
 from .faults import Faults
-from .kinds import NAMESPACE, NODE, POD
+from .kinds import BY_NAME, NODE, POD
 from .kubelet.logs import LogRequest, container_of, log_id, read_log
 from .kubelet.pods import Kubelet
 from .kubelet.runner import Runner
@@ -33,7 +33,10 @@ from .recorder import Recorder
 from .services import Services
 from .store import Change, Object, Store
 
-NAMESPACES = ("default", "kube-system", "kube-public", "kube-node-lease")
+OWN_NAMESPACES = [
+    {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    for name in ("default", "kube-system", "kube-public", "kube-node-lease")
+]
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,11 @@ class Cluster:
         self.services.on_change(change)
 
 
-def furnish(objects: Objects) -> None:
-    """What every cluster has from the beginning."""
-    for name in NAMESPACES:
-        if objects.store.find(NAMESPACE, "", name) is None:
-            objects.create(NAMESPACE, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+def ensure_objects(objects: Objects, manifests: Iterable[Object]) -> None:
+    """Create what is not there yet."""
+    for manifest in manifests:
+        kind = BY_NAME[manifest["apiVersion"], manifest["kind"]]
+        item, _ = objects.parse(kind, manifest)
+        namespace, name = item["metadata"].get("namespace", ""), item["metadata"]["name"]
+        if objects.store.find(kind, namespace, name) is None:
+            objects.create(kind, namespace, item)

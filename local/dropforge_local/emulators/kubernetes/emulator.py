@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,22 @@ from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ...db import Database
 from ...errors import ApiError
-from ...ports import free_port
+from ...ports import free_port, is_listening
 from ...server import HOST
 from ...workflows.clock import Clock
 from .certificates import Certificates, make_certificates
-from .cluster import Cluster, Shared, furnish
+from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
 from .config import KubernetesConfig
 from .faults import Faults
-from .kinds import DEPLOYMENT, JOB, POD, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
+from .kinds import DEPLOYMENT, HPA, JOB, POD, POD_MONITORING, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
+from .kubelet.logs import read_workload_log
 from .kubelet.runner import Runner
 from .ports import Ports
-from .store import SCHEMA
+from .store import SCHEMA, Object
 
 # What counts as left over: workloads and what they are reached by.
-COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, RAY_JOB, RAY_CLUSTER)
+COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER)
+LOGS = "/_local/logs/{cluster:projects/[^/]+/locations/[^/]+/clusters/[^/]+}/k8s/{workload:.+}"
 
 
 class KubernetesEmulator:
@@ -57,6 +59,7 @@ class KubernetesEmulator:
         return [
             web.post("/_local/kubernetes/faults", self._set_faults),
             web.get("/_local/kubernetes/clusters", self._list_clusters),
+            web.get(LOGS, self._read_log),
         ]
 
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
@@ -64,7 +67,8 @@ class KubernetesEmulator:
 
     async def start(self) -> None:
         await self._runtime.start()
-        for row in self._db.connection.execute("SELECT name FROM kubernetes_clusters").fetchall():
+        for row in self._db.connection.execute("SELECT name, port FROM kubernetes_clusters").fetchall():
+            self._leave_taken_port(row["name"], row["port"])
             await self.open_cluster(row["name"])
 
     async def stop(self) -> None:
@@ -83,8 +87,13 @@ class KubernetesEmulator:
                     "INSERT INTO kubernetes_clusters (name, port, authority, server) VALUES (?, ?, ?, ?)",
                     [name, port, made.authority, made.server],
                 )
-                furnish(self._make(name).objects)
+                ensure_objects(self._make(name).objects, OWN_NAMESPACES)
             return port
+
+    def ensure_objects(self, name: str, manifests: Iterable[Object]) -> None:
+        """Create those of `manifests` that are not there, in a cluster that is not served yet."""
+        with self._db.transaction():
+            ensure_objects(self._make(name).objects, manifests)
 
     async def open_cluster(self, name: str) -> None:
         """Serve a cluster that was added; nothing happens when it is served. Raises OSError: its port is taken."""
@@ -131,8 +140,7 @@ class KubernetesEmulator:
     @staticmethod
     def names_in(db: Database) -> list[str]:
         """Workloads in a state file: CLUSTER/KIND/NAMESPACE/NAME. None when it has never had a cluster."""
-        tables = db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'kubernetes_objects'").fetchone()
-        if tables is None:
+        if not _has_table(db, "kubernetes_objects"):
             return []
         marks = ", ".join("?" for _ in COUNTED)
         rows = db.connection.execute(
@@ -142,8 +150,29 @@ class KubernetesEmulator:
         )
         return ["/".join(row) for row in rows]
 
+    @staticmethod
+    def ports_in(db: Database) -> list[int]:
+        """Ports that clusters, services and pods in a state file listen on while a stack runs."""
+        if not _has_table(db, "kubernetes_ports"):
+            return []
+        rows = db.connection.execute(
+            "SELECT port FROM kubernetes_clusters UNION ALL SELECT local FROM kubernetes_ports"
+        )
+        return [int(row["port"]) for row in rows]
+
     async def _list_clusters(self, request: web.Request) -> web.Response:
         return web.json_response({name: f"https://{HOST}:{one.port}" for name, one in self._clusters.items()})
+
+    async def _read_log(self, request: web.Request) -> web.Response:
+        """By the names that Cloud Asset Inventory has for jobs, deployments and pods."""
+        tail = request.query.get("tail")
+        if tail is not None and not tail.isdigit():
+            raise ApiError("INVALID_ARGUMENT", f"tail is {tail!r}; expected a number of lines")
+        cluster, workload = request.match_info["cluster"], request.match_info["workload"]
+        text = read_workload_log(self._db, self._runtime.directory, cluster, workload, int(tail) if tail else None)
+        if text is None:
+            raise ApiError("NOT_FOUND", f"nothing of {workload!r} has run in {cluster!r}")
+        return web.Response(text=text)
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         body = _parse(await request.read())
@@ -155,6 +184,15 @@ class KubernetesEmulator:
         for cluster in self._clusters.values():
             cluster.look_for_nodes()
         return web.json_response(switches)
+
+    def _leave_taken_port(self, name: str, port: int) -> None:
+        """Move a cluster's API when somebody else has taken its port while no stack ran."""
+        if not is_listening(port):
+            return
+        with self._db.transaction() as connection:
+            taken = {row["port"] for row in connection.execute("SELECT port FROM kubernetes_clusters")}
+            moved = free_port(self._shared.config.api_ports, taken)
+            connection.execute("UPDATE kubernetes_clusters SET port = ? WHERE name = ?", [moved, name])
 
     def _make(self, name: str) -> Cluster:
         row = self._row(name)
@@ -173,6 +211,10 @@ class KubernetesEmulator:
         if len(found) != 1:
             raise ApiError("NOT_FOUND", f"{len(found)} clusters are called {part!r}; expected one")
         return found[0]
+
+
+def _has_table(db: Database, name: str) -> bool:
+    return db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [name]).fetchone() is not None
 
 
 def _parse(data: bytes) -> dict[str, Any]:

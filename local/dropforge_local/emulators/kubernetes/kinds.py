@@ -61,12 +61,15 @@ HPA = _builtin(
     subresources="status",
     categories="all",
 )
+POD_MONITORING = Kind(
+    "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
+)
 RAY_JOB = Kind("ray.io", "v1", "RayJob", "rayjobs", subresources=("status",), categories=("all",))
 RAY_CLUSTER = Kind("ray.io", "v1", "RayCluster", "rayclusters", subresources=("status",), categories=("all",))
 
 KINDS = (
     NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, DEPLOYMENT, REPLICA_SET, JOB, HPA,
-    RAY_JOB, RAY_CLUSTER,
+    POD_MONITORING, RAY_JOB, RAY_CLUSTER,
 )  # fmt: skip
 BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 BY_KEY = {kind.key: kind for kind in KINDS}

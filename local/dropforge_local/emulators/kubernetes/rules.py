@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import names, podrules
 from .kinds import Kind
 from .podrules import at_least
+from .quantities import parse_quantity
 from .refusals import Cause, duplicate, forbidden_field, not_emulated, required, unsupported, wrong
 from .selectors import select
 
@@ -16,6 +18,7 @@ Object = Mapping[str, Any]
 LARGEST_DATA = 2**20
 LARGEST_ANNOTATIONS = 256 * 2**10
 IMMUTABLE = "field is immutable"
+PROMETHEUS_DURATION = re.compile(r"(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
 
 
 def problems(kind: Kind, item: Object) -> Iterator[Cause]:
@@ -256,10 +259,41 @@ def _autoscaler(item: Object) -> Iterator[Cause]:
     for index, metric in enumerate(spec.get("metrics", ())):
         kind = metric.get("type", "")
         source = kind[:1].lower() + kind[1:]
+        at = f"spec.metrics[{index}].{source}"
         if kind and source not in metric:
-            yield required(
-                f"spec.metrics[{index}].{source}", f"must populate information for the given metric source: {kind}"
-            )
+            yield required(at, f"must populate information for the given metric source: {kind}")
+        elif kind:
+            yield from _metric_target(metric[source].get("target", {}), f"{at}.target")
+        if kind == "Pods" and "averageValue" not in metric.get("pods", {}).get("target", {}):
+            yield required(f"{at}.target.averageValue", "must specify a positive target averageValue")
+
+
+def _metric_target(target: Object, at: str) -> Iterator[Cause]:
+    for field in ("value", "averageValue"):
+        if field in target and parse_quantity(target[field]) <= 0:
+            yield wrong(f"{at}.{field}", target[field], "must be positive")
+    if target.get("averageUtilization", 1) < 1:
+        yield wrong(f"{at}.averageUtilization", target["averageUtilization"], "must be greater than 0")
+
+
+def _pod_monitoring(item: Object) -> Iterator[Cause]:
+    """As far as the CRD demands it: https://github.com/GoogleCloudPlatform/prometheus-engine/blob/main/doc/api.md"""
+    spec = item.get("spec")
+    if not isinstance(spec, Mapping):
+        yield required("spec")
+        return
+    if not isinstance(spec.get("selector"), Mapping):
+        yield required("spec.selector")
+    endpoints = spec.get("endpoints")
+    if not isinstance(endpoints, list) or not endpoints:
+        yield required("spec.endpoints")
+        return
+    for index, endpoint in enumerate(endpoints):
+        at = f"spec.endpoints[{index}]"
+        if not isinstance(endpoint, Mapping) or not endpoint.get("port"):
+            yield required(f"{at}.port")
+        elif not PROMETHEUS_DURATION.fullmatch(str(endpoint.get("interval", "1m"))):
+            yield wrong(f"{at}.interval", endpoint["interval"], "should match a duration of Prometheus, such as 30s")
 
 
 def _job_update(item: Object, old: Object) -> Iterator[Cause]:
@@ -326,6 +360,7 @@ RULES: Mapping[str, Rule] = {
     "configmaps": _data,
     "secrets": _data,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
+    "podmonitorings.monitoring.googleapis.com": _pod_monitoring,
 }
 UPDATE_RULES: Mapping[str, UpdateRule] = {
     "pods": _pod_update,

@@ -35,8 +35,10 @@ CREATE TABLE IF NOT EXISTS kubernetes_owners (
 );
 CREATE TABLE IF NOT EXISTS kubernetes_containers (
   id TEXT PRIMARY KEY, cluster TEXT NOT NULL, namespace TEXT NOT NULL, pod TEXT NOT NULL, pod_uid TEXT NOT NULL,
-  container TEXT NOT NULL, attempt INTEGER NOT NULL, started REAL NOT NULL, ended INTEGER NOT NULL DEFAULT 0
+  container TEXT NOT NULL, attempt INTEGER NOT NULL, workload TEXT NOT NULL, started REAL NOT NULL,
+  ended INTEGER NOT NULL DEFAULT 0
 );
+CREATE INDEX IF NOT EXISTS kubernetes_containers_by_workload ON kubernetes_containers (cluster, workload);
 CREATE INDEX IF NOT EXISTS kubernetes_containers_by_pod ON kubernetes_containers (pod_uid, container, attempt);
 CREATE TABLE IF NOT EXISTS kubernetes_ports (
   cluster TEXT NOT NULL, owner TEXT NOT NULL, port INTEGER NOT NULL, local INTEGER NOT NULL UNIQUE,

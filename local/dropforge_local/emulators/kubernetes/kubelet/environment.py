@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....containers.images import ABSOLUTE_PATH
-from ..admission import GPU
 from ..kinds import CONFIG_MAP, SECRET, SERVICE, Kind
 from ..ports import Ports
-from ..quantities import parse_quantity, whole
+from ..quantities import parse_quantity
 from ..store import Object, Store
 
-LOCAL_GPUS = "DROPFORGE_LOCAL_GPUS"
 REFERENCE = re.compile(r"\$(\$|\((?P<name>[-._a-zA-Z][-._a-zA-Z0-9]*)\))")
 LOOPBACK = "127.0.0.1"
 
@@ -55,8 +53,6 @@ def environment(sources: Sources, pod: Object, container: Object) -> dict[str, s
     ports = [port["containerPort"] for port in container.get("ports", ())]
     if ports:
         env["PORT"] = str(local.get(int(env["PORT"]) if env.get("PORT", "").isdigit() else ports[0], local[ports[0]]))
-    if wanted := container.get("resources", {}).get("limits", {}).get(GPU):
-        env[LOCAL_GPUS] = str(whole(wanted))
     return env
 
 

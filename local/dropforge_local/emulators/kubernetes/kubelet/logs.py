@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import heapq
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....containers.logs import LOG, TIMES
+from ....containers.logs import LOG, TIMES, last_lines
+from ....db import Database
 from ..refusals import Refusal
 from ..store import Object
 from ..times import timestamp
@@ -50,6 +52,21 @@ async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[],
         pieces, position = _read_new(directory, position)
         for at, line in pieces:
             yield _stamped(at) + line if request.timestamps else line
+
+
+def read_workload_log(db: Database, directory: Path, cluster: str, workload: str, tail: int | None) -> str | None:
+    """What all containers of a workload wrote, in order of time; also after its deletion. None if none has run.
+
+    `workload` is as Cloud Asset Inventory names it below its cluster: namespaces/NAMESPACE/batch/jobs/NAME.
+    """
+    rows = db.connection.execute(
+        "SELECT id FROM kubernetes_containers WHERE cluster = ? AND workload = ? ORDER BY started", [cluster, workload]
+    ).fetchall()
+    if not rows:
+        return None
+    outputs = [[one for name in (f"{LOG}.1", LOG) for one in _read_lines(directory / row["id"], name)] for row in rows]
+    lines = heapq.merge(*outputs, key=lambda one: one[0])
+    return last_lines(b"".join(line for _, line in lines).decode("utf-8", errors="replace"), tail)
 
 
 def _read_new(directory: Path, position: int) -> tuple[list[tuple[float, bytes]], int]:

@@ -6,12 +6,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .... import fsdp_shim
 from ....containers.images import ImageNotFound, ImageStore
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ....db import Database
 from ....workflows.clock import Clock
+from ..admission import GPU
+from ..controllers.owned import controller_of
+from ..kinds import BY_NAME, POD
 from ..quantities import whole
-from ..store import Object
+from ..store import Object, Store
 from . import volumes
 from .environment import Sources, environment, map_paths, words
 
@@ -60,7 +64,7 @@ class Runner:
         if found := self.runtime.adopt(container_id):
             return found
         env = {**self._platform_env(), **environment(sources, pod, container)}
-        self._remember(container_id, sources.store.cluster, pod, container["name"], attempt)
+        self._remember(container_id, sources.store, pod, container["name"], attempt)
 
         def prepare(directory: Path) -> ContainerSpec:
             return self._prepare(directory, sources, pod, container, env)
@@ -105,27 +109,31 @@ class Runner:
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""))
         volumes.link(directory / "rootfs", points)
         mapped = {path: str(target) for path, target in points.items()}
-        limit = container.get("resources", {}).get("limits", {}).get("memory")
+        limits = container.get("resources", {}).get("limits", {})
+        seen = {name: map_paths(value, mapped) for name, value in process.env.items()}
+        if gpus := whole(limits.get(GPU, "0")):
+            seen = fsdp_shim.environment(seen, gpus)
         return ContainerSpec(
             tuple(map_paths(word, mapped) for word in process.argv),
-            {name: map_paths(value, mapped) for name, value in process.env.items()},
+            seen,
             process.workdir,
-            whole(limit) if limit else None,
+            whole(limits["memory"]) if "memory" in limits else None,
         )
 
-    def _remember(self, container_id: str, cluster: str, pod: Object, name: str, attempt: int) -> None:
+    def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]
         with self._db.transaction() as connection:
             connection.execute(
-                "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 [
                     container_id,
-                    cluster,
+                    store.cluster,
                     metadata["namespace"],
                     metadata["name"],
                     metadata["uid"],
                     name,
                     attempt,
+                    workload_of(store, pod),
                     self._clock.now(),
                 ],
             )
@@ -135,3 +143,13 @@ def id_of(pod: Object, name: str, attempt: int) -> str:
     """The uid, because a pod of the same name may come again."""
     metadata = pod["metadata"]
     return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"
+
+
+def workload_of(store: Store, pod: Object) -> str:
+    """What a pod belongs to in the end, under the name that Cloud Asset Inventory has for it below the cluster."""
+    kind, name, namespace = POD, pod["metadata"]["name"], pod["metadata"]["namespace"]
+    item: Object | None = pod
+    while item is not None and (owner := controller_of(item)):
+        kind, name = BY_NAME[owner["apiVersion"], owner["kind"]], owner["name"]
+        item = store.find(kind, namespace, name)
+    return "/".join(filter(None, ["namespaces", namespace, kind.group, kind.plural, name]))

@@ -1,0 +1,357 @@
+"""The local stack itself: every emulator on one event loop, and the functions in a process of their own.
+
+What a deployment creates in a project once (buckets, topics, triggers, the workflow, a cluster), `_deploy` creates here
+at each start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from .containers.images import ImageStore
+from .db import Database
+from .emulators.cloudrun import CloudRunConfig, CloudRunEmulator
+from .emulators.container import GkeConfig, GkeEmulator
+from .emulators.eventarc import EventarcRouter, Trigger
+from .emulators.executions import WorkflowsEmulator
+from .emulators.kubernetes import KubernetesConfig, KubernetesEmulator
+from .emulators.pubsub import PubSubEmulator
+from .emulators.secretmanager import SecretManagerEmulator
+from .emulators.slack import SlackSink
+from .emulators.storage import StorageEmulator
+from .identity import CLOUD_PLATFORM, Identity
+from .server import HOST, Server
+from .stack import (
+    CLUSTER,
+    IMAGES,
+    LOCATION,
+    PROJECT,
+    ROOT,
+    START_SECONDS,
+    StackConfig,
+    StackError,
+    StackInfo,
+    replace_file,
+)
+from .workflows.clock import SystemClock
+from .workflows.engine import Engine
+
+log = logging.getLogger(__name__)
+
+SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
+WORKFLOW = "dropforge-run"
+REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
+NAMESPACE, TRAINER, SERVER = "dropforge", "dropforge-trainer", "dropforge-server"
+SWEEP_SECONDS = 60.0
+BIND_SECONDS = 3.0
+EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
+
+
+class Stack:
+    """Every emulator, the functions' process and the scheduler, on one event loop."""
+
+    def __init__(self, state: Path, ports: list[int]) -> None:
+        self.state = state
+        self.config = StackConfig.of(state)
+        self.clock = SystemClock()
+        self.db = Database(state / "state.db")
+        self.identity = Identity(_secret(state))
+        self.functions_url = ""
+        self._http_port, self._grpc_port, self._functions_port = ports
+        self._functions: subprocess.Popen[bytes] | None = None
+        self._build()
+        self._server = Server(self.emulators, self._http_port, self._grpc_port)
+
+    def _build(self) -> None:
+        token = self.identity.token
+        self.pubsub = PubSubEmulator(self.db, self.clock, token=lambda audience: token("OIDC", audience))
+        self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
+        self.storage = StorageEmulator(
+            self.db, self.state / "blobs", self.clock, on_change=self.eventarc.on_object_change, project=PROJECT
+        )
+        self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
+        self.slack = SlackSink(self.db, self.clock)
+        self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
+        self.cloudrun = CloudRunEmulator(
+            self.db,
+            self.clock,
+            images=self.images,
+            directory=self.state / "containers",
+            platform_env=self._platform_environment,
+            access_secret=self.secrets.access,
+            authorize=self.identity.is_known,
+            config=CloudRunConfig(**self.config.cloud_run),
+        )
+        self.kubernetes = KubernetesEmulator(
+            self.db,
+            self.clock,
+            images=self.images,
+            directory=self.state / "pods",
+            platform_env=self._platform_environment,
+            authorize=self.identity.is_known,
+            config=KubernetesConfig(**self.config.kubernetes),
+        )
+        self.gke = GkeEmulator(self.db, self.clock, kubernetes=self.kubernetes, config=GkeConfig(**self.config.gke))
+        self.engine = Engine(
+            self.db,
+            clock=self.clock,
+            token=token,
+            authorize=self.identity.is_known,
+            repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
+        )
+        self.workflows = WorkflowsEmulator(self.engine)
+        self.emulators: list[Any] = [
+            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.cloudrun, self.kubernetes,
+            self.gke, self.workflows,
+        ]  # fmt: skip
+
+    async def start(self) -> StackInfo:
+        """Bind, deploy and start. Raises StackError when a port is taken."""
+        listener = await _bind(self._functions_port)
+        self.functions_url = f"http://{HOST}:{listener.getsockname()[1]}/"
+        self._server.before_start = self._deploy
+        try:
+            await self._server.start()
+        except OSError as error:
+            raise StackError(f"{error}; choose other ports with --http-port and --grpc-port") from error
+        self._start_functions(listener)
+        await self._wait_for_functions()
+        self._tasks = [asyncio.create_task(self._schedule_sweeps()), asyncio.create_task(self._watch_functions())]
+        return self.info()
+
+    async def stop(self) -> None:
+        """Stop serving. Container processes go on: they belong to the state directory, `down` ends them."""
+        for task in self._tasks:
+            task.cancel()
+        await self._server.stop()
+        if self._functions is not None:
+            self._functions.terminate()
+            await asyncio.to_thread(self._functions.wait, 10)
+        self.db.close()
+
+    def info(self) -> StackInfo:
+        pid = os.getpid()
+        return StackInfo(
+            pid=pid,
+            started=psutil.Process(pid).create_time(),
+            http=self._server.url,
+            grpc=self._server.grpc_address,
+            functions=self.functions_url,
+            project=PROJECT,
+            environment=self.environment(),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What the functions and the command line need to talk to this stack."""
+        return {
+            **self._platform_environment(),
+            "CLOUD_RUN_EMULATOR_HOST": self._server.url,
+            "GKE_EMULATOR_HOST": self._server.url,
+            "WORKFLOWS_EMULATOR_HOST": self._server.grpc_address,
+            "DROPFORGE_EMULATOR_TOKEN": self.identity.token("OAuth2", CLOUD_PLATFORM),
+            "DROPFORGE_PROJECT": PROJECT,
+            "DROPFORGE_LOCATION": LOCATION,
+            "DROPFORGE_SPECS_BUCKET": SPECS_BUCKET,
+            "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
+            "DROPFORGE_WORKFLOW": WORKFLOW,
+            "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
+            "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
+            "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
+            "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-trl:local",
+            "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-vllm:local",
+            "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
+            "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"{SERVER}@{PROJECT}.iam.gserviceaccount.com",
+            "DROPFORGE_GKE_CLUSTER": CLUSTER.rsplit("/", 1)[1],
+            "DROPFORGE_KUBERNETES_NAMESPACE": NAMESPACE,
+            "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
+            "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
+            "DROPFORGE_SLACK_WEBHOOK_SECRET": "slack-webhook",
+            "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event should not keep anybody waiting here
+            **self.config.settings,
+        }
+
+    def _platform_environment(self) -> dict[str, str]:
+        """What stands for the metadata server in every container: where the APIs are that its identity may use."""
+        return {
+            "STORAGE_EMULATOR_HOST": self._server.url,
+            "PUBSUB_EMULATOR_HOST": self._server.grpc_address,
+            "SECRET_MANAGER_EMULATOR_HOST": self._server.url,
+        }
+
+    def _deploy(self) -> None:
+        """What Terraform does in a project, idempotent; ports are known, nothing is served yet."""
+        self.engine.callback_base_url = self._server.url
+        for bucket in (SPECS_BUCKET, RUNS_BUCKET):
+            self.storage.create_bucket(bucket)
+        for topic in (REQUESTS, JOB_EVENTS, RUN_EVENTS):
+            self.pubsub.create_topic(f"projects/{PROJECT}/topics/{topic}")
+        self.gke.ensure_cluster(CLUSTER)
+        self.kubernetes.ensure_objects(CLUSTER, _cluster_objects())
+        self.secrets.set_secret("slack-webhook", f"{self._server.url}/slack/services/T000/B000/local".encode())
+        for name, event_type, filters in _triggers():
+            self.eventarc.ensure_trigger(
+                Trigger(name, event_type, filters, self.functions_url + name.replace("-", "_"))
+            )
+        source = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+        name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{WORKFLOW}"
+        self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
+
+    def _start_functions(self, listener: socket.socket) -> None:
+        base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        command = [sys.executable, "-m", "dropforge_local.functions_host", self.functions_url, str(listener.fileno())]
+        self._listener = listener
+        with (self.state / "functions.log").open("ab") as output:
+            self._functions = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**base, **self.environment()},
+                pass_fds=[listener.fileno()],
+                cwd=self.state,
+            )
+        assert self._functions.stdin is not None
+        self._functions.stdin.write(_secret(self.state).encode() + b"\n")
+        self._functions.stdin.flush()
+
+    async def _wait_for_functions(self) -> None:
+        """Until the functions answer anything; the socket accepts before they do."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=START_SECONDS)) as session:
+            try:
+                async with session.get(self.functions_url):
+                    return
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise StackError(f"the functions did not start; see {self.state / 'functions.log'}") from error
+
+    async def _watch_functions(self) -> None:
+        """Start the functions' process again when it dies, as the platform would."""
+        while True:
+            assert self._functions is not None
+            if self._functions.poll() is not None:
+                log.error("the functions' process ended with %s; starting it again", self._functions.returncode)
+                self._start_functions(self._listener)
+            await asyncio.sleep(1)
+
+    async def _schedule_sweeps(self) -> None:
+        """Cloud Scheduler's part."""
+        headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep')}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.post(self.functions_url + "sweep", json={}):
+                        pass
+
+
+def _triggers() -> list[tuple[str, str, dict[str, str]]]:
+    published = "google.cloud.pubsub.topic.v1.messagePublished"
+    return [
+        ("on-spec-uploaded", "google.cloud.storage.object.v1.finalized", {"bucket": SPECS_BUCKET}),
+        ("on-spec-message", published, {"topic": f"projects/{PROJECT}/topics/{REQUESTS}"}),
+        ("on-job-event", published, {"topic": f"projects/{PROJECT}/topics/{JOB_EVENTS}"}),
+    ]
+
+
+def _cluster_objects() -> list[dict[str, Any]]:
+    """What the pods of a run need in the cluster: their namespace, and the accounts that stand for their identity."""
+    made = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}]
+    for account in (TRAINER, SERVER):
+        metadata = {"name": account, "namespace": NAMESPACE}
+        made.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
+    return made
+
+
+def run(state: Path, ports: list[int]) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StackError."""
+    asyncio.run(_serve(state, ports))
+
+
+async def _serve(state: Path, ports: list[int]) -> None:
+    """Run the stack until SIGTERM or SIGINT."""
+    with _locked(state):
+        stack = Stack(state, ports)
+        info = await stack.start()
+        replace_file(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
+        replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()
+        (state / "stack.json").unlink(missing_ok=True)
+        await stack.stop()
+
+
+async def _bind(port: int) -> socket.socket:
+    """A listening socket. The functions of a killed stack may hold the port for a moment: it is waited for."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            listener.bind((HOST, port))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                listener.close()
+                reason = f"cannot listen on {HOST}:{port}: {error.strerror}"
+                raise StackError(f"{reason}; choose another with --functions-port") from error
+        await asyncio.sleep(0.05)
+    listener.listen(1024)
+    return listener
+
+
+@contextlib.contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """One stack per state directory. Raises StackError."""
+    file = (state / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StackError(
+            f"another stack uses {state}; end it with `dropforge down`, or choose another --state"
+        ) from error
+    with file:
+        yield
+
+
+def _port(address: str) -> int:
+    return int(address.rstrip("/").rsplit(":", 1)[1])
+
+
+def _secret(state: Path) -> str:
+    path = state / "identity"
+    if not path.exists():
+        replace_file(path, secrets.token_hex(32))
+    return path.read_text()
+
+
+def main() -> None:
+    """`python -m dropforge_local.stack_process STATE HTTP_PORT GRPC_PORT FUNCTIONS_PORT`"""
+    level = os.environ.get("DROPFORGE_LOG_LEVEL", "WARNING")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        run(Path(sys.argv[1]), [int(port) for port in sys.argv[2:5]])
+    except StackError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What is in the stack's clusters, asked as kubectl asks: without the code that is tested."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from base64 import b64decode
+from collections.abc import Iterator
+from typing import Any
+
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import container_v1
+
+from dropforge import names
+from dropforge_local.stack import StackInfo
+
+# Where the API has the kinds that a run may create, by their parts of a ledger's names.
+APIS = {
+    "batch/jobs": "apis/batch/v1",
+    "apps/deployments": "apis/apps/v1",
+    "services": "api/v1",
+    "pods": "api/v1",
+    "autoscaling/horizontalpodautoscalers": "apis/autoscaling/v2",
+    "monitoring.googleapis.com/podmonitorings": "apis/monitoring.googleapis.com/v1",
+}
+
+
+class Clusters:
+    """The clusters of a running stack."""
+
+    def __init__(self, info: StackInfo) -> None:
+        options = {"api_endpoint": info.environment["GKE_EMULATOR_HOST"]}
+        self.gke = container_v1.ClusterManagerClient(
+            transport="rest", client_options=options, credentials=AnonymousCredentials()
+        )
+        self._project = info.project
+        self._token = info.environment["DROPFORGE_EMULATOR_TOKEN"]
+
+    def names(self) -> Iterator[tuple[str, Any]]:
+        """Every cluster by its full name."""
+        for cluster in self.gke.list_clusters(parent=f"projects/{self._project}/locations/-").clusters:
+            yield cluster.self_link.partition("/v1/")[2], cluster
+
+    def of_run(self, run: str) -> list[str]:
+        """A run's own clusters, and its objects in all of them, named as the ledger names them."""
+        found = []
+        for name, cluster in self.names():
+            if cluster.resource_labels.get(names.RUN_LABEL) == run:
+                found.append(name)
+            if cluster.endpoint:
+                found += [f"{name}/k8s/{one}" for one in self._objects(cluster, run)]
+        return found
+
+    def pods(self, run: str) -> Iterator[tuple[str, str]]:
+        """(cluster, "namespace/name") of a run's pods."""
+        for name in self.of_run(run):
+            if "/pods/" in name:
+                cluster, _, rest = name.partition("/k8s/namespaces/")
+                yield cluster, rest.replace("/pods/", "/")
+
+    def call(self, cluster: Any, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """One request to a cluster's API; the JSON that it answers. Raises HTTPError."""
+        authority = b64decode(cluster.master_auth.cluster_ca_certificate).decode()
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"https://{cluster.endpoint}/{path}", data, headers, method=method)
+        with urllib.request.urlopen(
+            request, timeout=20, context=ssl.create_default_context(cadata=authority)
+        ) as answer:
+            return dict(json.load(answer))
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """An object by its full name."""
+        try:
+            return self._act("GET", name)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise
+
+    def delete(self, name: str) -> None:
+        """As `kubectl delete` does it."""
+        self._act("DELETE", name, {"propagationPolicy": "Background"})
+
+    def _act(self, method: str, name: str, body: Any = None) -> dict[str, Any]:
+        cluster, _, rest = name.partition("/k8s/namespaces/")
+        namespace, _, rest = rest.partition("/")
+        kind, _, short_name = rest.rpartition("/")
+        path = f"{APIS[kind]}/namespaces/{namespace}/{kind.rpartition('/')[2]}/{short_name}"
+        return self.call(self.gke.get_cluster(name=cluster), method, path, body)
+
+    def _objects(self, cluster: Any, run: str) -> Iterator[str]:
+        for kind, api in APIS.items():
+            path = f"{api}/{kind.rpartition('/')[2]}?labelSelector={names.RUN_LABEL}%3D{run}"
+            for item in self.call(cluster, "GET", path)["items"]:
+                metadata = item["metadata"]
+                yield f"namespaces/{metadata['namespace']}/{kind}/{metadata['name']}"
