@@ -19,6 +19,7 @@ from .problems import CliError
 from .runs import find_run
 
 FOLLOW_SECONDS = 0.5
+_OWNERS_OF_PODS = frozenset({"apps.k8s.io/Deployment", "batch.k8s.io/Job"})
 
 
 @click.command()
@@ -52,7 +53,7 @@ def read_log(http: str, resource: str, tail: int | None = None) -> str | None:
 def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None) -> list[str]:
     """The gcloud command line that shows the logs of a run's resources."""
     project = f"--project={deployment.settings.project}"
-    wanted = " OR ".join(_log_filter(entry.kind, entry.name) for entry in ledger.entries)
+    wanted = " OR ".join(text for entry in ledger.entries if (text := _log_filter(entry.kind, entry.name)))
     line = "--format=value(timestamp, severity, textPayload, jsonPayload.message)"
     if follow:
         return ["gcloud", "beta", "logging", "tail", wanted, project, line]
@@ -62,8 +63,18 @@ def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: i
 
 
 def _log_filter(kind: str, name: str) -> str:
-    """https://cloud.google.com/run/docs/logging; other kinds by their name anywhere in the entry's labels."""
+    """What the containers of a resource write, "" for one that has none; unknown kinds by their name anywhere.
+
+    https://cloud.google.com/run/docs/logging, https://cloud.google.com/logging/docs/api/v2/resource-list
+    """
     short = name.rsplit("/", 1)[1]
+    if kind in _OWNERS_OF_PODS:
+        _, _, _, location, _, cluster, _, _, namespace, *_ = name.split("/")
+        labels = {"location": location, "cluster_name": cluster, "namespace_name": namespace}
+        equal = " AND ".join(f'resource.labels.{label}="{value}"' for label, value in labels.items())
+        return f'(resource.type="k8s_container" AND {equal} AND resource.labels.pod_name=~"^{short}-")'
+    if "/clusters/" in name:
+        return ""
     if kind == "run.googleapis.com/Job":
         return f'(resource.type="cloud_run_job" AND resource.labels.job_name="{short}")'
     if kind == "run.googleapis.com/Service":

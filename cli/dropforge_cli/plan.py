@@ -17,7 +17,7 @@ from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings
-from dropforge.spec import JobSpec, seconds
+from dropforge.spec import GkeServe, JobSpec, seconds
 from dropforge.targets import get_target
 from dropforge.targets.base import Launch, Resource
 
@@ -122,8 +122,10 @@ def show(plan: Plan, out: Console) -> None:
     for number, placement in enumerate(plan.placements, start=1):
         price = usd(placement.price.usd_per_hour)
         limit = duration(placement.timeout_seconds)
-        for resource in placement.resources:
-            rows.add_row(str(number), placement.region, resource.name, limit, price, usd(placement.worst_case_usd))
+        first, *others = placement.resources
+        rows.add_row(str(number), placement.region, first.name, limit, price, usd(placement.worst_case_usd))
+        for resource in others:  # the price is that of all of them
+            rows.add_row("", "", resource.name, "", "", "")
     out.print(rows)
     for image in _images(plan.placements[0].resources):
         out.print(f"image {image}")
@@ -196,20 +198,25 @@ def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
     out.print(titled("endpoint", f"{_machine(spec.serve)}; for {duration(endpoint.lifetime_seconds)} at most"))
     rows = table("region", "resource", "instances", "$ per hour", "worst case", right=("$ per hour", "worst case"))
     instances = f"{endpoint.min_instances} to {endpoint.max_instances}"
-    for resource in endpoint.resources:
-        price, worst = usd(endpoint.price.usd_per_hour), usd(endpoint.worst_case_usd)
-        rows.add_row(endpoint.region, resource.name, instances, price, worst)
+    price, worst = usd(endpoint.price.usd_per_hour), usd(endpoint.worst_case_usd)
+    first, *others = endpoint.resources
+    rows.add_row(endpoint.region, first.name, instances, price, worst)
+    for resource in others:
+        rows.add_row("", resource.name, "", "", "")
     out.print(rows)
     for image in _images(endpoint.resources):
         out.print(f"image {image}")
     idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
     out.print(f"the price is per instance while it runs; it {idle}")
+    if isinstance(spec.serve, GkeServe):
+        out.print("it is reached inside the VPC only")
 
 
 def _machine(part: Any) -> str:
     """A target's or an endpoint's own fields, whatever kind it is."""
     shown = part.model_dump(exclude={"type", "placements", "price_usd_per_hour", "region", "ttl"}, exclude_none=True)
-    return f"{part.type}: " + ", ".join(f"{name} {str(value).lower()}" for name, value in shown.items())
+    words = [f"{name} {str(value).lower()}" for name, value in shown.items() if not isinstance(value, dict)]
+    return f"{part.type}: {', '.join(words)}"
 
 
 def _images(resources: list[Resource]) -> list[str]:

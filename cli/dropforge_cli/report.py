@@ -105,8 +105,9 @@ def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
     ]
     if spec.serve is not None and record.endpoint is not None:
         began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
-        price = get_server(spec.serve.type).price(spec)
-        used.append((f"endpoint in {record.endpoint.region}", _seconds(began, record.endpoint.ended), price))
+        price, instances = get_server(spec.serve.type).price(spec), max(1, spec.serve.min_instances)
+        what = f"endpoint in {record.endpoint.region}" + (f", {instances} instances" if instances > 1 else "")
+        used.append((what, _seconds(began, record.endpoint.ended), price.times(instances)))
     rows = table("", "seconds", "$ per hour", "cost", right=("seconds", "$ per hour", "cost"))
     for what, seconds, price in used:
         rows.add_row(what, f"{seconds:.1f}", usd(price.usd_per_hour), usd(_cost(price, seconds)))

@@ -5,7 +5,7 @@ A price that is not here is unknown (None), never zero. Facts and their age: the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 SECONDS_PER_HOUR = 3600
@@ -102,6 +102,11 @@ class HourlyPrice:
     usd_per_hour: float | None
     as_of: date | None
     source: str
+
+    def times(self, machines: int) -> HourlyPrice:
+        """The price of several such machines."""
+        total = None if self.usd_per_hour is None else self.usd_per_hour * machines
+        return replace(self, usd_per_hour=total)
 
 
 def cloud_run_price(

@@ -16,7 +16,7 @@ from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .runs import Record, RunState
 from .settings import Settings
-from .spec import JobSpec, redact
+from .spec import GkeServe, GkeTarget, JobSpec, redact
 
 MAX_HEADER, MAX_SECTION = 150, 3000
 _HEADLINES = {
@@ -110,9 +110,9 @@ def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: d
         return [listed, f"details: `gs://{settings.runs_bucket}/runs/{record.run}/errors.json`"]
     if record.state is RunState.TRAINING:
         where = record.attempts[-1]
-        return [f"attempt {where.number} on {spec.target.accelerator if spec else 'its target'} in {where.region}"]
+        return [f"attempt {where.number} on {_machines(spec)} in {where.region}"]
     if record.state is RunState.SUCCEEDED:
-        return [_metrics(record), _endpoint(record), _cost(record, now)]
+        return [_metrics(record), _endpoint(record, spec), _cost(record, now)]
     return [_error(record), _logs(record, settings), _cost(record, now)]
 
 
@@ -132,12 +132,21 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _endpoint(record: Record) -> str:
-    if record.endpoint is None:
+def _machines(spec: JobSpec | None) -> str:
+    """What an attempt trains on: `16 x nvidia-b200`."""
+    if spec is None:
+        return "its target"
+    target = spec.target
+    count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
+    return f"{count} x {target.accelerator}" if count > 1 else target.accelerator
+
+
+def _endpoint(record: Record, spec: JobSpec | None) -> str:
+    found = record.endpoint
+    if found is None:
         return "trained only; the spec asks for no endpoint"
-    return (
-        f"serving `{record.endpoint.model}` at {record.endpoint.url} until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
-    )
+    where = ", inside the VPC only," if spec is not None and isinstance(spec.serve, GkeServe) else ""
+    return f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
 
 
 def _error(record: Record) -> str:

@@ -54,6 +54,18 @@ def test_the_requests_are_exactly_those_of_the_deployment(deployed: Deployed) ->
     assert container["image"] == deployed.configuration["serve_vllm_image"]
 
 
+def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:
+    gke = {"type": "gke", "accelerator": "nvidia-h100-80gb"}
+    document = json.loads(EXAMPLE.read_text())
+    document |= {"target": {**gke, "placements": [{"region": "us-central1"}]}, "serve": {**gke, "max_instances": 2}}
+    Path("gke.json").write_text(json.dumps(document))
+    output = dropforge("plan", "gke.json").output
+    table = output[output.index("\nendpoint") : output.index("the price is per instance")]
+    assert table.count("YOUR-CLUSTER/k8s/namespaces/dropforge/") == 4
+    assert table.count("$10.98") == 1
+    assert "inside the VPC only" in output
+
+
 def test_the_worst_case_is_the_price_for_all_the_allowed_time() -> None:
     plan = plan_of(serve=None, limits={"max_duration": "2h"})
     hourly = 8 * 0.0648 + 32 * 0.0072 + 0.67212

@@ -179,3 +179,21 @@ def test_logs_of_a_real_project_are_asked_of_gcloud(deployed: Deployed, monkeypa
     assert f'resource.labels.service_name="df-{RUN}-serve"' in result.stderr
     assert "--project=p" in result.stderr
     assert "gcloud is not installed here" in result.stderr
+
+
+def test_logs_of_pods_are_asked_by_what_owns_them(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    deployed.record(RUN, RunState.SUCCEEDED)
+    cluster = "projects/p/locations/us-central1/clusters/c"
+    objects = f"{cluster}/k8s/namespaces/n"
+    deployed.ledger(
+        RUN,
+        entry("container.googleapis.com/Cluster", cluster),
+        entry("batch.k8s.io/Job", f"{objects}/batch/jobs/df-{RUN}-a1"),
+        entry("apps.k8s.io/Deployment", f"{objects}/apps/deployments/df-{RUN}-serve"),
+        entry("k8s.io/Service", f"{objects}/services/df-{RUN}-serve"),
+    )
+    shown = deployed.run("logs", RUN).stderr
+    for owner in ("a1", "serve"):
+        assert f'resource.labels.pod_name=~"^df-{RUN}-{owner}-"' in shown
+    assert shown.count('resource.type="k8s_container"') == shown.count('resource.labels.cluster_name="c"') == 2

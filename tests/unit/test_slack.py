@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
@@ -10,9 +11,10 @@ import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
 from dropforge import clients
-from dropforge.runs import Record, RunState, Transition
+from dropforge.runs import Attempt, Endpoint, Record, RunState, Transition
 from dropforge.settings import Settings
 from dropforge.slack import Message, send, slack_message
+from dropforge.spec import JobSpec
 
 SETTINGS = Settings(*["x"] * 12)
 CANARY = "CanaryCanary"
@@ -85,3 +87,37 @@ def test_nothing_that_a_spec_says_calls_everybody() -> None:
     marked = [message.text, *(b["text"]["text"] for b in message.blocks[1:] if "text" in b)]
     assert "<" not in "".join(marked)
     assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
+
+
+def test_people_are_told_on_how_many_gpus_and_where_the_answer_can_be_asked_for() -> None:
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "target": {
+            "type": "gke",
+            "accelerator": "nvidia-b200",
+            "accelerator_count": 8,
+            "nodes": 2,
+            "placements": [{"region": "us-central1"}],
+        },
+        "serve": {"type": "gke"},
+    }
+    spec, now = JobSpec.model_validate_json(json.dumps(document)), datetime(2026, 11, 20, tzinfo=UTC)
+    attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
+    endpoint = Endpoint(
+        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=now, expires=now
+    )
+    texts = []
+    for state in (RunState.TRAINING, RunState.SUCCEEDED):
+        history = [Transition(state=state, time=now)]
+        record = Record(
+            run="job-0123456789ab", name="n", source="s", state=state, created=now, history=history,
+            attempts=[attempt], endpoint=endpoint,
+        )  # fmt: skip
+        message = slack_message(record, spec, SETTINGS, now)
+        assert message
+        texts.append(json.dumps(message.blocks))
+    assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[0]
+    assert "at http://10.0.0.5:8000, inside the VPC only, until" in texts[1]
