@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...db import Database
 from ...errors import ApiError
-from ..kubernetes.times import timestamp
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS compute_disks (
@@ -137,6 +137,11 @@ def make_disk(body: dict[str, Any], parent: str, disk_id: int, now: float) -> di
         "creationTimestamp": timestamp(now),
         "physicalBlockSizeBytes": "4096",
     }
+
+
+def timestamp(when: float) -> str:
+    """RFC 3339 with milliseconds, as this API writes times."""
+    return datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
 
 
 def check_zone(parent: str) -> None:

@@ -20,9 +20,8 @@ from aiohttp import web
 from ...db import Database
 from ...errors import HTTP_STATUS, ApiError
 from ...workflows.clock import Clock
-from ..kubernetes.times import timestamp
 from .config import ComputeConfig
-from .disks import LINK, Disks, check_zone, in_use, make_disk
+from .disks import LINK, Disks, check_zone, in_use, make_disk, timestamp
 
 log = logging.getLogger(__name__)
 

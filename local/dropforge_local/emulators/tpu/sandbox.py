@@ -6,19 +6,16 @@ mounts and /run do not.
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from ...containers import docker
 from ...containers.images import ImageStore
 
 # docker, mount, mkfs.ext4 and the like; found before the machine's own.
 SHIMS = Path(__file__).with_name("shims")
 INIT = Path(__file__).with_name("init.py")
-SETTINGS = "etc/dropforge-sandbox.json"
 DIRECTORIES = ("dev/disk/by-id", "etc", "mnt", "run", "tmp", "var/lib", "var/log")
 
 
@@ -34,16 +31,4 @@ def prepare(root: Path, disks: Sequence[Path], images: ImageStore, platform_env:
         (root / "dev" / device).symlink_to(content)
         # Compute Engine's name for a disk that was attached without one.
         (root / f"dev/disk/by-id/google-persistent-disk-{index}").symlink_to(f"../../{device}")
-    settings = {
-        "images": str(images.root),
-        "directory": str(images.directory),
-        "environment": dict(platform_env),
-    }
-    (root / SETTINGS).write_text(json.dumps(settings))
-
-
-def read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
-    """The images that a machine may run, and what the platform puts in every container's environment."""
-    settings: dict[str, Any] = json.loads((root / SETTINGS).read_text())
-    images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable))
-    return images, settings["environment"]
+    docker.configure(root, images, platform_env)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....containers.images import ABSOLUTE_PATH
 from ..kinds import CONFIG_MAP, SECRET, SERVICE, Kind
 from ..ports import Ports
 from ..quantities import parse_quantity
@@ -69,18 +68,6 @@ def words(sources: Sources, pod: Object, container: Object, part: str, env: Mapp
             word = str(local.get(int(word), word))
         result.append(word)
     return result
-
-
-def map_paths(text: str, mounts: Mapping[str, str]) -> str:
-    """Replace the paths that volumes are mounted at with where the volumes are."""
-
-    def replace(match: re.Match[str]) -> str:
-        for path, directory in sorted(mounts.items(), key=lambda one: -len(one[0])):
-            if match[0] == path or match[0].startswith(f"{path}/"):
-                return directory + match[0][len(path) :]
-        return match[0]
-
-    return ABSOLUTE_PATH.sub(replace, text)
 
 
 def read_data(store: Store, kind: Kind, namespace: str, name: str, *, optional: bool) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .... import fsdp_shim
 from ....containers.images import ImageNotFound, ImageStore
+from ....containers.mounts import link, map_paths
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ....db import Database
 from ....workflows.clock import Clock
@@ -17,7 +18,7 @@ from ..kinds import BY_NAME, POD
 from ..quantities import whole
 from ..store import Object, Store
 from . import volumes
-from .environment import Sources, environment, map_paths, words
+from .environment import Sources, environment, words
 
 
 class StartError(Exception):
@@ -107,7 +108,7 @@ class Runner:
         points = volumes.mount_points(pod, container, self.volume_directory(pod))
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""))
-        volumes.link(directory / "rootfs", points)
+        link(directory / "rootfs", points)
         mapped = {path: str(target) for path, target in points.items()}
         limits = container.get("resources", {}).get("limits", {})
         seen = {name: map_paths(value, mapped) for name, value in process.env.items()}

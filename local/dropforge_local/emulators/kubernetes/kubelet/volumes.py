@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
+from ....containers.mounts import SHARED_MEMORY
 from ..kinds import CONFIG_MAP, SECRET
 from ..store import Object, Store
 from .environment import ConfigError, read_data
-
-SHARED_MEMORY = "/dev/shm"  # the machine's own serves every pod
 
 
 class MountError(Exception):
@@ -54,19 +52,6 @@ def mount_points(pod: Object, container: Object, directory: Path) -> dict[str, P
             target.mkdir(parents=True)
         points[path] = Path(SHARED_MEMORY) if path == SHARED_MEMORY else target
     return points
-
-
-def link(rootfs: Path, points: dict[str, Path]) -> None:
-    """Show the volumes at their paths inside a container's files."""
-    for path, target in points.items():
-        if path == SHARED_MEMORY:
-            continue
-        place = rootfs / path[1:]
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)  # a mount hides what the image has there
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
-        place.symlink_to(target)
 
 
 def _write_files(path: Path, reference: Object, data: dict[str, bytes], optional: bool) -> None:

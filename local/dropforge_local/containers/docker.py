@@ -19,16 +19,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...containers.images import ImageNotFound
-from ...containers.processes import MARKER
-from ..kubernetes.kubelet.environment import map_paths
-from ..kubernetes.kubelet.volumes import link
-from .sandbox import read_settings
+from .images import ImageNotFound, ImageStore
+from .mounts import link, map_paths
+from .processes import MARKER
 
+SETTINGS = "etc/dropforge-docker.json"
 FAILED = 125
 STOP_SECONDS = 10.0
 # What every process of the machine has, and a container's must have as well.
 INHERITED = (MARKER, "LANG", "TMPDIR", "PATH", "GCE_METADATA_HOST", "GCE_METADATA_IP")
+
+
+def configure(root: Path, images: ImageStore, environment: Mapping[str, str]) -> None:
+    """Tell the `docker` of the machine whose files are below `root` which images there are, and what the platform
+    puts in every container's environment."""
+    settings = {"images": str(images.root), "directory": str(images.directory), "environment": dict(environment)}
+    (root / SETTINGS).write_text(json.dumps(settings))
 
 
 class DockerError(Exception):
@@ -59,7 +65,7 @@ def login(root: Path, options: argparse.Namespace) -> int:
 
 
 def pull(root: Path, options: argparse.Namespace) -> int:
-    images, _ = read_settings(root)
+    images, _ = _read_settings(root)
     try:
         image = images.resolve(options.image)
     except ImageNotFound as error:
@@ -69,7 +75,7 @@ def pull(root: Path, options: argparse.Namespace) -> int:
 
 
 def run(root: Path, options: argparse.Namespace) -> int:
-    images, platform = read_settings(root)
+    images, platform = _read_settings(root)
     image = images.resolve(options.image)
     name = options.name or uuid.uuid4().hex
     points = dict(_mount_points(options.volume))
@@ -78,7 +84,7 @@ def run(root: Path, options: argparse.Namespace) -> int:
         process = image.unpack(directory / "rootfs", (), options.words, env)
         link(directory / "rootfs", points)
         mapped = {path: str(target) for path, target in points.items()}
-        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        inherited = {key: os.environ[key] for key in INHERITED if key in os.environ}
         home = directory / "home"
         home.mkdir()
         return _run(
@@ -108,6 +114,12 @@ def remove(root: Path, options: argparse.Namespace) -> int:
     shutil.rmtree(_containers(root) / options.name, ignore_errors=True)
     print(options.name)
     return 0
+
+
+def _read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
+    settings = json.loads((root / SETTINGS).read_text())
+    images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable))
+    return images, settings["environment"]
 
 
 def _run(directory: Path, argv: list[str], env: Mapping[str, str], workdir: Path) -> int:
