@@ -120,6 +120,20 @@ STUBBORN = """
 """
 
 
+def test_terminate_reaches_a_command_that_is_just_being_started(tmp_path: Path) -> None:
+    """A SIGTERM that only the shim has seen would leave the command running for all of its grace time."""
+
+    async def work(runtime: Runtime) -> Exit:
+        for index in range(25):
+            container = runtime.launch(f"c{index}", lambda _: ContainerSpec(("sleep", "60"), {}, Path("/")))
+            await asyncio.sleep(0.0016 * index)
+            ended = await container.terminate(60)
+            assert ended.code
+        return ended
+
+    run(tmp_path, work)
+
+
 def test_terminate_leaves_nothing_even_of_children_with_their_own_session(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
         container = runtime.launch("c", lambda _: spec(STUBBORN))

@@ -30,6 +30,7 @@ MARKER = "DROPFORGE_CONTAINER_ID"
 KILLED = 137  # 128 + SIGKILL, as Docker and Cloud Run report it
 OUT_OF_MEMORY = "OOM"
 LOST = "LOST"
+START_POLL_SECONDS = 0.02
 EXIT_POLL_SECONDS = 0.1  # only where the kernel has no pidfd
 MEMORY_CHECK_SECONDS = 1.0
 SHIM_PATIENCE_SECONDS = 5.0
@@ -46,6 +47,7 @@ class ContainerSpec:
     workdir: Path
     memory_bytes: int | None = None
     log_bytes: int = 16 * 2**20
+    search_path: tuple[Path, ...] = ()  # what comes before the runtime's own
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,8 @@ class Container:
         if reason and not (self.directory / "exit").exists():
             (self.directory / "reason").write_text(reason)
         if not self._exit.done() and grace_seconds > 0:
-            send_signal(self.members(), signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wait(), grace_seconds)
+                await asyncio.wait_for(self._end_politely(), grace_seconds)
         patience = time.monotonic() + SHIM_PATIENCE_SECONDS
         while not self._exit.done():
             # The shim is spared at first: it is the one that records the exit code.
@@ -93,6 +94,14 @@ class Container:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wait(), 0.2)
         return self._exit.result()
+
+    async def _end_politely(self) -> None:
+        """SIGTERM to every process but the shim, as soon as there is one: a command may be just being started."""
+        while not self._exit.done():
+            if commands := [pid for pid in self.members() if pid != self.pid]:
+                send_signal(commands, signal.SIGTERM)
+                await self.wait()
+            await asyncio.sleep(START_POLL_SECONDS)
 
     def members(self) -> list[int]:
         """Every live process of the container, its shim included."""
@@ -184,7 +193,9 @@ class Runtime:
             "TMPDIR": str(temporary_directory(directory)),
             **spec.env,
             # An image's own PATH comes second: the local environment stands for what the image installed.
-            "PATH": os.pathsep.join(filter(None, [self.search_path, spec.env.get("PATH")])),
+            "PATH": os.pathsep.join(
+                filter(None, [*map(str, spec.search_path), self.search_path, spec.env.get("PATH")])
+            ),
             MARKER: str(directory),
         }
         argv = [sys.executable, "-I", "-S", shim.__file__, str(directory), str(spec.log_bytes), str(spec.workdir)]

@@ -36,9 +36,11 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     for descriptor in (output, wake, wake_writer):
         os.set_blocking(descriptor, False)
     ignore_signals(wake_writer)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the command must not miss one while it begins
     child = os.fork()
     if child == 0:
         run_command(workdir, list(command), output_writer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(output_writer)
     log = RotatingLog(os.path.join(directory, LOG), int(log_bytes))
     code = supervise(child, output, wake, log)
@@ -72,6 +74,7 @@ def run_command(workdir: str, command: list[str], output_writer: int) -> None:
         os.dup2(source, target)
     for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     try:
         os.chdir(workdir)
         os.execvp(command[0], command)
