@@ -18,6 +18,7 @@ import pytest
 from google.cloud import container_v1
 
 from dropforge import clients, kubernetes
+from dropforge.errors import CloudError, ErrorClass
 from dropforge.settings import Settings
 from dropforge.spec import parse_spec
 from dropforge.targets.base import Launch, Phase, Resource, Status
@@ -58,6 +59,7 @@ IMAGE = "us-central1-docker.pkg.dev/p1/dropforge/train-x:v1"
 SETTINGS = replace(
     Settings(*["x"] * 12), project="p1", train_trl_image=IMAGE, gke_cluster="c1", job_events_topic="job-events"
 )
+SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")
 TARGET = GkeJobs()
 
@@ -217,3 +219,294 @@ def contains(stored: Any, sent: Any) -> bool:
     if isinstance(sent, list):
         return len(stored) >= len(sent) and all(contains(*pair) for pair in zip(stored, sent, strict=False))
     return bool(stored == sent)
+
+
+@pytest.mark.parametrize(
+    ("behave", "expected", "code"),
+    [
+        ("exit64", ErrorClass.CONFIG, 64),
+        ("exit70", ErrorClass.CODE, 70),
+        ("exit75", ErrorClass.PREEMPTED, 75),
+        ("exit1", ErrorClass.CODE, 1),
+        ("killed", ErrorClass.INFRASTRUCTURE, 137),
+    ],
+)
+def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
+    attempt = launch(behave)
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.phase, status.error_class, status.exit_code) == (Phase.FAILED, expected, code)
+    assert status.ended is not None
+    assert abs((datetime.now(UTC) - status.ended).total_seconds()) < 10
+    tear_down(TARGET.resources(attempt))
+
+
+def test_several_nodes_meet_by_name_and_the_first_to_fail_tells_why(cloud: Cloud) -> None:
+    attempt = launch("rank", nodes=2)
+    service, job = TARGET.resources(attempt)
+    provision(attempt)
+    provision(attempt)
+    stored = cloud.api.get(service.name)
+    assert stored is not None
+    assert contains(stored, service.request)
+    status = ended(attempt)
+    assert (status.error_class, status.exit_code) == (ErrorClass.DATA, 65)
+    tear_down([service, job])
+    assert not [name for name in cloud.live() if attempt.run in name]
+
+
+def test_it_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
+    cloud.faults("kubernetes", quota={"nvidia-l4": 1})
+    attempt = launch("sleep", nodes=2)
+    provision(attempt)
+    status = until(lambda: TARGET.inspect(attempt), lambda status: status.error_class is ErrorClass.QUOTA)
+    assert status.phase is Phase.PENDING
+    cloud.faults("kubernetes", quota={})
+    wait_for(attempt, Phase.RUNNING)
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
+    attempt = launch("succeed", cluster={"create": True})
+    assert not TARGET.provision(attempt)
+    assert not TARGET.provision(attempt)  # being made, and not made twice
+    provision(attempt)
+    cluster, job = TARGET.resources(attempt)
+    found = kubernetes.find_cluster(cluster.name)
+    assert found.autopilot.enabled
+    assert found.resource_labels["dropforge-run"] == attempt.run
+    assert ended(attempt).phase is Phase.SUCCEEDED
+    tear_down([cluster, job])
+    assert kubernetes.find_cluster(cluster.name) is None
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_death_between_cluster_and_job_leaves_nothing(cloud: Cloud, calls: int) -> None:
+    """The ledger has both before either is made; what was never made is gone."""
+    attempt = launch("sleep", cluster={"create": True})
+    for _ in range(calls):
+        TARGET.provision(attempt)
+    tear_down(list(reversed(TARGET.resources(attempt))))
+    assert not [name for name in cloud.live() if attempt.run in name]
+    assert kubernetes.find_cluster(TARGET.resources(attempt)[0].name) is None
+
+
+@pytest.mark.parametrize("code", [500, 503, 429, 409])
+def test_a_lost_reply_makes_nothing_twice(cloud: Cloud, code: int) -> None:
+    cloud.faults("kubernetes", fail_next={"verb": "create", "resource": "jobs", "code": code, "after_effect": True})
+    attempt = launch("sleep")
+    if code == 409:  # an answer that says what is true: it exists
+        assert TARGET.provision(attempt)
+    else:
+        with pytest.raises(CloudError) as failure:
+            TARGET.provision(attempt)
+        assert failure.value.error_class is ErrorClass.TRANSIENT
+        assert TARGET.provision(attempt)
+    wait_for(attempt, Phase.RUNNING)
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_lost_reply_of_gke_makes_no_second_cluster(cloud: Cloud) -> None:
+    cloud.faults("container", fail_next={"method": "create_cluster", "status": "UNAVAILABLE", "after_effect": True})
+    attempt = launch("sleep", cluster={"create": True})
+    with pytest.raises(CloudError) as failure:
+        TARGET.provision(attempt)
+    assert failure.value.error_class is ErrorClass.TRANSIENT
+    provision(attempt)
+    tear_down(TARGET.resources(attempt))
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        (401, "Unauthorized", ErrorClass.PERMISSION),
+        (403, 'jobs.batch is forbidden: User "x" cannot create resource "jobs"', ErrorClass.PERMISSION),
+        (403, 'jobs.batch "j" is forbidden: exceeded quota: gpus, requested: 1, used: 8, limited: 8', ErrorClass.QUOTA),
+        (400, 'admission webhook "warden-validating" denied the request', ErrorClass.CONFIG),
+        (422, "Job.batch is invalid: spec.template", ErrorClass.CONFIG),
+        (404, 'namespaces "dropforge" not found', ErrorClass.CONFIG),
+        (429, "too many requests, please try again later", ErrorClass.TRANSIENT),
+        (500, "etcdserver: request timed out", ErrorClass.TRANSIENT),
+        (503, "the server is currently unable to handle the request", ErrorClass.TRANSIENT),
+    ],
+)
+def test_a_refusal_of_the_kubernetes_api_has_its_class(
+    cloud: Cloud, code: int, message: str, expected: ErrorClass
+) -> None:
+    rule = {"verb": "create", "resource": "jobs", "code": code, "message": message, "retry_after": 60}
+    cloud.faults("kubernetes", fail_next=rule)
+    with pytest.raises(CloudError, match=message[:20]) as failure:
+        TARGET.provision(launch("sleep"))
+    assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
+
+
+def test_a_slow_api_is_not_waited_for(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "TIMEOUT_SECONDS", 0.2)
+    cloud.faults("kubernetes", fail_next={"verb": "get", "resource": "jobs", "count": 2, "delay_seconds": 1})
+    attempt = launch("sleep")
+    began = time.monotonic()
+    with pytest.raises(CloudError) as failure:
+        TARGET.inspect(attempt)
+    assert failure.value.error_class is ErrorClass.TRANSIENT
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_token_is_asked_for_again(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = launch("sleep")
+    monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "expired")
+    _forget_clients()
+    with pytest.raises(CloudError) as failure:
+        TARGET.provision(attempt)
+    assert (failure.value.error_class, failure.value.message) == (ErrorClass.PERMISSION, "Unauthorized")
+    assert "roles/container.developer" in failure.value.hint
+    monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "good")
+    _forget_clients()
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+
+
+@pytest.mark.parametrize(
+    ("faults", "placement", "expected", "phase"),
+    [
+        ({"stockout": ["nvidia-l4"]}, {}, ErrorClass.STOCKOUT, Phase.PENDING),
+        ({"quota": {"nvidia-l4": 0}}, {}, ErrorClass.QUOTA, Phase.PENDING),
+        ({}, {"capacity": "reservation", "reservation": "unknown"}, ErrorClass.CONFIG, Phase.FAILED),
+    ],
+)
+def test_a_pod_without_a_machine_says_why(
+    cloud: Cloud, faults: dict[str, Any], placement: dict[str, str], expected: ErrorClass, phase: Phase
+) -> None:
+    cloud.faults("kubernetes", **faults)
+    attempt = launch("sleep", placements=[{"region": "us-central1", **placement}])
+    provision(attempt)
+    status = until(lambda: TARGET.inspect(attempt), lambda status: status.error_class is expected)
+    assert status.phase is phase
+    assert status.message
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_known_reservation_and_spot_are_scheduled(cloud: Cloud) -> None:
+    placements = [{"region": "us-central1", "capacity": "reservation", "reservation": "known"}]
+    for attempt in (launch("sleep", placements=placements), launch("sleep", placements=SPOT)):
+        provision(attempt)
+        wait_for(attempt, Phase.RUNNING)
+        tear_down(TARGET.resources(attempt))
+
+
+def test_a_missing_image_is_our_mistake(cloud: Cloud) -> None:
+    attempt = launch("sleep", settings=replace(SETTINGS, train_trl_image=f"{IMAGE}-missing".replace("train-x", "gone")))
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.error_class, status.exit_code) == (ErrorClass.CONFIG, None)
+    assert attempt.settings.train_trl_image in status.message
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_missing_service_account_is_our_mistake(cloud: Cloud) -> None:
+    attempt = launch("sleep", settings=replace(SETTINGS, kubernetes_trainer_account="nobody"))
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
+    assert 'serviceaccount "nobody" not found' in status.message
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_preempted_node_is_told_from_a_failure(cloud: Cloud) -> None:
+    attempt = launch("polite", placements=SPOT)
+    provision(attempt)
+    wait_for(attempt, Phase.RUNNING)
+    pod = cloud.pod(attempt)
+    until(lambda: cloud.api.get(f"{STANDING}/k8s/namespaces/{pod.replace('/', '/pods/')}"), is_running)
+    cloud.faults("kubernetes", preempt={"pod": pod})
+    status = ended(attempt)
+    assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.PREEMPTED)
+    tear_down(TARGET.resources(attempt))
+
+
+def is_running(pod: Any) -> bool:
+    return bool(pod["status"]["phase"] == "Running")
+
+
+def test_an_evicted_pod_ran_out_of_memory(cloud: Cloud) -> None:
+    attempt = launch("sleep")
+    provision(attempt)
+    wait_for(attempt, Phase.RUNNING)
+    cloud.faults("kubernetes", evict={"pod": cloud.pod(attempt)})
+    status = ended(attempt)
+    assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.OUT_OF_MEMORY)
+    assert "low on resource: memory" in status.message
+    tear_down(TARGET.resources(attempt))
+
+
+def test_the_deadline_is_the_jobs_own(cloud: Cloud) -> None:
+    attempt = launch("sleep", timeout_seconds=1)
+    provision(attempt)
+    assert ended(attempt).error_class is ErrorClass.DEADLINE
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_job_deleted_by_hand_is_gone_and_orphans_are_ended(cloud: Cloud) -> None:
+    attempt = launch("sleep")
+    provision(attempt)
+    wait_for(attempt, Phase.RUNNING)
+    [job] = TARGET.resources(attempt)
+    path = f"/apis/batch/v1/namespaces/dropforge/jobs/{job.name.rpartition('/')[2]}"
+    cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+    assert cloud.pod(attempt)
+    tear_down([job])
+    assert not [name for name in cloud.live() if attempt.run in name]
+
+
+def test_a_cluster_deleted_by_hand_is_gone(cloud: Cloud) -> None:
+    attempt = launch("sleep", cluster={"create": True})
+    provision(attempt)
+    cluster, job = TARGET.resources(attempt)
+    clients.gke().delete_cluster(name=cluster.name)
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+    with pytest.raises(CloudError, match="STOPPING") as failure:
+        TARGET.provision(attempt)
+    assert failure.value.error_class is ErrorClass.INFRASTRUCTURE
+    tear_down([job, cluster])
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ({"quota": {"us-central1": 0}}, ErrorClass.QUOTA),
+        ({"stockout": ["us-central1"]}, ErrorClass.STOCKOUT),
+        ({"fail_next": {"method": "create_cluster", "status": "PERMISSION_DENIED"}}, ErrorClass.PERMISSION),
+        ({"fail_next": {"method": "get_cluster", "status": "PERMISSION_DENIED"}}, ErrorClass.PERMISSION),
+        ({"fail_next": {"method": "create_cluster", "status": "UNAVAILABLE"}}, ErrorClass.TRANSIENT),
+    ],
+)
+def test_a_cluster_that_cannot_be_made_has_its_class(
+    cloud: Cloud, faults: dict[str, Any], expected: ErrorClass
+) -> None:
+    cloud.faults("container", **faults)
+    attempt = launch("sleep", cluster={"create": True})
+    with pytest.raises(CloudError) as failure:
+        provision(attempt)
+    assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
+    tear_down(TARGET.resources(attempt))
+
+
+def test_a_standing_cluster_has_to_stand(cloud: Cloud) -> None:
+    attempt = launch("sleep", cluster={"name": "absent"})
+    with pytest.raises(CloudError, match="clusters/absent does not exist") as failure:
+        TARGET.provision(attempt)
+    assert failure.value.error_class is ErrorClass.CONFIG
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+    tear_down(TARGET.resources(attempt))
+
+
+def test_what_is_somebody_elses_is_left_alone(cloud: Cloud) -> None:
+    attempt = launch("sleep")
+    [job] = TARGET.resources(attempt)
+    theirs = {**job.request, "metadata": {**job.request["metadata"], "labels": {"dropforge-run": "other"}}}
+    assert cloud.api.create(theirs)
+    with pytest.raises(CloudError, match="belongs to") as failure:
+        TARGET.provision(attempt)
+    assert failure.value.error_class is ErrorClass.CONFIG
+    tear_down([job])
