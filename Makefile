@@ -44,7 +44,23 @@ bench: $(STAMP) ## measure; prints medians
 lock: $(STAMP) ## regenerate functions/requirements.txt from lock.txt
 	@$(BIN)/python tools/lock.py
 
+registry: ## first time: what images are built with (PROJECT_ID=… REGION=…); shows its plan and asks
+	@tools/deploy.sh registry $(PROJECT_ID) $(REGION)
+
+images: ## build the images with Cloud Build (PROJECT_ID=… REGION=…)
+	@tools/deploy.sh images $(PROJECT_ID) $(REGION)
+
+deploy: ## deploy to Google Cloud (PROJECT_ID=… REGION=…); shows its plan and asks
+	@tools/deploy.sh deploy $(PROJECT_ID) $(REGION)
+
+checkov: build/checkov/bin/checkov ## check terraform/ by Checkov's rules, in an environment of its own
+	@build/checkov/bin/checkov --config-file .checkov.yaml
+
+build/checkov/bin/checkov:
+	@$(PYTHON) -m venv build/checkov
+	@build/checkov/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30
+
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup demo test check format schemas bench lock clean
+.PHONY: help setup demo test check format schemas bench lock registry images deploy checkov clean

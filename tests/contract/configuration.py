@@ -1,0 +1,59 @@
+"""What terraform/ says, as python-hcl2 reads it: expressions stay text, such as "${var.prefix}-runs"."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hcl2
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TERRAFORM = ROOT / "terraform"
+
+
+@cache
+def blocks(kind: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Every block of a kind by its labels: ("google_pubsub_topic", "requests") of a resource, () of locals."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path in sorted(TERRAFORM.glob("*.tf")):
+        for block in _plain(hcl2.loads(path.read_text())).get(kind, ()):
+            labels = ()
+            while kind != "locals" and len(block) == 1 and len(labels) < (2 if kind in ("resource", "data") else 1):
+                (label, block), *_ = block.items()
+                labels = (*labels, label)
+            found.setdefault(labels, {}).update(block)
+    return found
+
+
+def resources(kind: str = "") -> dict[tuple[str, ...], dict[str, Any]]:
+    """Every resource, or those of one type."""
+    return {labels: block for labels, block in blocks("resource").items() if kind in ("", labels[0])}
+
+
+def local(name: str) -> Any:
+    return blocks("locals")[()][name]
+
+
+@cache
+def permissions() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((TERRAFORM / "permissions.yaml").read_text())
+    return found
+
+
+def render(text: str, **variables: str) -> str:
+    """An expression with its variables put in."""
+    return re.sub(r"\$\{var\.(\w+)\}", lambda found: variables[found[1]], text)
+
+
+def _plain(value: Any) -> Any:
+    """Without the quotes and marks that python-hcl2 keeps."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items() if not key.startswith("__")}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] == '"':
+        return value[1:-1]
+    return value

@@ -1,0 +1,181 @@
+"""`make registry`, `make images` and `make deploy`, with programs in the place of gcloud, terraform and docker that
+only note what they are asked; and what they are asked, judged by the real gcloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dropforge.settings import Settings
+
+from .configuration import ROOT, blocks
+from .gcloud import refused
+
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$LOG"
+case "$*" in
+    "storage buckets describe"*) exit "$NO_BUCKET" ;;
+    "storage cp gs://"*) [ "$NO_IMAGES" = 0 ] || exit 1; echo '{"images": {}}' > "$4" ;;
+    inspect*RepoDigests\\ 0*) echo "docker.io/some/base@sha256:BASE" ;;
+    inspect*) echo "$REPOSITORY/${4##*/}" | sed "s/:.*/@sha256:$(printf '0%.0s' $(seq 64))/" ;;
+    *" plan "*) echo "THE PLAN" ;;
+esac
+"""
+
+
+@dataclass
+class Done:
+    """What a command printed and how it ended, and the lines that the programs noted."""
+
+    code: int
+    output: str
+    calls: list[str]
+
+
+class Machine:
+    """Runs commands where gcloud, terraform and docker only take notes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.log = directory, directory / "log"
+        for name in ("gcloud", "terraform", "docker"):
+            path = directory / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(PROGRAM)
+            path.chmod(0o755)
+        for name in ("tools", "terraform", "containers", "functions"):
+            (directory / name).symlink_to(ROOT / name)
+        shutil.copy(ROOT / "Makefile", directory)
+
+    def run(self, *command: str, answer: str = "", **environment: str) -> Done:
+        """`answer` is what is typed."""
+        self.log.unlink(missing_ok=True)
+        path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
+        known = {"PATH": path, "LOG": str(self.log), "NO_BUCKET": "0", "NO_IMAGES": "0", **environment}
+        done = subprocess.run(
+            command, cwd=self.directory, env=known, input=answer, capture_output=True, text=True, timeout=60
+        )
+        calls = self.log.read_text().splitlines() if self.log.exists() else []
+        return Done(done.returncode, done.stdout + done.stderr, calls)
+
+    def make(self, target: str, **options: str) -> Done:
+        return self.run("make", "--no-print-directory", target, "PROJECT_ID=p", "REGION=us-central1", **options)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def applies(done: Done) -> list[str]:
+    return [call for call in done.calls if re.match(r"terraform \S+ apply\b", call)]
+
+
+@pytest.mark.parametrize("target", ["registry", "deploy"])
+@pytest.mark.parametrize("answer", ["", "no\n", "y\n", "YES\n"])
+def test_nothing_is_applied_without_a_yes(machine: Machine, target: str, answer: str) -> None:
+    done = machine.make(target, answer=answer)
+    assert "THE PLAN" in done.output
+    assert "Nothing was applied" in done.output
+    assert (done.code != 0, applies(done)) == (True, [])
+
+
+def test_what_was_shown_is_what_is_applied(machine: Machine) -> None:
+    done = machine.make("deploy", answer="yes\n")
+    assert done.code == 0, done.output
+    (plan,) = [call for call in done.calls if " plan " in call]
+    (apply,) = applies(done)
+    assert re.findall(r"-out=(\S+)", plan) == [apply.split()[-1]]
+    assert "-var=project_id=p -var=region=us-central1 -var=prefix=dropforge" in plan
+    assert "-target" not in plan
+
+
+def test_the_digests_that_were_built_last_are_deployed(machine: Machine) -> None:
+    done = machine.make("deploy", answer="yes\n")
+    (fetched,) = [call.split() for call in done.calls if "images.tfvars.json" in call and call.startswith("gcloud")]
+    assert fetched[3] == "gs://p-dropforge-build/images.tfvars.json"
+    assert any(f"-var-file={fetched[4]}" in call for call in done.calls)
+
+
+def test_without_images_nothing_is_planned(machine: Machine) -> None:
+    done = machine.make("deploy", answer="yes\n", NO_IMAGES="1")
+    assert done.code != 0
+    assert "make images" in done.output
+    assert [call for call in done.calls if call.startswith("terraform")] == []
+
+
+@pytest.mark.parametrize(("no_bucket", "made"), [("0", False), ("1", True)])
+def test_the_state_s_bucket_is_made_once(machine: Machine, no_bucket: str, made: bool) -> None:
+    done = machine.make("registry", answer="yes\n", NO_BUCKET=no_bucket)
+    assert any("buckets create gs://p-dropforge-state " in call for call in done.calls) is made
+
+
+def test_the_registry_is_all_that_is_applied_before_there_are_images(machine: Machine) -> None:
+    (plan,) = [call for call in machine.make("registry", answer="yes\n").calls if " plan " in call]
+    assert plan.endswith(" -target=terraform_data.registry")
+    assert ("terraform_data", "registry") in blocks("resource")
+
+
+def test_a_project_and_a_region_are_needed(machine: Machine) -> None:
+    done = machine.run("make", "deploy", "PROJECT_ID=p")
+    assert done.code != 0
+    assert "REGION=" in done.output
+
+
+def test_images_are_sent_to_where_terraform_made_room_for_them(machine: Machine) -> None:
+    (submit,) = machine.make("images").calls
+    assert "_REPOSITORY=us-central1-docker.pkg.dev/p/dropforge,_BUCKET=p-dropforge-build" in submit
+    assert "serviceAccounts/dropforge-build@p.iam.gserviceaccount.com" in submit
+
+
+def test_the_build_makes_every_image_and_writes_what_terraform_takes(machine: Machine) -> None:
+    build = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())
+    roles = {field.name.removesuffix("_image") for field in fields(Settings) if field.name.endswith("_image")}
+    assert {step["id"] for step in build["steps"]} - {"digests"} == roles
+    values = {"_REPOSITORY": "r.pkg.dev/p/dropforge", "_BUCKET": "b", "BUILD_ID": "42"}
+    environment = dict(substituted(line, values).split("=", 1) for line in build["options"]["env"])
+    for step in build["steps"]:
+        arguments = [substituted(argument, values) for argument in step["args"]]
+        done = machine.run(step["entrypoint"], *arguments, **environment)
+        assert done.code == 0, done.output
+        if step["id"] in roles:
+            (built,) = [call for call in done.calls if call.startswith("docker build")]
+            assert f"--file containers/{step['id']}/Dockerfile" in built
+            assert "--build-arg BASE=docker.io/some/base@sha256:BASE" in built
+    images: dict[str, Any] = json.loads((machine.directory / "images.tfvars.json").read_text())["images"]
+    assert images == {role: f"r.pkg.dev/p/dropforge/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in roles}
+
+
+def substituted(text: str, values: dict[str, str]) -> str:
+    """As Cloud Build does: $NAME and ${NAME} are replaced, $$ is a dollar."""
+    return re.sub(r"\$(?:\$|\{?(\w+)\}?)", lambda found: values[found[1]] if found[1] else "$", text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_accepts_what_it_is_asked(machine: Machine, tmp_path: Path) -> None:
+    calls = machine.make("registry", answer="yes\n", NO_BUCKET="1").calls
+    calls += machine.make("images").calls + machine.make("deploy", answer="yes\n").calls
+    commands = sorted({call for call in calls if call.startswith("gcloud ")})
+    assert len(commands) >= 5
+    (tmp_path / "gcloud").mkdir()
+    assert refused(commands, tmp_path / "gcloud") == {}
+
+
+@pytest.mark.parametrize("script", ["tools/deploy.sh", "containers/build.sh"])
+def test_scripts_are_clean(script: str) -> None:
+    done = subprocess.run(["shellcheck", ROOT / script], env=_with_venv(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def _with_venv() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

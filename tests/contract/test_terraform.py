@@ -1,0 +1,218 @@
+"""terraform/ agrees with the code that it deploys, and with the deployment that the local stack makes of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge import names
+from dropforge.catalog import CLOUD_RUN_MACHINES
+from dropforge.settings import Settings
+from dropforge_local import stack_process as stack
+from dropforge_local.functions_host import entry_points
+
+from .configuration import ROOT, TERRAFORM, blocks, local, permissions, render, resources
+
+SHARED = ROOT.parent / "shared"
+CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
+ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
+GRANTS = [(account, scope, held) for account, found in ACCOUNTS.items() for scope, held in found["grants"].items()]
+LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
+TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
+NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
+# Named by specs, which should work in every deployment; and bindings, which name what they are bound to.
+NAMED_OTHERWISE = ("google_secret_manager_secret", "_iam_member")
+
+
+def test_every_entry_point_is_a_function_and_no_other() -> None:
+    assert [name for name, account in ACCOUNTS.items() if "called_by" in account] == entry_points()
+
+
+def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
+    workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+    called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
+    triggered = [name.replace("-", "_") for name, _, _ in stack._triggers()]
+    expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggered, "events"), "sweep": "scheduler"}
+    assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
+    assert set(local("triggers")) == set(triggered)
+
+
+def test_every_setting_is_one_and_none_is_missing() -> None:
+    required = {field.name for field in fields(Settings) if field.default is MISSING}
+    known = {field.name for field in fields(Settings)}
+    assert required <= set(local("settings")) <= known
+
+
+@pytest.mark.parametrize(
+    ("resource", "expected"),
+    [
+        (("google_storage_bucket", "specs"), stack.SPECS_BUCKET),
+        (("google_storage_bucket", "runs"), stack.RUNS_BUCKET),
+        (("google_pubsub_topic", "requests"), stack.REQUESTS),
+        (("google_pubsub_topic", "job_events"), stack.JOB_EVENTS),
+        (("google_pubsub_topic", "run_events"), stack.RUN_EVENTS),
+        (("google_workflows_workflow", "run"), stack.WORKFLOW),
+        (("google_container_cluster", "region"), stack.CLUSTER.rsplit("/", 1)[1]),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_names_are_those_of_the_local_stack(resource: tuple[str, str], expected: str) -> None:
+    assert render(resources()[resource]["name"], **LOCAL) == expected
+
+
+def test_the_workflow_is_given_every_variable_that_it_reads() -> None:
+    text = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+    read = {name for name in re.findall(r'sys\.get_env\("(\w+)"\)', text) if not name.startswith("GOOGLE_CLOUD_")}
+    assert set(resources()["google_workflows_workflow", "run"]["user_env_vars"]) == read
+
+
+@pytest.mark.parametrize("kind", ["variable", "output"])
+def test_variables_and_outputs_are_described_and_sorted(kind: str) -> None:
+    found = blocks(kind)
+    assert [name for (name,), block in found.items() if not block.get("description", "").strip()] == []
+    assert list(found) == sorted(found)
+
+
+def test_every_name_starts_with_the_prefix() -> None:
+    starts = ("${var.prefix}", "${var.project_id}-${var.prefix}-", '${replace("${var.prefix}_', "${google_")
+    strange = [
+        (*labels, block[key])
+        for labels, block in resources().items()
+        for key in NAMING
+        if key in block and not block[key].startswith(starts) and not labels[0].endswith(NAMED_OTHERWISE)
+    ]
+    assert strange == []
+
+
+def test_dead_letter_topics_have_subscriptions_that_stay() -> None:
+    topic = resources()["google_pubsub_topic", "dead_letter"]
+    subscription = resources()["google_pubsub_subscription", "dead_letter"]
+    assert topic["for_each"] == subscription["for_each"] == "${local.triggers}"
+    assert subscription["expiration_policy"] == [{"ttl": ""}]
+    assert "retry_policy" not in resources()["google_eventarc_trigger", "trigger"], "which can only switch retries off"
+
+
+def test_buckets_are_private_whatever_their_objects_say() -> None:
+    for bucket in resources("google_storage_bucket").values():
+        assert (bucket["uniform_bucket_level_access"], bucket["public_access_prevention"]) == (True, "enforced")
+
+
+def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
+    assert re.findall(r"allUsers|allAuthenticatedUsers", "".join(TEXT.values())) == []
+    roles = set(re.findall(r"roles/[\w.]+", "".join(TEXT.values())))
+    assert roles == {
+        "roles/artifactregistry.writer",  # build, on the repository
+        "roles/eventarc.eventReceiver",  # events
+        "roles/logging.logWriter",  # build
+        "roles/pubsub.publisher",  # Pub/Sub's agent on dead-letter topics, Cloud Storage's agent
+        "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
+        "roles/run.invoker",  # each caller on the functions that it calls
+        "roles/storage.objectUser",  # build on its bucket, submitters on the specs bucket
+        "roles/storage.objectViewer",  # build on functions' sources, submitters on the runs bucket
+    }
+
+
+def test_only_provision_and_deploy_may_act_as_another_account() -> None:
+    acting = {(account, scope) for account, scope, held in GRANTS if "iam.serviceAccounts.actAs" in held}
+    assert acting == {("provision", "trainer_account"), ("deploy", "server_account")}
+
+
+def test_every_scope_is_described_and_bound() -> None:
+    scopes = {scope for _, scope, _ in GRANTS}
+    assert scopes == set(permissions()["scopes"])
+    bound = {*local("bucket_scopes"), *local("secret_scopes"), *local("topic_scopes"), *local("account_scopes")}
+    compared = set(re.findall(r'grant\.scope == "(\w+)"', TEXT["iam.tf"]))
+    assert scopes == bound | compared
+
+
+def test_the_same_call_needs_the_same_permissions_of_everybody() -> None:
+    needs: dict[tuple[str, str], set[frozenset[str]]] = {}
+    for account in ACCOUNTS.values():
+        calls: dict[str, set[str]] = {}
+        for held in account["grants"].values():
+            for permission, reasons in held.items():
+                assert reasons, permission
+                for call in reasons:
+                    calls.setdefault(call, set()).add(permission)
+        for call, needed in calls.items():
+            needs.setdefault((call, ""), set()).add(frozenset(needed))
+    assert {call: found for (call, _), found in needs.items() if len(found) > 1} == {}
+
+
+def test_permissions_exist() -> None:
+    path = SHARED / "data" / "iam-roles-subset.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    known = set(json.loads(path.read_text())["known_permissions"])
+    assert {permission for *_, held in GRANTS for permission in held} - known == set()
+
+
+def test_no_value_of_a_secret_passes_through_terraform() -> None:
+    assert resources("google_secret_manager_secret_version") == {}
+    assert "sensitive" not in "".join(TEXT.values())
+
+
+def test_the_deployment_does_not_carry_labels_that_the_sweep_takes_for_a_run_s() -> None:
+    ownership = {names.MANAGED_BY, names.RUN_LABEL, names.ATTEMPT_LABEL, names.EXPIRES_LABEL}
+    (label,) = blocks("provider")[("google",)]["default_labels"]
+    assert label not in ownership
+    assert [labels for labels, block in resources().items() if ownership & set(block.get("labels", {}))] == []
+
+
+def test_every_region_with_a_gpu_has_a_subnetwork() -> None:
+    offered = {region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions}
+    assert set(blocks("variable")[("subnetwork_ranges",)]["default"]) == offered
+
+
+def test_providers_are_pinned_exactly() -> None:
+    (providers,) = blocks("terraform")[()]["required_providers"]
+    assert [name for name, found in providers.items() if not re.fullmatch(r"\d+\.\d+\.\d+", found["version"])] == []
+
+
+def test_every_container_is_an_image_that_is_given() -> None:
+    containers = {path.parent.name for path in ROOT.glob("containers/*/Dockerfile")}
+    given = {key.removesuffix("_image") for key in local("settings") if key.endswith("_image")}
+    assert given == {field.name.removesuffix("_image") for field in fields(Settings) if field.name.endswith("_image")}
+    assert given <= containers
+
+
+@pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
+def test_the_format_is_terraform_s() -> None:
+    done = subprocess.run(["terraform", "fmt", "-check", "-diff", TERRAFORM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_provider_s_schema_is_kept() -> None:
+    lint, data = SHARED / "tools" / "tf_lint.py", SHARED / "data"
+    if not lint.exists():
+        pytest.skip(f"{lint} is not here")
+    overlay = data / "google-provider-overlay-7x.json"
+    command = [sys.executable, lint, data / "google-provider-schema.json", TERRAFORM, "--overlay", overlay]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip().splitlines()[-1:] == ["0 errors, 0 warnings"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed (make checkov)")
+def test_checkov_s_rules_are_kept_or_excepted() -> None:
+    command = [CHECKOV, "--config-file", ROOT / ".checkov.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("dockerfile", sorted(ROOT.glob("containers/*/Dockerfile")), ids=lambda path: path.parent.name)
+def test_dockerfiles_are_clean(dockerfile: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("hadolint has no package for this platform")
+    command = [hadolint, "--config", ROOT / ".hadolint.yaml", "--no-color", dockerfile]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

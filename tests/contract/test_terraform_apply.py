@@ -1,0 +1,271 @@
+"""The real `terraform` applies terraform/ to a provider that makes nothing; what it would have made fits the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge.settings import Settings
+from dropforge_local import stack_process as stack
+from dropforge_local.functions_host import entry_points
+
+from .configuration import ROOT, permissions
+from .provider import Provider, Schema
+
+DATA = ROOT.parent / "shared" / "data"
+PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
+IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in ("serve_vllm", "train_trl")}
+# Everything that is optional is on.
+VARIABLES = {
+    "alert_emails": ["oncall@example.com"],
+    "billing_account": "000000-111111-222222",
+    "cluster_regions": [REGION],
+    "data_buckets": ["datasets"],
+    "images": IMAGES,
+    "project_id": PROJECT,
+    "region": REGION,
+    "slack_webhook_secret": "slack-webhook",
+    "submitters": ["group:ml@example.com"],
+    "training_secrets": ["hf-token"],
+    "webhook_secrets": ["team-webhook"],
+}
+ARCHIVE = ("output_file_mode", "output_path", "output_sha256", "source_dir", "type")
+Applied = dict[str, list[dict[str, Any]]]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed"),
+    pytest.mark.skipif(not DATA.exists(), reason=f"the provider's schema is not in {DATA}"),
+]
+
+
+def google() -> Provider:
+    """The provider whose schema is in shared/, with what that does not tell: blocks that the cloud fills in."""
+    schema = json.loads((DATA / "google-provider-schema.json").read_text())
+    for name, extra in json.loads((DATA / "google-provider-overlay-7x.json").read_text()).items():
+        _merge(schema["resources"].setdefault(name, {"attributes": {}, "blocks": {}}), extra)
+    transport = schema["resources"]["google_eventarc_trigger"]["blocks"]["transport"]
+    pubsub = transport["blocks"]["pubsub"]
+    transport["computed"] = pubsub["computed"] = True
+    pubsub["exported"] = ["subscription"]
+    schema["resources"]["google_cloudfunctions2_function"]["blocks"]["service_config"]["exported"] = ["uri"]
+    return Provider(schema["resources"], schema["data_sources"], invent)
+
+
+def archive() -> Provider:
+    attributes = {name: {"type": "string", "required": name in ("output_path", "type")} for name in ARCHIVE}
+    attributes["excludes"] = {"type": "set:stringList", "required": False}
+    return Provider({}, {"archive_file": {"attributes": attributes, "blocks": {}}}, invent)
+
+
+def invent(kind: str, attribute: str, values: dict[str, Any]) -> str:
+    """What Google would say of a resource."""
+    email = f"{values.get('account_id')}@{PROJECT}.iam.gserviceaccount.com"
+    known = {
+        ("google_artifact_registry_repository", "name"): str(values.get("repository_id")),
+        ("google_project", "number"): NUMBER,
+        ("google_service_account", "email"): email,
+        ("google_service_account", "member"): f"serviceAccount:{email}",
+        ("google_service_account", "name"): f"projects/{PROJECT}/serviceAccounts/{email}",
+        ("google_project_iam_custom_role", "id"): f"projects/{PROJECT}/roles/{values.get('role_id')}",
+        ("google_secret_manager_secret", "id"): f"projects/{PROJECT}/secrets/{values.get('secret_id')}",
+        ("google_pubsub_topic", "id"): f"projects/{PROJECT}/topics/{values.get('name')}",
+        (
+            "google_cloudfunctions2_function",
+            "url",
+        ): f"https://{REGION}-{PROJECT}.cloudfunctions.net/{values.get('name')}",
+        ("google_eventarc_trigger", "subscription"): f"projects/{PROJECT}/subscriptions/eventarc-{REGION}-trigger",
+    }
+    return known.get((kind, attribute), f"{kind} {attribute}")
+
+
+def terraform(directory: Path, *arguments: str, providers: dict[str, Any]) -> str:
+    environment = {
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(directory),
+        "CHECKPOINT_DISABLE": "1",
+        "TF_IN_AUTOMATION": "1",
+        "TF_REATTACH_PROVIDERS": json.dumps(providers),
+    }
+    command = ["terraform", *arguments, "-no-color"]
+    done = subprocess.run(command, cwd=directory / "terraform", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with its state beside it, and a gcloud that only notes what it is asked."""
+    directory = tmp_path_factory.mktemp("apply")
+    shutil.copytree(
+        ROOT / "terraform", directory / "terraform", ignore=shutil.ignore_patterns(".terraform*", "*.tfvars")
+    )
+    for name in ("functions", "workflows"):
+        (directory / name).symlink_to(ROOT / name)
+    (directory / "terraform" / "backend_override.tf").write_text('terraform {\n  backend "local" {}\n}\n')
+    (directory / "terraform" / "test.auto.tfvars.json").write_text(json.dumps(VARIABLES))
+    gcloud = directory / "bin" / "gcloud"
+    gcloud.parent.mkdir()
+    gcloud.write_text(f'#!/bin/sh\necho "gcloud $*" >> {directory}/gcloud.log\n')
+    gcloud.chmod(0o755)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def applied(directory: Path) -> Applied:
+    """Everything that was made, by type."""
+    provider, other = google(), archive()
+    with provider.serving() as first, other.serving() as second:
+        hosts = "registry.terraform.io/hashicorp"
+        providers = {f"{hosts}/google": first, f"{hosts}/archive": second}
+        terraform(directory, "init", "-input=false", providers=providers)
+        terraform(directory, "validate", providers=providers)
+        terraform(directory, "apply", "-input=false", "-auto-approve", providers=providers)
+        output = terraform(directory, "output", "-json", providers=providers)
+    made: Applied = {}
+    for kind, values in provider.applied:
+        made.setdefault(kind, []).append(values)
+    made["output"] = [{name: found["value"] for name, found in json.loads(output).items()}]
+    return made
+
+
+def test_functions_read_their_settings(applied: Applied) -> None:
+    functions = {f["build_config"][0]["entry_point"]: f["service_config"][0] for f in applied[FUNCTION]}
+    assert set(functions) == set(entry_points())
+    for name, config in functions.items():
+        settings = Settings.from_environment(config["environment_variables"])
+        assert (settings.specs_bucket, settings.runs_bucket) == (stack.SPECS_BUCKET, stack.RUNS_BUCKET)
+        assert settings.workflow == stack.WORKFLOW
+        topics = (settings.requests_topic, settings.job_events_topic, settings.run_events_topic)
+        assert topics == (stack.REQUESTS, stack.JOB_EVENTS, stack.RUN_EVENTS)
+        assert (settings.train_trl_image, settings.serve_vllm_image) == (IMAGES["train_trl"], IMAGES["serve_vllm"])
+        assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
+        in_cluster = ("kubernetes_namespace", "kubernetes_trainer_account", "kubernetes_server_account")
+        assert [getattr(settings, name) for name in in_cluster] == [getattr(Settings, name) for name in in_cluster]
+        assert (
+            config["service_account_email"] == f"dropforge-{name.replace('_', '-')}@{PROJECT}.iam.gserviceaccount.com"
+        )
+
+
+def test_the_command_line_reads_its_settings(applied: Applied) -> None:
+    found = tomllib.loads(applied["output"][0]["dropforge_toml"])
+    environment = {f"DROPFORGE_{name.upper()}": value for name, value in found.items()}
+    assert Settings.from_environment(environment).workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
+
+
+def test_the_workflow_calls_functions_where_they_are(applied: Applied) -> None:
+    (workflow,) = applied["google_workflows_workflow"]
+    assert workflow["source_contents"] == (ROOT / "workflows" / "run.workflows.yaml").read_text()
+    urls = {function["url"] for function in applied[FUNCTION]}
+    called = {"provision", "inspect", "deploy", "notify", "teardown"}
+    assert {workflow["user_env_vars"]["FUNCTIONS_URL"] + name for name in called} <= urls
+
+
+def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
+    found = set()
+    for trigger in applied["google_eventarc_trigger"]:
+        filters = {criterion["attribute"]: criterion["value"] for criterion in trigger["matching_criteria"]}
+        kind, transport = filters.pop("type"), trigger["transport"][0]["pubsub"][0]
+        where = filters if filters else {"topic": transport["topic"]}
+        service = trigger["destination"][0]["cloud_run_service"][0]["service"]
+        assert service == trigger["name"]
+        found.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
+    assert found == {(name, kind, tuple(filters.items())) for name, kind, filters in stack._triggers()}
+
+
+def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:
+    commands = (directory / "gcloud.log").read_text().splitlines()
+    topics = {found[1] for line in commands if (found := re.search(r"--dead-letter-topic=projects/\S+/(\S+)", line))}
+    assert topics == {subscription["name"] for subscription in applied["google_pubsub_subscription"]}
+    assert len(topics) == len(applied["google_eventarc_trigger"])
+
+
+def test_accounts_hold_what_permissions_yaml_says_where_it_says_it(applied: Applied) -> None:
+    roles = {
+        f"projects/{PROJECT}/roles/{r['role_id']}": r["permissions"] for r in applied["google_project_iam_custom_role"]
+    }
+    held: dict[tuple[str, str], set[str]] = {}
+    for kind, target in BINDINGS.items():
+        for binding in applied[kind]:
+            if binding["role"] in roles:
+                account = binding["member"].removeprefix("serviceAccount:dropforge-").split("@")[0].replace("-", "_")
+                held.setdefault((account, _where(binding, target)), set()).update(roles[binding["role"]])
+    assert held == _expected()
+
+
+def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
+    callers = {b["name"]: (b["role"], b["member"]) for b in applied["google_cloud_run_v2_service_iam_member"]}
+    for name in entry_points():
+        caller = permissions()["accounts"][name]["called_by"]
+        member = f"serviceAccount:dropforge-{caller}@{PROJECT}.iam.gserviceaccount.com"
+        assert callers.pop(f"dropforge-{name.replace('_', '-')}") == ("roles/run.invoker", member)
+    assert callers == {}
+
+
+def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applied) -> None:
+    runs = f"projects/_/buckets/{stack.RUNS_BUCKET}/objects"
+    conditions = {b["role"].rsplit("/", 1)[1]: b["condition"] for b in applied["google_storage_bucket_iam_member"]}
+    (event,) = conditions["dropforge_on_job_event_event_objects"]
+    assert event["expression"].startswith(f'resource.name.startsWith("{runs}/runs/") && ')
+    (trainer,) = conditions["dropforge_trainer_artifact_objects"]
+    assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
+
+
+FUNCTION = "google_cloudfunctions2_function"
+BINDINGS = {
+    "google_artifact_registry_repository_iam_member": "repository",
+    "google_project_iam_member": "project",
+    "google_pubsub_topic_iam_member": "topic",
+    "google_secret_manager_secret_iam_member": "secret_id",
+    "google_service_account_iam_member": "service_account_id",
+    "google_storage_bucket_iam_member": "bucket",
+}
+
+
+def _where(binding: dict[str, Any], target: str) -> str:
+    """What is bound, such as `local-project-dropforge-runs if run_objects`."""
+    condition = binding["condition"]
+    return binding[target].rsplit("/", 1)[-1] + (f" if {condition[0]['title']}" if condition else "")
+
+
+def _expected() -> dict[tuple[str, str], set[str]]:
+    where = {
+        "project": [PROJECT],
+        "runs_bucket": [stack.RUNS_BUCKET],
+        **{
+            scope: [f"{stack.RUNS_BUCKET} if {scope}"] for scope in ("run_objects", "event_objects", "artifact_objects")
+        },
+        "specs_bucket": [stack.SPECS_BUCKET],
+        "data_buckets": ["datasets"],
+        "run_events_topic": [stack.RUN_EVENTS],
+        "job_events_topic": [stack.JOB_EVENTS],
+        "training_secrets": ["hf-token"],
+        "webhook_secrets": ["slack-webhook", "team-webhook"],
+        "trainer_account": [f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"],
+        "server_account": [f"dropforge-server@{PROJECT}.iam.gserviceaccount.com"],
+        "registry": ["dropforge"],
+    }
+    expected: dict[tuple[str, str], set[str]] = {}
+    for account, found in permissions()["accounts"].items():
+        for scope, held in found["grants"].items():
+            for target in where[scope]:
+                expected.setdefault((account, target), set()).update(held)
+    return expected
+
+
+def _merge(schema: Schema, extra: Schema) -> None:
+    schema["attributes"] = {**extra.get("attributes", {}), **schema["attributes"]}
+    schema["exported"] = [*schema.get("exported", ()), *extra.get("exported", ())]
+    for name, block in extra.get("blocks", {}).items():
+        if name in schema["blocks"]:
+            _merge(schema["blocks"][name], block)
+        else:
+            schema["blocks"][name] = block

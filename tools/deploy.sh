@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Deploy dropforge: tools/deploy.sh registry|images|deploy PROJECT_ID REGION
+#
+#   registry   what images are built with and kept in (the first time)
+#   images     build the images with Cloud Build, and keep their digests
+#   deploy     everything, with the images that were built last
+#
+# Terraform's plan is shown, and applied only when the answer is "yes". PREFIX names the deployment (dropforge).
+# Its state is in gs://PROJECT_ID-PREFIX-state; the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+step=${1:-} project=${2:-} region=${3:-} prefix=${PREFIX:-dropforge}
+if [[ -z $region || ! $step =~ ^(registry|images|deploy)$ ]]; then
+    echo "usage: make registry|images|deploy PROJECT_ID=my-project REGION=us-central1" >&2
+    exit 64
+fi
+state="$project-$prefix-state" build="$project-$prefix-build"
+work="$PWD/build/terraform/$project-$prefix"
+export TF_DATA_DIR="$work/data" TF_IN_AUTOMATION=1
+mkdir -p "$work"
+
+make_state_bucket() {
+    if ! gcloud storage buckets describe "gs://$state" --project="$project" --format="value(name)" >/dev/null 2>&1; then
+        gcloud storage buckets create "gs://$state" --project="$project" --location="$region" \
+            --uniform-bucket-level-access --public-access-prevention
+        gcloud storage buckets update "gs://$state" --versioning
+    fi
+}
+
+# apply [ARGUMENT...]: plan with these arguments, ask, and apply what was shown.
+apply() {
+    terraform -chdir=terraform init -input=false -reconfigure -backend-config="bucket=$state"
+    terraform -chdir=terraform plan -input=false -out="$work/plan" \
+        -var="project_id=$project" -var="region=$region" -var="prefix=$prefix" "$@"
+    local answer=""
+    read -r -p "Apply this plan to project $project? Only \"yes\" applies it: " answer || true
+    if [[ $answer != yes ]]; then
+        echo "Nothing was applied."
+        exit 1
+    fi
+    terraform -chdir=terraform apply -input=false "$work/plan"
+}
+
+case $step in
+registry)
+    make_state_bucket
+    apply -target=terraform_data.registry
+    ;;
+images)
+    gcloud builds submit . --project="$project" --region="$region" --config=cloudbuild.yaml \
+        --service-account="projects/$project/serviceAccounts/$prefix-build@$project.iam.gserviceaccount.com" \
+        --gcs-source-staging-dir="gs://$build/source" \
+        --substitutions="_REPOSITORY=$region-docker.pkg.dev/$project/$prefix,_BUCKET=$build"
+    ;;
+deploy)
+    make_state_bucket
+    if ! gcloud storage cp "gs://$build/images.tfvars.json" "$work/images.tfvars.json"; then
+        echo "There are no images yet: run \`make registry\` and \`make images\` first (docs/deploy.md)." >&2
+        exit 1
+    fi
+    apply -var-file="$work/images.tfvars.json"
+    ;;
+esac
