@@ -55,11 +55,37 @@ def find_cluster(name: str) -> Any:
         raise classify(error) from error
 
 
+def standing_cluster(name: str, field: str) -> Any:
+    """The cluster that `field` of a spec, or the deployment, names; None while it is being made."""
+    from google.cloud.container_v1 import Cluster
+
+    cluster = find_cluster(name)
+    if cluster is None:
+        hint = f"make it (terraform/), or name another one in {field}"
+        raise CloudError(ErrorClass.CONFIG, f"{name} does not exist", hint)
+    if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
+        return cluster
+    if cluster.status == Cluster.Status.PROVISIONING:
+        return None
+    message = f"{name} is {cluster.status.name}: {conditions_of(cluster)}"
+    raise CloudError(ErrorClass.CONFIG, message, f"repair the cluster, or name another one in {field}")
+
+
+def conditions_of(cluster: Any) -> str:
+    """What GKE says of a cluster that does not run."""
+    told = [f"{condition.code.name}: {condition.message}" for condition in cluster.conditions]
+    return "; ".join(told) or cluster.status_message or "GKE does not say why"
+
+
+def has_endpoint(cluster: Any) -> bool:
+    """Whether there is an API to connect to."""
+    return bool(_dns_name(cluster) or cluster.endpoint)
+
+
 def connect(cluster: Any) -> Kubernetes:
     """The API of a cluster that has an endpoint: by its DNS name where that is open to us, else by its address."""
-    dns = cluster.control_plane_endpoints_config.dns_endpoint_config
-    if dns.endpoint and dns.allow_external_traffic:  # IAM guards it, and its certificate is a public one
-        return Kubernetes(f"https://{dns.endpoint}")
+    if dns := _dns_name(cluster):  # IAM guards it, and its certificate is a public one
+        return Kubernetes(f"https://{dns}")
     authority = b64decode(cluster.master_auth.cluster_ca_certificate).decode()
     return Kubernetes(f"https://{cluster.endpoint}", authority)
 
@@ -76,7 +102,7 @@ def delete(name: str, pods: str = "") -> bool:
         return True
     if cluster.status == Cluster.Status.STOPPING:
         return False
-    if not cluster.endpoint:
+    if not has_endpoint(cluster):
         return True  # it has never had an API to make anything with
     kubernetes = connect(cluster)
     deadline = time.monotonic() + GONE_WAIT_SECONDS
@@ -158,6 +184,11 @@ class Kubernetes:
             raise classify_kubernetes(error) from error
         answer: Object = json.loads(text)
         return answer
+
+
+def _dns_name(cluster: Any) -> str:
+    dns = cluster.control_plane_endpoints_config.dns_endpoint_config
+    return str(dns.endpoint) if dns.allow_external_traffic else ""
 
 
 def _left(kubernetes: Kubernetes, name: str, pods: str) -> list[tuple[str, Object]]:

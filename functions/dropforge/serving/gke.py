@@ -69,6 +69,8 @@ class GkeDeployment:
 
     def deploy(self, deployment: Deployment) -> str | None:
         api = _connect(deployment)
+        if api is None:
+            return None
         resources = self.resources(deployment)
         for resource in resources:
             api.ensure(cluster_of(deployment), resource.request)
@@ -84,6 +86,8 @@ class GkeDeployment:
 
     def why_not_ready(self, deployment: Deployment) -> CloudError:
         api = _connect(deployment)
+        if api is None:
+            return CloudError(ErrorClass.CONFIG, f"{cluster_of(deployment)} is still being made", "wait until it runs")
         found = _pods(api, deployment)
         if not found:
             return CloudError(ErrorClass.CODE, _no_pods(api, deployment) or "its Deployment has no pods", START_HINT)
@@ -269,16 +273,10 @@ def _serve(spec: JobSpec) -> GkeServe:
     return spec.serve
 
 
-def _connect(deployment: Deployment) -> Kubernetes:
-    """The API of the cluster that serves. Raises CloudError when there is none."""
-    name = cluster_of(deployment)
-    cluster = kubernetes.find_cluster(name)
-    if cluster is None:
-        hint = "create it, or name another one in serve.cluster or DROPFORGE_GKE_CLUSTER"
-        raise CloudError(ErrorClass.CONFIG, f"{name} does not exist", hint)
-    if not cluster.endpoint:
-        raise CloudError(ErrorClass.TRANSIENT, f"{name} is {cluster.status.name}: it has no endpoint yet")
-    return kubernetes.connect(cluster)
+def _connect(deployment: Deployment) -> Kubernetes | None:
+    """The API of the cluster that serves; None while the cluster is being made."""
+    cluster = kubernetes.standing_cluster(cluster_of(deployment), "serve.cluster")
+    return None if cluster is None else kubernetes.connect(cluster)
 
 
 def _pods(api: Kubernetes, deployment: Deployment) -> list[Object]:

@@ -48,9 +48,10 @@ class GkeJobs:
         return requests(launch)
 
     def provision(self, launch: Launch) -> bool:
-        cluster = (
-            self._own_cluster(launch) if gke_target(launch.spec).cluster.create else self._standing_cluster(launch)
-        )
+        if gke_target(launch.spec).cluster.create:
+            cluster = self._own_cluster(launch)
+        else:
+            cluster = kubernetes.standing_cluster(cluster_of(launch), "target.cluster.name")
         if cluster is None:
             return False
         api = kubernetes.connect(cluster)
@@ -107,7 +108,7 @@ class GkeJobs:
             return cluster
         if cluster.status == Cluster.Status.PROVISIONING:
             return None
-        message = f"{name} is {cluster.status.name}: {_conditions(cluster)}"
+        message = f"{name} is {cluster.status.name}: {kubernetes.conditions_of(cluster)}"
         error = classify_text("FAILED_PRECONDITION", message)
         if not error.error_class.moves_on:
             error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt makes another cluster")
@@ -125,22 +126,6 @@ class GkeJobs:
             return  # ours, from a reply that was lost; the next look says whose it is
         except client_errors() as error:
             raise classify(error) from error
-
-    def _standing_cluster(self, launch: Launch) -> Any:
-        """The cluster that the spec or the deployment names; None while it is being made."""
-        from google.cloud.container_v1 import Cluster
-
-        name = cluster_of(launch)
-        cluster = kubernetes.find_cluster(name)
-        if cluster is None:
-            hint = "make it (terraform/), correct target.cluster.name, or set target.cluster.create"
-            raise CloudError(ErrorClass.CONFIG, f"{name} does not exist", hint)
-        if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
-            return cluster
-        if cluster.status == Cluster.Status.PROVISIONING:
-            return None
-        message = f"{name} is {cluster.status.name}: {_conditions(cluster)}"
-        raise CloudError(ErrorClass.CONFIG, message, "repair the cluster, or name another one in target.cluster.name")
 
     def _delete_cluster(self, name: str) -> bool:
         """Begin to delete a cluster, which takes minutes; True once it does not exist."""
@@ -162,8 +147,3 @@ class GkeJobs:
 
 def _pods_of(job: str) -> str:
     return f"{JOB_NAME}={job.rpartition('/')[2]}"
-
-
-def _conditions(cluster: Any) -> str:
-    told = [f"{condition.code.name}: {condition.message}" for condition in cluster.conditions]
-    return "; ".join(told) or cluster.status_message or "GKE does not say why"
