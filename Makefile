@@ -30,6 +30,7 @@ check: $(STAMP) ## formatting, lint, types, generated files
 	@$(BIN)/mypy
 	@$(BIN)/python tools/schemas.py --check
 	@$(BIN)/python tools/lock.py --check
+	@$(BIN)/python tools/tables.py --check
 
 format: $(STAMP) ## rewrite the code in the house's format
 	@$(BIN)/ruff format .
@@ -53,6 +54,12 @@ images: ## build the images with Cloud Build (PROJECT_ID=… REGION=…)
 deploy: ## deploy to Google Cloud (PROJECT_ID=… REGION=…); shows its plan and asks
 	@tools/deploy.sh deploy $(PROJECT_ID) $(REGION)
 
+destroy: ## remove a deployment (PROJECT_ID=… REGION=…); shows its plan and asks
+	@tools/deploy.sh destroy $(PROJECT_ID) $(REGION)
+
+tables: $(STAMP) ## regenerate the table of permissions in docs/security.md
+	@$(BIN)/python tools/tables.py
+
 checkov: build/checkov/bin/checkov ## check terraform/ by Checkov's rules, in an environment of its own
 	@build/checkov/bin/checkov --config-file .checkov.yaml
 
@@ -63,4 +70,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup demo test check format schemas bench lock registry images deploy checkov clean
+.PHONY: help setup demo test check format schemas bench lock registry images deploy destroy tables checkov clean

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Deploy dropforge: tools/deploy.sh registry|images|deploy PROJECT_ID REGION
+# Deploy dropforge: tools/deploy.sh registry|images|deploy|destroy PROJECT_ID REGION
 #
 #   registry   what images are built with and kept in (the first time)
 #   images     build the images with Cloud Build, and keep their digests
 #   deploy     everything, with the images that were built last
+#   destroy    everything away again, but for the state's bucket
 #
 # Terraform's plan is shown, and applied only when the answer is "yes". PREFIX names the deployment (dropforge).
 # Its state is in gs://PROJECT_ID-PREFIX-state; the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
@@ -11,8 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 step=${1:-} project=${2:-} region=${3:-} prefix=${PREFIX:-dropforge}
-if [[ -z $region || ! $step =~ ^(registry|images|deploy)$ ]]; then
-    echo "usage: make registry|images|deploy PROJECT_ID=my-project REGION=us-central1" >&2
+if [[ -z $region || ! $step =~ ^(registry|images|deploy|destroy)$ ]]; then
+    echo "usage: make registry|images|deploy|destroy PROJECT_ID=my-project REGION=us-central1" >&2
     exit 64
 fi
 state="$project-$prefix-state" build="$project-$prefix-build"
@@ -60,5 +61,10 @@ deploy)
         exit 1
     fi
     apply -var-file="$work/images.tfvars.json"
+    terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"
+    echo "To let the dropforge command talk to it: cp ${work#"$PWD/"}/dropforge.toml ."
+    ;;
+destroy)
+    apply -destroy
     ;;
 esac

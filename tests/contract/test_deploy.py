@@ -80,7 +80,7 @@ def applies(done: Done) -> list[str]:
     return [call for call in done.calls if re.match(r"terraform \S+ apply\b", call)]
 
 
-@pytest.mark.parametrize("target", ["registry", "deploy"])
+@pytest.mark.parametrize("target", ["registry", "deploy", "destroy"])
 @pytest.mark.parametrize("answer", ["", "no\n", "y\n", "YES\n"])
 def test_nothing_is_applied_without_a_yes(machine: Machine, target: str, answer: str) -> None:
     done = machine.make(target, answer=answer)

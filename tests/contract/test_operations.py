@@ -1,0 +1,62 @@
+"""docs/operations.md, docs/security.md and docs/deploy.md leave nothing out, and say nothing that is not so."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hcl2
+import pytest
+
+from dropforge.errors import ErrorClass
+
+from .configuration import ROOT, blocks, local
+from .gcloud import refused
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+DEPLOY = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_every_alert_says_what_to_do() -> None:
+    headings = re.findall(r"^### (.*)$", OPERATIONS, re.M)
+    assert {name for heading in headings for name in re.findall(r"`(\w+)`", heading)} == set(local("alerts"))
+
+
+def test_every_error_class_says_what_to_do_and_what_happens_by_itself() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (yes|no) \| (yes|no) \| (.+) \|$", OPERATIONS, re.M)
+    said = {name: (again == "yes", elsewhere == "yes") for name, again, elsewhere, _ in rows}
+    assert said == {str(found): (found.tries_again, found.moves_on) for found in ErrorClass}
+
+
+def test_the_table_of_permissions_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "tables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_choices_that_deploy_shows_are_variables() -> None:
+    found = re.search(r"```hcl\n(.*?)```", DEPLOY, re.S)
+    assert found is not None
+    assert {(name,) for name in hcl2.loads(found[1]) if not name.startswith("__")} <= set(blocks("variable"))
+
+
+def test_every_file_of_terraform_is_described() -> None:
+    described = set(re.findall(r"\.\./terraform/(\w+\.tf)\)", DEPLOY))
+    not_made = {"apis.tf", "outputs.tf", "versions.tf"}
+    assert described == {path.name for path in (ROOT / "terraform").glob("*.tf")} - not_made
+
+
+@pytest.mark.parametrize("page", ["deploy", "security", "operations", "upgrade"])
+def test_pages_say_what_has_not_been_tried(page: str) -> None:
+    assert "**Not yet run on Google Cloud" in (ROOT / "docs" / f"{page}.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_accepts_every_command_of_the_documents(tmp_path: Path) -> None:
+    commands = [line for page in PAGES for line in re.findall(r"^\$ (gcloud .*)$", page.read_text(), re.M)]
+    assert len(commands) >= 10
+    assert refused(commands, tmp_path) == {}

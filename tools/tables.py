@@ -1,0 +1,42 @@
+"""Write the table of permissions in docs/security.md from terraform/permissions.yaml; `--check` fails when it differs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "security.md"
+TABLE = re.compile(r"(<!-- permissions: made by `make tables` -->\n).*?(<!-- end -->)", re.S)
+
+
+def main(argv: list[str]) -> int:
+    text = PAGE.read_text()
+    new = TABLE.sub(lambda found: found[1] + table() + found[2], text)
+    if "--check" not in argv:
+        PAGE.write_text(new)
+        return 0
+    if new == text:
+        return 0
+    print("docs/security.md differs from terraform/permissions.yaml; run `make tables`", file=sys.stderr)
+    return 1
+
+
+def table() -> str:
+    """A row for each account and what it may do where."""
+    found = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())
+    rows = ["| account | called by | on | may |", "|---|---|---|---|"]
+    for name, account in found["accounts"].items():
+        first = (f"`{name}`", account.get("called_by", ""))
+        for scope, held in account["grants"].items():
+            may = ", ".join(f"`{permission}`" for permission in sorted(held))
+            rows.append(f"| {first[0]} | {first[1]} | {found['scopes'][scope]} | {may} |")
+            first = ("", "")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
