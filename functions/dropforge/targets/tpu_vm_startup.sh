@@ -1,0 +1,372 @@
+#!/bin/bash
+# The startup script of a dropforge TPU VM. It runs at every boot, runs one container, and reports how that ended.
+#
+# Static: everything specific comes as metadata of the node, set by targets/tpu_vm.py:
+#
+#   dropforge-role              train: one attempt, done once | serve: a server, started again at every boot
+#   dropforge-run               the run's id
+#   dropforge-attempt           the attempt's number
+#   dropforge-image             what to run: REGISTRY/PATH/NAME@sha256:DIGEST
+#   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
+#   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
+#   dropforge-deadline          Unix seconds; the container is stopped a little later, if it did not stop by itself
+#   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json}
+#   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
+#   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
+#
+# The container finds the disk at /work. What it says by an exit code below, it has published itself; any other end is
+# published here. Reference: https://cloud.google.com/tpu/docs/run-in-container
+
+set -Eeuo pipefail
+trap finish EXIT # first: what fails from here on is reported
+trap on_term TERM
+trap 'failed_command=$BASH_COMMAND' ERR
+
+readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/targets/base.py
+readonly DEADLINE_MARGIN_SECONDS=120      # for the container to stop by itself
+readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
+readonly LOG_BYTES=8388608
+ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
+METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
+STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
+SECRETS=${SECRET_MANAGER_EMULATOR_HOST:-https://secretmanager.googleapis.com}
+PUBSUB=${CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB:-https://pubsub.googleapis.com/}
+
+step=begin       # what was being done, for the report
+error_class=code # dropforge.errors.ErrorClass of a failure in this step
+reason=''        # why it failed, when that is known
+hint=''
+failed_command=''
+terminated='' # set by SIGTERM
+exit_code=''  # the container's
+run='' attempt='' role='' bucket='' topic='' job=''
+state=$ROOT/run/dropforge # until the data disk is there
+log=$ROOT/var/log/dropforge.log
+
+main() {
+    mkdir -p "$state" "${log%/*}"
+    exec > >(trap '' TERM && exec tee -a "$log") 2>&1
+    read_metadata
+    prepare_disk
+    if [ -e "$state/DONE" ]; then
+        echo "this attempt has ended before the machine was rebooted; reporting it again"
+        return
+    fi
+    rm -f "$state/status.json" "$state/event.json"
+    pull_image
+    read_secrets
+    run_container
+    while [ "$role" = serve ]; do # until the machine, or its time, ends
+        sleep 10
+        run_container
+    done
+}
+
+read_metadata() {
+    step=metadata error_class=infrastructure
+    identify
+    image=$(attribute dropforge-image)
+    environment=$(optional dropforge-env)
+    secrets=$(optional dropforge-secrets)
+    deadline=$(attribute dropforge-deadline)
+    disk=$(optional dropforge-data-disk)
+    echo "run $run, attempt $attempt: $role on $(metadata instance/name)"
+}
+
+# What a report needs.
+identify() {
+    bucket=$(attribute dropforge-runs-bucket)
+    topic=$(optional dropforge-job-events-topic)
+    role=$(attribute dropforge-role)
+    attempt=$(attribute dropforge-attempt)
+    run=$(attribute dropforge-run)
+}
+
+prepare_disk() {
+    step=disk error_class=infrastructure
+    local data=$ROOT/var/lib/dropforge device
+    if [ -n "$disk" ]; then
+        data=$ROOT/mnt/dropforge
+        mkdir -p "$data"
+        if ! mountpoint -q "$data"; then
+            device=$(find_disk)
+            format_if_blank "$device"
+            mount -o discard "$device" "$data"
+        fi
+    fi
+    work=$data/work
+    state=$data/state/$run/$(kind)
+    mkdir -p "$work" "$state"
+}
+
+# Prints the data disk's device: the one of that name or, where disks have no names, the only one that is not in use.
+find_disk() {
+    local candidate found count tries
+    for ((tries = 0; tries < 60; tries++)); do
+        if [ -e "$ROOT/dev/disk/by-id/google-$disk" ]; then
+            readlink -f "$ROOT/dev/disk/by-id/google-$disk"
+            return
+        fi
+        count=0
+        for candidate in $(lsblk --noheadings --paths --nodeps --exclude 7 --output NAME); do
+            if ! lsblk --noheadings --output MOUNTPOINT "$candidate" | grep -q /; then
+                found=$candidate count=$((count + 1))
+            fi
+        done
+        if [ "$count" = 1 ]; then
+            echo "$found"
+            return
+        fi
+        sleep 1
+    done
+    echo "data disk $disk did not appear" >&2
+    return 1
+}
+
+# blkid answers 2 for a disk that has nothing on it; whatever else it does not like is left alone.
+format_if_blank() {
+    local code=0
+    blkid --probe "$1" || code=$?
+    case $code in
+    0) echo "$1 has a file system already" ;;
+    2) mkfs.ext4 -q -m 0 -E lazy_itable_init=0,lazy_journal_init=0,discard "$1" ;;
+    *) fail infrastructure "cannot tell what is on the data disk $1 (blkid: exit code $code); it was not formatted" ;;
+    esac
+}
+
+pull_image() {
+    step=pull error_class=transient
+    local output tries
+    export DOCKER_CONFIG=$ROOT/run/dropforge/docker # in memory
+    mkdir -p "$DOCKER_CONFIG"
+    for ((tries = 1; ; tries++)); do # Docker may not be there yet
+        if output=$(pull_once 2>&1); then
+            echo "$output"
+            return
+        fi
+        echo "$output"
+        case $output in
+        *"not found"* | *"manifest unknown"* | *"invalid reference"*)
+            fail config "image $image does not exist" "deploy again, so that the images are built" ;;
+        *denied* | *nauthorized* | *orbidden*)
+            fail permission "image $image may not be pulled" "grant the machine's account artifactregistry.reader" ;;
+        esac
+        if [ "$tries" = 3 ]; then
+            fail transient "image $image could not be pulled: ${output:0:500}"
+        fi
+        sleep "$((tries * 5))"
+    done
+}
+
+pull_once() {
+    token | docker login --username oauth2accesstoken --password-stdin "https://${image%%/*}" &&
+        docker pull --quiet "$image"
+}
+
+# Values go from Secret Manager into this shell's environment, and by name into the container's. (Docker itself keeps a
+# container's environment below /var/lib/docker, until the container is removed.)
+read_secrets() {
+    step=secrets error_class=transient
+    local name resource value pairs
+    arguments=()
+    pairs=$(python3 -c 'import json, sys
+for name, resource in json.loads(sys.argv[1] or "{}").items(): print(name, resource)' "$secrets")
+    while read -r name resource; do
+        if [ -z "$name" ]; then continue; fi
+        if ! value=$(api GET "$SECRETS/v1/$resource:access"); then
+            case $value in
+            *NOT_FOUND* | *FAILED_PRECONDITION*) fail config "$resource has no value" "add a version to the secret" ;;
+            *PERMISSION_DENIED*) fail permission "$resource may not be read" "grant secretmanager.secretAccessor" ;;
+            *) fail transient "$resource could not be read" ;;
+            esac
+        fi
+        value=$(python3 -c 'import base64, json, sys
+sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["payload"]["data"]))' <<<"$value")
+        export "$name=$value"
+        arguments+=(--env "$name")
+    done <<<"$pairs"
+}
+
+run_container() {
+    step=container error_class=code
+    local line left
+    left=$((deadline + DEADLINE_MARGIN_SECONDS - $(date +%s)))
+    if [ "$left" -le 0 ]; then
+        fail deadline "the deadline was over before the container could start"
+    fi
+    while IFS= read -r line; do
+        if [ -n "$line" ]; then arguments+=(--env "$line"); fi
+    done <<<"$environment"
+    docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
+    timeout --preserve-status --kill-after=60 "$left" docker run --rm --name dropforge --privileged --network host \
+        --shm-size 16g --volume "$work:/work" ${arguments[@]+"${arguments[@]}"} "$image" &
+    job=$!
+    while
+        exit_code=0
+        wait "$job" || exit_code=$?
+        kill -0 "$job" 2>/dev/null # it goes on, and a signal has ended the wait
+    do :; done
+    job=''
+    echo "the container ended with exit code $exit_code"
+    if [ "$role" = train ]; then explain_exit; fi
+}
+
+# Why a container ended that has not said so itself.
+explain_exit() {
+    if [[ $REPORTED == *" $exit_code "* ]]; then
+        return 0
+    fi
+    if [ "$(date +%s)" -ge "$((deadline + DEADLINE_MARGIN_SECONDS))" ]; then
+        fail deadline "the container was stopped after the deadline"
+    fi
+    case $exit_code in
+    125) fail infrastructure "the container could not be started" ;;
+    137 | 143) fail infrastructure "the container was killed (exit code $exit_code)" ;;
+    *) fail code "the container ended with exit code $exit_code without a report" ;;
+    esac
+}
+
+on_term() {
+    terminated=yes
+    if [ -z "$job" ]; then exit 1; fi
+    docker stop --time "$STOP_SECONDS" dropforge >/dev/null 2>&1 &
+}
+
+# fail ERROR_CLASS MESSAGE [HINT]
+fail() {
+    error_class=$1 reason=$2 hint=${3-}
+    echo "$step: $reason" >&2
+    exit 1
+}
+
+finish() {
+    local code=$?
+    trap - EXIT ERR
+    trap '' TERM
+    set +e
+    docker rm --force dropforge >/dev/null 2>&1
+    if [ -z "$run" ]; then identify; fi
+    if [ -z "$run" ] || [ -z "$attempt" ] || [ -z "$bucket" ]; then
+        echo "step $step failed with exit code $code; without the node's metadata nobody can be told"
+        return
+    fi
+    if [ "$role" = serve ] && [ -n "$terminated" ]; then
+        return
+    fi
+    mkdir -p "$state" || state=$(mktemp -d)
+    if [ ! -e "$state/DONE" ]; then
+        note_end "$code"
+    fi
+    report
+}
+
+# Write down how it ended, so that a machine that is rebooted now can report it still.
+note_end() {
+    if [ -z "$reason" ]; then
+        reason="step $step failed with exit code $1: ${failed_command:-unknown command}"
+    fi
+    local event=
+    if [[ -z $exit_code || $REPORTED != *" $exit_code "* ]]; then
+        event=failed
+        if [ -n "$terminated" ]; then event=preempted; fi
+    fi
+    export run attempt step error_class reason hint exit_code event
+    compose status >"$state/status.json"
+    if [ -n "$event" ]; then compose event >"$state/event.json"; fi
+    if [ "$role" = train ]; then touch "$state/DONE"; fi
+    sync "$state"/* "$state"
+}
+
+report() {
+    echo "reporting: $(cat "$state/status.json")"
+    if [ -e "$state/event.json" ] && [ -n "$topic" ]; then
+        api POST "${PUBSUB%/}/v1/$topic:publish" "@$state/event.json" || echo "the event could not be published"
+        echo
+    fi
+    upload status.json "@$state/status.json" application/json
+    tail -c "$LOG_BYTES" "$log" | upload startup.log @- text/plain
+}
+
+# upload NAME @FILE CONTENT_TYPE
+upload() {
+    local object
+    object="runs/$run/machine/$(kind)/$1"
+    api POST "$STORAGE/upload/storage/v1/b/$bucket/o?uploadType=media&name=${object//\//%2F}" "$2" "$3" >/dev/null ||
+        echo "$object could not be written"
+}
+
+# The status, or the request that publishes the event, as JSON: schemas/job_event.schema.json.
+compose() {
+    python3 - "$1" <<'EOF'
+import base64, datetime, json, os, sys, time
+
+value = os.environ.get
+now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+run, attempt, kind = value("run"), int(value("attempt")), value("event")
+code = value("exit_code")
+if sys.argv[1] == "status":
+    reported = not kind
+    print(json.dumps({
+        "run": run,
+        "attempt": attempt,
+        "time": now,
+        "step": value("step"),
+        "exit_code": int(code) if code else None,
+        "error_class": None if reported else "preempted" if kind == "preempted" else value("error_class"),
+        "message": "" if reported else value("reason"),
+    }))
+    sys.exit()
+sequence = time.time_ns() // 1000000
+event = {"type": kind, "run": run, "attempt": attempt, "sequence": sequence, "time": now}
+if kind == "failed":
+    event.update(error_class=value("error_class"), message=value("reason")[:4000], hint=value("hint", "")[:1000])
+attributes = {
+    "ce-specversion": "1.0",
+    "ce-id": f"{run}/{attempt}/{sequence}",
+    "ce-source": f"//dropforge.dev/runs/{run}",
+    "ce-type": f"dev.dropforge.job.{kind}",
+    "ce-subject": run,
+    "ce-time": now,
+    "content-type": "application/json",
+}
+data = base64.b64encode(json.dumps(event).encode()).decode()
+print(json.dumps({"messages": [{"data": data, "attributes": attributes}]}))
+EOF
+}
+
+# What the machine is used for, as a part of names.
+kind() {
+    if [ "$role" = serve ]; then echo serve; else echo "attempt-$attempt"; fi
+}
+
+attribute() {
+    metadata "instance/attributes/$1"
+}
+
+# An attribute, or nothing where there is none.
+optional() {
+    local code=0
+    attribute "$1" || code=$?
+    [ "$code" = 0 ] || [ "$code" = 22 ]
+}
+
+metadata() {
+    curl --silent --show-error --fail --retry 8 --retry-connrefused --max-time 10 --header 'Metadata-Flavor: Google' \
+        "$METADATA/$1"
+}
+
+token() {
+    metadata instance/service-accounts/default/token |
+        python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
+}
+
+# api METHOD URL [@FILE [CONTENT_TYPE]]: the answer's body, also of a refusal. The token is never in an argument list.
+api() {
+    local header
+    header="Authorization: Bearer $(token)"
+    curl --silent --show-error --fail-with-body --retry 4 --max-time 30 --request "$1" \
+        --header @<(printf '%s\n' "$header") --header "Content-Type: ${4:-application/json}" \
+        ${3:+--data-binary "$3"} "$2"
+}
+
+main

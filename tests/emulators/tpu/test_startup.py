@@ -1,0 +1,306 @@
+"""The startup script of TPU VMs, run by emulated machines against emulated storage, Pub/Sub and Secret Manager."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dropforge.targets
+from dropforge.errors import ErrorClass
+from dropforge.events import JobEvent, parse_job_event
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import find_members
+from dropforge_local.db import Database
+from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.secretmanager import SecretManagerEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.tpu import TpuEmulator, sandbox
+from dropforge_local.server import BackgroundServer, Emulator
+from dropforge_local.workflows.clock import SystemClock
+
+from .conftest import CONFIG, DOCKERFILE, Cloud, State, wait_for
+
+SCRIPT = Path(dropforge.targets.__file__).with_name("tpu_vm_startup.sh")
+BUCKET, TOPIC, SUBSCRIPTION = "runs", "projects/p1/topics/job-events", "projects/p1/subscriptions/test"
+SECRET = "hf_TopSecretValue0123456789"
+TRAIN_PY = """
+    import os, signal, sys, time
+    mode = os.environ["MODE"]
+    print("training", mode, "with token" if os.environ.get("HF_TOKEN") else "without token", flush=True)
+    with open(os.path.join(os.environ["WORK"], "trace"), "a") as trace:
+        trace.write("x")
+    if mode == "polite":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    if mode.isdigit():
+        sys.exit(int(mode))
+    if mode == "second-time" and os.path.getsize(os.path.join(os.environ["WORK"], "trace")) > 1:
+        sys.exit(0)
+    time.sleep(60)
+"""
+
+
+@dataclass
+class Lab(Cloud):
+    """The emulated APIs that a machine needs, and what its script left in them."""
+
+    image: str = ""
+    run: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex[:12]}")
+
+    def train(self, mode: str, node_id: str = "n1", disks: Sequence[str] = (), **metadata: str) -> None:
+        """Bring a machine up that trains in `mode`."""
+        values = {
+            "dropforge-role": "train",
+            "dropforge-run": self.run,
+            "dropforge-attempt": "1",
+            "dropforge-image": self.image,
+            "dropforge-env": f"MODE={mode}\nWORK=/work\nGREETING=a b=c",
+            "dropforge-secrets": json.dumps({"HF_TOKEN": "projects/p1/secrets/hf/versions/latest"}),
+            "dropforge-deadline": str(int(time.time()) + 600),
+            "dropforge-runs-bucket": BUCKET,
+            "dropforge-job-events-topic": TOPIC,
+            "dropforge-data-disk": "persistent-disk-1" if disks else "",
+            **metadata,
+        }
+        self.ready(
+            node_id,
+            SCRIPT.read_text(),
+            metadata={key: value for key, value in values.items() if value != "absent"},
+            data_disks=[{"source_disk": disk} for disk in disks],
+        )
+
+    def read(self, name: str) -> str | None:
+        """An object of the run's; None when there is none."""
+        path = urllib.parse.quote(f"runs/{self.run}/machine/{name}", safe="")
+        try:
+            with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=10) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            return None
+
+    def ended(self, node_id: str = "n1", times: int = 1, attempt: int = 1) -> dict[str, Any]:
+        """The status that the script leaves at its end."""
+        self.wait_for_line("startup-script exit status", node_id, times)
+        status = self.read(f"attempt-{attempt}/status.json")
+        assert status, self.serial(node_id)
+        found: dict[str, Any] = json.loads(status)
+        return found
+
+    def events(self) -> list[JobEvent]:
+        answer = self._post(f"/v1/{SUBSCRIPTION}:pull", {"maxMessages": 10, "returnImmediately": True})
+        messages = [received["message"] for received in answer.get("receivedMessages", ())]
+        for message in messages:
+            assert message["attributes"]["ce-type"].startswith("dev.dropforge.job.")
+        return [parse_job_event(base64.b64decode(message["data"])) for message in messages]
+
+    def event(self) -> JobEvent:
+        [event] = self.events()
+        assert (event.run, event.attempt) == (self.run, 1)
+        return event
+
+
+@pytest.fixture
+def lab(home: Path) -> Iterator[Lab]:
+    folder = home / "repo" / "containers" / "train"
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(DOCKERFILE.replace("nap", "train"))
+    (folder / "main.py").write_text(textwrap.dedent(TRAIN_PY))
+    images = ImageStore(home / "repo", home / "images", Path(sys.executable))
+    hosts: dict[str, str] = {}
+
+    def build() -> Sequence[Emulator]:
+        db, clock = Database(home / "state.db"), SystemClock()
+        storage = StorageEmulator(db, home / "blobs", clock)
+        storage.create_bucket(BUCKET)
+        pubsub = PubSubEmulator(db, clock)
+        pubsub.create_topic(TOPIC)
+        secrets = SecretManagerEmulator(db, clock, "p1")
+        secrets.set_secret("hf", SECRET.encode())
+        compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
+        tpu = TpuEmulator(
+            db,
+            clock,
+            images=images,
+            directory=home / "vms",
+            disks=compute.disks,
+            platform_env=lambda: hosts,
+            token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
+            config=CONFIG,
+        )
+        return [storage, pubsub, secrets, compute, tpu]
+
+    with BackgroundServer(build) as server:
+        names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
+        hosts.update(dict.fromkeys(names, server.url))
+        digest = images.resolve("x/train:v1").digest
+        lab = Lab(server, home, image=f"us-west1-docker.pkg.dev/p1/dropforge/train@{digest}")
+        request = urllib.request.Request(
+            f"{server.url}/v1/{SUBSCRIPTION}", json.dumps({"topic": TOPIC}).encode(), method="PUT"
+        )
+        urllib.request.urlopen(request, timeout=10).close()
+        yield lab
+        for channel in lab.channels:
+            channel.close()
+
+
+@pytest.mark.slow
+def test_a_container_that_reports_itself(lab: Lab) -> None:
+    disk = lab.disk("d1")
+    lab.train("0", disks=[disk])
+    status = lab.ended()
+    assert (status["exit_code"], status["error_class"], status["message"]) == (0, None, "")
+    assert lab.events() == []  # it has told of its end itself
+    output = lab.read("attempt-1/startup.log")
+    assert output
+    assert "training 0 with token" in output
+    lab.faults(reboot="n1")
+    assert lab.ended(times=2) == status
+    assert "reporting it again" in lab.serial()
+    assert lab.serial().count("training 0") == 1
+    lab.delete()
+    # Another machine, with the same disk, which it knows under another name: nothing is formatted or lost.
+    lab.train("65", "n2", [disk], **{"dropforge-attempt": "2", "dropforge-data-disk": "unknown"})
+    assert lab.ended("n2", attempt=2)["exit_code"] == 65
+    assert "has a file system already" in lab.serial("n2")
+    assert [path.read_text() for path in (lab.home / "disks").rglob("trace")] == ["xx"]
+
+
+def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
+    lab.train("sleep", disks=[lab.disk("d1")])
+    lab.wait_for_line("training sleep with token")
+    pids = [pid for pids in find_members(lab.home / "vms").values() for pid in pids]
+    assert len(pids) >= 4
+    for pid in pids:
+        arguments = Path(f"/proc/{pid}/cmdline").read_text()
+        assert SECRET not in arguments
+        assert "token-of-cloud-platform" not in arguments
+    found = subprocess.run(
+        ["grep", "--recursive", "--files-with-matches", SECRET, lab.home / "vms", lab.home / "disks"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "metadata", "found", "step", "text"),
+    [
+        ("1", {}, ErrorClass.CODE, "container", "exit code 1 without a report"),
+        ("137", {}, ErrorClass.INFRASTRUCTURE, "container", "was killed"),
+        ("0", {"dropforge-image": "x.pkg.dev/p1/unknown@sha256:0"}, ErrorClass.CONFIG, "pull", "does not exist"),
+        (
+            "0",
+            {"dropforge-secrets": '{"HF_TOKEN": "projects/p1/secrets/none/versions/1"}'},
+            ErrorClass.CONFIG,
+            "secrets",
+            "projects/p1/secrets/none/versions/1 has no value",
+        ),
+        ("0", {"dropforge-image": "absent"}, ErrorClass.INFRASTRUCTURE, "metadata", "step metadata failed"),
+        ("0", {"dropforge-deadline": "1700000000"}, ErrorClass.DEADLINE, "container", "before the container"),
+    ],
+)
+def test_what_the_container_could_not_tell(
+    lab: Lab, mode: str, metadata: dict[str, str], found: ErrorClass, step: str, text: str
+) -> None:
+    lab.train(mode, **metadata)
+    status = lab.ended()
+    assert (status["error_class"], status["step"]) == (found, step)
+    event = lab.event()
+    assert event.type == "failed"
+    assert event.error_class == found
+    assert text in event.message
+
+
+def test_the_first_line_fails(lab: Lab, tmp_path: Path) -> None:
+    """Run beside the machine's own: with a root that nothing can be written below."""
+    lab.train("sleep")
+    lab.wait_for_line("training sleep")
+    db = Database(lab.home / "state.db")
+    port = db.connection.execute("SELECT port FROM tpu_nodes").fetchone()["port"]
+    db.close()
+    names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
+    environment = {
+        "PATH": f"{sandbox.SHIMS}:{os.environ['PATH']}",
+        "GCE_METADATA_HOST": f"127.0.0.1:{port}",
+        "DROPFORGE_ROOT": "/dev/null",
+        "DROPFORGE_SANDBOX_PYTHON": sys.executable,
+        **dict.fromkeys(names, lab.url),
+    }
+    done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    event = lab.event()
+    assert event.type == "failed"
+    assert "step begin failed with exit code 1: mkdir" in event.message
+
+
+def test_an_event_that_is_lost_leaves_a_status(lab: Lab) -> None:
+    lab.train("1", **{"dropforge-job-events-topic": "projects/p1/topics/gone"})
+    assert lab.ended()["message"] == "the container ended with exit code 1 without a report"
+    assert "the event could not be published" in lab.serial()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("polite", 75), ("sleep", 143)])
+def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
+    lab.train(mode)
+    lab.wait_for_line("training")
+    began = time.monotonic()
+    lab.faults(preempt="n1")
+    wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    assert time.monotonic() - began < CONFIG.grace_seconds
+    status = lab.read("attempt-1/status.json")
+    assert status
+    assert json.loads(status)["exit_code"] == code
+    assert [event.type for event in lab.events()] == ([] if mode == "polite" else ["preempted"])
+
+
+def test_a_machine_that_loses_power_goes_on(lab: Lab) -> None:
+    lab.train("second-time", disks=[lab.disk("d1")])
+    lab.wait_for_line("training")
+    lab.faults(reboot="n1")
+    assert lab.ended()["exit_code"] == 0
+    assert "has a file system already" in lab.serial()
+    assert lab.events() == []
+
+
+@pytest.mark.slow
+def test_a_container_is_stopped_at_the_deadline(lab: Lab) -> None:
+    lab.train("sleep", **{"dropforge-deadline": str(int(time.time()) - 115)})  # the margin is 120 s
+    assert lab.ended()["error_class"] == "deadline"
+    assert lab.event().type == "failed"
+
+
+@pytest.mark.slow
+def test_a_server_is_started_at_every_boot(lab: Lab) -> None:
+    lab.train("polite", **{"dropforge-role": "serve"})
+    lab.wait_for_line("training polite")
+    lab.faults(maintenance="n1")
+    lab.wait_for_line("training polite", count=2)
+    assert lab.events() == []
+    assert lab.read("serve/status.json") is None
+
+
+def test_scripts_are_clean() -> None:
+    if shutil.which("shellcheck") is None and not Path(sys.executable).with_name("shellcheck").exists():
+        pytest.skip("shellcheck is not installed")
+    command = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    scripts = [SCRIPT, *sorted(sandbox.SHIMS.iterdir())]
+    done = subprocess.run([command, *scripts], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
