@@ -1,4 +1,4 @@
-"""Write the table of permissions in docs/security.md from terraform/permissions.yaml; `--check` fails when it differs."""
+"""Write the table of docs/security.md from terraform/permissions.yaml; `--check` fails when they differ."""
 
 from __future__ import annotations
 
