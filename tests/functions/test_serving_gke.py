@@ -39,7 +39,7 @@ from dropforge_local.workflows.clock import SystemClock
 ME = "the-execution-of-this-test"
 NAMESPACE = "dropforge"
 T4, A100 = "nvidia-tesla-t4", "nvidia-tesla-a100"  # of which no other test here has a node
-SOON = {"startup_timeout": "3s"}
+SOON = {"startup_timeout": "1s"}
 LOCATION = "projects/p1/locations/us-central1"
 NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
 IMAGES = "us-docker.pkg.dev/p1/dropforge"
@@ -59,10 +59,8 @@ class Cloud:
     """The emulated project, and what a test does in it."""
 
     url: str
-    home: Path
     store: RunStore
     kubernetes: KubernetesEmulator
-    gke: GkeEmulator
     server: BackgroundServer
 
     def run(self, image: str = "serve-noop", **serve: Any) -> str:
@@ -156,7 +154,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
         )
         made["gke"] = GkeEmulator(db, clock, kubernetes=made["kubernetes"])
-        for cluster in ("c1", "c2"):
+        for cluster in ("c1", "c2", "c3"):
             made["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
             made["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
         storage = StorageEmulator(db, home / "blobs", clock)
@@ -171,7 +169,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         for function in CACHED:
             function.cache_clear()
         store = RunStore(clients.storage(), "runs")
-        yield Cloud(running.url, home, store, made["kubernetes"], made["gke"], server)
+        yield Cloud(running.url, store, made["kubernetes"], server)
         clients.publisher().stop()
         clients.publisher().transport.close()
     for function in CACHED:
@@ -261,16 +259,13 @@ def test_a_sweep_goes_round_what_does_not_answer(
     assert cloud.deploy(run)["status"] == "READY"
     for entry in cloud.store.ledger(run).entries:
         cloud.store.note(run, entry.name, ResourceState.GONE)
-    cloud.faults("kubernetes", fail_next={"cluster": "c1", "verb": "list", "resource": "*", "code": 503})
-    cloud.faults("kubernetes", fail_next=[
-        {"cluster": "c1", "verb": "list", "resource": "*", "code": 503},
-        {"cluster": "c2", "verb": "delete", "resource": "services", "code": 403},
-    ])  # fmt: skip
+    cloud.server.call(cloud.kubernetes.remove_cluster(f"{LOCATION}/clusters/c3"))  # of which GKE knows nothing
+    cloud.faults("kubernetes", fail_next={"cluster": "c2", "verb": "delete", "resource": "services", "code": 403})
     monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
     first = sweep.sweep()["deleted"]
     assert not [name for name in first if "/services/" in name]
     until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run, "c2") == [])
-    assert "clusters/c1" in capsys.readouterr().err
+    assert "clusters/c3" in capsys.readouterr().err
 
 
 def test_a_project_without_gke_is_swept_all_the_same(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +283,7 @@ def test_a_project_without_gke_is_swept_all_the_same(cloud: Cloud, capsys: pytes
         ("serve-crash", {}, {}, "code", "exit code 70 (Error): the weights do not fit"),
         ("serve-noop", {**SOON, "accelerator": T4}, {"stockout": [T4]}, "stockout", "GCE out of resources"),
         ("serve-noop", {**SOON, "accelerator": A100}, {"quota": {A100: 0}}, "quota", "GCE quota exceeded"),
-        ("serve-deaf", SOON, {}, "code", "container server is not ready: Startup probe failed"),
+        ("serve-deaf", {"startup_timeout": "3s"}, {}, "code", "container server is not ready: Startup probe failed"),
         ("serve-noop", {"cluster": "none"}, {}, "config", "clusters/none does not exist"),
     ],
     ids=["no-image", "crash", "stockout", "quota", "deaf", "no-cluster"],

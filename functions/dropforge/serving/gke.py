@@ -115,9 +115,8 @@ class GkeDeployment:
             message = classify(error).message
             _log_disabled(message) if _DISABLED.search(message) else log(message, stage="sweep", severity="ERROR")
             return
-        usable = [
-            c for c in clusters if c.endpoint and c.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING)
-        ]
+        running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
+        usable = [cluster for cluster in clusters if cluster.status in running and kubernetes.has_endpoint(cluster)]
         with ThreadPoolExecutor(LISTERS) as pool:
             for found in pool.map(lambda cluster: _listed_in(cluster, settings), usable):
                 yield from found
@@ -128,16 +127,11 @@ class GkeDeployment:
 
 
 def cluster_of(deployment: Deployment) -> str:
-    """The full resource name of the cluster that serves."""
+    """The full name of the cluster that serves: the spec's for it, the one that it trains on, or the deployment's."""
     spec, settings = deployment.spec, deployment.settings
-    region = _serve(spec).region or spec.target.placements[0].region
-    return kubernetes.cluster_name(settings.project, region, cluster_id(spec, settings))
-
-
-def cluster_id(spec: JobSpec, settings: Settings) -> str:
-    """The cluster that the spec names for serving, or for training, or the deployment's own; "" when there is none."""
     trains_on = spec.target.cluster.name if isinstance(spec.target, GkeTarget) else None
-    return _serve(spec).cluster or trains_on or settings.gke_cluster
+    cluster = _serve(spec).cluster or trains_on or settings.gke_cluster
+    return kubernetes.cluster_name(settings.project, GkeDeployment().region(spec), cluster)
 
 
 def deployment_manifest(deployment: Deployment) -> Object:
