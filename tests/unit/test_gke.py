@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,13 @@ def check_strictly(manifest: dict[str, Any]) -> None:
     """By the client's models, which refuse what they do not know, and by the published schema where it is at hand."""
     MODELS[manifest["kind"]].model_validate(manifest)
     if PUBLISHED.exists():
-        reference = {"$ref": f"#/$defs/{SCHEMAS[manifest['kind']]}"}
-        jsonschema.validate(manifest, {**json.loads(PUBLISHED.read_text()), **reference})
+        validator(manifest["kind"]).validate(manifest)
+
+
+@cache
+def validator(kind: str) -> jsonschema.Draft202012Validator:
+    reference = {"$ref": f"#/$defs/{SCHEMAS[kind]}"}
+    return jsonschema.Draft202012Validator({**json.loads(PUBLISHED.read_text()), **reference})
 
 
 @pytest.mark.parametrize("placement", range(4))
