@@ -102,8 +102,8 @@ def delete(name: str, pods: str = "") -> bool:
         return True
     if cluster.status == Cluster.Status.STOPPING:
         return False
-    if not has_endpoint(cluster):
-        return True  # it has never had an API to make anything with
+    if cluster.status == Cluster.Status.PROVISIONING or not has_endpoint(cluster):
+        return True  # nothing is made in a cluster before it runs
     kubernetes = connect(cluster)
     deadline = time.monotonic() + GONE_WAIT_SECONDS
     while left := _left(kubernetes, name, pods):

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import google.auth
 import pytest
 from google.cloud import container_v1
 
@@ -352,7 +353,33 @@ def test_a_slow_api_is_not_waited_for(cloud: Cloud, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 0.9
 
 
-def test_a_token_is_asked_for_again(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+class Credentials:
+    """Google credentials that expire when the test says so."""
+
+    valid = False
+    token = ""
+    refreshed = 0
+
+    def refresh(self, request: Any) -> None:
+        self.valid, self.token = True, "good"
+        self.refreshed += 1
+
+
+def test_a_token_is_renewed_when_it_expires_and_only_then(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, credentials = launch("sleep"), Credentials()
+    monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN")
+    monkeypatch.setattr(google.auth, "default", lambda scopes: (credentials, "p1"))
+    _forget_clients()
+    for refreshed in (1, 1):
+        assert TARGET.inspect(attempt).phase is Phase.GONE
+        assert credentials.refreshed == refreshed
+    credentials.valid, credentials.token = False, "expired"
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+    assert credentials.refreshed == 2
+    _forget_clients()
+
+
+def test_an_unknown_token_is_refused_with_what_to_grant(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = launch("sleep")
     monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "expired")
     _forget_clients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from datetime import UTC, datetime
 from functools import cache
@@ -470,3 +471,24 @@ class Accepting:
 
     def ensure(self, cluster: str, manifest: Any) -> None:
         return None
+
+
+@pytest.mark.parametrize(
+    ("open_to_us", "address", "expected"),
+    [
+        (True, "", ("https://gke-1.us-central1.gke.goog", "")),
+        (True, "203.0.113.7", ("https://gke-1.us-central1.gke.goog", "")),
+        (False, "203.0.113.7", ("https://203.0.113.7", "PEM")),
+    ],
+)
+def test_a_cluster_is_reached_by_its_dns_name_where_that_is_open(
+    open_to_us: bool, address: str, expected: tuple[str, str]
+) -> None:
+    dns = {"endpoint": "gke-1.us-central1.gke.goog", "allow_external_traffic": open_to_us}
+    cluster = container_v1.Cluster(
+        endpoint=address,
+        master_auth={"cluster_ca_certificate": base64.b64encode(b"PEM").decode()},
+        control_plane_endpoints_config={"dns_endpoint_config": dns},
+    )
+    api = kubernetes.connect(cluster)
+    assert (api.host, api.authority) == expected
