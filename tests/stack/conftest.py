@@ -18,8 +18,12 @@ from dropforge import clients, names
 from dropforge.errors import NotFound
 from dropforge.runs import Record, RunStore
 from dropforge.settings import Settings, settings
+from dropforge.targets import TARGETS
 from dropforge_local import stack as local
 from dropforge_local.stack import IMAGES, StackConfig, StackInfo
+
+from .clusters import Clusters
+from .targets import PARTS
 
 NOOP_IMAGES = Path(__file__).resolve().parents[1] / "images"
 NOOP_SETTINGS = {
@@ -27,10 +31,19 @@ NOOP_SETTINGS = {
     "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
     "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
 }
-_CACHED: list[Any] = [
-    clients.storage, clients.publisher, clients.run_jobs, clients.run_executions, clients.run_tasks,
-    clients.run_services, clients.secrets, clients.workflow_executions, clients.callbacks, settings,
-]  # fmt: skip
+NOOP_CONFIG = StackConfig(
+    images=str(NOOP_IMAGES),
+    settings=NOOP_SETTINGS,
+    cloud_run={"gpu_quota": 1000},
+    gke={"create_seconds": 0.3, "delete_seconds": 0.2},
+    kubernetes={
+        "node_seconds": 0.1,
+        "node_idle_seconds": 5.0,
+        "job_backoff_seconds": 0.1,
+        "preemption_grace_seconds": 2.0,
+    },
+)
+_CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 
 
 class User:
@@ -51,7 +64,7 @@ class User:
             "name": "noop",
             "model": {"source": "owner/tiny-1m"},
             "dataset": {"source": "owner/data"},
-            "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}, {"region": "europe-west4"}]},
+            "target": {"type": "cloud_run", **PARTS["cloud_run"]},
             "serve": None,
             "labels": {"behave": behave},
             **changes,
@@ -85,6 +98,12 @@ class User:
             time.sleep(0.05)
         raise AssertionError(f"run {run} was not there in {timeout} s; it is {record!r}")
 
+    def until(self, condition: Callable[[], object], timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"not in {timeout} s"
+            time.sleep(0.05)
+
     def slack(self, run: str, last: str) -> list[str]:
         """The headlines of the Slack messages about a run, in order, once the last of them ends with `last`."""
         headlines: list[str] = []
@@ -115,7 +134,36 @@ class User:
                 *clients.run_jobs().list_jobs(parent=parent),
                 *clients.run_services().list_services(parent=parent),
             ]
-        return [resource.name for resource in found if resource.labels.get(names.RUN_LABEL) == run]
+        mine = [resource.name for resource in found if resource.labels.get(names.RUN_LABEL) == run]
+        return mine + Clusters(self.info).of_run(run)
+
+    def training(self, run: str) -> str:
+        """The resource in which a run trains."""
+        return next(name for name in self.resources(run) if "/jobs/" in name)
+
+    def preempt(self, run: str) -> None:
+        """Take the machine of a run away, as its cloud does."""
+        resource = self.training(run)
+        if "/k8s/" in resource:
+            cluster, pod = next(iter(Clusters(self.info).pods(run)))
+            self.post("_local/kubernetes/faults", {"preempt": {"cluster": cluster, "pod": pod}})
+        else:
+            execution = next(iter(clients.run_executions().list_executions(parent=resource)))
+            self.post("_local/cloudrun/faults", {"preempt": execution.name})
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        """Tell the stack's own interface something."""
+        data = json.dumps(body).encode()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=10
+        ).close()
+
+    def delete(self, resource: str) -> None:
+        """Delete what `resources` names, as somebody does who knows nothing of runs."""
+        if "/k8s/" in resource:
+            Clusters(self.info).delete(resource)
+        else:
+            clients.run_jobs().delete_job(name=resource).result(timeout=30)
 
 
 @pytest.fixture
@@ -130,11 +178,32 @@ def open_user() -> Iterator[Callable[[Path], User]]:
     _forget_clients()
 
 
+@pytest.fixture
+def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
+    """Start, or start again, a stack of the test's own."""
+    state = tmp_path / "stack"
+    NOOP_CONFIG.save(state)
+
+    def start() -> User:
+        local.up(state)
+        return open_user(state)
+
+    yield start
+    local.down(state)
+    assert not local.leftovers(state).processes
+
+
+@pytest.fixture(params=list(TARGETS))
+def target(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The `target` of a spec, for every target that there is."""
+    return {"type": request.param, **PARTS[request.param]}
+
+
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One stack for every test that does not break it."""
     state = tmp_path_factory.mktemp("stack")
-    StackConfig(images=str(NOOP_IMAGES), settings=NOOP_SETTINGS, cloud_run={"gpu_quota": 1000}).save(state)
+    NOOP_CONFIG.save(state)
     local.up(state)
     yield state
     local.down(state)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,25 +21,10 @@ from dropforge.runs import RunState
 from dropforge_local import stack as local
 from dropforge_local.stack import StackConfig, StackError
 
-from .conftest import NOOP_IMAGES, NOOP_SETTINGS, User
+from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
-    """Start, or start again, a stack of the test's own."""
-    state = tmp_path / "stack"
-    StackConfig(images=str(NOOP_IMAGES), settings=NOOP_SETTINGS, cloud_run={"gpu_quota": 1000}).save(state)
-
-    def start() -> User:
-        local.up(state)
-        return open_user(state)
-
-    yield start
-    local.down(state)
-    assert not local.leftovers(state).processes
 
 
 def kill(user: User) -> None:

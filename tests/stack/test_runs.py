@@ -27,19 +27,6 @@ def states(record: Record) -> list[str]:
     return [transition.state.value for transition in record.history]
 
 
-def test_a_train_only_run_succeeds_and_leaves_nothing(user: User) -> None:
-    run = user.drop(user.spec(evaluation=GATE))
-    record = user.wait(run)
-    assert record.state is RunState.SUCCEEDED, record.error
-    assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
-    assert record.metrics["exact_match"] == 0.9
-    assert_clean(user, run)
-    assert [h.rsplit(" ", 2)[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
-    report = json.loads(user.store.read(names.report_object(run)).data)
-    assert report["state"] == "SUCCEEDED"
-    assert list(report["seconds_per_stage"]) == states(record)[:-1]
-
-
 def test_a_served_run_answers_until_it_is_cancelled(user: User) -> None:
     run = user.drop(user.spec(serve=SERVE))
     record = user.wait(run)
@@ -55,28 +42,6 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User) -> None:
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert_clean(user, run)
-
-
-@pytest.mark.parametrize(
-    ("behave", "error_class"),
-    [
-        ("fail-data", "data"),
-        ("fail-code", "code"),
-        ("exit-65", "data"),
-        ("exit-76", "out_of_memory"),
-        ("exit-3", "code"),
-        ("lie", "code"),
-    ],
-)
-def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(user: User, behave: str, error_class: str) -> None:
-    run = user.drop(user.spec(behave))
-    record = user.wait(run)
-    assert record.state is RunState.FAILED
-    assert record.error is not None
-    assert record.error.error_class == error_class
-    assert len(record.attempts) == 1
-    assert_clean(user, run)
-    assert user.slack(run, "failed")[-1].endswith("failed")
 
 
 def test_a_gate_that_is_not_passed_keeps_the_model_but_serves_nothing(user: User) -> None:
@@ -96,24 +61,6 @@ def test_success_without_a_single_event_is_seen(user: User) -> None:
     assert record.state is RunState.SUCCEEDED
 
 
-def test_every_event_thrice_changes_nothing(user: User) -> None:
-    run = user.drop(user.spec("repeat"))
-    record = user.wait(run)
-    assert record.state is RunState.SUCCEEDED
-    assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
-    kept = list(user.store.names(names.events_prefix(run)))
-    assert len(kept) == len(set(kept)) == 4
-    assert len(user.slack(run, "succeeded")) == 3
-
-
-def test_a_preempted_attempt_is_followed_by_another(user: User) -> None:
-    run = user.drop(user.spec("preempted-once"))
-    record = user.wait(run)
-    assert record.state is RunState.SUCCEEDED, record.error
-    assert [a.error.error_class if a.error else None for a in record.attempts] == ["preempted", None]
-    assert_clean(user, run)
-
-
 def test_attempts_are_limited(user: User) -> None:
     run = user.drop(user.spec("preempted", limits={"max_attempts": 2}))
     record = user.wait(run)
@@ -122,22 +69,6 @@ def test_attempts_are_limited(user: User) -> None:
     assert record.error.error_class == "preempted"
     assert len(record.attempts) == 2
     assert_clean(user, run)
-
-
-def test_a_kill_from_outside_is_tried_again(user: User) -> None:
-    record = user.wait(user.drop(user.spec("killed", limits={"max_attempts": 2})))
-    assert record.state is RunState.FAILED
-    assert [a.error.error_class for a in record.attempts if a.error] == ["infrastructure", "infrastructure"]
-
-
-def test_cancel_ends_a_running_run(user: User) -> None:
-    run = user.drop(user.spec("hang"))
-    user.wait(run, "TRAINING")
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
-    record = user.wait(run)
-    assert record.state is RunState.CANCELLED
-    assert_clean(user, run)
-    assert user.slack(run, "cancelled")[-1].endswith("cancelled")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5])

@@ -115,8 +115,8 @@ def preempted_once() -> int:
 
 
 def hang() -> int:
-    publish("started")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    publish("started")
     while True:
         time.sleep(3600)
 
@@ -147,13 +147,16 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "silent": silent,  # succeeds without a single event
     "fail-data": lambda: fail("data", 65),
     "fail-code": lambda: fail("code", 70),
-    "exit-65": lambda: 65,  # fails without a single event
+    "exit-64": lambda: 64,  # fails without a single event
+    "exit-65": lambda: 65,
     "exit-76": lambda: 76,
     "exit-3": lambda: 3,
     "preempted-once": preempted_once,
     "preempted": lambda: (publish("started"), publish("preempted", step=1), 75)[2],
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL) or 1,
+    "killed-once": lambda: succeed() if ATTEMPT > 1 else os.kill(os.getpid(), signal.SIGKILL) or 1,
     "hang": hang,
+    "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
     "lie": lie,  # reports success, leaves nothing

@@ -1,0 +1,84 @@
+"""The cluster that every stack has: who may run what in it, what is left of it, and what its pods wrote."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dropforge_cli.logs import read_log
+from dropforge_local import stack as local
+from dropforge_local.stack import CLUSTER, IMAGES
+
+from .clusters import Clusters
+from .conftest import User
+
+SEEN = ("STORAGE_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "DROPFORGE_LOCAL_GPUS")
+SCRIPT = f"import os, time; print(*[os.environ[name] for name in {SEEN}], flush=True); time.sleep(60)"
+
+
+def make_job(account: str) -> dict[str, Any]:
+    container = {
+        "name": "main",
+        "image": f"{IMAGES}/train-noop:test",
+        "command": ["python", "-S", "-c", SCRIPT],
+        "resources": {"limits": {"nvidia.com/gpu": "2"}},
+    }
+    pod = {
+        "serviceAccountName": account,
+        "restartPolicy": "Never",
+        "nodeSelector": {"cloud.google.com/gke-accelerator": "nvidia-l4"},
+        "containers": [container],
+    }
+    return {"metadata": {"name": account}, "spec": {"template": {"spec": pod}}}
+
+
+@pytest.mark.slow
+def test_what_runs_in_the_cluster_ends_with_the_stack_and_is_known_afterwards(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    clusters = Clusters(user.info)
+    assert [name for name, _ in clusters.names()] == [CLUSTER]
+    cluster = clusters.gke.get_cluster(name=CLUSTER)
+    jobs = f"apis/batch/v1/namespaces/{user.settings.kubernetes_namespace}/jobs"
+    for account in (user.settings.kubernetes_trainer_account, "somebody"):
+        clusters.call(cluster, "POST", jobs, make_job(account))
+    name = f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/dropforge-trainer"
+    user.until(lambda: read_log(user.info.http, name))
+    http, environment = user.info.http, user.info.environment
+    assert read_log(http, name) == f"{http} {environment['PUBSUB_EMULATOR_HOST']} {http} 2\n"
+    events = clusters.call(
+        cluster, "GET", "api/v1/namespaces/dropforge/events?fieldSelector=involvedObject.name%3Dsomebody"
+    )
+    why = 'error looking up service account dropforge/somebody: serviceaccount "somebody" not found'
+    assert any(why in event["message"] for event in events["items"])
+
+    left = local.leftovers(user.state)
+    assert len(left.processes) > 1
+    assert [one.partition("/jobs.batch/")[2] for one in left.resources if "jobs.batch" in one] == [
+        "dropforge/dropforge-trainer", "dropforge/somebody",
+    ]  # fmt: skip
+    assert any("dropforge-trainer" in one for one in local.down(user.state))
+    left = local.leftovers(user.state)
+    assert (left.processes, left.ports) == ([], [])
+
+    again = own_stack()
+    clusters = Clusters(again.info)
+    assert clusters.gke.get_cluster(name=CLUSTER).endpoint == cluster.endpoint
+    for account in ("dropforge-trainer", "somebody"):
+        clusters.delete(f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/{account}")
+    again.until(lambda: not local.leftovers(again.state).resources)
+    assert (read_log(again.info.http, name) or "").startswith(http)
+    assert read_log(again.info.http, name.replace("batch/jobs", "core/services")) is None
+
+
+def test_the_cluster_knows_its_own(user: User) -> None:
+    stranger = {**user.info.environment, "DROPFORGE_EMULATOR_TOKEN": "unknown"}
+    clusters = Clusters(replace(user.info, environment=stranger))
+    cluster = clusters.gke.get_cluster(name=CLUSTER)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        clusters.call(cluster, "GET", "api/v1/namespaces")
+    with refused.value as error:
+        assert error.code == 401

@@ -1,0 +1,138 @@
+"""What must hold on every target: each way an attempt can end, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dropforge import names
+from dropforge.inspect import inspect
+from dropforge.provision import launch_of
+from dropforge.runs import RunState
+from dropforge.targets import TARGETS, get_target
+from dropforge.targets.base import Phase
+
+from .conftest import User
+from .targets import PARTS
+from .test_crash_windows import ME, URL, end, eventually, launched
+from .test_runs import GATE, assert_clean, states
+
+Part = dict[str, Any]
+
+
+def test_every_target_is_tested() -> None:
+    assert set(TARGETS) <= set(PARTS), "tests/stack/targets.py says how these tests ask for a target"
+
+
+def test_a_train_only_run_succeeds_and_leaves_nothing(user: User, target: Part) -> None:
+    run = user.drop(user.spec(target=target, evaluation=GATE))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+    assert record.metrics["exact_match"] == 0.9
+    assert_clean(user, run)
+    assert [h.rsplit(" ", 2)[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
+    report = json.loads(user.store.read(names.report_object(run)).data)
+    assert report["state"] == "SUCCEEDED"
+    assert list(report["seconds_per_stage"]) == states(record)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("behave", "error_class"),
+    [
+        ("fail-data", "data"),
+        ("exit-64", "config"),
+        ("exit-76", "out_of_memory"),
+        ("exit-3", "code"),
+        ("lie", "code"),
+    ],
+)
+def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(
+    user: User, target: Part, behave: str, error_class: str
+) -> None:
+    run = user.drop(user.spec(behave, target=target))
+    record = user.wait(run)
+    assert record.state is RunState.FAILED
+    assert record.error is not None
+    assert record.error.error_class == error_class, record.error
+    assert len(record.attempts) == 1
+    assert_clean(user, run)
+    assert user.slack(run, "failed")[-1].endswith("failed")
+
+
+def test_every_event_thrice_changes_nothing(user: User, target: Part) -> None:
+    run = user.drop(user.spec("repeat", target=target))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED
+    assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+    kept = list(user.store.names(names.events_prefix(run)))
+    assert len(kept) == len(set(kept)) == 4
+    assert len(user.slack(run, "succeeded")) == 3
+
+
+def test_a_preempted_attempt_is_followed_by_another(user: User, target: Part) -> None:
+    run = user.drop(user.spec("preempted-once", target=target))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["preempted", None]
+    assert_clean(user, run)
+
+
+def test_a_machine_that_is_taken_away_is_replaced(user: User, target: Part) -> None:
+    run = user.drop(user.spec("hang-once", target=target))
+    user.wait(run, "TRAINING")
+    user.preempt(run)
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    taken, last = record.attempts
+    assert taken.error is not None
+    assert taken.error.error_class in ("preempted", "infrastructure")  # Cloud Run does not tell the one from the other
+    assert last.error is None
+    assert_clean(user, run)
+
+
+def test_a_kill_from_outside_is_tried_again(user: User, target: Part) -> None:
+    record = user.wait(user.drop(user.spec("killed-once", target=target)))
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["infrastructure", None]
+
+
+def test_what_is_deleted_by_hand_is_made_again(user: User, target: Part) -> None:
+    run = user.drop(user.spec("hang-once", target=target))
+    user.wait(run, "TRAINING")
+    user.delete(user.training(run))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["infrastructure", None]
+    assert_clean(user, run)
+
+
+def test_cancel_ends_a_running_run(user: User, target: Part) -> None:
+    run = user.drop(user.spec("hang", target=target))
+    user.wait(run, "TRAINING")
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    record = user.wait(run)
+    assert record.state is RunState.CANCELLED
+    assert_clean(user, run)
+    assert user.slack(run, "cancelled")[-1].endswith("cancelled")
+
+
+def test_the_cloud_itself_ends_an_attempt_at_its_deadline(
+    user: User, target: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when nobody of ours is there to end it."""
+    monkeypatch.setattr("dropforge.provision.MIN_ATTEMPT_SECONDS", 1)
+    run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
+    record, spec = user.store.record(run), user.store.spec(run)
+    cloud = eventually(lambda: _look(target["type"], launch_of(record, spec)))
+    assert cloud["phase"] is Phase.FAILED
+    assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "deadline"
+    end(user, run)
+
+
+def _look(kind: str, launch: Any) -> dict[str, Any]:
+    status = get_target(kind).inspect(launch)
+    running = status.phase in (Phase.PENDING, Phase.RUNNING)
+    return {"status": "WAITING" if running else "ENDED", "phase": status.phase, "message": status.message}
