@@ -49,11 +49,11 @@ def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Ou
         launcher.wait()
     except Stopped:
         if launcher:
-            end_ranks(launcher, stop.seconds_left(job.grace_seconds) - RANKS_MARGIN_SECONDS)
+            end_ranks(launcher, job, max(1.0, stop.seconds_left(job.grace_seconds) - RANKS_MARGIN_SECONDS))
     return conclude(read_outcomes(directory), stop, job.world, launcher.returncode if launcher else None)
 
 
-def end_ranks(launcher: subprocess.Popen[bytes], seconds: float) -> None:
+def end_ranks(launcher: subprocess.Popen[bytes], job: Job, seconds: float) -> None:
     """Have the ranks save a checkpoint and end.
 
     A rank that waits for another one, in a collective, hears no signal. To wait for it in turn would cost the last
@@ -61,9 +61,9 @@ def end_ranks(launcher: subprocess.Popen[bytes], seconds: float) -> None:
     """
     launcher.terminate()  # which passes it on to every rank
     try:
-        launcher.wait(max(1.0, seconds))
+        launcher.wait(seconds)
     except subprocess.TimeoutExpired:
-        log("ranks did not end in time", stage="train", severity="WARNING", seconds=seconds)
+        log(f"ranks did not end in {seconds:g} s", stage="train", run=job.run, severity="WARNING")
 
 
 def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
@@ -127,7 +127,8 @@ def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code
         return cause
     if cause or stop.reason:
         step = max((outcome.step for outcome in outcomes.values()), default=0)
-        return Outcome.stopped(stop.reason or "preempted", step, agreed=True)
+        agreed = any(outcome.agreed for outcome in outcomes.values())
+        return Outcome.stopped(stop.reason or "preempted", step, agreed)
     lost = sorted(set(range(world.machine * world.processes, (world.machine + 1) * world.processes)) - set(outcomes))
     ranks = ", ".join(map(str, lost)) or "none"
     return Outcome.failed(

@@ -42,6 +42,13 @@ class Outcome:
         return cls(error.exit_code, error_class=str(error.error_class), message=error.message, hint=error.hint)
 
     @property
+    def is_news(self) -> bool:
+        """Whether other machines cannot tell it: at most they see that ranks were lost."""
+        if self.exit_code == STOPPED:
+            return not self.agreed
+        return self.exit_code != DONE and self.error_class != ErrorClass.INFRASTRUCTURE
+
+    @property
     def error(self) -> JobError:
         """What failed, for an outcome that is neither done nor stopped."""
         return JobError(ErrorClass(self.error_class), self.exit_code, self.message, self.hint)

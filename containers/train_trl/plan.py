@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +83,10 @@ class Plan:
     @property
     def group_by_length(self) -> bool:
         return not self.packing
+
+    def rows_per_step(self, processes: int) -> int:
+        """Rows, or packed blocks, that one optimiser step learns from."""
+        return self.batch_size * self.gradient_accumulation_steps * processes
 
 
 def find_device(processes: int = 1) -> Device:
@@ -165,6 +169,20 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
             return plan
         tried.append(plan)
     raise _does_not_fit(spec, shape, device, tried[-1])
+
+
+def keep_rows_per_step(plan: Plan, rows: int, processes: int) -> Plan:
+    """The plan with steps of `rows` rows, as many as the checkpoint was trained with, so that what is left of steps and
+    epochs is the same on more or fewer devices. Raises JobError when `processes` cannot share them evenly.
+    """
+    share, rest = divmod(rows, processes)
+    if rest or not share:
+        raise config_error(
+            f"the checkpoint was trained in steps of {rows} rows, which {processes} processes cannot share evenly",
+            "resume with a number of processes that divides it, or submit the job again to train from the start",
+        )
+    batch = next(size for size in range(min(plan.batch_size, share), 0, -1) if share % size == 0)
+    return replace(plan, batch_size=batch, gradient_accumulation_steps=share // batch)
 
 
 def estimate(

@@ -30,7 +30,7 @@ from checkpoints import CheckpointStore
 from evaluation import Score, evaluate, samples
 from job import DONE, INTERNAL, Job, JobError, Redactor, classify, config_error, missing
 from outcome import Outcome
-from plan import Plan, device_map, find_device, make_plan, shape_of, use_threads
+from plan import Plan, device_map, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
 from report import FLUSH_SECONDS, ProgressMeter, Reporter
 from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
 from world import World
@@ -38,7 +38,6 @@ from world import World
 from dropforge import artifacts, clients
 from dropforge.artifacts import Source
 from dropforge.container_secrets import load_secrets
-from dropforge.errors import ErrorClass
 from dropforge.log import log
 from dropforge.names import spec_object
 from dropforge.spec import JobSpec, parse_spec
@@ -82,8 +81,7 @@ def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) ->
         outcome.write(directory, world.rank)
         # When all stop together the launcher has nobody to end, and nothing to complain of.
         return DONE if outcome.agreed else outcome.exit_code
-    # What goes wrong on one machine only, all others know as a rank that was lost.
-    if world.machine == 0 or outcome.error_class not in ("", ErrorClass.INFRASTRUCTURE):
+    if world.machine == 0 or outcome.is_news:
         reporter.ended(outcome)
     return outcome.exit_code
 
@@ -215,6 +213,8 @@ def read_inputs(
     encoded = chat.encode(tokenizer, split.train, max_length, source)
     held_out = chat.encode(tokenizer, split.held_out, max_length, source) if split.held_out else None
     plan = make_plan(spec, shape_of(base, spec.model.trust_remote_code), device, encoded.lengths, world.size)
+    if checkpoint and (rows := read_notes(checkpoint).get("rows_per_step")):
+        plan = keep_rows_per_step(plan, rows, world.size)
     use_threads(plan)
     log(
         "prepared",
@@ -249,11 +249,13 @@ def train(
     from trainer import build_trainer
 
     world = job.world
-    notes = read_notes(resumed) if resumed else {}
+    notes = {"rows_per_step": inputs.plan.rows_per_step(world.size)} | (read_notes(resumed) if resumed else {})
     model = load_and_evaluate(spec, job, inputs, notes)
     trainer = build_trainer(model, spec, inputs.train, inputs.tokenizer, inputs.plan, directory)
     if world.sharded:
         shard(trainer, job)
+    if resumed:
+        fit_checkpoint(resumed, trainer, world)
     meter = ProgressMeter(reporter, trainer.total_steps())
     for callback in (ReportProgress(meter), UploadCheckpoints(checkpoints, notes, world), StopWhenAsked(stop)):
         trainer.add_callback(callback)
@@ -283,6 +285,18 @@ def shard(trainer: Any, job: Job) -> None:
     wrapped = ranks.use_wrap_classes(trainer, trainer.model)
     if job.world.main:
         log("sharding", stage="train", run=job.run, fsdp_version=2, ranks=job.world.size, wrapped=wrapped)
+
+
+def fit_checkpoint(checkpoint: Path, trainer: Any, world: World) -> None:
+    """An attempt may have other ranks than the one before it, or none."""
+    import reshard
+
+    if world.first_here:
+        reshard.fit(checkpoint, trainer, sharded=world.sharded)
+    if world.sharded:
+        import ranks
+
+        ranks.wait_for_all()
 
 
 def evaluate_base(model: Any, spec: JobSpec, job: Job, inputs: Inputs) -> Score:

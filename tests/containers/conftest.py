@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -248,10 +249,32 @@ def two_ranks(cloud: Cloud) -> Iterator[tuple[Attempt, Manifest]]:
     """The same 60 steps, of the same 16 rows each, in two ranks."""
     trainer = Trainer(cloud)
     training = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
-    attempt = trainer.start(job_spec(training=training), processes=2)
-    assert attempt.wait() == 0, attempt.output
-    yield attempt, trainer.manifest(attempt.run)
-    trainer.end()
+    try:
+        attempt = trainer.start(job_spec(training=training), processes=2)
+        assert attempt.wait() == 0, attempt.output
+        yield attempt, trainer.manifest(attempt.run)
+    finally:
+        trainer.end()
+
+
+@pytest.fixture(scope="session")
+def two_machines(cloud: Cloud) -> Iterator[str]:
+    """The run of a whole model, fine-tuned with recomputed activations by one process on each of two machines."""
+    trainer = Trainer(cloud)
+    training = {"adapter": {"type": "none"}, "learning_rate": 1e-3, "max_steps": 6, "per_device_train_batch_size": 8}
+    document = job_spec(training={**training, "gradient_checkpointing": True})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    environment = {"DROPFORGE_NUM_MACHINES": "2", "DROPFORGE_MAIN_ADDRESS": address, "DROPFORGE_NUM_PROCESSES": "1"}
+    run = f"machines-{uuid.uuid4().hex[:12]}"
+    attempts = [trainer.start(document, run, 1, 2, **environment, JOB_COMPLETION_INDEX=machine) for machine in "01"]
+    try:
+        for attempt in attempts:
+            assert attempt.wait() == 0, attempt.output
+        yield run
+    finally:
+        trainer.end()
 
 
 @pytest.fixture

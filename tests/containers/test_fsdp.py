@@ -13,12 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
+from dropforge.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
 from dropforge.errors import ErrorClass
+from dropforge.spec import parse_spec
 
 pytestmark = pytest.mark.slow
 
 RUNS, DATA = "runs-bucket", "data-bucket"
+WHOLE = {"adapter": {"type": "none"}, "learning_rate": 1e-3}
 LONG = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
 # Only the order differs in which 32-bit numbers are added up (measured: 2e-8).
 ONE_PROCESS_TOLERANCE = 1e-5
@@ -84,36 +86,54 @@ def test_the_exported_model_loads_and_answers(two_ranks: Any, cloud: Any, traine
 
 
 @pytest.mark.timeout(300)  # three attempts
-def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(
-    two_ranks: Any, trainer: Any, spec: Spec, cloud: Any, events: Any
+def test_killed_and_stopped_and_resumed_by_other_ranks_it_ends_with_the_same_loss(
+    uninterrupted: Any, trainer: Any, spec: Spec, cloud: Any, events: Any, tmp_path: Path
 ) -> None:
-    _, expected = two_ranks
-    document = spec(training=LONG)
-    first = trainer.start(document, processes=2)
-    wait_for(lambda: cloud.names(RUNS, f"checkpoints/{first.run}/step-00000020/{COMPLETE}"))
+    one, expected = uninterrupted
+    # One process has trained 40 steps, the first epoch; two ranks go on, and lose one of them.
+    run, document = f"reshard-{one.run}", spec(training={**LONG, "checkpoint_steps": 1})
+    copy_checkpoint(cloud, one.run, run, tmp_path, save_steps=1)  # which makes steps slow enough to be interrupted
+    first = trainer.start(document, run, processes=2)
+    wait_for(lambda: newest_step(cloud, run) > 40)
     rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
     assert first.wait() == 70, first.output
-    last = events(first.run)[-1]
-    assert (last.type, last.error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
+    told = events(run)
+    assert told[0].resumed_step == 40
+    assert (told[-1].type, told[-1].error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
 
-    second = trainer.start(document, run=first.run, attempt=2, processes=2)
-    # In the second epoch: what it goes on with must be the rows that this epoch has not seen yet.
-    wait_for(lambda: cloud.names(RUNS, f"checkpoints/{first.run}/step-00000040/{COMPLETE}"))
+    resumed = newest_step(cloud, run)
+    second = trainer.start(document, run, attempt=2, processes=2)
+    wait_for(lambda: newest_step(cloud, run) > resumed)
     second.kill(signal.SIGTERM)
     assert second.wait() == 75, second.output
-    told = [event for event in events(first.run) if event.attempt == 2]
-    assert told[0].resumed_step == 20
+    told = [event for event in events(run) if event.attempt == 2]
+    assert told[0].resumed_step == resumed
     assert told[-1].type == "preempted"
-    assert 40 < told[-1].step < 60
-    assert checkpoints(cloud.client, RUNS, first.run)[0].step == told[-1].step
+    assert resumed < told[-1].step == newest_step(cloud, run) < 60
 
-    third = trainer.start(document, run=first.run, attempt=3, processes=2)
+    third = trainer.start(document, run, attempt=3)
     assert third.wait() == 0, third.output
-    found = trainer.manifest(first.run).metrics
-    for name in ("train_loss", "loss", "loss_before"):
+    found = trainer.manifest(run).metrics
+    for name in ("loss", "loss_before"):
         assert found[name] == pytest.approx(expected.metrics[name], abs=RESUME_TOLERANCE), name
     for name in ("steps", "tokens", "exact_match", "exact_match_before"):
         assert found[name] == expected.metrics[name], name
+
+
+def test_a_rank_that_hears_no_signal_does_not_cost_the_last_event(trainer: Any, spec: Spec, events: Any) -> None:
+    attempt = trainer.start(spec(training=LONG), processes=2, DROPFORGE_GRACE_SECONDS="5")
+    attempt.wait_for('"prepared"')
+    deaf = rank_processes(attempt.process.pid)
+    deaf[1].send_signal(signal.SIGSTOP)  # as one that waits in a collective
+    attempt.kill(signal.SIGTERM)
+    began = time.monotonic()
+    try:
+        assert attempt.process.wait(30) == 75  # its output is open for as long as a rank is there
+        assert time.monotonic() - began < 5
+    finally:
+        for rank in filter(psutil.Process.is_running, deaf):  # a container's end would end them
+            rank.kill()
+    assert [event.type for event in events(attempt.run)] == ["started", "preempted"]
 
 
 def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, events: Any) -> None:
@@ -124,29 +144,59 @@ def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, e
     assert "2 processes were to shard the model by FSDP2; accelerate runs MULTI_CPU" in told.message
 
 
-def test_two_machines_fine_tune_a_whole_model_with_recomputed_activations(
-    trainer: Any, spec: Spec, cloud: Any, events: Any
-) -> None:
-    training = {"adapter": {"type": "none"}, "gradient_checkpointing": True, "learning_rate": 1e-3}
-    document = spec(training={**training, "max_steps": 8, "per_device_train_batch_size": 8})
-    address = f"127.0.0.1:{free_port()}"
-    run = None
-    machines = []
-    for machine in ("0", "1"):
-        environment = {"DROPFORGE_NUM_PROCESSES": "1", "DROPFORGE_NUM_MACHINES": "2", "JOB_COMPLETION_INDEX": machine}
-        machines.append(trainer.start(document, run, processes=2, DROPFORGE_MAIN_ADDRESS=address, **environment))
-        run = machines[0].run
-    for attempt in machines:
-        assert attempt.wait() == 0, attempt.output
-    kinds = [event.type for event in events(machines[0].run)]
+def test_two_machines_make_one_model(two_machines: str, trainer: Any, cloud: Any, events: Any) -> None:
+    kinds = [event.type for event in events(two_machines)]
     assert (kinds.count("started"), kinds.count("succeeded")) == (1, 1)
-    (checkpoint,) = checkpoints(cloud.client, RUNS, machines[0].run)
+    (checkpoint,) = checkpoints(cloud.client, RUNS, two_machines)
     assert {"optimizer_0/__1_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp", "rng_state_1.pth"} <= {
         file.path for file in checkpoint.files
     }
-    manifest = trainer.manifest(machines[0].run)
+    manifest = trainer.manifest(two_machines)
     assert manifest.adapter_path is None
     assert manifest.metrics["loss"] < manifest.metrics["loss_before"]
+
+
+def test_shards_of_a_whole_model_survive_being_one_file(
+    two_machines: str, cloud: Any, base_model: Path, spec: Spec, tmp_path: Path
+) -> None:
+    import reshard
+    import torch
+    from chat import Encoded
+    from plan import find_device, make_plan, shape_of
+    from trainer import build_trainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint, plain = tmp_path / "checkpoint", str(base_model)
+    download_prefix(cloud.client, checkpoints(cloud.client, RUNS, two_machines)[0].uri, checkpoint)
+    weights, optimizer = read_shards(checkpoint)
+    parsed = parse_spec(json.dumps(spec(training=WHOLE)).encode())
+    plan = make_plan(parsed, shape_of(plain, False), find_device(), [3])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
+    trainer = build_trainer(
+        model, parsed, Encoded([[1, 2, 3]], [[1, 2, 3]], 0, 0), tokenizer, plan, tmp_path / "trainer"
+    )
+    trainer.create_optimizer()
+
+    reshard.fit(checkpoint, trainer, sharded=False)
+    assert not [path for path in checkpoint.iterdir() if path.is_dir()]
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.optimizer.load_state_dict(torch.load(checkpoint / reshard.OPTIMIZER, weights_only=True))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+        assert torch.equal(trainer.optimizer.state[parameter]["exp_avg"], optimizer["state"][name]["exp_avg"]), name
+
+    reshard.fit(checkpoint, trainer, sharded=True)
+    again, optimizer_again = read_shards(checkpoint)
+    torch.testing.assert_close(again, weights, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer_again["state"], optimizer["state"], rtol=0, atol=0)
+    assert optimizer_again["param_groups"] == optimizer["param_groups"]
+
+
+def read_shards(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    import reshard
+
+    model = reshard.read_shards(checkpoint / reshard.SHARDED_MODEL)["model"]
+    return model, reshard.read_shards(checkpoint / reshard.SHARDED_OPTIMIZER)["optimizer"]
 
 
 def test_machines_commit_a_checkpoint_together(cloud: Any, tmp_path: Path) -> None:
@@ -217,6 +267,20 @@ def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() ->
         ranks.use_wrap_classes(trainer, torch.nn.Sequential())
 
 
+def copy_checkpoint(cloud: Any, source: str, run: str, directory: Path, save_steps: int) -> None:
+    """The last checkpoint but one, for another run, which saves every `save_steps` from there on."""
+    checkpoint = checkpoints(cloud.client, RUNS, source)[1]
+    download_prefix(cloud.client, checkpoint.uri, directory)
+    (directory / COMPLETE).unlink()
+    state = json.loads((directory / "trainer_state.json").read_text())
+    (directory / "trainer_state.json").write_text(json.dumps({**state, "save_steps": save_steps}))
+    upload_checkpoint(cloud.client, RUNS, run, checkpoint.step, directory, {})
+
+
+def newest_step(cloud: Any, run: str) -> int:
+    return int(checkpoints(cloud.client, RUNS, run)[0].step)
+
+
 def losses(cloud: Any, run: str) -> list[float]:
     """What the trainer logged, from its last checkpoint."""
     uri = checkpoints(cloud.client, RUNS, run)[0].uri.removeprefix(f"gs://{RUNS}/")
@@ -235,11 +299,3 @@ def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not in {timeout} s"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

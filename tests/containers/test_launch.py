@@ -129,9 +129,12 @@ def test_a_rank_leaves_its_end_to_the_process_that_started_it(tmp_path: Path) ->
 def test_another_machine_tells_only_what_nobody_else_can_know(tmp_path: Path) -> None:
     told: list[Outcome] = []
     first, second = (replace(JOB, world=World(machines=2, machine=machine)) for machine in (0, 1))
-    for job, outcome in ((second, OUT_OF), (second, LOST), (second, Outcome.done()), (first, LOST)):
+    alone, together = (Outcome.stopped("preempted", 20, agreed) for agreed in (False, True))
+    for job, outcome in (
+        (second, OUT_OF), (second, LOST), (second, Outcome.done()), (second, together), (second, alone), (first, LOST)
+    ):  # fmt: skip
         assert train.conclude(job, outcome, tmp_path, recorder(told)) == outcome.exit_code
-    assert told == [OUT_OF, LOST]
+    assert told == [OUT_OF, alone, LOST]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from job import BAD_CONFIG, JobError
-from plan import GIB, Device, ModelShape, Plan, estimate, make_plan
+from plan import GIB, Device, ModelShape, Plan, estimate, keep_rows_per_step, make_plan
 
 from dropforge.spec import JobSpec
 
@@ -95,6 +95,19 @@ def test_ranks_hold_a_share_of_the_weights_each() -> None:
     found = make_plan(spec, GEMMA_12B, h200, LENGTHS, shards=8)
     assert found.estimate.trained == 14 * GEMMA_12B.parameters // 8
     assert found.estimate.weights > 4 * GEMMA_12B.parameters // 8  # and what is gathered while it is computed with
+
+
+def test_a_resumed_run_keeps_the_rows_of_its_steps() -> None:
+    found = plan(CPU, TINY)
+    assert found.rows_per_step(1) == 8
+    for rows, processes, expected in ((16, 1, (8, 2)), (8, 2, (4, 1)), (24, 2, (6, 2)), (8, 8, (1, 1))):
+        kept = keep_rows_per_step(found, rows, processes)
+        assert (kept.batch_size, kept.gradient_accumulation_steps) == expected
+        assert kept.rows_per_step(processes) == rows
+    for rows, processes in ((16, 3), (8, 16)):
+        with pytest.raises(JobError, match=f"steps of {rows} rows, which {processes} processes cannot share") as caught:
+            keep_rows_per_step(found, rows, processes)
+        assert caught.value.exit_code == BAD_CONFIG
 
 
 def test_full_fine_tuning_of_12_billion_parameters_does_not_fit_on_an_l4() -> None:

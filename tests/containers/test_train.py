@@ -269,7 +269,8 @@ def test_a_secret_that_cannot_be_read_ends_the_attempt_with_an_event(trainer: An
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name in ("train_loss", "loss", "loss_before"):
+    # Not train_loss: the trainer's mean is over the steps since it was started, if those are fewer than ten.
+    for name in ("loss", "loss_before"):
         assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE), name
     for name in ("steps", "tokens", "exact_match", "exact_match_before"):
         assert found[name] == expected[name], name
