@@ -268,12 +268,19 @@ def test_a_sweep_goes_round_what_does_not_answer(
     assert "clusters/c3" in capsys.readouterr().err
 
 
-def test_a_project_without_gke_is_swept_all_the_same(cloud: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
-    message = "Kubernetes Engine API has not been used in project 1 before or it is disabled."
+@pytest.mark.parametrize(("own", "told"), [("", 1), ("c1", 2)], ids=["without", "with"])
+def test_a_project_without_gke_is_swept_all_the_same(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str, told: int
+) -> None:
+    """It is told once; a deployment that should have a cluster tells it each time."""
+    monkeypatch.setenv("DROPFORGE_GKE_CLUSTER", own)
+    settings.cache_clear()
+    message = f"Kubernetes Engine API has not been used in project {own}1 before or it is disabled."
     fault = {"method": "list_clusters", "status": "PERMISSION_DENIED", "message": message, "count": 2}
     cloud.faults("container", fail_next=fault)
     assert [sweep.sweep(), sweep.sweep()] == [{"status": "SWEPT", "deleted": []}] * 2
-    assert capsys.readouterr().err.count(message) == 1
+    assert capsys.readouterr().err.count(message) == told
+    settings.cache_clear()
 
 
 @pytest.mark.parametrize(

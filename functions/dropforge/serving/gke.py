@@ -39,7 +39,6 @@ DRAIN_SECONDS = 10  # until the load balancer sends nothing more to a pod that e
 GRACE_SECONDS = 25  # all of a pod's end; on Spot capacity there is no more
 SHARED_MEMORY_GIB = 2  # of /dev/shm per GPU: tensor parallelism passes tensors through it
 LISTERS = 8  # clusters are asked at once: one that does not answer keeps nobody waiting
-_DISABLED = re.compile(r"has not been used in project|is disabled", re.I)  # nobody there has a cluster
 _REFUSED = re.compile(r"not found|forbidden|denied|exceeded quota|invalid", re.I)
 # What an endpoint is made of.
 _KINDS = (
@@ -112,8 +111,12 @@ class GkeDeployment:
         try:
             clusters = clients.gke().list_clusters(parent=parent, timeout=TIMEOUT_SECONDS).clusters
         except client_errors() as error:
-            message = classify(error).message
-            _log_disabled(message) if _DISABLED.search(message) else log(message, stage="sweep", severity="ERROR")
+            refusal = classify(error)
+            # A deployment that has no cluster need not be allowed to look for some, nor have the API enabled.
+            if settings.gke_cluster or refusal.error_class is not ErrorClass.PERMISSION:
+                log(refusal.message, stage="sweep", severity="ERROR")
+            else:
+                _log_once(refusal.message)
             return
         running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
         usable = [cluster for cluster in clusters if cluster.status in running and kubernetes.has_endpoint(cluster)]
@@ -338,6 +341,5 @@ def _listed_in(cluster: Any, settings: Settings) -> list[Listed]:
 
 
 @cache
-def _log_disabled(message: str) -> None:
-    """Once: a project without GKE is no problem."""
+def _log_once(message: str) -> None:
     log(message, stage="sweep")
