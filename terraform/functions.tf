@@ -70,6 +70,17 @@ resource "google_cloudfunctions2_function" "function" {
     max_instance_count    = var.max_function_instances
     ingress_settings      = each.value.called_by == "workflow" ? var.workflow_ingress : "ALLOW_INTERNAL_ONLY"
     service_account_email = google_service_account.account[each.key].email
+    # Endpoints on GKE have addresses of the network only, and are asked for a completion there.
+    direct_vpc_egress = each.key == "deploy" && length(var.cluster_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
+
+    dynamic "direct_vpc_network_interface" {
+      for_each = each.key == "deploy" && length(var.cluster_regions) > 0 ? [local.subnetwork] : []
+      content {
+        network    = local.network
+        subnetwork = direct_vpc_network_interface.value
+      }
+    }
+
     environment_variables = {
       for name, value in local.settings : "DROPFORGE_${upper(name)}" => value
     }
@@ -88,6 +99,7 @@ resource "google_cloudfunctions2_function" "function" {
 
   depends_on = [
     google_artifact_registry_repository_iam_member.build,
+    google_compute_subnetwork.region,
     google_project_iam_member.build,
     google_project_iam_member.build_source,
     google_storage_bucket_iam_member.build,

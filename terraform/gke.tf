@@ -16,6 +16,13 @@ resource "google_container_cluster" "region" {
     channel = "REGULAR"
   }
 
+  cluster_autoscaling {
+    auto_provisioning_defaults {
+      service_account = google_service_account.account["nodes"].email
+      oauth_scopes    = ["https://www.googleapis.com/auth/cloud-platform"]
+    }
+  }
+
   # Nodes without addresses on the internet; they reach it through the NAT below.
   private_cluster_config {
     enable_private_nodes = true
@@ -54,7 +61,12 @@ resource "google_container_cluster" "region" {
 
   ip_allocation_policy {}
 
-  depends_on = [google_compute_subnetwork.region, google_project_service.api]
+  depends_on = [
+    google_artifact_registry_repository_iam_member.nodes,
+    google_compute_subnetwork.region,
+    google_project_iam_member.nodes,
+    google_project_service.api,
+  ]
 }
 
 resource "google_compute_router" "region" {
@@ -74,4 +86,17 @@ resource "google_compute_router_nat" "region" {
   region                             = each.value.region
   nat_ip_allocate_option             = "AUTO_ONLY"
   source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
+}
+
+resource "google_project_iam_member" "nodes" {
+  project = var.project_id
+  role    = "roles/container.defaultNodeServiceAccount"
+  member  = google_service_account.account["nodes"].member
+}
+
+resource "google_artifact_registry_repository_iam_member" "nodes" {
+  repository = google_artifact_registry_repository.images.name
+  location   = google_artifact_registry_repository.images.location
+  role       = "roles/artifactregistry.reader"
+  member     = google_service_account.account["nodes"].member
 }

@@ -9,7 +9,7 @@ locals {
         account     = account
         scope       = scope
         permissions = keys(permissions)
-      }
+      } if scope != "clusters" || length(var.cluster_regions) > 0
     }
   ]...)
 
@@ -30,6 +30,8 @@ locals {
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
     artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
   }
+
+  project_scopes = ["project", "clusters"]
 
   secret_scopes = {
     training_secrets = var.training_secrets
@@ -59,7 +61,7 @@ resource "google_project_iam_custom_role" "grant" {
 }
 
 resource "google_project_iam_member" "grant" {
-  for_each = { for key, grant in local.grants : key => grant if grant.scope == "project" }
+  for_each = { for key, grant in local.grants : key => grant if contains(local.project_scopes, grant.scope) }
 
   project = var.project_id
   role    = google_project_iam_custom_role.grant[each.key].id

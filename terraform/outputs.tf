@@ -3,6 +3,11 @@ output "dropforge_toml" {
   value       = join("", [for name, value in local.settings : "${name} = ${jsonencode(value)}\n"])
 }
 
+output "kubernetes_manifest" {
+  description = "What every cluster needs, for kubectl apply; empty without cluster_regions."
+  value       = length(var.cluster_regions) == 0 ? "" : join("---\n", [for object in local.kubernetes_objects : yamlencode(object)])
+}
+
 output "requests_topic" {
   description = "Where other systems publish specs and cancellations."
   value       = google_pubsub_topic.requests.id

@@ -4,6 +4,7 @@ locals {
   callers = {
     build     = "Builds the functions and the images."
     events    = "Eventarc: calls the functions that handle events."
+    nodes     = "Nodes of clusters: pull images, write logs and metrics."
     scheduler = "Cloud Scheduler: calls the sweep."
   }
   descriptions = merge(local.callers, { for name, account in local.accounts : name => account.description })

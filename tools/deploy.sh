@@ -62,7 +62,11 @@ deploy)
     fi
     apply -var-file="$work/images.tfvars.json"
     terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"
+    terraform -chdir=terraform output -raw kubernetes_manifest >"$work/kubernetes.yaml"
     echo "To let the dropforge command talk to it: cp ${work#"$PWD/"}/dropforge.toml ."
+    if [[ -s $work/kubernetes.yaml ]]; then
+        echo "To prepare a cluster: kubectl apply -f ${work#"$PWD/"}/kubernetes.yaml (docs/deploy.md)"
+    fi
     ;;
 destroy)
     apply -destroy

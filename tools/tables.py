@@ -30,11 +30,16 @@ def table() -> str:
     found = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())
     rows = ["| account | called by | on | may |", "|---|---|---|---|"]
     for name, account in found["accounts"].items():
-        first = (f"`{name}`", account.get("called_by", ""))
-        for scope, held in account["grants"].items():
-            may = ", ".join(f"`{permission}`" for permission in sorted(held))
-            rows.append(f"| {first[0]} | {first[1]} | {found['scopes'][scope]} | {may} |")
-            first = ("", "")
+        may = {
+            found["scopes"][scope]: [f"`{one}`" for one in sorted(held)] for scope, held in account["grants"].items()
+        }
+        if "kubernetes" in account:
+            verbs = account["kubernetes"].items()
+            may["the namespace of each cluster"] = [f"`{resource}` ({', '.join(held)})" for resource, held in verbs]
+        first = f"`{name}` | {account.get('called_by', '')}"
+        for where, held in may.items():
+            rows.append(f"| {first} | {where} | {', '.join(held)} |")
+            first = " | "
     return "\n".join(rows) + "\n"
 
 

@@ -110,8 +110,11 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
     assert re.findall(r"allUsers|allAuthenticatedUsers", "".join(TEXT.values())) == []
     roles = set(re.findall(r"roles/[\w.]+", "".join(TEXT.values())))
     assert roles == {
+        "roles/artifactregistry.reader",  # nodes, on the repository
         "roles/artifactregistry.writer",  # build, on the repository
+        "roles/container.defaultNodeServiceAccount",  # nodes
         "roles/eventarc.eventReceiver",  # events
+        "roles/iam.workloadIdentityUser",  # the trainer's and the server's pods, on the account that they are
         "roles/logging.logWriter",  # build
         "roles/pubsub.publisher",  # Pub/Sub's agent on dead-letter topics, Cloud Storage's agent
         "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
@@ -130,6 +133,7 @@ def test_every_scope_is_described_and_bound() -> None:
     scopes = {scope for _, scope, _ in GRANTS}
     assert scopes == set(permissions()["scopes"])
     bound = {*local("bucket_scopes"), *local("secret_scopes"), *local("topic_scopes"), *local("account_scopes")}
+    bound |= set(local("project_scopes"))
     compared = set(re.findall(r'grant\.scope == "(\w+)"', TEXT["iam.tf"]))
     assert scopes == bound | compared
 

@@ -11,7 +11,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from dropforge.settings import Settings
 from dropforge_local import stack_process as stack
@@ -219,6 +221,27 @@ def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applie
     assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
 
 
+def test_a_cluster_is_told_who_may_do_what(applied: Applied) -> None:
+    objects = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
+    schema = json.loads((DATA / "k8s-1.35-subset-strict.json").read_text())
+    for found in objects:
+        group, _, version = found["apiVersion"].rpartition("/")
+        name = f"io.k8s.api.{group.split('.')[0] or 'core'}.{version}.{found['kind']}"
+        jsonschema.validate(found, {**schema, "$ref": f"#/$defs/{name}"})
+    roles = {o["metadata"]["name"].removeprefix("dropforge-"): o["rules"] for o in objects if o["kind"] == "Role"}
+    for name, account in permissions()["accounts"].items():
+        held = {
+            "/".join(filter(None, (*r["apiGroups"], *r["resources"]))): r["verbs"] for r in roles.pop(_id(name), ())
+        }
+        assert held == account.get("kubernetes", {})
+    assert roles == {}
+    annotations = {
+        o["metadata"]["name"]: o["metadata"]["annotations"] for o in objects if o["kind"] == "ServiceAccount"
+    }
+    email = f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
+    assert annotations[Settings.kubernetes_trainer_account] == {"iam.gke.io/gcp-service-account": email}
+
+
 FUNCTION = "google_cloudfunctions2_function"
 BINDINGS = {
     "google_artifact_registry_repository_iam_member": "repository",
@@ -230,6 +253,10 @@ BINDINGS = {
 }
 
 
+def _id(account: str) -> str:
+    return account.replace("_", "-")
+
+
 def _where(binding: dict[str, Any], target: str) -> str:
     """What is bound, such as `local-project-dropforge-runs if run_objects`."""
     condition = binding["condition"]
@@ -239,6 +266,7 @@ def _where(binding: dict[str, Any], target: str) -> str:
 def _expected() -> dict[tuple[str, str], set[str]]:
     where = {
         "project": [PROJECT],
+        "clusters": [PROJECT],
         "runs_bucket": [stack.RUNS_BUCKET],
         **{
             scope: [f"{stack.RUNS_BUCKET} if {scope}"] for scope in ("run_objects", "event_objects", "artifact_objects")

@@ -1,0 +1,63 @@
+# What a cluster needs before runs can use it: the namespace, the accounts of pods, and what each function may do there.
+# It is an output, and not applied from here, so that Terraform need not reach clusters that it has yet to make.
+
+locals {
+  _namespace  = local.settings.kubernetes_namespace
+  _pods       = { trainer = local.settings.kubernetes_trainer_account, server = local.settings.kubernetes_server_account }
+  _in_cluster = { for name, account in local.accounts : name => account.kubernetes if can(account.kubernetes) }
+
+  kubernetes_objects = concat(
+    [{
+      apiVersion = "v1"
+      kind       = "Namespace"
+      metadata   = { name = local._namespace }
+    }],
+    # A pod that runs as one of these is the service account that its annotation names.
+    [for role, name in local._pods : {
+      apiVersion = "v1"
+      kind       = "ServiceAccount"
+      metadata = {
+        name        = name
+        namespace   = local._namespace
+        annotations = { "iam.gke.io/gcp-service-account" = google_service_account.account[role].email }
+      }
+    }],
+    [for name, resources in local._in_cluster : {
+      apiVersion = "rbac.authorization.k8s.io/v1"
+      kind       = "Role"
+      metadata   = { name = google_service_account.account[name].account_id, namespace = local._namespace }
+      rules = [for resource, verbs in resources : {
+        apiGroups = [join("/", slice(split("/", resource), 0, length(split("/", resource)) - 1))]
+        resources = [reverse(split("/", resource))[0]]
+        verbs     = verbs
+      }]
+    }],
+    # A token with the scope of the whole platform names its account by e-mail, or by number.
+    [for name in keys(local._in_cluster) : {
+      apiVersion = "rbac.authorization.k8s.io/v1"
+      kind       = "RoleBinding"
+      metadata   = { name = google_service_account.account[name].account_id, namespace = local._namespace }
+      roleRef = {
+        apiGroup = "rbac.authorization.k8s.io"
+        kind     = "Role"
+        name     = google_service_account.account[name].account_id
+      }
+      subjects = [for user in [google_service_account.account[name].email, google_service_account.account[name].unique_id] : {
+        apiGroup = "rbac.authorization.k8s.io"
+        kind     = "User"
+        name     = user
+      }]
+    }],
+  )
+}
+
+# The project's identity pool comes with its first cluster.
+resource "google_service_account_iam_member" "pods" {
+  for_each = length(var.cluster_regions) == 0 ? {} : local._pods
+
+  service_account_id = google_service_account.account[each.key].name
+  role               = "roles/iam.workloadIdentityUser"
+  member             = "serviceAccount:${var.project_id}.svc.id.goog[${local._namespace}/${each.value}]"
+
+  depends_on = [google_container_cluster.region]
+}
