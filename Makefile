@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml lock.txt tools/install.py
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
+maxtext: $(STAMP) ## create build/maxtext, MaxText's own environment (Python 3.12), if it is not there
+	@$(BIN)/python tools/maxtext_env.py
+
 demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model
 	@$(BIN)/dropforge demo $(SPEC)
 
@@ -70,4 +73,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup demo test check format schemas bench lock registry images deploy destroy tables checkov clean
+.PHONY: help setup maxtext demo test check format schemas bench lock registry images deploy destroy tables checkov clean

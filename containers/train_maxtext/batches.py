@@ -1,0 +1,147 @@
+"""Token ids as MaxText trains on them: sequences of one length, in an order that the seed decides.
+
+What step takes which rows depends on nothing else, so a run that goes on at a step sees what it has not seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+IGNORED = -100  # a label that is not learnt, as in chat.py
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of token ids, one after the other. `labels` are ids where they are learnt, else IGNORED."""
+
+    ids: Ints
+    labels: Ints
+    starts: Ints  # one more than rows: row i is [starts[i], starts[i + 1])
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Rows:
+        starts = np.cumsum([0, *map(len, ids)])
+        return cls(_flat(ids), _flat(labels), starts.astype(np.int32))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(length) for length in np.diff(self.starts)]
+
+    def row(self, index: int) -> tuple[Ints, Ints]:
+        part = slice(self.starts[index], self.starts[index + 1])
+        return self.ids[part], self.labels[part]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on. A sequence is some rows, one after the other, that together fit `length` tokens."""
+
+    train: Rows
+    probe: Rows  # held-out rows, or some of the others: the loss on them is compared from stage to stage
+    sequences: list[list[int]]
+    length: int
+
+    def save(self, path: Path) -> None:
+        flat = _flat(self.sequences)
+        np.savez(
+            path,
+            **{f"train_{name}": getattr(self.train, name) for name in ("ids", "labels", "starts")},
+            **{f"probe_{name}": getattr(self.probe, name) for name in ("ids", "labels", "starts")},
+            sequences=flat,
+            sequence_starts=np.cumsum([0, *map(len, self.sequences)]),
+            length=np.array(self.length),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Data:
+        with np.load(path) as found:
+            starts, flat = found["sequence_starts"], found["sequences"]
+            return cls(
+                train=Rows(*(found[f"train_{name}"] for name in ("ids", "labels", "starts"))),
+                probe=Rows(*(found[f"probe_{name}"] for name in ("ids", "labels", "starts"))),
+                sequences=[flat[a:b].tolist() for a, b in pairwise(starts)],
+                length=int(found["length"]),
+            )
+
+    def batch(self, step: int, size: int, seed: int) -> dict[str, Ints]:
+        """The `size` sequences of step `step` (from 0), without end: another order for each epoch."""
+        count = len(self.sequences)
+        chosen = []
+        for position in range(step * size, (step + 1) * size):
+            epoch, index = divmod(position, count)
+            chosen.append(self.sequences[_order(seed, epoch, count)[index]])
+        return collate(self.train, chosen, self.length)
+
+    def probes(self, size: int) -> list[dict[str, Ints]]:
+        """The probe rows, one in a sequence, in batches of `size`; the last one is filled up with empty sequences."""
+        alone = [[index] for index in range(len(self.probe))]
+        alone += [[] for _ in range(-len(alone) % size)]
+        return [collate(self.probe, alone[at : at + size], self.length) for at in range(0, len(alone), size)]
+
+
+def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Rows (their numbers) put together, as many as fit, longest first: each sequence takes the fullest that has room.
+
+    Best fit by remaining room; sequences are a few per cent longer than the shortest possible.
+    """
+    by_room: list[list[int]] = [[] for _ in range(length + 1)]
+    sequences: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        room = next((room for room in range(lengths[row], length + 1) if by_room[room]), None)
+        if room is None:
+            sequences.append([])
+            index, room = len(sequences) - 1, length
+        else:
+            index = by_room[room].pop()
+        sequences[index].append(row)
+        by_room[room - lengths[row]].append(index)
+    return sequences
+
+
+def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict[str, Ints]:
+    """MaxText's batch: each token's target is the next one's label; segments keep rows of a sequence apart."""
+    shape = (len(sequences), length)
+    inputs, positions, segments, targets, learnt = (np.zeros(shape, np.int32) for _ in range(5))
+    for line, sequence in enumerate(sequences):
+        at = 0
+        for number, row in enumerate(sequence, start=1):
+            ids, labels = rows.row(row)
+            whole, shifted = slice(at, at + len(ids)), slice(at, at + len(ids) - 1)
+            inputs[line, whole], positions[line, whole], segments[line, whole] = ids, np.arange(len(ids)), number
+            targets[line, shifted] = ids[1:]
+            learnt[line, shifted] = np.where(labels[1:] != IGNORED, number, 0)
+            at += len(ids)
+    return {
+        "inputs": inputs,
+        "inputs_position": positions,
+        "inputs_segmentation": segments,
+        "targets": targets,
+        "targets_position": positions,
+        "targets_segmentation": learnt,
+    }
+
+
+_orders: dict[tuple[int, int, int], Ints] = {}
+
+
+def _order(seed: int, epoch: int, count: int) -> Ints:
+    key = (seed, epoch, count)
+    if key not in _orders:
+        _orders.clear()  # epochs come one after the other
+        _orders[key] = np.random.default_rng([seed, epoch]).permutation(count).astype(np.int32)
+    return _orders[key]
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> Ints:
+    return np.fromiter((value for part in parts for value in part), np.int32)

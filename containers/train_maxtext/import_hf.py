@@ -1,0 +1,34 @@
+"""The import stage: the base model from Hugging Face's layout to MaxText's. Runs on the CPU, in its own process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from stages import Result, Work, stage_main
+
+# Orbax splits the checkpoint into as many parts; with one, to_maxtext cannot save what it loads lazily.
+DEVICES = 16
+
+
+def run(work: Work) -> Result:
+    """Write DIRECTORY/imported/0/items in 32 bits: what optimisers need, whatever the base was saved in."""
+    prepared = work.done("prepare")
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    from maxtext.checkpoint_conversion import to_maxtext
+    from maxtext_settings import common, use_source_config
+
+    shutil.rmtree(work.imported, ignore_errors=True)
+    use_source_config(prepared)
+    to_maxtext.main(
+        [to_maxtext.__file__, *common(prepared), f"base_output_directory={work.imported}", "hardware=cpu"],
+        hf_model_path=prepared["base"],
+        save_dtype="float32",
+        simulated_cpu_devices_count=DEVICES,
+    )
+    return {"parameters": str(work.imported / "0" / "items")}
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main("import", run))

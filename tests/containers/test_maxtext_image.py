@@ -1,0 +1,60 @@
+"""The MaxText image: pinned, without hosts or paths of a machine, complete by its COPYs, started by its ENTRYPOINT."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dropforge_local.containers.images import ImageNotFound, ImageStore
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = ROOT / "containers" / "train_maxtext"
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []  # no URL, path or option
+    return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_every_package_is_pinned_and_none_is_for_gpus() -> None:
+    locked = pins(ROLE / "requirements.lock.txt")
+    assert locked["maxtext"] == "0.2.5"
+    assert {"jax", "google-tunix", "orbax-checkpoint", "google-cloud-storage", "google-cloud-pubsub"} <= locked.keys()
+    assert [name for name in locked if name.startswith(("nvidia", "torch", "triton", "cuda"))] == []
+
+
+def test_the_exported_model_is_checked_with_the_versions_that_the_project_tests() -> None:
+    locked = pins(ROOT / "lock.txt")
+    for name, version in pins(ROLE / "requirements.txt").items():
+        assert locked[name] == version, name
+    assert f"torch=={locked['torch']}+cpu" in (ROLE / "Dockerfile").read_text()
+
+
+def test_no_module_hides_one_of_the_other_trainer() -> None:
+    assert {path.name for path in ROLE.glob("*.py")} & {
+        p.name for p in ROLE.with_name("train_trl").glob("*.py")
+    } == set()
+
+
+def test_the_image_is_complete_and_its_entrypoint_names_what_is_missing(tmp_path: Path) -> None:
+    store = ImageStore(ROOT, tmp_path / "images", Path(sys.executable))
+    try:
+        process = store.resolve("train-maxtext").unpack(tmp_path / "rootfs")
+    except ImageNotFound as error:
+        pytest.skip(str(error))
+    environment = {**process.env, "PATH": os.environ["PATH"]}
+    result = subprocess.run(
+        process.argv, env=environment, cwd=process.workdir, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 64, result.stderr
+    assert "DROPFORGE_RUN is not set" in result.stderr
+    version = subprocess.run([process.argv[0], "-V"], capture_output=True, text=True).stdout
+    assert version.startswith("Python 3.12")
+    torch_python = process.env["DROPFORGE_TORCH_PYTHON"]
+    assert subprocess.run([torch_python, "-c", "import torch"], env=environment).returncode == 0

@@ -1,0 +1,80 @@
+"""Create MaxText's own environment, if it is not there: `python tools/maxtext_env.py [build/maxtext]`.
+
+MaxText needs Python 3.12 and pins other versions than lock.txt does. Exact versions, dependencies included, come from
+containers/train_maxtext/requirements.lock.txt. PyTorch is not among them: what needs it runs in build/venv.
+Prints the path of the interpreter. Exit code 3: there is no Python 3.12 on this machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "containers" / "train_maxtext" / "requirements.lock.txt"
+NO_PYTHON = 3
+
+
+def main(target: str = "build/maxtext") -> int:
+    directory = ROOT / target
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{directory}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of several processes ask for it at once
+        if not is_installed(directory):
+            python = find_python()
+            if python is None:
+                print("MaxText needs Python 3.12: no python3.12 in PATH, nor in pyenv's versions", file=sys.stderr)
+                return NO_PYTHON
+            install(python, directory)
+    print(directory / "bin" / "python")
+    return 0
+
+
+def is_installed(directory: Path) -> bool:
+    """Whether the environment is whole, and of the lock file as it is now."""
+    stamp = directory / ".installed"
+    return stamp.exists() and stamp.read_text() == digest()
+
+
+def install(python: str, directory: Path) -> None:
+    print(f"creating {directory} from {LOCK.relative_to(ROOT)} (about 600 MB, a minute)", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    subprocess.run([python, "-m", "venv", "--clear", str(directory)], check=True)
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
+    # The lock has everything, so that nothing is left to resolve; modules are compiled when they are first imported.
+    subprocess.run([*pip, "--no-deps", "--no-compile", "--no-cache-dir", "--requirement", str(LOCK)], check=True)
+    (directory / ".installed").write_text(digest())
+    print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def digest() -> str:
+    return hashlib.sha256(LOCK.read_bytes()).hexdigest()
+
+
+def find_python() -> str | None:
+    """A Python 3.12 that runs (pyenv puts a python3.12 in PATH that may not)."""
+    for candidate in candidates():
+        check = [candidate, "-c", "import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))"]
+        try:
+            if subprocess.run(check, capture_output=True).returncode == 0:
+                return candidate
+        except OSError:
+            continue
+    return None
+
+
+def candidates() -> Iterator[str]:
+    yield sys.executable
+    yield "python3.12"
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    yield from sorted(map(str, pyenv.glob("versions/3.12*/bin/python3.12")), reverse=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
