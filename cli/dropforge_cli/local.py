@@ -33,6 +33,7 @@ def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, st
     click.echo(f"  project     {info.project}")
     click.echo(f"  specs go to gs://{info.environment['DROPFORGE_SPECS_BUCKET']}/specs/")
     click.echo(f"  Slack       {info.http}/slack/messages")
+    click.echo(f"  kubectl     --kubeconfig {directory / 'kubeconfig'}")
 
 
 @click.command()

@@ -7,6 +7,7 @@ at each start.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import fcntl
 import json
@@ -188,6 +189,21 @@ class Stack:
             **self.config.settings,
         }
 
+    def kubeconfig(self) -> str:
+        """For kubectl: the deployment's cluster and namespace, with the token that the functions have."""
+        name = CLUSTER.rsplit("/", 1)[1]
+        authority = base64.b64encode(self.kubernetes.authority_of(CLUSTER).encode()).decode()
+        server = f"https://{HOST}:{self.kubernetes.port_of(CLUSTER)}"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": name,
+            "clusters": [{"name": name, "cluster": {"server": server, "certificate-authority-data": authority}}],
+            "users": [{"name": name, "user": {"token": self.environment()["DROPFORGE_EMULATOR_TOKEN"]}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": NAMESPACE}}],
+        }
+        return json.dumps(config, indent=2)
+
     def _platform_environment(self) -> dict[str, str]:
         """What stands for the metadata server in every container: where the APIs are that its identity may use."""
         return {
@@ -290,6 +306,7 @@ async def _serve(state: Path, ports: list[int]) -> None:
         stack = Stack(state, ports)
         info = await stack.start()
         replace_file(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
+        replace_file(state / "kubeconfig", stack.kubeconfig())
         replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import urllib.error
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,3 +84,11 @@ def test_the_cluster_knows_its_own(user: User) -> None:
         clusters.call(cluster, "GET", "api/v1/namespaces")
     with refused.value as error:
         assert error.code == 401
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_has_a_configuration(user: User) -> None:
+    command = ["kubectl", "--kubeconfig", str(user.state / "kubeconfig"), "get", "serviceaccounts", "-o", "name"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "serviceaccount/dropforge-trainer" in found.splitlines()
+    assert (user.state / "kubeconfig").stat().st_mode & 0o77 == 0

@@ -158,6 +158,32 @@ def test_jobs_deleted_with_a_policy_take_their_pods_along(kube: Kube, propagatio
     assert not [name for name in kube.live() if kube.namespace in name]
 
 
+def test_jobs_deleted_in_the_foreground_go_after_their_pods(kube: Kube) -> None:
+    kube.create_job("a", "stubborn", pod={"terminationGracePeriodSeconds": 1})
+    pod = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0].metadata.name
+    kube.until(lambda: kube.log(pod), lambda log: "ignoring" in log)
+    kube.batch.delete_namespaced_job("a", kube.namespace, propagation_policy="Foreground")
+    deleting = kube.until(lambda: kube.pod(pod), lambda found: found.metadata.deletion_timestamp)
+    job = kube.job("a")
+    assert (deleting.status.phase, job.metadata.finalizers) == ("Running", ["foregroundDeletion"])
+    assert job.metadata.deletion_timestamp is not None
+    path = f"/apis/batch/v1/namespaces/{kube.namespace}/jobs/a"
+    kube.until(lambda: kube.call("GET", path)[0], lambda code: code == 404)
+    assert kube.pods() == []
+
+
+def test_failed_jobs_keep_their_pods_to_say_why(kube: Kube) -> None:
+    limited = {"container": {"resources": {"limits": {"memory": "100Mi"}}}}
+    kube.create_job("a", "exit", "65", podFailurePolicy=policy(on_codes("FailJob", 65)))
+    kube.create_job("b", "hog", pod=limited)
+    for name, code, reason in (("a", 65, "Error"), ("b", 137, "OOMKilled")):
+        kube.wait_job(name)
+        (pod,) = kube.pods(f"job-name={name}")
+        state = pod.status.container_statuses[0].state.terminated
+        assert (pod.status.phase, state.exit_code, state.reason) == ("Failed", code, reason)
+        assert pod.metadata.finalizers is None
+
+
 def test_pods_deleted_by_hand_are_replaced(kube: Kube) -> None:
     kube.create_job("a", "sleep", "30", backoffLimit=1)
     first = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0]
