@@ -276,6 +276,11 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     found = kubernetes.find_cluster(cluster.name)
     assert found.autopilot.enabled
     assert found.resource_labels["dropforge-run"] == attempt.run
+    account = kubernetes.connect(found).get(
+        f"{cluster.name}/k8s/namespaces/dropforge/serviceaccounts/dropforge-trainer"
+    )
+    assert account is not None
+    assert account["metadata"]["annotations"]["iam.gke.io/gcp-service-account"] == SETTINGS.trainer_service_account
     assert ended(attempt).phase is Phase.SUCCEEDED
     tear_down([cluster, job])
     assert kubernetes.find_cluster(cluster.name) is None

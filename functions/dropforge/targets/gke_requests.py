@@ -65,10 +65,17 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
 
 
 def namespace_manifests(launch: Launch) -> list[Object]:
-    """What a new cluster lacks and a standing one has: the namespace, and the account that training runs as."""
+    """What a new cluster lacks and a standing one has: the namespace, and the account that training runs as.
+
+    All clusters of a project share one identity pool, so the account may act as the trainer's here as it may there.
+    """
     settings = launch.settings
     namespace = settings.kubernetes_namespace
-    account = {"name": settings.kubernetes_trainer_account, "namespace": namespace}
+    account = {
+        "name": settings.kubernetes_trainer_account,
+        "namespace": namespace,
+        "annotations": {"iam.gke.io/gcp-service-account": settings.trainer_service_account},
+    }
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
