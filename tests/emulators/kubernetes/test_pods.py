@@ -106,6 +106,7 @@ def test_the_environment_is_put_together(kube: Kube) -> None:
     container = {
         "env": env,
         "envFrom": [{"prefix": "C_", "configMapRef": {"name": "conf"}}],
+        "ports": [{"containerPort": 8000}],
         "resources": {"limits": {"cpu": "1500m", "nvidia.com/gpu": "2"}},
     }
     selector = {"cloud.google.com/gke-accelerator": "nvidia-l4"}
@@ -119,6 +120,7 @@ def test_the_environment_is_put_together(kube: Kube) -> None:
     assert (found["BOTH"], found["LABEL"], found["CPUS"]) == ("a/1e-4 $(POD) $(UNKNOWN)", "x", "2")
     assert (found["MASTER"], found["HOSTNAME"], found["DROPFORGE_LOCAL_GPUS"]) == ("127.0.0.1:29500", "a", "2")
     assert found["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
+    assert found["HOST"] == "127.0.0.1"  # where a server should listen; PORT says at which port of this machine
     assert "NONE" not in found
     assert json.loads(words) == ["a"]
 

@@ -52,6 +52,7 @@ def environment(sources: Sources, pod: Object, container: Object) -> dict[str, s
     ports = [port["containerPort"] for port in container.get("ports", ())]
     if ports:
         env["PORT"] = str(local.get(int(env["PORT"]) if env.get("PORT", "").isdigit() else ports[0], local[ports[0]]))
+        env.setdefault("HOST", LOOPBACK)  # ours: a laptop's neighbours are none of a pod's clients
     return env
 
 
