@@ -83,11 +83,11 @@ class Attempt:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, timeout: float = 110) -> int:
+    def wait(self, timeout: float = 200) -> int:
         self.output, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
-    def wait_for(self, text: str, timeout: float = 60) -> None:
+    def wait_for(self, text: str, timeout: float = 100) -> None:
         """Read the log until `text` appears."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
