@@ -17,13 +17,14 @@ import pytest
 from dropforge import clients, names
 from dropforge.errors import NotFound
 from dropforge.runs import Record, RunStore
+from dropforge.serving import SERVERS
 from dropforge.settings import Settings, settings
 from dropforge.targets import TARGETS
 from dropforge_local import stack as local
 from dropforge_local.stack import IMAGES, StackConfig, StackInfo
 
 from .clusters import Clusters
-from .targets import PARTS
+from .targets import PARTS, SERVES
 
 NOOP_IMAGES = Path(__file__).resolve().parents[1] / "images"
 NOOP_SETTINGS = {
@@ -197,6 +198,12 @@ def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Cal
 def target(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The `target` of a spec, for every target that there is."""
     return {"type": request.param, **PARTS[request.param]}
+
+
+@pytest.fixture(params=list(SERVERS))
+def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The `serve` of a spec, for every kind of endpoint that there is."""
+    return {"type": request.param, **SERVES[request.param]}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The smallest part of a spec that asks for each target: one line per target, and the shared tests run on it too."""
+"""The smallest parts of a spec that ask for each target and each endpoint: one line, and the shared tests run on it."""
 
 from __future__ import annotations
 
@@ -7,4 +7,8 @@ from typing import Any
 PARTS: dict[str, dict[str, Any]] = {
     "cloud_run": {"placements": [{"region": "us-central1"}, {"region": "europe-west4"}]},
     "gke": {"placements": [{"region": "us-central1"}, {"region": "us-central1", "capacity": "spot"}]},
+}
+SERVES: dict[str, dict[str, Any]] = {
+    "cloud_run": {"ttl": "1h"},
+    "gke": {"ttl": "1h", "region": "us-central1", "max_instances": 2},
 }

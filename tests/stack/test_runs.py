@@ -27,23 +27,6 @@ def states(record: Record) -> list[str]:
     return [transition.state.value for transition in record.history]
 
 
-def test_a_served_run_answers_until_it_is_cancelled(user: User) -> None:
-    run = user.drop(user.spec(serve=SERVE))
-    record = user.wait(run)
-    assert record.state is RunState.SUCCEEDED, record.error
-    assert record.endpoint is not None
-    question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
-    url = f"{record.endpoint.url}/v1/chat/completions"
-    assert requests.post(url, json=question, timeout=30).status_code in (401, 403)
-    answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
-    assert answer.json()["choices"][0]["message"]["content"] == "ok"
-    assert user.resources(run) == [record.endpoint.service]
-
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
-    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
-    assert_clean(user, run)
-
-
 def test_a_gate_that_is_not_passed_keeps_the_model_but_serves_nothing(user: User) -> None:
     run = user.drop(user.spec("poor", evaluation=GATE, serve=SERVE))
     record = user.wait(run)

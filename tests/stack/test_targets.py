@@ -6,24 +6,26 @@ import json
 from typing import Any
 
 import pytest
+import requests
 
-from dropforge import names
+from dropforge import clients, names
 from dropforge.inspect import inspect
 from dropforge.provision import launch_of
 from dropforge.runs import RunState
+from dropforge.serving import SERVERS
 from dropforge.targets import TARGETS, get_target
 from dropforge.targets.base import Phase
 
 from .conftest import User
-from .targets import PARTS
+from .targets import PARTS, SERVES
 from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import GATE, assert_clean, states
 
 Part = dict[str, Any]
 
 
-def test_every_target_is_tested() -> None:
-    assert set(TARGETS) <= set(PARTS), "tests/stack/targets.py says how these tests ask for a target"
+def test_everything_is_tested() -> None:
+    assert (set(TARGETS), set(SERVERS)) == (set(PARTS), set(SERVES)), "tests/stack/targets.py is to name them all"
 
 
 def test_a_train_only_run_succeeds_and_leaves_nothing(user: User, target: Part) -> None:
@@ -136,3 +138,24 @@ def _look(kind: str, launch: Any) -> dict[str, Any]:
     status = get_target(kind).inspect(launch)
     running = status.phase in (Phase.PENDING, Phase.RUNNING)
     return {"status": "WAITING" if running else "ENDED", "phase": status.phase, "message": status.message}
+
+
+def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> None:
+    run = user.drop(user.spec(serve=serve))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert record.endpoint is not None
+    question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
+    url = f"{record.endpoint.url}/v1/chat/completions"
+    if serve["type"] == "cloud_run":  # others are reached inside the VPC only, and ask nobody who he is
+        assert requests.post(url, json=question, timeout=30).status_code in (401, 403)
+    answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
+    assert answer.json()["choices"][0]["message"]["content"] == "ok"
+    made = [entry.name for entry in user.store.ledger(run).remaining()]
+    assert record.endpoint.service in made
+    assert set(made) <= set(user.resources(run))
+    assert not any("/jobs/" in name for name in user.resources(run))
+
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    assert_clean(user, run)
