@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class Process:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     workdir: Path
+    search_path: tuple[Path, ...] = ()  # where programs are looked for first
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,15 @@ class Image:
             argv=(words[0], *(self._map(word, rootfs) for word in words[1:])),
             env={name: self._map(value, rootfs) for name, value in merged.items()},
             workdir=directory,
+            search_path=tuple(self._programs(merged.get("PATH", ""))),
         )
+
+    def _programs(self, path: str) -> Iterator[Path]:
+        """The directories of those environments that the image has on its PATH; the interpreter's comes first."""
+        for own in path.split(":"):
+            if (here := self.environments.get(own.removesuffix("/bin"))) and own.endswith("/bin"):
+                yield here / "bin"
+                yield (here / "bin" / "python").readlink().parent
 
     def _map(self, text: str, rootfs: Path) -> str:
         """Replace container paths that the image owns, also in lists (PYTHONPATH) and options (--config=/app/x)."""

@@ -130,7 +130,7 @@ def test_secrets_services_and_everything_else(kubectl: Kubectl) -> None:
     kubectl("annotate", "configmap", "conf", "x=y")
     assert "conf" in kubectl("get", "cm", "-l", "x=y")
     assert "RayJob" in kubectl("create", "-o", "yaml", "-f", kubectl.file(
-        {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "r"}, "spec": {"entrypoint": "python x.py"}}
+        {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "r"}, "spec": {"submissionMode": "HTTPMode"}}
     ))  # fmt: skip
     kubectl("delete", "deployment,service,secret,cm,rayjob", "--all", "--wait")
 

@@ -14,6 +14,7 @@ from kubernetes.client import exceptions
 from .conftest import Kube, Running, make_client, make_deployment, make_job, make_pod
 
 SUSPENDED = {"suspend": True}
+MONITORING = {"selector": {}, "endpoints": [{"port": "http"}]}
 CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps"
 SERVICES = "/api/v1/namespaces/{}/services"
 
@@ -81,21 +82,22 @@ def test_generation_counts_desired_states_only(kube: Kube) -> None:
 
 
 def test_status_is_written_through_its_own_path(kube: Kube) -> None:
-    path = f"/apis/ray.io/v1/namespaces/{kube.namespace}/rayjobs"
-    kube.call("POST", path, {"metadata": {"name": "r"}, "spec": {"entrypoint": "x"}, "status": {"jobStatus": "FAILED"}})
+    path = f"/apis/monitoring.googleapis.com/v1/namespaces/{kube.namespace}/podmonitorings"
+    kube.call("POST", path, {"metadata": {"name": "r"}, "spec": MONITORING, "status": {"a": 0}})
     assert "status" not in kube.call("GET", f"{path}/r")[1]
     kube.call("PATCH", f"{path}/r/status", {"status": {"a": 1}, "spec": {"b": 2}}, "application/merge-patch+json")
     found = kube.call("PATCH", f"{path}/r", {"status": {"a": 2}, "spec": {"c": 3}}, "application/merge-patch+json")[1]
-    assert (found["status"], found["spec"]) == ({"a": 1}, {"entrypoint": "x", "c": 3})
+    assert (found["status"], found["spec"]) == ({"a": 1}, {**MONITORING, "c": 3})
 
 
 def test_custom_objects_are_stored(kube: Kube) -> None:
-    where = ("ray.io", "v1", kube.namespace, "rayclusters")
-    kube.custom.create_namespaced_custom_object(*where, {"metadata": {"name": "c"}, "spec": {"any": {"thing": 1}}})
+    where = ("monitoring.googleapis.com", "v1", kube.namespace, "podmonitorings")
+    spec = {**MONITORING, "any": {"thing": 1}}
+    kube.custom.create_namespaced_custom_object(*where, {"metadata": {"name": "c"}, "spec": spec})
     kube.custom.patch_namespaced_custom_object(*where, "c", {"spec": {"more": [1]}})
     found = kube.custom.list_namespaced_custom_object(*where)["items"]
-    assert found[0]["spec"] == {"any": {"thing": 1}, "more": [1]}
-    assert (found[0]["kind"], found[0]["apiVersion"]) == ("RayCluster", "ray.io/v1")
+    assert found[0]["spec"] == {**spec, "more": [1]}
+    assert (found[0]["kind"], found[0]["apiVersion"]) == ("PodMonitoring", "monitoring.googleapis.com/v1")
 
 
 def test_secrets_take_plain_text_and_give_base64(kube: Kube) -> None:

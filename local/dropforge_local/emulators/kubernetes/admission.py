@@ -9,8 +9,9 @@ from .kinds import DEPLOYMENT, JOB, POD, REPLICA_SET, SERVICE_ACCOUNT, Kind
 from .refusals import Refusal, forbidden
 from .store import Object, Store
 
-GPU = "nvidia.com/gpu"
+GPU, TPU = "nvidia.com/gpu", "google.com/tpu"
 ACCELERATOR = "cloud.google.com/gke-accelerator"
+TPU_ACCELERATOR, TPU_TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 COMPUTE_CLASS = "cloud.google.com/compute-class"
 
 
@@ -25,9 +26,16 @@ def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Objec
 
 
 def gpus(spec: Mapping[str, Any]) -> int:
-    """How many GPUs a pod asks for: init containers run one by one before the others."""
-    wanted = [int(one.get("resources", {}).get("limits", {}).get(GPU, 0)) for one in spec["containers"]]
-    before = [int(one.get("resources", {}).get("limits", {}).get(GPU, 0)) for one in spec.get("initContainers", ())]
+    """How many GPUs a pod asks for."""
+    return devices(spec, GPU)
+
+
+def devices(spec: Mapping[str, Any], resource: str) -> int:
+    """How many devices of a kind a pod asks for: init containers run one by one before the others."""
+    wanted = [int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in spec["containers"]]
+    before = [
+        int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in spec.get("initContainers", ())
+    ]
     return max([sum(wanted), *before])
 
 

@@ -29,6 +29,8 @@ from .kubelet.runner import Runner
 from .objects import Objects
 from .paths import Target
 from .ports import Ports
+from .ray.clusters import RayClusterController
+from .ray.jobs import RayJobs
 from .recorder import Recorder
 from .services import Services
 from .store import Change, Object, Store
@@ -72,6 +74,7 @@ class Cluster:
                 JobController(self._tools),  # before the collector, which takes away the references it goes by
                 DeploymentController(self._tools),
                 ReplicaSetController(self._tools),
+                RayClusterController(self._tools, shared.ports),
                 GarbageCollector(self._tools),
                 NamespaceController(self._tools),
                 self._scheduler,
@@ -87,6 +90,7 @@ class Cluster:
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self.kubelet = Kubelet(self._tools, shared.runner, shared.ports, self._session)
         self.services = Services(self.store, shared.ports, shared.config, self._session)
+        self._ray_jobs = RayJobs(self._tools, shared.ports, self._session)
         self._api = ApiServer(
             self.name,
             self.port,
@@ -100,6 +104,7 @@ class Cluster:
         self.store.on_change = self._on_change
         self.services.start()
         self.kubelet.start()
+        self._ray_jobs.start()
         self._running = asyncio.get_running_loop().create_task(self._loop.run())
         await self._api.start()
 
@@ -108,6 +113,7 @@ class Cluster:
         await self._api.stop()
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
+        await self._ray_jobs.stop()
         await self.kubelet.stop()
         await self.services.stop()
         await self._session.close()
@@ -161,6 +167,7 @@ class Cluster:
     def _on_change(self, change: Change) -> None:
         self._loop.on_change(change)
         self.kubelet.on_change(change)
+        self._ray_jobs.on_change(change)
         self.services.on_change(change)
 
 

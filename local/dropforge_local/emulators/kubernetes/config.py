@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU type: how many one node has at most, and how many a cluster can have in all."""
+    """A type of GPU or TPU: how many one node has at most, and how many a cluster can have in all."""
 
     per_node: int
     total: int
@@ -30,12 +30,24 @@ ACCELERATORS = MappingProxyType(
     }
 )
 
+# By the label gke-tpu-accelerator, chips of a host (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
+TPUS = MappingProxyType(
+    {
+        "tpu-v4-podslice": Accelerator(4, 256),
+        "tpu-v5-lite-podslice": Accelerator(8, 256),
+        "tpu-v5p-slice": Accelerator(4, 256),
+        "tpu-v6e-slice": Accelerator(8, 256),
+        "tpu7x": Accelerator(4, 256),
+    }
+)
+
 
 @dataclass(frozen=True)
 class KubernetesConfig:
     """Timings and capacity of the emulated clusters; seconds that are minutes in the cloud are short here."""
 
     accelerators: Mapping[str, Accelerator] = field(default_factory=lambda: ACCELERATORS)
+    tpus: Mapping[str, Accelerator] = field(default_factory=lambda: TPUS)
     reservations: frozenset[str] | None = None  # names that exist; None: every name does
     node_seconds: float = 0.5  # until a node that the autoscaler adds is ready
     node_idle_seconds: float = 60.0  # an empty node is taken away after this
@@ -46,6 +58,8 @@ class KubernetesConfig:
     preemption_grace_seconds: float = 15.0  # what a spot node's shutdown leaves to its pods at most
     autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
     watch_history: int = 2000  # changes that a watch can start from; older ones are 410 Gone
+    ray_poll_seconds: float = 1.0  # between two looks at a Ray job; 3 in KubeRay
+    ray_status_seconds: float = 30.0  # a Ray head that does not answer fails its job after this; 300 in KubeRay
     event_seconds: float = 3600.0  # events are forgotten after this, as in Kubernetes
     kept_logs: int = 200  # ended containers whose output is kept while their pod exists or existed
     api_ports: range = range(16000, 17000)

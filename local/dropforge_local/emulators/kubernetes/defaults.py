@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .kinds import Kind
+from .ray.rules import set_cluster_defaults, set_job_defaults
 
 Object = dict[str, Any]
 TRACKING = "batch.kubernetes.io/job-tracking"
@@ -200,4 +201,6 @@ DEFAULTS: Mapping[str, Callable[[Object], None]] = {
     "services": _service,
     "secrets": _secret,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
+    "rayjobs.ray.io": set_job_defaults,
+    "rayclusters.ray.io": set_cluster_defaults,
 }

@@ -64,8 +64,8 @@ HPA = _builtin(
 POD_MONITORING = Kind(
     "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
 )
-RAY_JOB = Kind("ray.io", "v1", "RayJob", "rayjobs", subresources=("status",), categories=("all",))
-RAY_CLUSTER = Kind("ray.io", "v1", "RayCluster", "rayclusters", subresources=("status",), categories=("all",))
+RAY_JOB = _builtin("ray.io", "v1", "RayJob", "rayjobs", subresources="status", categories="all")
+RAY_CLUSTER = _builtin("ray.io", "v1", "RayCluster", "rayclusters", subresources="status", categories="all")
 
 KINDS = (
     NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, DEPLOYMENT, REPLICA_SET, JOB, HPA,

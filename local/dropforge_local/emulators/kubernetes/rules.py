@@ -11,6 +11,7 @@ from . import names, podrules
 from .kinds import Kind
 from .podrules import at_least
 from .quantities import parse_quantity
+from .ray import rules as ray
 from .refusals import Cause, duplicate, forbidden_field, not_emulated, required, unsupported, wrong
 from .selectors import select
 
@@ -361,6 +362,8 @@ RULES: Mapping[str, Rule] = {
     "secrets": _data,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
     "podmonitorings.monitoring.googleapis.com": _pod_monitoring,
+    "rayjobs.ray.io": ray.ray_job,
+    "rayclusters.ray.io": ray.ray_cluster,
 }
 UPDATE_RULES: Mapping[str, UpdateRule] = {
     "pods": _pod_update,

@@ -124,6 +124,27 @@ TYPES = {
     "HPAScalingRules": """
         selectPolicy:Max|Min|Disabled stabilizationWindowSeconds:int policies:[HPAScalingPolicy]""",
     "HPAScalingPolicy": "type:Pods|Percent! value:int! periodSeconds:int!",
+    # Ray (ray.io/v1)
+    "RayJob": "metadata:ObjectMeta spec:RayJobSpec! status:any",
+    "RayJobSpec": """
+        rayClusterSpec:RayClusterSpec clusterSelector:map entrypoint:str metadata:map runtimeEnvYAML:str jobId:str
+        submissionMode:str backoffLimit:int activeDeadlineSeconds:int preRunningDeadlineSeconds:int
+        ttlSecondsAfterFinished:int shutdownAfterJobFinishes:bool suspend:bool managedBy:str entrypointNumCpus:any
+        entrypointNumGpus:any entrypointResources:str submitterPodTemplate:any submitterConfig:any
+        deletionStrategy:any""",
+    "RayCluster": "metadata:ObjectMeta spec:RayClusterSpec! status:any",
+    "RayClusterSpec": """
+        headGroupSpec:HeadGroupSpec! workerGroupSpecs:[WorkerGroupSpec] rayVersion:str suspend:bool
+        authOptions:RayAuthOptions enableInTreeAutoscaling:bool autoscalerOptions:any gcsFaultToleranceOptions:any
+        managedBy:str headServiceAnnotations:map historyServerOptions:any networkPolicy:any tlsOptions:any
+        upgradeStrategy:any""",
+    "RayAuthOptions": "mode:disabled|token secretName:str enableK8sTokenAuth:bool",
+    "HeadGroupSpec": """
+        template:PodTemplateSpec! rayStartParams:map serviceType:str headService:any enableIngress:bool
+        ingressOptions:any resources:map labels:map""",
+    "WorkerGroupSpec": """
+        groupName:str! template:PodTemplateSpec! rayStartParams:map replicas:int minReplicas:int maxReplicas:int
+        numOfHosts:int idleTimeoutSeconds:int priority:int suspend:bool scaleStrategy:any resources:map labels:map""",
     # The rest of core
     "Service": "metadata:ObjectMeta spec:ServiceSpec! status:any",
     "ServiceSpec": """

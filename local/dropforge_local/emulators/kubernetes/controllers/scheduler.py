@@ -1,7 +1,7 @@
 """The scheduler and Autopilot's autoscaler: pods to nodes, and nodes that exist as long as pods need them.
 
-A node is virtual: a name with labels and a number of GPUs. What a real cluster runs out of (stock, quota, a
-reservation that is not there) shows here as there: the pod stays Pending, with a condition and events that say why.
+A node is virtual: a name with labels and a number of GPUs or TPU chips. What a real cluster runs out of (stock, quota,
+a reservation that is not there) shows here as there: the pod stays Pending, with a condition and events that say why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..admission import ACCELERATOR, GPU, gpus
+from ..admission import ACCELERATOR, GPU, TPU, TPU_ACCELERATOR, TPU_TOPOLOGY, devices
+from ..config import Accelerator
 from ..discovery import VERSION
 from ..faults import Faults
 from ..kinds import NODE, POD
@@ -27,6 +28,8 @@ RESERVATION = "cloud.google.com/reservation-name"
 # Labels that Autopilot's nodes can be asked to have; a selector for another one matches no node that will ever be.
 KNOWN_LABELS = {
     ACCELERATOR,
+    TPU_ACCELERATOR,
+    TPU_TOPOLOGY,
     "cloud.google.com/gke-accelerator-count",
     "cloud.google.com/gke-gpu-driver-version",
     "cloud.google.com/gke-spot",
@@ -100,11 +103,13 @@ class Scheduler:
 
     def _find_node(self, pod: Object) -> Object | None:
         """A node with the pod's labels and room for it; one that is ready before one that is not."""
-        selector, wanted = pod["spec"].get("nodeSelector", {}), gpus(pod["spec"])
+        selector, (resource, wanted) = pod["spec"].get("nodeSelector", {}), _wanted(pod["spec"])
         fitting = []
         for node in self._tools.store.items(NODE):
-            labels, capacity = node["metadata"]["labels"], _node_gpus(node)
-            used, pods = self._used(node)
+            labels, capacity = node["metadata"]["labels"], _capacity(node, resource)
+            if not wanted and _capacity(node, TPU):
+                continue
+            used, pods = self._used(node, resource)
             matches = not node["spec"].get("unschedulable") and all(
                 labels.get(key) == value for key, value in selector.items()
             )
@@ -112,18 +117,18 @@ class Scheduler:
                 fitting.append(node)
         return min(fitting, key=lambda node: float(node["metadata"]["annotations"][READY_AT]), default=None)
 
-    def _used(self, node: Object) -> tuple[int, int]:
-        """GPUs and pods on a node, with those that wait for it."""
+    def _used(self, node: Object, resource: str) -> tuple[int, int]:
+        """Devices of one kind and pods on a node, with those that wait for it."""
         name = node["metadata"]["name"]
         there = [
             pod for pod in self._tools.store.items(POD) if pod["spec"].get("nodeName") == name and not is_finished(pod)
         ]
-        return sum(gpus(pod["spec"]) for pod in there), len(there)
+        return sum(devices(pod["spec"], resource) for pod in there), len(there)
 
     def _impossible(self, pod: Object) -> Obstacle | None:
         """Why no node, old or new, can ever run a pod; None if one could."""
         spec = pod["spec"]
-        selector, wanted = spec.get("nodeSelector", {}), gpus(spec)
+        selector, (resource, wanted) = spec.get("nodeSelector", {}), _wanted(spec)
         count = len(self._tools.store.items(NODE))
         prefix = f"0/{count} nodes are available: "
         if set(selector) - KNOWN_LABELS or any(selector.get(key, value) != value for key, value in BASE_LABELS.items()):
@@ -136,22 +141,29 @@ class Scheduler:
                 return Obstacle(f"{prefix}{count} Insufficient {name}.")
         if foreign := _foreign_resources(spec):
             return Obstacle(f"{prefix}{count} Insufficient {foreign[0]}.")
-        if not wanted and ACCELERATOR not in selector:
+        label, name = _accelerator(selector)
+        if not wanted and not label:
             return None
-        kind = self._tools.config.accelerators.get(selector.get(ACCELERATOR, ""))
-        if kind is None or wanted > kind.per_node:
-            return Obstacle(f"{prefix}{count} {NO_MATCH if kind is None else f'Insufficient {GPU}'}.")
+        kind = self._kind(label, name)
+        if kind is None or (label == TPU_ACCELERATOR) is not (resource == TPU) or wanted > kind.per_node:
+            return Obstacle(f"{prefix}{count} {NO_MATCH if label and kind is None else f'Insufficient {resource}'}.")
         return None
+
+    def _kind(self, label: str, name: str) -> Accelerator | None:
+        known = self._tools.config.tpus if label == TPU_ACCELERATOR else self._tools.config.accelerators
+        return known.get(name)
 
     def _shortage(self, pod: Object) -> Obstacle | None:
         """Why no node can be added for a pod now; None if one can."""
         selector = pod["spec"].get("nodeSelector", {})
-        if ACCELERATOR not in selector:
+        label, accelerator = _accelerator(selector)
+        kind = self._kind(label, accelerator)
+        if kind is None:
             return None
-        accelerator = selector[ACCELERATOR]
+        resource, wanted = _wanted(pod["spec"])
         count = len(self._tools.store.items(NODE))
-        why = f"0/{count} nodes are available: {count} Insufficient {GPU}."
-        size = _machine_size(gpus(pod["spec"]), self._tools.config.accelerators[accelerator].per_node)
+        why = f"0/{count} nodes are available: {count} Insufficient {resource}."
+        size = _machine_size(resource, wanted, kind.per_node)
         reservations = self._tools.config.reservations
         reservation = selector.get(RESERVATION)
         if reservation and reservations is not None and reservation not in reservations:
@@ -159,14 +171,14 @@ class Scheduler:
         if self._faults.is_stocked_out(accelerator):
             return Obstacle(why, "GCE out of resources")
         used = sum(
-            _node_gpus(node)
+            _capacity(node, resource)
             for node in self._tools.store.items(NODE)
-            if node["metadata"]["labels"].get(ACCELERATOR) == accelerator
+            if node["metadata"]["labels"].get(label) == accelerator
         )
         quota = self._faults.quota(accelerator)
         if quota is not None and used + size > quota:
             return Obstacle(why, "GCE quota exceeded")
-        if used + size > self._tools.config.accelerators[accelerator].total:
+        if used + size > kind.total:
             return Obstacle(why, "GCE out of resources")
         return None
 
@@ -184,7 +196,8 @@ class Scheduler:
             self._tell(pod, "Normal", "NotTriggerScaleUp", text, "cluster-autoscaler")
 
     def _mark_waiting(self, pod: Object) -> None:
-        what = f"Insufficient {GPU}" if gpus(pod["spec"]) else NO_MATCH
+        resource, wanted = _wanted(pod["spec"])
+        what = f"Insufficient {resource}" if wanted else NO_MATCH
         self._set_unscheduled(pod, f"0/{len(self._tools.store.items(NODE))} nodes are available: {what}.")
 
     def _set_unscheduled(self, pod: Object, message: str) -> None:
@@ -195,10 +208,10 @@ class Scheduler:
 
     def _add_node(self, pod: Object) -> Object:
         selector = pod["spec"].get("nodeSelector", {})
-        accelerator = selector.get(ACCELERATOR, "")
-        kind = self._tools.config.accelerators.get(accelerator)
-        size = _machine_size(max(1, gpus(pod["spec"])), kind.per_node) if kind else 0
-        node = _make_node({**BASE_LABELS, **selector}, size, self._tools.now(), self._tools.config.node_seconds)
+        kind = self._kind(*_accelerator(selector))
+        resource, wanted = _wanted(pod["spec"])
+        amounts = {resource: str(_machine_size(resource, max(1, wanted), kind.per_node))} if kind else {}
+        node = _make_node({**BASE_LABELS, **selector}, amounts, self._tools.now(), self._tools.config.node_seconds)
         node = self._tools.store.insert(NODE, node)
         name = node["metadata"]["name"]
         text = f"Pod triggered scale-up: [{{{name} 0->1 (max: 1000)}}]"
@@ -268,12 +281,25 @@ def _is_pending(pod: Object) -> bool:
     return unbound and "deletionTimestamp" not in pod["metadata"]
 
 
-def _node_gpus(node: Object) -> int:
-    return int(node["status"]["allocatable"].get(GPU, 0))
+def _wanted(spec: Object) -> tuple[str, int]:
+    """The devices that a pod asks for: TPU chips, or else GPUs."""
+    chips = devices(spec, TPU)
+    return (TPU, chips) if chips else (GPU, devices(spec, GPU))
 
 
-def _machine_size(wanted: int, per_node: int) -> int:
-    """GPUs come in machines of 1, 2, 4, 8 and 16."""
+def _accelerator(selector: dict[str, str]) -> tuple[str, str]:
+    """The label that selects a type of accelerator, and the type; two empty strings when there is none."""
+    return next(((label, selector[label]) for label in (TPU_ACCELERATOR, ACCELERATOR) if label in selector), ("", ""))
+
+
+def _capacity(node: Object, resource: str) -> int:
+    return int(node["status"]["allocatable"].get(resource, 0))
+
+
+def _machine_size(resource: str, wanted: int, per_node: int) -> int:
+    """GPUs come in machines of 1, 2, 4, 8 and 16; a pod has all the chips of a TPU host."""
+    if resource == TPU:
+        return wanted
     return min(per_node, next(size for size in (1, 2, 4, 8, 16, wanted) if size >= wanted))
 
 
@@ -282,16 +308,14 @@ def _foreign_resources(spec: Object) -> list[str]:
         name
         for container in spec["containers"]
         for name in container.get("resources", {}).get("limits", {})
-        if name not in ("cpu", "memory", "ephemeral-storage", GPU)
+        if name not in ("cpu", "memory", "ephemeral-storage", GPU, TPU)
     ]
 
 
-def _make_node(labels: dict[str, str], size: int, now: float, delay: float) -> Object:
-    kind = labels.get(ACCELERATOR, "pool").removeprefix("nvidia-")
+def _make_node(labels: dict[str, str], devices: dict[str, str], now: float, delay: float) -> Object:
+    kind = (_accelerator(labels)[1] or "pool").removeprefix("nvidia-")
     name = f"gk3-{kind}-{uuid.uuid4().hex[:8]}-{random_suffix()[:4]}"
-    amounts = {"cpu": "222", "memory": "1Ti", "pods": str(PODS_PER_NODE), "ephemeral-storage": "1Ti"}
-    if size:
-        amounts[GPU] = str(size)
+    amounts = {"cpu": "222", "memory": "1Ti", "pods": str(PODS_PER_NODE), "ephemeral-storage": "1Ti", **devices}
     stamp = timestamp(now)
     return {
         "apiVersion": "v1",

@@ -6,16 +6,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .... import fsdp_shim
+from .... import fsdp_shim, ray_shim
 from ....containers.images import ImageNotFound, ImageStore
 from ....containers.mounts import link, map_paths
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ....db import Database
+from ....server import HOST
 from ....workflows.clock import Clock
 from ..admission import GPU
 from ..controllers.owned import controller_of
 from ..kinds import BY_NAME, POD
 from ..quantities import whole
+from ..ray import pods as ray
 from ..store import Object, Store
 from . import volumes
 from .environment import Sources, environment, words
@@ -114,11 +116,14 @@ class Runner:
         seen = {name: map_paths(value, mapped) for name, value in process.env.items()}
         if gpus := whole(limits.get(GPU, "0")):
             seen = fsdp_shim.environment(seen, gpus)
+        if ray.CLUSTER in pod["metadata"].get("labels", {}):
+            seen = ray_shim.environment(seen, sources.local_ports(pod), ray_head(sources, pod))
         return ContainerSpec(
             tuple(map_paths(word, mapped) for word in process.argv),
             seen,
             process.workdir,
             whole(limits["memory"]) if "memory" in limits else None,
+            search_path=process.search_path,
         )
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
@@ -144,6 +149,19 @@ def id_of(pod: Object, name: str, attempt: int) -> str:
     """The uid, because a pod of the same name may come again."""
     metadata = pod["metadata"]
     return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"
+
+
+def ray_head(sources: Sources, pod: Object) -> str:
+    """Where the GCS of a Ray node's cluster listens. Raises StartError while the cluster has no head."""
+    metadata = pod["metadata"]
+    cluster = metadata["labels"][ray.CLUSTER]
+    for other in sources.store.items(POD, metadata["namespace"]):
+        labels = other["metadata"].get("labels", {})
+        if (labels.get(ray.CLUSTER), labels.get(ray.NODE_TYPE)) == (cluster, ray.HEAD):
+            port = sources.ports.find(sources.store.cluster, other["metadata"]["uid"], ray.GCS)
+            if port is not None:
+                return f"{HOST}:{port}"
+    raise StartError("ContainerCreating", f"the Ray cluster {cluster!r} has no head")
 
 
 def workload_of(store: Store, pod: Object) -> str:

@@ -1,0 +1,175 @@
+"""The pods of a RayCluster: `ray start` around the template's container, as KubeRay's common/pod.go makes them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from ..admission import GPU, TPU
+from ..quantities import whole
+from ..store import Object
+
+CLUSTER, NODE_TYPE, GROUP = "ray.io/cluster", "ray.io/node-type", "ray.io/group"
+HEAD, WORKER, HEAD_GROUP = "head", "worker", "headgroup"
+REPLICA, HOST = "ray.io/worker-group-replica-index", "ray.io/replica-host-index"
+GCS, DASHBOARD, CLIENT, METRICS, AGENT = 6379, 8265, 10001, 8080, 52365
+TOKEN_KEY = "auth_token"
+LIVENESS = {"initialDelaySeconds": 30, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 120}
+READINESS = {"initialDelaySeconds": 10, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 10}
+# What `ray start` calls the accelerators that a container is limited to.
+GPU_OPTION, TPU_RESOURCE = "num-gpus", "TPU"
+
+
+def head_service_name(cluster: str) -> str:
+    return f"{cluster}-head-svc"
+
+
+def headless_service_name(cluster: str) -> str:
+    return f"{cluster}-headless"
+
+
+def service_host(name: str, namespace: str) -> str:
+    return f"{name}.{namespace}.svc.cluster.local"
+
+
+def head_pod(cluster: Object) -> tuple[Object, Object]:
+    """Template and metadata of the head's pod."""
+    group = cluster["spec"]["headGroupSpec"]
+    template = copy.deepcopy(group["template"])
+    name = cluster["metadata"]["name"]
+    params = {"dashboard-host": "0.0.0.0", **group.get("rayStartParams", {})}
+    container = template["spec"]["containers"][0]
+    _add_ports(container, {"gcs-server": GCS, "dashboard": DASHBOARD, "client": CLIENT, "metrics": METRICS})
+    _start_ray(container, HEAD, params)
+    _add_environment(container, cluster, "127.0.0.1")
+    _add_probes(container)
+    return template, _metadata(name, HEAD, HEAD_GROUP, f"{name[:40]}-head-")
+
+
+def worker_pod(cluster: Object, group: Object, replica: int, host: int) -> tuple[Object, Object]:
+    """Template and metadata of one host of one replica of a worker group."""
+    template = copy.deepcopy(group["template"])
+    metadata, spec = cluster["metadata"], template["spec"]
+    name, namespace = metadata["name"], metadata["namespace"]
+    address = service_host(head_service_name(name), namespace)
+    params = {"address": f"{address}:{GCS}", **group.get("rayStartParams", {})}
+    container = spec["containers"][0]
+    _add_ports(container, {"metrics": METRICS})
+    spec["initContainers"] = [*spec.get("initContainers", ()), _wait_for_head(container, address)]
+    _start_ray(container, WORKER, params)
+    _add_environment(container, cluster, address)
+    _add_probes(container)
+    made = _metadata(name, WORKER, group["groupName"], f"{name[:35]}-{group['groupName'][:15]}-worker-")
+    made["labels"] |= {REPLICA: str(replica), HOST: str(host)}
+    _add_tpu(template, cluster, group, replica, host)
+    return template, made
+
+
+def _metadata(cluster: str, node_type: str, group: str, prefix: str) -> Object:
+    labels = {
+        CLUSTER: cluster,
+        NODE_TYPE: node_type,
+        GROUP: group,
+        "ray.io/is-ray-node": "yes",
+        "ray.io/identifier": f"{cluster}-{node_type}",
+        "app.kubernetes.io/name": "kuberay",
+        "app.kubernetes.io/created-by": "kuberay-operator",
+    }
+    return {"generateName": prefix, "labels": labels}
+
+
+def _add_ports(container: Object, ports: dict[str, int]) -> None:
+    given = container.setdefault("ports", [])
+    taken = {one["containerPort"] for one in given} | {one.get("name") for one in given}
+    given += [
+        {"name": name, "containerPort": port} for name, port in ports.items() if name not in taken and port not in taken
+    ]
+
+
+def _start_ray(container: Object, node_type: str, params: dict[str, str]) -> None:
+    resources = container.get("resources", {})
+    limits, requests = resources.get("limits", {}), resources.get("requests", {})
+    if cpu := limits.get("cpu") or requests.get("cpu"):
+        params.setdefault("num-cpus", str(whole(cpu)))
+    if memory := limits.get("memory"):
+        params.setdefault("memory", str(whole(memory)))
+    if count := limits.get(GPU):
+        params.setdefault(GPU_OPTION, str(whole(count)))
+    if count := limits.get(TPU):
+        params.setdefault("resources", f"'{json.dumps({TPU_RESOURCE: whole(count)}, separators=(',', ':'))}'")
+    params.setdefault("metrics-export-port", str(METRICS))
+    params.setdefault("dashboard-agent-listen-port", str(AGENT))
+    params["block"] = "true"
+    words = [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in sorted(params.items())]
+    command = " ".join(["ray start", *(["--head"] if node_type == HEAD else []), *words])
+    own = [*container.get("command", ()), *container.get("args", ())]
+    before = f"{' '.join(own)} && " if own else ""
+    container["command"] = ["/bin/bash", "-c", "--"]
+    container["args"] = [f"{before}ulimit -n 65536; {command}"]
+    container.setdefault("env", []).append({"name": "KUBERAY_GEN_RAY_START_CMD", "value": command})
+
+
+def _add_environment(container: Object, cluster: Object, address: str) -> None:
+    labels = {"RAY_CLUSTER_NAME": CLUSTER, "RAY_NODE_TYPE_NAME": GROUP}
+    fields = {name: f"metadata.labels['{label}']" for name, label in labels.items()}
+    fields |= {"RAY_CLUSTER_NAMESPACE": "metadata.namespace", "RAY_CLOUD_INSTANCE_ID": "metadata.name"}
+    values = {"RAY_PORT": str(GCS), "RAY_ADDRESS": f"{address}:{GCS}", "RAY_USAGE_STATS_KUBERAY_IN_USE": "1"}
+    made: list[Object] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()
+    ]
+    made += [{"name": name, "value": value} for name, value in values.items()]
+    if address != "127.0.0.1":
+        made.append({"name": "FQ_RAY_IP", "value": address})
+    if has_token(cluster):
+        reference = {"name": token_secret(cluster), "key": TOKEN_KEY}
+        made.append({"name": "RAY_AUTH_MODE", "value": "token"})
+        made.append({"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    given = {one["name"] for one in container.get("env", ())}
+    container.setdefault("env", []).extend(one for one in made if one["name"] not in given)
+
+
+def has_token(cluster: Object) -> bool:
+    """Requests to Ray bear a token only where the cluster asks for it (IsAuthEnabled)."""
+    return bool(cluster["spec"].get("authOptions", {}).get("mode") == "token")
+
+
+def token_secret(cluster: Object) -> str:
+    return str(cluster["spec"].get("authOptions", {}).get("secretName") or cluster["metadata"]["name"])
+
+
+def _add_probes(container: Object) -> None:
+    action = {"path": "/api/healthz", "port": AGENT}
+    for name, values in (("livenessProbe", LIVENESS), ("readinessProbe", READINESS)):
+        container.setdefault(name, {**values, "successThreshold": 1, "httpGet": action})
+
+
+def _wait_for_head(container: Object, address: str) -> Object:
+    loop = "until (exec 3<>/dev/tcp/${RAY_ADDRESS%:*}/${RAY_ADDRESS##*:}) 2>/dev/null; do sleep 1; done"
+    limits = {"cpu": "200m", "memory": "256Mi"}
+    return {
+        "name": "wait-gcs-ready",
+        "image": container["image"],
+        "command": ["/bin/bash", "-c", "--"],
+        "args": [f"{loop}; echo GCS is ready."],
+        "env": [*container.get("env", ()), {"name": "RAY_ADDRESS", "value": f"{address}:{GCS}"}],
+        "resources": {"limits": limits, "requests": limits},
+    }
+
+
+def _add_tpu(template: Object, cluster: Object, group: Object, replica: int, host: int) -> None:
+    """What GKE's webhook for TPUs adds (https://github.com/ai-on-gke/kuberay-tpu-webhook): who is who in the slice."""
+    spec = template["spec"]
+    chips = [one for one in spec["containers"] if TPU in one.get("resources", {}).get("limits", {})]
+    if not chips:
+        return
+    hosts, name = group["numOfHosts"], group["groupName"]
+    values: dict[str, Any] = {"TPU_WORKER_ID": str(host), "TPU_NAME": f"{name}-{replica}"}
+    if hosts > 1:
+        subdomain = headless_service_name(cluster["metadata"]["name"])
+        hostnames = [f"{name}-{replica}-{index}.{subdomain}" for index in range(hosts)]
+        values["TPU_WORKER_HOSTNAMES"] = ",".join(hostnames)
+        spec |= {"hostname": f"{name}-{replica}-{host}", "subdomain": subdomain}
+    for container in chips:
+        given = {one["name"] for one in container.setdefault("env", [])}
+        container["env"] += [{"name": key, "value": value} for key, value in values.items() if key not in given]

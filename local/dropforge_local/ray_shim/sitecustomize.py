@@ -1,0 +1,87 @@
+"""Python imports this at start wherever its directory is on PYTHONPATH (local stack only: see __init__.py).
+
+Ray listens on every interface unless its node is 127.0.0.1, and on Linux replaces that by the machine's address
+(ray._private.services). And `ray start` is given the ports of a pod, which has them to itself in a cluster.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+# Options of `ray start` that are ports of the pod, with Ray's own defaults; a head has all of them.
+PORTS = {
+    "dashboard-agent-listen-port": 52365,
+    "metrics-export-port": 8080,
+    "port": 6379,
+    "dashboard-port": 8265,
+    "ray-client-server-port": 10001,
+}
+WORKER_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
+# Of the dashboard's parts, each a process of 100 MB, those that serve jobs and their state.
+DASHBOARD_MODULES = "JobHead,StateHead"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds Ray's modules as always, and has some patched once they are loaded."""
+
+    def __init__(self) -> None:
+        self.patches = {"ray._private.services": make_small}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if (patch := self.patches.pop(fullname, None)) is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def make_small(services: Any) -> None:
+    """Keep a node on the loopback, and its dashboard small."""
+    start = services.start_ray_process
+
+    def start_ray_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        if process_type == "dashboard":
+            command = [*command, f"--modules-to-load={DASHBOARD_MODULES}"]
+        return start(command, process_type, *args, **kwargs)
+
+    services.start_ray_process = start_ray_process
+    services.resolve_ip_for_localhost = lambda host: host
+    services.get_node_ip_address = lambda address=None: LOOPBACK
+
+
+def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
+    """The words of `ray start` for this machine: its ports for the pod's, the head's address, the loopback."""
+    head = "--head" in words
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
+    for name in PORTS if head else WORKER_PORTS:
+        port = options.get(name, str(PORTS[name]))
+        options[name] = str(local["ports"].get(port, port))
+    options |= {"node-ip-address": LOOPBACK, "min-worker-port": "0", "max-worker-port": "0"}
+    options["object-store-memory"] = str(local["object_store_bytes"])
+    options |= {"dashboard-host": LOOPBACK, "no-monitor": ""} if head else {"address": local["head"]}
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+if text := os.environ.get("DROPFORGE_LOCAL_RAY"):
+    sys.meta_path.insert(0, Finder())
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    if script == "ray" and sys.argv[1:2] == ["start"]:
+        sys.argv[2:] = local_start(sys.argv[2:], json.loads(text))

@@ -1,0 +1,293 @@
+"""RayJobs: real Ray in the pods, the real Jobs API, KubeRay's states. Clusters are dear (20 s), so each does much."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import textwrap
+import time
+import uuid
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kubernetes.client import exceptions
+
+from dropforge_local.containers.processes import end_all, find_members
+
+from .conftest import NAME, REGISTRY, Kube, Stack
+
+ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = ROOT / "build" / "maxtext"
+RAY = ENVIRONMENT / "bin" / "ray"
+TPU = "google.com/tpu"
+WAIT_SECONDS = 90.0
+
+DRIVER = """
+    import os, sys, time, ray
+    what = sys.argv[1]
+    print("driver", what, "of", os.environ["RAY_CLUSTER_NAME"], flush=True)
+    if what == "exit":
+        sys.exit(int(sys.argv[2]))
+    if what == "sleep":
+        time.sleep(float(sys.argv[2]))
+    if what == "hosts":
+        @ray.remote(num_cpus=1, resources={"TPU": 4})
+        class Host:
+            def who(self):
+                return [os.environ[name] for name in ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_NAME")]
+        ray.init(log_to_driver=False)
+        hosts = [Host.remote() for _ in range(2)]
+        print("hosts", sorted(ray.get([host.who.remote() for host in hosts])), flush=True)
+"""
+DOCKERFILE = """
+FROM python:3.12
+WORKDIR /app
+COPY containers/train_ray_test/driver.py /app/driver.py
+LABEL dev.dropforge.environments="/opt/maxtext=maxtext"
+ENV PATH=/opt/maxtext/bin:/usr/bin:/bin
+ENTRYPOINT ["python", "driver.py"]
+"""
+
+pytestmark = pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: run `make maxtext`")
+
+
+def write_ray_image(repo: Path) -> None:
+    folder = repo / "containers" / "train_ray_test"
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    (folder / "driver.py").write_text(textwrap.dedent(DRIVER))
+    (repo / "build").mkdir()
+    (repo / "build" / "maxtext").symlink_to(ENVIRONMENT)
+
+
+def ray_job(name: str, *words: str, hosts: int = 0, **spec: Any) -> dict[str, Any]:
+    container = {"name": "ray", "image": f"{REGISTRY}/train-ray-test:v1"}
+    head = {**container, "resources": {"limits": {"cpu": "1", "memory": "8Gi"}}}
+    worker = {**container, "resources": {"limits": {"cpu": "1", "memory": "8Gi", TPU: "4"}}}
+    selector = {"cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice", "cloud.google.com/gke-tpu-topology": "2x4"}
+    short = {"terminationGracePeriodSeconds": 3}
+    group = {
+        "groupName": "slice",
+        "replicas": 1,
+        "minReplicas": 1,
+        "maxReplicas": 1,
+        "numOfHosts": hosts,
+        "template": {"spec": {**short, "containers": [worker], "nodeSelector": selector}},
+    }
+    cluster: dict[str, Any] = {
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {}, "template": {"spec": {**short, "containers": [head]}}},
+        "workerGroupSpecs": [group] if hosts else [],
+    }
+    base = {
+        "entrypoint": " ".join(["python", "driver.py", *words]),
+        "submissionMode": "HTTPMode",
+        "shutdownAfterJobFinishes": True,
+        "backoffLimit": 0,
+        "rayClusterSpec": cluster,
+    }
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}, "spec": {**base, **spec}}
+
+
+class Ray:
+    """RayJobs of one cluster's default namespace."""
+
+    def __init__(self, kube: Kube) -> None:
+        self.kube = kube
+        self.where = ("ray.io", "v1", kube.namespace)
+
+    def create(self, *words: str, **more: Any) -> str:
+        name = f"j{uuid.uuid4().hex[:6]}"
+        self.kube.custom.create_namespaced_custom_object(*self.where, "rayjobs", ray_job(name, *words, **more))
+        return name
+
+    def status(self, name: str) -> dict[str, Any]:
+        found = self.kube.custom.get_namespaced_custom_object(*self.where, "rayjobs", name)
+        return dict(found.get("status", {}))
+
+    def states(self, name: str) -> tuple[str, str]:
+        status = self.status(name)
+        return status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
+
+    def pods(self) -> list[Any]:
+        return [pod for pod in self.kube.pods() if "ray.io/cluster" in (pod.metadata.labels or {})]
+
+    def clusters(self) -> list[Any]:
+        return list(self.kube.custom.list_namespaced_custom_object(*self.where, "rayclusters")["items"])
+
+    def patch(self, name: str, **spec: Any) -> None:
+        self.kube.custom.patch_namespaced_custom_object(*self.where, "rayjobs", name, {"spec": spec})
+
+    def delete(self, name: str) -> None:
+        self.kube.custom.delete_namespaced_custom_object(*self.where, "rayjobs", name)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What the ray command line needs to reach a job's cluster from outside."""
+        cluster = self.status(name)["rayClusterName"]
+        secret = self.kube.core.read_namespaced_secret(cluster, self.kube.namespace)
+        service = self.kube.core.read_namespaced_service(f"{cluster}-head-svc", self.kube.namespace)
+        url = json.loads(service.metadata.annotations["local.dropforge/urls"])["8265"]
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.kube.directory),
+            "RAY_ADDRESS": url,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": b64decode(secret.data["auth_token"]).decode(),
+        }
+
+
+def until(look: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture
+def ray(stack: Stack) -> Iterator[Ray]:
+    write_ray_image(stack.home / "repo")
+    yield Ray(stack.start())
+    # Whatever the test has left: no process of a Ray cluster outlives its containers.
+    end_all(stack.home / "containers", grace_seconds=0)
+    assert not find_members(stack.home / "containers")
+
+
+@pytest.mark.slow
+def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: Ray, stack: Stack) -> None:
+    name = ray.create("hosts", hosts=2, ttlSecondsAfterFinished=600)
+    until(lambda: len(ray.pods()) == 3)
+    stack.kill()  # the cluster starts meanwhile
+    ray = Ray(stack.start())
+    until(lambda: ray.states(name) == ("Complete", "SUCCEEDED"))
+    status = ray.status(name)
+    assert (status["succeeded"], status["failed"], status["message"]) == (1, 0, "Job finished successfully.")
+    assert status["dashboardURL"] == f"{status['rayClusterName']}-head-svc.default.svc.cluster.local:8265"
+
+    environment = ray.environment(name)
+    command = [str(RAY), "job", "logs", status["jobId"]]
+    logs = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    names = "slice-0-0.{0}-headless,slice-0-1.{0}-headless".format(status["rayClusterName"])
+    local = "127.0.0.1,127.0.0.1"
+    assert any(f"hosts [['0', '{one}', 'slice-0'], ['1', '{one}', 'slice-0']]" in logs for one in (names, local))
+    denied = subprocess.run(command, env={**environment, "RAY_AUTH_TOKEN": "x" * 32}, capture_output=True, text=True)
+    assert denied.returncode != 0
+
+    assert {pod.metadata.labels["ray.io/node-type"] for pod in ray.pods()} == {"head", "worker"}
+    head = next(pod for pod in ray.pods() if pod.metadata.labels["ray.io/node-type"] == "head")
+    assert "Ray runtime started" in ray.kube.core.read_namespaced_pod_log(head.metadata.name, "default")
+    assert_only_loopback(stack.home / "containers")
+
+    ray.patch(name, ttlSecondsAfterFinished=0)
+    until(lambda: not ray.pods() and not ray.clusters())
+    assert ray.states(name) == ("Complete", "SUCCEEDED")
+    until(lambda: not find_members(stack.home / "containers"))
+
+
+@pytest.mark.slow
+def test_a_driver_that_fails_and_a_head_that_dies(ray: Ray) -> None:
+    name = ray.create("exit", "65")
+    until(lambda: ray.states(name) == ("Failed", "FAILED"))
+    status = ray.status(name)
+    assert (status["reason"], status["failed"]) == ("AppFailed", 1)
+    assert "exit code 65" in status["message"]
+    until(lambda: not ray.pods())
+
+    name = ray.create("sleep", "600")
+    until(lambda: ray.states(name) == ("Running", "RUNNING"))
+    before = head_processes(ray)
+    for process in before:
+        process.kill()
+    # The pod starts its container again, with a Ray that knows of no job: the operator submits it once more.
+    head = ray.pods()[0].metadata.name
+    until(lambda: ray.kube.core.read_namespaced_pod(head, "default").status.container_statuses[0].restart_count == 1)
+    until(lambda: ray.states(name) == ("Running", "RUNNING") and driver_count(ray) == 1)
+    ray.delete(name)
+    until(lambda: not ray.pods() and not ray.clusters())
+    with pytest.raises(exceptions.NotFoundException):
+        ray.status(name)
+    assert not find_members(ray.kube.directory)
+
+
+@pytest.mark.slow
+def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> None:
+    name = ray.create("sleep", "600", activeDeadlineSeconds=40)
+    until(lambda: ray.states(name)[0] == "Running")
+    ray.patch(name, suspend=True)
+    until(lambda: ray.states(name)[0] == "Suspended")
+    assert not ray.pods()
+    assert "rayClusterName" not in ray.status(name)
+    ray.patch(name, suspend=False)
+    until(lambda: ray.states(name)[0] == "Failed")
+    assert ray.status(name)["reason"] == "DeadlineExceeded"
+    until(lambda: not ray.pods())
+
+
+def test_what_the_operator_refuses_is_told_in_the_status(ray: Ray) -> None:
+    def refused(**spec: Any) -> str:
+        name = ray.create("x", **spec)
+        until(lambda: ray.states(name)[0] == "ValidationFailed", 10)
+        return str(ray.status(name)["message"])
+
+    assert "shutdownAfterJobFinishes set to false" in refused(shutdownAfterJobFinishes=False, ttlSecondsAfterFinished=9)
+    assert "activeDeadlineSeconds must be a positive integer" in refused(activeDeadlineSeconds=0)
+    assert "one of RayClusterSpec or ClusterSelector" in refused(rayClusterSpec=None)
+    odd = copy.deepcopy(ray_job("x", hosts=2)["spec"]["rayClusterSpec"])
+    odd["workerGroupSpecs"][0]["minReplicas"] = 2
+    assert "minReplicas 2 greater than maxReplicas 1" in refused(rayClusterSpec=odd)
+    assert not ray.clusters()
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        ({"submissionMode": "K8sJobMode"}, 501),
+        ({"clusterSelector": {"ray.io/cluster": "c"}}, 501),
+        ({"deletionStrategy": {"deletionRules": []}, "managedBy": "ray.io/kuberay-operator"}, 501),
+        ({"activeDeadlineSeconds": "soon"}, 400),
+        ({"rayClusterSpec": {"workerGroupSpecs": []}}, 422),
+        ({"rayClusterSpec": {"headGroupSpec": {}, "authOptions": {"mode": "none"}}}, 422),
+    ],
+)
+def test_what_the_api_refuses(kube: Kube, spec: dict[str, Any], code: int) -> None:
+    path = f"/apis/ray.io/v1/namespaces/{kube.namespace}/rayjobs"
+    assert kube.call("POST", path, ray_job("r", **spec))[0] == code
+
+
+def head_processes(ray: Ray) -> list[psutil.Process]:
+    return [process for process in processes(ray) if "gcs_server" in " ".join(process.cmdline()[:1])]
+
+
+def driver_count(ray: Ray) -> int:
+    return sum(process.cmdline()[1:3] == ["driver.py", "sleep"] for process in processes(ray))
+
+
+def processes(ray: Ray) -> Iterator[psutil.Process]:
+    for pids in find_members(ray.kube.directory).values():
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                process.cmdline()
+                yield process
+            except psutil.Error:
+                continue
+
+
+def assert_only_loopback(directory: Path) -> None:
+    """Nothing of a cluster listens where another machine could reach it."""
+    listening = {
+        connection.laddr.ip
+        for pids in find_members(directory).values()
+        for pid in pids
+        if psutil.pid_exists(pid)
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, NAME
