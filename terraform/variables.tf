@@ -20,6 +20,13 @@ variable "cluster_regions" {
   description = "Regions that get a standing GKE Autopilot cluster, for targets on Kubernetes; each costs its management fee."
   type        = set(string)
   default     = []
+
+  validation {
+    condition = var.network != null || length(var.cluster_regions) == 0 || length(
+      setsubtract(setunion(var.cluster_regions, [var.region]), keys(var.subnetwork_ranges))
+    ) == 0
+    error_message = "With clusters, subnetwork_ranges must have a range for region and for each of cluster_regions."
+  }
 }
 
 variable "data_buckets" {

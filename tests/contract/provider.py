@@ -69,6 +69,12 @@ class Provider:
     def Configure(self, _: dict[int, Any]) -> bytes:
         return b""
 
+    def UpgradeResourceState(self, request: dict[int, Any]) -> bytes:
+        return _field(1, _field(2, _fields(request[3])[1]))  # as it is, in JSON
+
+    def ReadResource(self, request: dict[int, Any]) -> bytes:
+        return _field(1, request[2])
+
     def PlanResourceChange(self, request: dict[int, Any]) -> bytes:
         kind, proposed = request[1].decode(), _value(request[3])
         planned = proposed and self._fill(self.resources[kind], proposed, lambda *_: UNKNOWN)

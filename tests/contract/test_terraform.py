@@ -27,7 +27,8 @@ ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
 GRANTS = [(account, scope, held) for account, found in ACCOUNTS.items() for scope, held in found["grants"].items()]
 LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
 TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
-IMAGES = [field.name.removesuffix("_image") for field in fields(Settings) if field.name.endswith("_image")]
+REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
+IMAGES = sorted(name.removesuffix("_image") for name in REQUIRED if name.endswith("_image"))
 NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
 # Named by specs, which should work in every deployment; and bindings, which name what they are bound to.
 NAMED_OTHERWISE = ("google_secret_manager_secret", "_iam_member")
@@ -47,9 +48,7 @@ def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
 
 
 def test_every_setting_is_one_and_none_is_missing() -> None:
-    required = {field.name for field in fields(Settings) if field.default is MISSING}
-    known = {field.name for field in fields(Settings)}
-    assert required <= set(local("settings")) <= known
+    assert REQUIRED <= set(local("settings")) <= {field.name for field in fields(Settings)}
 
 
 @pytest.mark.parametrize(
@@ -182,8 +181,9 @@ def test_providers_are_pinned_exactly() -> None:
     assert [name for name, found in providers.items() if not re.fullmatch(r"\d+\.\d+\.\d+", found["version"])] == []
 
 
-def test_every_image_is_given() -> None:
-    assert {f"{role}_image" for role in IMAGES} == {key for key in local("settings") if key.endswith("_image")}
+def test_every_image_is_asked_for_before_anything_is_made() -> None:
+    (condition,) = [c for c in _preconditions() if "var.images" in c]
+    assert re.findall(r'"(\w+)"', condition) == IMAGES
 
 
 @pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
@@ -218,3 +218,8 @@ def test_dockerfiles_are_clean(role: str) -> None:
     command = [hadolint, "--config", ROOT / ".hadolint.yaml", "--no-color", ROOT / "containers" / role / "Dockerfile"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _preconditions() -> list[str]:
+    (lifecycle,) = resources()["google_cloudfunctions2_function", "function"]["lifecycle"]
+    return [found["condition"] for found in lifecycle["precondition"]]

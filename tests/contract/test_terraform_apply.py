@@ -130,13 +130,22 @@ def applied(directory: Path) -> Applied:
         providers = {f"{hosts}/google": first, f"{hosts}/archive": second}
         terraform(directory, "init", "-input=false", providers=providers)
         terraform(directory, "validate", providers=providers)
+        registry = ("-input=false", "-auto-approve", "-target=terraform_data.registry", "-var=images={}")
+        terraform(directory, "apply", *registry, providers=providers)
+        before_images = {kind for kind, _ in provider.applied}
         terraform(directory, "apply", "-input=false", "-auto-approve", providers=providers)
         output = terraform(directory, "output", "-json", providers=providers)
-    made: Applied = {}
+    made: Applied = {"before_images": [dict.fromkeys(before_images)]}
     for kind, values in provider.applied:
         made.setdefault(kind, []).append(values)
     made["output"] = [{name: found["value"] for name, found in json.loads(output).items()}]
     return made
+
+
+def test_the_registry_is_made_before_there_are_images(applied: Applied) -> None:
+    (made,) = applied["before_images"]
+    assert {"google_artifact_registry_repository", "google_service_account", "google_storage_bucket"} <= set(made)
+    assert FUNCTION not in made
 
 
 def test_functions_read_their_settings(applied: Applied) -> None:
