@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from . import clients
-from .catalog import ACCELERATORS, HourlyPrice
+from .catalog import HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import GkeServe, GkeTarget, JobSpec, seconds
+from .spec import GkeServe, GkeTarget, JobSpec, TpuVmTarget, accelerators_of, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -22,7 +22,12 @@ _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
     problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
-    problems += [*cluster_problems(spec, settings), *_missing_secrets(spec, settings), *_missing_objects(spec)]
+    problems += [
+        *cluster_problems(spec, settings),
+        *image_problems(spec, settings),
+        *_missing_secrets(spec, settings),
+        *_missing_objects(spec),
+    ]
     if problems:
         raise InvalidSpec(problems)
 
@@ -34,15 +39,11 @@ def fit_problems(spec: JobSpec) -> list[SpecProblem]:
         return []  # the container computes it from the weights, before it loads them
     adapter = spec.training.adapter.type
     needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
-    target = spec.target
-    count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
-    available = ACCELERATORS[target.accelerator].memory_gib * count
+    count, name, available = accelerators_of(spec.target)
     if needed <= available:
         return []
     found = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
-    expected = (
-        f"at most {available:.0f} GiB on {count} {target.accelerator}; try a smaller adapter (qlora) or another target"
-    )
+    expected = f"at most {available:.0f} GiB on {count} {name}; try a smaller adapter (qlora) or another target"
     return [SpecProblem("/model/source", "the model does not fit the accelerator", found, expected)]
 
 
@@ -87,6 +88,14 @@ def training_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) 
     if spec.limits.max_cost_usd is None or price.usd_per_hour is None:
         return allowed
     return min(allowed, int((spec.limits.max_cost_usd - spent_usd) / price.usd_per_hour * 3600))
+
+
+def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether the deployment has the image that the target runs, where not every deployment does."""
+    if not isinstance(spec.target, TpuVmTarget) or settings.train_maxtext_image:
+        return []
+    expected = "another target, or a deployment with DROPFORGE_TRAIN_MAXTEXT_IMAGE"
+    return [SpecProblem("/target/type", "the deployment has no training image for TPUs", "'tpu_vm'", expected)]
 
 
 def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

@@ -69,6 +69,31 @@ GKE_ACCELERATORS: dict[str, tuple[int, ...]] = {
     "nvidia-b200": (8,),
 }
 
+
+@dataclass(frozen=True)
+class TpuVm:
+    """A TPU slice of one machine: its chips, where it is, what boots on it, and the kind of disk that it takes."""
+
+    chips: int
+    memory_gib: float  # of each chip
+    zones: tuple[str, ...]
+    runtimes: tuple[str, ...]
+    disk_type: str
+
+
+_V5E_ZONES = ("europe-west4-b", "us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a")
+_V5P_ZONES = ("europe-west4-b", "us-central1-a", "us-east5-a")
+_V6E_ZONES = ("europe-west4-a", "us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b")
+_ANY_TPU = "tpu-ubuntu2204-base"
+
+# By accelerator type; the first runtime is the default (https://cloud.google.com/tpu/docs/regions-zones, .../runtimes,
+# .../attach-durable-block-storage). Slices of several machines are for the target that coordinates them.
+TPU_VMS = {
+    **{f"v5litepod-{n}": TpuVm(n, 16, _V5E_ZONES, ("v2-alpha-tpuv5-lite", _ANY_TPU), "pd-balanced") for n in (1, 4, 8)},
+    "v5p-8": TpuVm(4, 95, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
+    **{f"v6e-{n}": TpuVm(n, 32, _V6E_ZONES, ("v2-alpha-tpuv6e", _ANY_TPU), "hyperdisk-balanced") for n in (1, 4, 8)},
+}
+
 # GPU tasks of Cloud Run jobs: 12 h at most, preview above 1 h
 # (https://cloud.google.com/run/docs/configuring/task-timeout)
 CLOUD_RUN_MAX_TASK_SECONDS = 12 * SECONDS_PER_HOUR

@@ -77,6 +77,11 @@ def report_object(run: str) -> str:
     return f"runs/{run}/report.json"
 
 
+def machine_object(run: str, attempt: int, name: str) -> str:
+    """What a TPU VM leaves of an attempt: startup.log and status.json, as targets/tpu_vm_startup.sh writes them."""
+    return f"runs/{run}/machine/attempt-{attempt}/{name}"
+
+
 def events_prefix(run: str, attempt: int | None = None) -> str:
     return f"runs/{run}/events/" + ("" if attempt is None else f"{attempt:04d}-")
 

@@ -16,7 +16,7 @@ from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .runs import Record, RunState
 from .settings import Settings
-from .spec import GkeServe, GkeTarget, JobSpec, redact
+from .spec import GkeServe, JobSpec, accelerators_of, redact
 
 MAX_HEADER, MAX_SECTION = 150, 3000
 _HEADLINES = {
@@ -136,9 +136,8 @@ def _machines(spec: JobSpec | None) -> str:
     """What an attempt trains on: `16 x nvidia-b200`."""
     if spec is None:
         return "its target"
-    target = spec.target
-    count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
-    return f"{count} x {target.accelerator}" if count > 1 else target.accelerator
+    count, name, _ = accelerators_of(spec.target)
+    return f"{count} x {name}" if count > 1 else name
 
 
 def _endpoint(record: Record, spec: JobSpec | None) -> str:

@@ -6,7 +6,7 @@ from .job import Columns, Dataset, Evaluation, JobSpec, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
 from .serving import CloudRunServe, GkeServe
-from .targets import CloudRunTarget, GkePlacement, GkeTarget
+from .targets import CloudRunTarget, GkePlacement, GkeTarget, TpuVmTarget, accelerators_of
 
 __all__ = [
     "MAX_SPEC_BYTES",
@@ -19,6 +19,8 @@ __all__ = [
     "GkeServe",
     "GkeTarget",
     "JobSpec",
+    "TpuVmTarget",
+    "accelerators_of",
     "job_spec_schema",
     "parse_spec",
     "redact",

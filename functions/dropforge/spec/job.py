@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
 from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
 from .serving import CloudRunServe, GkeServe
-from .targets import CloudRunTarget, GkeTarget, check_cloud_run_region
+from .targets import CloudRunTarget, GkeTarget, TpuVmTarget, check_cloud_run_region
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
@@ -175,7 +175,7 @@ class JobSpec(Part):
     model: Model
     dataset: Dataset
     training: Training = Training()
-    target: Annotated[CloudRunTarget | GkeTarget, Field(discriminator="type")]
+    target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget, Field(discriminator="type")]
     evaluation: Evaluation | None = None
     serve: Annotated[CloudRunServe | GkeServe, Field(discriminator="type")] | None
     limits: Limits = Limits()
@@ -192,6 +192,8 @@ class JobSpec(Part):
             self._fits_cloud_run()
         if isinstance(self.target, GkeTarget):
             self._fits_gke(self.target)
+        if isinstance(self.target, TpuVmTarget):
+            self._fits_tpu_vm()
         if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
             region = self.target.placements[0].region
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
@@ -207,6 +209,10 @@ class JobSpec(Part):
         if processes > 1 and self.training.adapter.type == "qlora":
             message = f"4-bit weights cannot be sharded over {processes} processes"
             raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
+
+    def _fits_tpu_vm(self) -> None:
+        if (adapter := self.training.adapter.type) != "none":
+            raise Wrong("/training/adapter/type", "on TPUs every weight is trained", adapter, "'none'")
 
 
 def job_spec_schema() -> dict[str, Any]:

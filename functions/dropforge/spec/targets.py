@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..catalog import CLOUD_RUN_MACHINES, GKE_ACCELERATORS
-from .parts import Duration, Part, Region, Wrong
+from ..catalog import ACCELERATORS, CLOUD_RUN_MACHINES, GKE_ACCELERATORS, TPU_VMS
+from .parts import Duration, Part, Region, Wrong, Zone
 
 # A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
 Reservation = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
@@ -90,6 +90,75 @@ class GkeTarget(Part):
     def _gke_offers_it(self) -> GkeTarget:
         check_gke_accelerator(self.accelerator, self.accelerator_count)
         return self
+
+
+class TpuVmPlacement(Part):
+    """A zone with TPUs and the kind of capacity that is asked for there."""
+
+    zone: Zone
+    capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    max_wait: Duration | None = Field(
+        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+    )
+
+    @property
+    def region(self) -> str:
+        """The zone's region."""
+        return self.zone.rsplit("-", 1)[0]
+
+    @model_validator(mode="after")
+    def _names_its_reservation(self) -> TpuVmPlacement:
+        if self.reservation is not None and self.capacity != "reservation":
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+class TpuVmTarget(Part):
+    """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
+
+    type: Literal["tpu_vm"]
+    accelerator_type: str = Field(default="v5litepod-8", examples=["v5litepod-8", "v6e-4"])
+    runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
+    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
+    placements: list[TpuVmPlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_tpu_offers_it(self) -> TpuVmTarget:
+        known = TPU_VMS.get(self.accelerator_type)
+        if known is None:
+            message, expected = "no TPU VM of one machine has this type", f"one of {', '.join(sorted(TPU_VMS))}"
+            raise Wrong("/accelerator_type", message, self.accelerator_type, expected)
+        if self.runtime_version not in (None, *known.runtimes):
+            message, expected = f"does not boot on {self.accelerator_type}", f"one of {', '.join(known.runtimes)}"
+            raise Wrong("/runtime_version", message, self.runtime_version, expected)
+        for index, placement in enumerate(self.placements):
+            self._check_placement(placement, known.zones, f"/placements/{index}")
+        return self
+
+    def _check_placement(self, placement: TpuVmPlacement, zones: tuple[str, ...], pointer: str) -> None:
+        if placement.zone not in zones:
+            message = f"Cloud TPU does not offer {self.accelerator_type} there"
+            raise Wrong(f"{pointer}/zone", message, placement.zone, f"one of {', '.join(zones)}")
+        if placement.capacity == "guaranteed" and not self.queued:
+            raise Wrong(f"{pointer}/capacity", "only the queue guarantees", "guaranteed", "queued: true")
+        if placement.reservation is not None and not self.queued:
+            message = "a node that is not queued cannot name its reservation"
+            raise Wrong(f"{pointer}/reservation", message, placement.reservation, "no name, or queued: true")
+        if placement.capacity == "reservation" and placement.reservation is None and self.queued:
+            raise Wrong(f"{pointer}/reservation", "a required field is missing", None, "the reservation's name")
+
+
+def accelerators_of(target: CloudRunTarget | GkeTarget | TpuVmTarget) -> tuple[int, str, float]:
+    """What an attempt trains on: how many accelerators (or TPU slices), their name, and their memory in GiB in all."""
+    if isinstance(target, TpuVmTarget):
+        slice_ = TPU_VMS[target.accelerator_type]
+        return 1, target.accelerator_type, slice_.chips * slice_.memory_gib
+    count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
+    return count, target.accelerator, count * ACCELERATORS[target.accelerator].memory_gib
 
 
 def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:

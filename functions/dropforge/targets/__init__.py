@@ -9,6 +9,7 @@ from .base import Target
 TARGETS = {
     "cloud_run": "cloud_run:CloudRunJobs",
     "gke": "gke:GkeJobs",
+    "tpu_vm": "tpu_vm:TpuVms",
 }
 
 

@@ -1,0 +1,413 @@
+"""Target `tpu_vm` against the emulated Cloud TPU and Compute Engine, whose machines run the startup script."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud import tpu_v2
+
+from dropforge import clients
+from dropforge.errors import CloudError, ErrorClass
+from dropforge.settings import Settings
+from dropforge.spec import parse_spec
+from dropforge.targets import tpu_vm
+from dropforge.targets.base import Launch, Phase, Resource, Status
+from dropforge.targets.tpu_vm import DISK, NODE, QUEUED, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import end_all
+from dropforge_local.db import Database
+from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.secretmanager import SecretManagerEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
+from dropforge_local.server import BackgroundServer, Emulator
+from dropforge_local.workflows.clock import SystemClock
+
+DOCKERFILE = """
+FROM python:3.12
+WORKDIR /app
+COPY containers/train_x/main.py /app/main.py
+ENTRYPOINT ["python", "-S", "/app/main.py"]
+"""
+# What a container does is the first word of its run id.
+MAIN_PY = """
+    import os, signal, sys, time
+    what = os.environ["DROPFORGE_RUN"].split("-")[0]
+    assert os.path.isdir(os.environ["DROPFORGE_WORK_DIRECTORY"]), "the data disk is not there"
+    if what == "polite":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    if what == "token" and os.environ["HF_TOKEN"] != "secret":
+        sys.exit(70)
+    if what.startswith("exit"):
+        sys.exit(int(what.removeprefix("exit")))
+    if what not in ("succeed", "token"):
+        time.sleep(60)
+"""
+SETTINGS = replace(
+    Settings(*["x"] * 12),
+    project="p1",
+    runs_bucket="runs",
+    job_events_topic="job-events",
+    trainer_service_account="trainer@p1.iam.gserviceaccount.com",
+    train_maxtext_image="us-west1-docker.pkg.dev/p1/dropforge/train-x:v1",
+    provision_deadline_seconds=1800,
+)
+ZONE = "us-west1-c"
+TARGET = TpuVms()
+
+
+def launch(behave: str, secrets: dict[str, str] | None = None, **target: Any) -> Launch:
+    spec = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "training": {"adapter": {"type": "none"}},
+        "target": {"type": "tpu_vm", "placements": [{"zone": ZONE}], **target},
+        "serve": None,
+        "secrets": secrets or {},
+    }
+    run = f"{behave}-{uuid.uuid4().hex[:12]}"
+    deadline = datetime.now(UTC) + timedelta(seconds=600)
+    return Launch(run, 1, 0, parse_spec(json.dumps(spec).encode()), SETTINGS, deadline, 600)
+
+
+@dataclass
+class Cloud:
+    """The emulators and their switches."""
+
+    url: str
+    home: Path
+    live: Callable[[], list[str]]
+
+    def faults(self, emulator: str, **switches: Any) -> None:
+        url, data = f"{self.url}/_local/{emulator}/faults", json.dumps(switches).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
+            pass
+
+    def serial(self, attempt: Launch) -> str:
+        with urllib.request.urlopen(f"{self.url}/_local/tpu/serial/{node_name(attempt)}", timeout=10) as answer:
+            return str(answer.read().decode())
+
+
+def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulator]:
+    db, clock = Database(home / "state.db"), SystemClock()
+    storage, pubsub = StorageEmulator(db, home / "blobs", clock), PubSubEmulator(db, clock)
+    storage.create_bucket("runs")
+    pubsub.create_topic("projects/p1/topics/job-events")
+    secrets = SecretManagerEmulator(db, clock, "p1")
+    secrets.set_secret("hf", b"secret")
+    compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
+    tpu = TpuEmulator(
+        db,
+        clock,
+        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
+        directory=home / "vms",
+        disks=compute.disks,
+        platform_env=lambda: hosts,
+        token=lambda scope: "token",
+        config=TpuConfig(0.1, 0.05, 0.05, 5.0, 0.1, 0.1),
+    )
+    made += [compute, tpu]
+    return [storage, pubsub, secrets, compute, tpu]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    home = tmp_path_factory.mktemp("tpu")
+    folder = home / "repo" / "containers" / "train_x"
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    (folder / "main.py").write_text(textwrap.dedent(MAIN_PY))
+    hosts: dict[str, str] = {}
+    made: list[Any] = []
+    background = BackgroundServer(lambda: build(home, hosts, made))
+
+    async def live() -> list[str]:
+        return [name for emulator in made for name in emulator.live()]
+
+    with background as server, pytest.MonkeyPatch.context() as environment:
+        names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
+        hosts.update(dict.fromkeys(names, server.url))
+        for name in ("STORAGE_EMULATOR_HOST", "TPU_EMULATOR_HOST", "COMPUTE_EMULATOR_HOST"):
+            environment.setenv(name, server.url)
+        environment.setenv("DROPFORGE_PROJECT", "p1")
+        _forget_clients()
+        yield Cloud(server.url, home, lambda: background.call(live()))
+        _forget_clients()
+    end_all(home / "vms", grace_seconds=0)
+
+
+@pytest.fixture
+def cloud(running: Cloud) -> Iterator[Cloud]:
+    yield running
+    running.faults("tpu", stockout=[], quota={}, preempt_next=None, fail_next=[])
+    running.faults("compute", quota={}, fail_next=[])
+    assert running.live() == []
+
+
+def _forget_clients() -> None:
+    for made in vars(clients).values():
+        if hasattr(made, "cache_clear"):
+            made.cache_clear()
+
+
+def until(read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 30) -> Any:
+    deadline = time.monotonic() + seconds
+    while not accept(found := read()):
+        assert time.monotonic() < deadline, f"not in time: {found}"
+        time.sleep(0.05)
+    return found
+
+
+def provision(attempt: Launch) -> None:
+    """As the workflow does it: again until it is launched."""
+    until(lambda: TARGET.provision(attempt), bool)
+
+
+def ended(attempt: Launch) -> Status:
+    phases = (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
+    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase in phases)  # type: ignore[no-any-return]
+
+
+def wait_for(attempt: Launch, phase: Phase) -> Status:
+    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase is phase)  # type: ignore[no-any-return]
+
+
+def tear_down(attempt: Launch) -> None:
+    """As the stage does it: all of them, again and again until all are verified gone."""
+    resources = TARGET.resources(attempt)
+    until(lambda: [one for one in resources if not TARGET.teardown(one.kind, one.name)], lambda left: not left)
+
+
+def _name_of(function: Callable[[Launch], str], attempt: Launch, _: Launch) -> str:
+    return function(attempt)
+
+
+def contains(stored: Any, sent: Any) -> bool:
+    """Whether the server has all that was sent, whatever it added."""
+    if isinstance(sent, dict):
+        return all(key in stored and contains(stored[key], value) for key, value in sent.items())
+    if isinstance(sent, list):
+        return len(stored) >= len(sent) and all(contains(*pair) for pair in zip(stored, sent, strict=False))
+    return bool(stored == sent)
+
+
+def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
+    attempt = launch("token", {"HF_TOKEN": "hf"})
+    provision(attempt)
+    assert TARGET.provision(attempt)  # the reply was lost
+    disk, queued, node = TARGET.resources(attempt)
+    assert [disk.kind, queued.kind, node.kind] == [DISK, QUEUED, NODE]
+    status = ended(attempt)
+    assert (status.phase, status.exit_code) == (Phase.SUCCEEDED, 0), cloud.serial(attempt)
+    found = clients.tpu().get_queued_resource(name=queued.name)
+    stored = json.loads(tpu_v2.QueuedResource.to_json(found, use_integers_for_enums=False))
+    assert contains(stored, queued.request["queuedResource"])
+    made = clients.tpu().get_node(name=node.name)
+    assert not made.network_config.enable_external_ips
+    assert made.service_account.email == SETTINGS.trainer_service_account
+    tear_down(attempt)
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+    assert all(TARGET.teardown(one.kind, one.name) for one in (disk, queued, node))
+
+
+def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
+    attempt = launch("succeed", queued=False, placements=[{"zone": ZONE, "capacity": "spot"}])
+    assert not TARGET.provision(attempt)
+    provision(attempt)
+    assert clients.tpu().get_node(name=node_name(attempt)).scheduling_config.spot
+    assert ended(attempt).phase is Phase.SUCCEEDED
+    tear_down(attempt)
+
+
+@pytest.mark.parametrize(
+    ("behave", "expected", "code"),
+    [
+        ("exit65", ErrorClass.DATA, 65),
+        ("exit1", ErrorClass.CODE, 1),
+    ],
+)
+def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
+    attempt = launch(behave)
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.phase, status.error_class, status.exit_code) == (Phase.FAILED, expected, code)
+    assert status.ended is not None
+    tear_down(attempt)
+
+
+def test_a_token_that_is_missing(cloud: Cloud) -> None:
+    attempt = launch("token", {"HF_TOKEN": "unknown"})
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.error_class, status.exit_code) == (ErrorClass.CONFIG, None)
+    assert "projects/p1/secrets/unknown/versions/latest has no value" in status.message
+    tear_down(attempt)
+
+
+def test_no_capacity_in_time(cloud: Cloud) -> None:
+    cloud.faults("tpu", stockout=[ZONE])
+    attempt = launch("succeed", placements=[{"zone": ZONE, "max_wait": "2s"}])
+    provision(attempt)
+    waiting = wait_for(attempt, Phase.PENDING)
+    assert waiting.error_class is ErrorClass.STOCKOUT
+    status = ended(attempt)
+    assert (status.error_class, "expired" in status.message) == (ErrorClass.STOCKOUT, True)
+    tear_down(attempt)
+
+
+def test_no_capacity_at_once(cloud: Cloud) -> None:
+    cloud.faults("tpu", stockout=[ZONE])
+    attempt = launch("succeed", queued=False)
+    with pytest.raises(CloudError, match="There is no more capacity") as refusal:
+        provision(attempt)
+    assert refusal.value.error_class is ErrorClass.STOCKOUT
+    tear_down(attempt)
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_no_quota(cloud: Cloud, queued: bool) -> None:
+    cloud.faults("tpu", quota={ZONE: 4})
+    attempt = launch("succeed", queued=queued)
+    if queued:
+        provision(attempt)
+        found: CloudError | Status = ended(attempt)
+    else:
+        with pytest.raises(CloudError, match="has been exceeded") as refusal:
+            provision(attempt)
+        found = refusal.value
+    assert found.error_class is ErrorClass.QUOTA
+    tear_down(attempt)
+
+
+def test_no_room_for_the_disk(cloud: Cloud) -> None:
+    cloud.faults("compute", quota={ZONE: 100})
+    attempt = launch("succeed")
+    with pytest.raises(CloudError, match="DISKS_TOTAL_GB") as refusal:
+        provision(attempt)
+    assert refusal.value.error_class is ErrorClass.QUOTA
+    tear_down(attempt)
+
+
+@pytest.mark.parametrize("emulator", ["compute", "tpu"])
+def test_an_answer_that_gets_lost_makes_nothing_twice(cloud: Cloud, emulator: str) -> None:
+    method = {"compute": "insert_disk", "tpu": "create_queued_resource"}[emulator]
+    cloud.faults(emulator, fail_next={"method": method, "status": "UNAVAILABLE", "after_effect": True})
+    attempt = launch("succeed")
+    with pytest.raises(CloudError) as failure:
+        provision(attempt)
+    assert failure.value.error_class is ErrorClass.TRANSIENT
+    provision(attempt)
+    assert ended(attempt).phase is Phase.SUCCEEDED
+    tear_down(attempt)
+
+
+def test_preempted_while_training(cloud: Cloud) -> None:
+    attempt = launch("polite", placements=[{"zone": ZONE, "capacity": "spot"}])
+    provision(attempt)
+    until(lambda: cloud.serial(attempt), lambda text: "Digest" in text or "sha256:" in text)
+    wait_for(attempt, Phase.RUNNING)
+    cloud.faults("tpu", preempt=node_name(attempt))
+    assert ended(attempt).error_class is ErrorClass.PREEMPTED
+    tear_down(attempt)
+
+
+def test_preempted_before_the_script_could_do_anything(cloud: Cloud) -> None:
+    cloud.faults("tpu", preempt_next={"after_seconds": 0})
+    attempt = launch("sleep", placements=[{"zone": ZONE, "capacity": "spot"}])
+    provision(attempt)
+    status = ended(attempt)
+    assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.PREEMPTED)
+    tear_down(attempt)
+
+
+def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
+    attempt = launch("sleep")
+    provision(attempt)
+    wait_for(attempt, Phase.RUNNING)
+    clients.tpu().delete_node(name=node_name(attempt))
+    status = until(lambda: TARGET.inspect(attempt), lambda status: status.phase is Phase.FAILED)
+    assert status.error_class is ErrorClass.INFRASTRUCTURE
+    tear_down(attempt)
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -> None:
+    attempt = launch("sleep", queued=queued)
+    provision(attempt)
+    # Names come from the run, so another's resource of that name shows only by its label.
+    stranger = replace(attempt, run=attempt.run[::-1])
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("node_name", "queued_name", "disk_name"):
+            patch.setattr(f"dropforge.targets.tpu_vm.{function}", partial(_name_of, getattr(tpu_vm, function), attempt))
+        with pytest.raises(CloudError, match="exists and belongs to") as refusal:
+            TARGET.provision(stranger)
+    assert refusal.value.error_class is ErrorClass.CONFIG
+    tear_down(attempt)
+
+
+def test_the_request_is_exact() -> None:
+    attempt = launch(
+        "n",
+        {"HF_TOKEN": "hf:3"},
+        accelerator_type="v6e-4",
+        data_disk_gib=300,
+        placements=[{"zone": "us-east5-b", "capacity": "reservation", "reservation": "mine", "max_wait": "5m"}],
+    )
+    disk, queued, node = TARGET.resources(attempt)
+    name = f"df-{attempt.run}-a1"
+    assert (disk.name, queued.name, node.name) == (disk_name(attempt), queued_name(attempt), node_name(attempt))
+    assert disk.request["disk"]["type"] == "zones/us-east5-b/diskTypes/hyperdisk-balanced"
+    wanted = queued.request["queuedResource"]
+    assert wanted["reservationName"] == "projects/p1/locations/us-east5-b/reservations/mine"
+    assert wanted["queueingPolicy"] == {"validUntilDuration": "300s"}
+    [spec] = wanted["tpu"]["nodeSpec"]
+    assert (spec["parent"], spec["nodeId"]) == ("projects/p1/locations/us-east5-b", name)
+    metadata = spec["node"].pop("metadata")
+    assert spec["node"] == {
+        "acceleratorType": "v6e-4",
+        "runtimeVersion": "v2-alpha-tpuv6e",
+        "networkConfig": {
+            "network": "projects/p1/global/networks/default",
+            "subnetwork": "projects/p1/regions/us-east5/subnetworks/default",
+            "enableExternalIps": False,
+        },
+        "serviceAccount": {
+            "email": "trainer@p1.iam.gserviceaccount.com",
+            "scope": ["https://www.googleapis.com/auth/cloud-platform"],
+        },
+        "dataDisks": [{"sourceDisk": f"projects/p1/zones/us-east5-b/disks/{name}", "mode": "READ_WRITE"}],
+        "labels": {"managed-by": "dropforge", "dropforge-run": attempt.run, "dropforge-attempt": "1"},
+    }
+    assert metadata["startup-script"] == STARTUP_SCRIPT.read_text()
+    assert json.loads(metadata["dropforge-secrets"]) == {"HF_TOKEN": "projects/p1/secrets/hf/versions/3"}
+    documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
+    assert {key for key in metadata if f"#   {key} " in documented} == set(metadata) - {"startup-script"}
+    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises on what the API does not have
+
+
+def test_attempts_and_requests_have_names_of_their_own() -> None:
+    first = launch("n")
+    second = replace(first, attempt=2)
+    names: set[str] = set()
+    ids: set[str] = set()
+    for attempt in (first, second, launch("n")):
+        resources: list[Resource] = TARGET.resources(attempt)
+        names.update(one.name for one in resources)
+        ids.update(one.request["requestId"] for one in resources if "requestId" in one.request)
+    assert (len(names), len(ids)) == (9, 6)
+    assert TARGET.resources(first) == TARGET.resources(first)
