@@ -64,6 +64,8 @@ class UploadRoutes:
 
     async def insert(self, call: Call) -> Reply:
         """Make an object from one request, or open a resumable session."""
+        if call.query.get("upload_id"):
+            return await self.resume(call)  # gcsfs goes on with a session by POST, as Google lets it
         kinds = {"media": self._media, "multipart": self._multipart, "resumable": self._start}
         kind = call.query.get("uploadType")
         if kind not in kinds:
