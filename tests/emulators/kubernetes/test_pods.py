@@ -11,6 +11,8 @@ import pytest
 from kubernetes import watch
 from kubernetes.client import exceptions
 
+from dropforge_local import fsdp_shim
+
 from .conftest import Kube, make_container
 
 
@@ -119,6 +121,7 @@ def test_the_environment_is_put_together(kube: Kube) -> None:
     assert (found["HF_TOKEN"], found["RATE"], found["C_LR"], found["POD"]) == ("s3cret", "1e-4", "1e-4", "a")
     assert (found["BOTH"], found["LABEL"], found["CPUS"]) == ("a/1e-4 $(POD) $(UNKNOWN)", "x", "2")
     assert (found["MASTER"], found["HOSTNAME"], found["DROPFORGE_LOCAL_GPUS"]) == ("127.0.0.1:29500", "a", "2")
+    assert found["PYTHONPATH"] == str(fsdp_shim.DIRECTORY)  # GPUs are CPUs here
     assert found["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
     assert found["HOST"] == "127.0.0.1"  # where a server should listen; PORT says at which port of this machine
     assert "NONE" not in found
