@@ -11,7 +11,6 @@ a container which is started again there goes on; training also goes on elsewher
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reporter.ended(outcome)
             return outcome.exit_code
     finally:
-        reporter.close(EVENT_SECONDS if stop.reason else FLUSH_SECONDS)
+        reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
 
 
 def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
@@ -148,7 +147,8 @@ class Watch:
         self._meter: ProgressMeter | None = None
         self._told = work.progress.stat().st_size if work.progress.exists() else 0
         self._saved = checkpoints.saved_step
-        self._now: dict[str, Any] = {}
+        self._before = {"loss": notes.get("train_loss"), "tokens": 0, "seconds": 0.0}
+        self._steps_told: dict[int, dict[str, Any]] = {}  # since the last checkpoint
 
     @property
     def saved_step(self) -> int:
@@ -180,14 +180,15 @@ class Watch:
                 yield json.loads(line)
 
     def _tell(self, told: dict[str, Any]) -> None:
-        self._now |= {name: value for name, value in told.items() if value is not None}
-        if self._meter is None:
+        if self._meter is None:  # the trainer's first words
             self._meter = ProgressMeter(self._reporter, told["total_steps"])
             self._meter.begin(told["step"], 0)
+            if told["loss_before"] is not None:
+                self._notes = {**self._notes, "loss_before": told["loss_before"]}
             return
-        if "loss" in told:
-            self._meter.note(told["loss"] if math.isfinite(told["loss"]) else None, None)
-            self._meter.step(told["step"], told["tokens"], None)
+        self._steps_told[told["step"]] = told
+        self._meter.note(told["loss"], None)
+        self._meter.step(told["step"], told["tokens"], None)
 
     def _steps(self) -> list[int]:
         """The steps whose checkpoint is whole: Orbax gives a directory its number last."""
@@ -196,12 +197,15 @@ class Watch:
 
     def _save(self, step: int) -> None:
         self._saved = step
-        before = self._notes
+        reached = [told for told in self._steps_told if told <= step]
+        now = self._steps_told[max(reached)] if reached else self._before
+        self._before = now
+        self._steps_told = {told: fields for told, fields in self._steps_told.items() if told > step}
         notes = {
-            "train_loss": self._now.get("loss"),
-            "loss_before": self._now.get("loss_before", before.get("loss_before")),
-            "tokens": before.get("tokens", 0) + self._now.get("tokens", 0),
-            "train_seconds": before.get("train_seconds", 0.0) + self._now.get("seconds", 0.0),
+            "train_loss": now["loss"],
+            "loss_before": self._notes.get("loss_before"),
+            "tokens": self._notes.get("tokens", 0) + now["tokens"],
+            "train_seconds": self._notes.get("train_seconds", 0.0) + now["seconds"],
         }
         self._checkpoints.save(step, self._work.checkpoints / str(step), notes)
         for stale in self._steps():

@@ -43,7 +43,7 @@ def run(work: Work) -> Result:
     tokenizer = chat.load_tokenizer(str(base), work.spec.model.trust_remote_code)
     tokenizer.save_pretrained(directory)
     write_configs(base, directory, tokenizer)
-    check_tensors(tensors(base), tensors(directory), prepared["dtype"])
+    check_tensors(tensors(base), tensors(directory), prepared["dtype"], tied=prepared["tied"])
     return {"model": str(directory)}
 
 
@@ -71,10 +71,11 @@ def tensors(directory: Path) -> Tensors:
     return found
 
 
-def check_tensors(base: Tensors, exported: Tensors, dtype: str) -> None:
+def check_tensors(base: Tensors, exported: Tensors, dtype: str, *, tied: bool) -> None:
     """Every tensor of the base, with its shape, and no other. Raises JobError."""
-    # Tied to the embedding, it may be saved or left out; both load.
-    names = (base.keys() | exported.keys()) - {"lm_head.weight"}
+    names = base.keys() | exported.keys()
+    if tied:  # to the embedding, the output layer may be saved or left out; both load
+        names -= {"lm_head.weight"}
     short = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     wrong = [
         f"{name}: {exported.get(name)}, expected {(short, base[name][1]) if name in base else None}"

@@ -17,6 +17,7 @@ def common(prepared: Result) -> list[str]:
         "enable_goodput_recording=false",
         "log_config=false",
         f"tokenizer_path={prepared['base']}",
+        f"jax_cache_dir={prepared['xla_cache']}",  # of what XLA compiled; MaxText's default is in the home directory
     ]
 
 

@@ -113,7 +113,6 @@ def arguments(spec: JobSpec, prepared: Result, work: Work, steps: int, parameter
         "eval_interval=-1",
         f"init_weights_seed={training.seed}",
         "enable_tensorboard=false",
-        f"jax_cache_dir={work.directory / 'xla'}",
     ]
 
 

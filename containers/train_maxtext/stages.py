@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from job import INTERNAL, Job, JobError, classify, config_error, out_of_memory
+from job import INTERNAL, OUT_OF_MEMORY, Job, JobError, classify, config_error, out_of_memory
 
 from dropforge.errors import ErrorClass
 from dropforge.log import log
@@ -183,7 +183,10 @@ def describe(failure: JobError) -> dict[str, Any]:
 def classify_stage(error: Exception) -> JobError:
     """As for any container; XLA says that memory is short in the text of an error of its own."""
     if "RESOURCE_EXHAUSTED" in str(error) and type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
-        return out_of_memory(f"{type(error).__name__}: {error}"[:3000])
+        hint = (
+            "lower training.per_device_train_batch_size or training.max_length, or use an accelerator with more chips"
+        )
+        return JobError(ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY, f"{type(error).__name__}: {error}"[:3000], hint)
     return classify(error)
 
 
@@ -265,7 +268,8 @@ class Runner:
 
     def _environment(self, stage: str) -> dict[str, str]:
         """Secrets are for the stage that downloads; from then on nothing may come from anywhere else."""
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # The Hub's cache is work like any other: where a container is started again, results point into it.
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HOME": str(self.work.directory / "hub")}
         if stage == "prepare":
             return environment
         for name in self.work.secrets:

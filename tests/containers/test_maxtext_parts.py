@@ -213,10 +213,13 @@ def test_exported_tensors_are_the_base_s_by_name_shape_and_type(tmp_path: Path) 
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
     base = tensors(tmp_path)
     assert base == {"a": ("F32", [2, 3])}
-    check_tensors(base, {"a": ("F32", [2, 3]), "lm_head.weight": ("F32", [9, 3])}, "float32")
+    with_output = {**base, "lm_head.weight": ("F32", [9, 3])}
+    check_tensors(base, with_output, "float32", tied=True)
+    with pytest.raises(JobError, match=r"lm_head\.weight: None, expected \('F32', \[9, 3\]\)"):
+        check_tensors(with_output, base, "float32", tied=False)
     for exported in ({}, {"a": ("F32", [3, 2])}, {"a": ("BF16", [2, 3])}, {**base, "b": ("F32", [1])}):
         with pytest.raises(JobError, match=r"1 of [12] exported tensors are not as in the base model"):
-            check_tensors(base, exported, "float32")
+            check_tensors(base, exported, "float32", tied=True)
 
 
 def test_a_stage_that_was_killed_says_whether_another_attempt_may_help(tmp_path: Path) -> None:
