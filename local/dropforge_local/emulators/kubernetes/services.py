@@ -87,12 +87,13 @@ class Services:
         """Listen for every service that is there, and for none that is not."""
         async with self._lock:
             wanted: dict[tuple[str, int], Object] = {}
-            for service in self._store.items(SERVICE):
+            services = self._store.items(SERVICE)
+            for service in services:
                 if service["spec"].get("clusterIP") != "None" and service["spec"].get("selector"):
                     wanted |= {(_owner(service), port["port"]): service for port in service["spec"].get("ports", ())}
             for key in [key for key in self._servers if key not in wanted]:
                 self._servers.pop(key).close()
-            for owner in self._ports.owners(self._store.cluster) - {owner for owner, _ in wanted}:
+            for owner in self._ports.owners(self._store.cluster) - {_owner(service) for service in services}:
                 if "/" in owner:  # a service's; pods go by their uid
                     self._ports.release(self._store.cluster, owner)
             for key, service in wanted.items():

@@ -31,6 +31,7 @@ class Sources:
 
     store: Store
     ports: Ports
+    pod_ports: range
 
     def local_ports(self, pod: Object) -> dict[int, int]:
         return self.ports.of(self.store.cluster, pod["metadata"]["uid"])
@@ -48,7 +49,7 @@ def environment(sources: Sources, pod: Object, container: Object) -> dict[str, s
         if value is not None:
             env[variable["name"]] = _expand(value, env) if "valueFrom" not in variable else value
     local = sources.local_ports(pod)
-    env = {name: _localise(value, pod) for name, value in env.items()}
+    env = {name: _localise(sources, value, pod) for name, value in env.items()}
     ports = [port["containerPort"] for port in container.get("ports", ())]
     if ports:
         env["PORT"] = str(local.get(int(env["PORT"]) if env.get("PORT", "").isdigit() else ports[0], local[ports[0]]))
@@ -61,7 +62,7 @@ def words(sources: Sources, pod: Object, container: Object, part: str, env: Mapp
     local = sources.local_ports(pod)
     result: list[str] = []
     for word in container.get(part, ()):
-        word = _localise(_expand(word, env), pod)
+        word = _localise(sources, _expand(word, env), pod)
         option, equals, value = word.partition("=")
         if equals and option == "--port" and value.isdigit():
             word = f"--port={local.get(int(value), value)}"
@@ -151,6 +152,8 @@ def _service_links(sources: Sources, pod: Object) -> dict[str, str]:
     namespace = pod["metadata"]["namespace"]
     links: dict[str, str] = {}
     for service in sources.store.items(SERVICE, namespace):
+        if service["spec"].get("clusterIP") == "None":
+            continue
         local = sources.ports.of(sources.store.cluster, f"{namespace}/{service['metadata']['name']}")
         if local:
             name = service["metadata"]["name"].upper().replace("-", "_")
@@ -170,13 +173,26 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
     return REFERENCE.sub(replace, text)
 
 
-def _localise(text: str, pod: Object) -> str:
-    """A headless service's names of pods (job-0.service.namespace.svc.cluster.local) all are this machine."""
+def _localise(sources: Sources, text: str, pod: Object) -> str:
+    """A headless service's names of pods (job-0.service.namespace.svc.cluster.local) all are this machine.
+
+    With a port behind it, the port becomes one of this machine that is the service's own: jobs run side by side here.
+    """
     subdomain = pod["spec"].get("subdomain")
     if not subdomain or subdomain not in text:
         return text
+    owner = f"{pod['metadata']['namespace']}/{subdomain}"
+
+    def replace(match: re.Match[str]) -> str:
+        if match["port"] is None:
+            return LOOPBACK
+        local = sources.ports.take(sources.store.cluster, owner, int(match["port"]), sources.pod_ports)
+        return f"{LOOPBACK}:{local}"
+
     domain = rf"\.{re.escape(pod['metadata']['namespace'])}(?:\.svc(?:\.cluster\.local)?)?"
-    return re.sub(rf"(?<![\w.-])[a-z0-9-]+\.{re.escape(subdomain)}(?:{domain})?(?![\w.-])", LOOPBACK, text)
+    return re.sub(
+        rf"(?<![\w.-])[a-z0-9-]+\.{re.escape(subdomain)}(?:{domain})?(?::(?P<port>\d+))?(?![\w.-])", replace, text
+    )
 
 
 def declared_ports(pod: Object) -> Iterator[int]:

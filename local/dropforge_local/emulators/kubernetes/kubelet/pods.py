@@ -53,7 +53,7 @@ class Kubelet:
         self.runner = runner
         self.ports = ports
         self.session = session
-        self.sources = Sources(tools.store, ports)
+        self.sources = Sources(tools.store, ports, tools.config.pod_ports)
         self._workers: dict[str, PodWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
