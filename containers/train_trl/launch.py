@@ -128,7 +128,8 @@ def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code
     if cause or stop.reason:
         step = max((outcome.step for outcome in outcomes.values()), default=0)
         agreed = any(outcome.agreed for outcome in outcomes.values())
-        return Outcome.stopped(stop.reason or "preempted", step, agreed)
+        reason = stop.reason or (cause.reason if cause else "")
+        return Outcome.stopped(reason, step, agreed)
     lost = sorted(set(range(world.machine * world.processes, (world.machine + 1) * world.processes)) - set(outcomes))
     ranks = ", ".join(map(str, lost)) or "none"
     return Outcome.failed(

@@ -34,15 +34,17 @@ class StopRequest:
         self.reason: Reason | None = None
         self.agreed = False
         self._armed = False
+        self._stop_at: float | None = None
 
-    def arm(self, deadline: float | None) -> None:
-        """Listen for SIGTERM and SIGINT, and be woken before the deadline (Unix seconds)."""
+    def arm(self, deadline: float | None, *, wake: bool = True) -> None:
+        """Listen for SIGTERM and SIGINT, and `wake` before the deadline (Unix seconds), unless somebody else does."""
         self._armed = True
+        self._stop_at = None if deadline is None else deadline - DEADLINE_MARGIN_SECONDS
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_signal)
-        if deadline is not None:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, deadline - DEADLINE_MARGIN_SECONDS - time.time()))
+        if self._stop_at is not None and wake:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stop_at - time.time()))
 
     def seconds_left(self, grace_seconds: float) -> float:
         """Between a request to stop and the end that nothing survives."""
@@ -51,7 +53,7 @@ class StopRequest:
     def agree(self) -> None:
         """All ranks stop here, because one of them was asked to."""
         self.agreed = True
-        self.reason = self.reason or "preempted"
+        self.reason = self.reason or self._why()
 
     def disarm(self) -> None:
         """From here on a request to stop is too late; `reason` still tells of it."""
@@ -71,7 +73,11 @@ class StopRequest:
             raise Stopped(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = self.reason or ("deadline" if number == signal.SIGALRM else "preempted")
+        self.reason = self.reason or self._why()
         if self._armed:
             self._armed = False  # once: what cleans up must not be interrupted in turn
             raise Stopped(self.reason)
+
+    def _why(self) -> Reason:
+        """Ranks are stopped by a signal at the deadline too. A second for the clocks of several machines."""
+        return "deadline" if self._stop_at is not None and time.time() > self._stop_at - 1 else "preempted"

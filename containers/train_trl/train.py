@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = attempt(job, directory, reporter, stop, redact)
             return conclude(job, outcome, directory, reporter)
     finally:
-        reporter.close(EVENT_SECONDS if stop.reason else FLUSH_SECONDS)
+        reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
 
 
 def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
@@ -67,6 +67,7 @@ def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, re
     except Stopped as request:  # while something else was being ended
         return Outcome.stopped(request.reason, 0, agreed=False)
     except Exception as error:  # noqa: BLE001  (whatever it is, the control plane is told what it means)
+        stop.disarm()
         failure = classify(error)
         if failure.exit_code == INTERNAL:
             print(redact(traceback.format_exc()), file=sys.stderr)
@@ -89,7 +90,7 @@ def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) ->
 def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
     """One attempt from top to bottom: the committed manifest is its only result."""
     world = job.world
-    stop.arm(None if world.sharded else job.deadline)  # whoever started the ranks tells them
+    stop.arm(job.deadline, wake=not world.sharded)  # ranks are told by the process that started them
     load_secrets(os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,17 @@ def test_what_the_ends_of_the_ranks_mean(
     if exit_code == STOPPED:
         assert found.reason == ("deadline" if stopped else "preempted")
         assert found.step == max((outcome.step for outcome in outcomes.values()), default=0)
+
+
+@pytest.mark.parametrize(("left", "reason"), [(20.0, "deadline"), (300.0, "preempted"), (None, "preempted")])
+def test_ranks_know_why_they_are_stopped(left: float | None, reason: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "setitimer", lambda *_: pytest.fail("the process that started the ranks is woken"))
+    stop = StopRequest()
+    stop.arm(None if left is None else time.time() + left, wake=False)
+    stop.agree()
+    assert stop.reason == reason
+    assert stop.seconds_left(10) == (30 if reason == "deadline" else 10)
 
 
 def test_ranks_inherit_secrets_and_do_not_read_them_again(monkeypatch: Any, tmp_path: Path) -> None:
