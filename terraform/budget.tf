@@ -1,7 +1,8 @@
 # A budget warns hours late and stops nothing: limits.max_cost_usd of a spec does.
 
 resource "google_billing_budget" "project" {
-  count = var.billing_account == "" ? 0 : 1
+  provider = google.billing
+  count    = var.billing_account == "" ? 0 : 1
 
   billing_account = var.billing_account
   display_name    = "${var.prefix} ${var.project_id}"

@@ -25,3 +25,11 @@ provider "google" {
   # Not the labels of names.py: what carries those belongs to a run, and the sweep deletes it.
   default_labels = { deployment = var.prefix }
 }
+
+# The budgets' API asks a person's credentials which project its quota is charged to.
+provider "google" {
+  alias                 = "billing"
+  project               = var.project_id
+  billing_project       = var.project_id
+  user_project_override = true
+}

@@ -47,11 +47,10 @@ class Provider:
             server.stop(None).wait()
 
     def GetSchema(self, _: dict[int, Any]) -> bytes:
-        empty = {"attributes": {}, "blocks": {}}
-        settings = ("project", "region", "default_labels")
-        types = {name: "map:stringMap" if name == "default_labels" else "string" for name in settings}
-        provider = {"attributes": {name: {"type": kind, "required": False} for name, kind in types.items()}}
-        answer = _field(1, _schema({**empty, **provider}))
+        types = dict.fromkeys(("billing_project", "project", "region"), "string")
+        types |= {"default_labels": "map:stringMap", "user_project_override": "boolean"}
+        settings = {name: {"type": kind, "required": False} for name, kind in types.items()}
+        answer = _field(1, _schema({"attributes": settings, "blocks": {}}))
         for number, schemas in ((2, self.resources), (3, self.data_sources)):
             for name, schema in schemas.items():
                 answer += _field(number, _field(1, name.encode()) + _field(2, _schema(schema)))
