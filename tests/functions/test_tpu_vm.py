@@ -24,7 +24,8 @@ from dropforge.settings import Settings
 from dropforge.spec import parse_spec
 from dropforge.targets import tpu_vm
 from dropforge.targets.base import Launch, Phase, Resource, Status
-from dropforge.targets.tpu_vm import DISK, NODE, QUEUED, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
+from dropforge.targets.tpu_vm import DISK, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
+from dropforge.tpu import NODE, QUEUED
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.db import Database

@@ -8,18 +8,16 @@ API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .. import clients, names
+from .. import clients, names, tpu
 from ..catalog import TPU_VMS, HourlyPrice
-from ..classify import classify, classify_text, client_errors, status_of
+from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..disks import delete_disk, ensure_disk
-from ..errors import CloudError, ErrorClass
+from ..errors import ErrorClass
 from ..spec import JobSpec, TpuVmTarget, seconds
 from .base import (
     Launch,
@@ -32,15 +30,11 @@ from .base import (
 )
 
 DISK = "compute.googleapis.com/Disk"
-QUEUED = "tpu.googleapis.com/QueuedResource"
-NODE = "tpu.googleapis.com/Node"
 STARTUP_SCRIPT = Path(__file__).with_name("tpu_vm_startup.sh")
 WORK_DIRECTORY = "/work"  # where the startup script mounts the data disk in the container
 GRACE_SECONDS = 25  # of the 30 between a preemption and the end
-CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 # Compute Engine's name for the first disk that is attached without one.
 DATA_DISK = "persistent-disk-1"
-_REQUESTS = uuid.UUID("6f9a5b6e-0c55-4f0e-9f3e-6f6f4b9b5b11")
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
 _RESUMES = "training resumes from its last checkpoint"
 
@@ -60,79 +54,23 @@ class TpuVms:
         return HourlyPrice(None, None, source)
 
     def resources(self, launch: Launch) -> list[Resource]:
-        disk, node = Resource(DISK, disk_name(launch), disk_request(launch)), node_name(launch)
-        if tpu_vm_target(launch.spec).queued:
-            # The queue makes the node; it is listed so that it is seen to be gone, too.
-            return [disk, Resource(QUEUED, queued_name(launch), queued_request(launch)), Resource(NODE, node)]
-        return [disk, Resource(NODE, node, node_request(launch))]
+        return [Resource(DISK, disk_name(launch), disk_request(launch)), *tpu.resources(machine(launch))]
 
     def provision(self, launch: Launch) -> bool:
-        if not ensure_disk(disk_name(launch), disk_request(launch)):
-            return False
-        try:
-            return self._queue(launch) if tpu_vm_target(launch.spec).queued else self._take(launch)
-        except CloudError:
-            raise
-        except client_errors() as error:
-            raise classify(error) from error
+        return ensure_disk(disk_name(launch), disk_request(launch)) and tpu.ensure(machine(launch))
 
     def inspect(self, launch: Launch) -> Status:
+        wanted = machine(launch)
         try:
-            node = _find(clients.tpu().get_node, node_name(launch))
-            if tpu_vm_target(launch.spec).queued:
-                queued = _find(clients.tpu().get_queued_resource, queued_name(launch))
-                status = status_of_queued(queued, node, queued_name(launch))
-            else:
-                status = status_of_node(node, node_name(launch))
+            queued, node = tpu.look(wanted)
+            status = status_of(queued, node, wanted)
             # What the machine has written outlives it, and says more than how the machine ended.
             return (_written(launch) if node is not None else None) or status
         except client_errors() as error:
             raise classify(error) from error
 
     def teardown(self, kind: str, name: str) -> bool:
-        if kind == DISK:
-            return delete_disk(name)
-        try:
-            return _delete_queued(name) if kind == QUEUED else _delete_node(name)
-        except client_errors() as error:
-            raise classify(error) from error
-
-    def _queue(self, launch: Launch) -> bool:
-        """Ask for the queued resource, unless it is there. Waiting for capacity is the attempt's, not ours."""
-        from google.cloud import tpu_v2
-
-        name, client = queued_name(launch), clients.tpu()
-        found = _find(client.get_queued_resource, name)
-        if found is None:
-            request = tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued_request(launch)))
-            try:
-                client.create_queued_resource(request=request, timeout=TIMEOUT_SECONDS)
-            except client_errors() as error:
-                if status_of(error) != "ALREADY_EXISTS":
-                    raise
-            found = _find(client.get_queued_resource, name)
-        if found is None:
-            return False
-        _check_owner(found.tpu.node_spec[0].node.labels, name, launch)
-        return True
-
-    def _take(self, launch: Launch) -> bool:
-        """Create the node, unless it is there; True once it is ready. A refusal comes with the operation."""
-        from google.cloud import tpu_v2
-
-        name, client = node_name(launch), clients.tpu()
-        node = _find(client.get_node, name)
-        if node is None:
-            _raise_if_refused(name)
-            request = tpu_v2.CreateNodeRequest.from_json(json.dumps(node_request(launch)))
-            try:
-                client.create_node(request=request, timeout=TIMEOUT_SECONDS)
-            except client_errors() as error:
-                if status_of(error) != "ALREADY_EXISTS":
-                    raise
-            return False
-        _check_owner(node.labels, name, launch)
-        return bool(node.state != tpu_v2.Node.State.CREATING)
+        return delete_disk(name) if kind == DISK else tpu.delete(kind, name)
 
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
@@ -157,62 +95,35 @@ def disk_name(launch: Launch) -> str:
 def disk_request(launch: Launch) -> dict[str, Any]:
     """The disks.insert request, as JSON. The disk comes blank; the startup script formats it."""
     target = tpu_vm_target(launch.spec)
-    disk = {
+    disk: dict[str, Any] = {
         "name": names.training_name(launch.run, launch.attempt),
         "sizeGb": str(target.data_disk_gib),
         "type": f"zones/{_zone(launch)}/diskTypes/{TPU_VMS[target.accelerator_type].disk_type}",
         "labels": _labels(launch),
     }
-    return {"requestId": _request_id(launch, "disk"), "disk": disk}
+    return {"requestId": tpu.request_id(disk["name"], "disk"), "disk": disk}
 
 
-def queued_request(launch: Launch) -> dict[str, Any]:
-    """The createQueuedResource request, as JSON."""
-    parent, _, name = queued_name(launch).rpartition("/queuedResources/")
-    placement = tpu_vm_target(launch.spec).placements[launch.placement]
-    wait = launch.settings.provision_deadline_seconds if placement.max_wait is None else seconds(placement.max_wait)
-    queued: dict[str, Any] = {
-        "tpu": {"nodeSpec": [{"parent": parent, "nodeId": name, "node": node(launch)}]},
-        "queueingPolicy": {"validUntilDuration": f"{min(wait, launch.timeout_seconds)}s"},
-    }
-    if placement.capacity == "spot":
-        queued["spot"] = {}
-    if placement.capacity == "guaranteed":
-        queued["guaranteed"] = {"minDuration": f"{launch.timeout_seconds}s"}
-    if placement.reservation:
-        zone = f"projects/{launch.settings.project}/locations/{placement.zone}"
-        queued["reservationName"] = f"{zone}/reservations/{placement.reservation}"
-    return {
-        "parent": parent,
-        "queuedResourceId": name,
-        "requestId": _request_id(launch, "queued-resource"),
-        "queuedResource": queued,
-    }
-
-
-def node_request(launch: Launch) -> dict[str, Any]:
-    """The createNode request, as JSON."""
-    parent, _, name = node_name(launch).rpartition("/nodes/")
-    capacity = tpu_vm_target(launch.spec).placements[launch.placement].capacity
-    scheduling = {"spot": {"spot": True}, "reservation": {"reserved": True}}.get(capacity)
-    wanted = node(launch) | ({"schedulingConfig": scheduling} if scheduling else {})
-    return {"parent": parent, "nodeId": name, "node": wanted}
-
-
-def node(launch: Launch) -> dict[str, Any]:
-    """The Node, as JSON: no external address, an account of its own, and a script that is the same for all."""
+def machine(launch: Launch) -> tpu.Machine:
+    """The attempt's machine."""
     target, settings, placement = tpu_vm_target(launch.spec), launch.settings, _placement(launch)
-    network = f"projects/{settings.project}/global/networks/{settings.network}"
-    subnetwork = f"projects/{settings.project}/regions/{placement.region}/subnetworks/{settings.subnetwork}"
-    return {
-        "acceleratorType": target.accelerator_type,
-        "runtimeVersion": target.runtime_version or TPU_VMS[target.accelerator_type].runtimes[0],
-        "networkConfig": {"network": network, "subnetwork": subnetwork, "enableExternalIps": False},
-        "serviceAccount": {"email": settings.trainer_service_account, "scope": [CLOUD_PLATFORM]},
-        "dataDisks": [{"sourceDisk": disk_name(launch), "mode": "READ_WRITE"}],
-        "labels": _labels(launch),
-        "metadata": metadata(launch),
-    }
+    wait = settings.provision_deadline_seconds if placement.max_wait is None else seconds(placement.max_wait)
+    return tpu.Machine(
+        settings=settings,
+        run=launch.run,
+        node=node_name(launch),
+        queued=queued_name(launch) if target.queued else "",
+        accelerator_type=target.accelerator_type,
+        runtime_version=target.runtime_version,
+        capacity=placement.capacity,
+        reservation=placement.reservation,
+        wait_seconds=min(wait, launch.timeout_seconds),
+        use_seconds=launch.timeout_seconds,
+        service_account=settings.trainer_service_account,
+        labels=_labels(launch),
+        metadata=metadata(launch),
+        data_disk=disk_name(launch),
+    )
 
 
 def metadata(launch: Launch) -> dict[str, str]:
@@ -238,10 +149,13 @@ def metadata(launch: Launch) -> dict[str, str]:
     }
 
 
-def status_of_queued(queued: Any, node: Any, name: str) -> Status:
-    """What a QueuedResource, and its node, say; either is None when it does not exist."""
+def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
+    """What a QueuedResource, if there should be one, and a Node say; either is None when it does not exist."""
     from google.cloud.tpu_v2 import QueuedResourceState
 
+    if not machine.queued:
+        return status_of_node(node, machine.node)
+    name = machine.queued
     if queued is None:
         return Status(Phase.GONE, f"{name} does not exist")
     states, state = QueuedResourceState.State, queued.state.state
@@ -307,78 +221,8 @@ def _written(launch: Launch) -> Status | None:
     return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)
 
 
-def _raise_if_refused(name: str) -> None:
-    """Raise what an earlier creation of a node has ended with: the node is gone, its operation is not."""
-    from google.cloud.tpu_v2 import OperationMetadata
-    from google.rpc import code_pb2
-
-    parent = name.rsplit("/nodes/", 1)[0]
-    for operation in clients.tpu().list_operations({"name": parent}, timeout=TIMEOUT_SECONDS).operations:
-        about = OperationMetadata.deserialize(operation.metadata.value)
-        if about.target == name and operation.error.code:
-            raise classify_text(code_pb2.Code.Name(operation.error.code), operation.error.message)
-
-
-def _delete_queued(name: str) -> bool:
-    """Delete a queued resource with its nodes; True once it does not exist."""
-    from google.cloud.tpu_v2 import DeleteQueuedResourceRequest, QueuedResourceState
-
-    client = clients.tpu()
-    found = _find(client.get_queued_resource, name)
-    if found is None:
-        return True
-    if found.state.state != QueuedResourceState.State.DELETING:
-        request = DeleteQueuedResourceRequest(name=name, force=True)
-        _begin(lambda: client.delete_queued_resource(request=request, timeout=TIMEOUT_SECONDS))
-    return False
-
-
-def _delete_node(name: str) -> bool:
-    """Delete a node; True once it does not exist. One that a queued resource holds is deleted with that."""
-    from google.cloud.tpu_v2 import Node
-
-    client = clients.tpu()
-    found = _find(client.get_node, name)
-    if found is None:
-        return True
-    if found.state != Node.State.DELETING and not found.queued_resource:
-        _begin(lambda: client.delete_node(name=name, timeout=TIMEOUT_SECONDS))
-    return False
-
-
-def _begin(delete: Callable[[], Any]) -> None:
-    """Begin a deletion, unless it is gone by now, or another one has begun."""
-    try:
-        delete()
-    except client_errors() as error:
-        if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION", "ABORTED"):
-            raise
-
-
-def _find(get: Callable[..., Any], name: str) -> Any:
-    from google.api_core.exceptions import NotFound
-
-    try:
-        return get(name=name, timeout=TIMEOUT_SECONDS)
-    except NotFound:
-        return None
-
-
-def _check_owner(labels: Any, name: str, launch: Launch) -> None:
-    if labels.get(names.RUN_LABEL) != launch.run:
-        raise CloudError(
-            ErrorClass.CONFIG,
-            f"{name} exists and belongs to {dict(labels)!r}",
-            "delete it, or drop the spec again to get another run id",
-        )
-
-
 def _labels(launch: Launch) -> dict[str, str]:
     return names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
-
-
-def _request_id(launch: Launch, what: str) -> str:
-    return str(uuid.uuid5(_REQUESTS, f"{launch.run}/{launch.attempt}/{what}"))
 
 
 def _placement(launch: Launch) -> Any:
