@@ -64,7 +64,8 @@ def test_a_stock_out_ends(kube: Kube) -> None:
     kube.faults(stockout=["nvidia-l4"])
     kube.create_pod("a", **gpu(1))
     events = wait_unscheduled(kube, "a", "Insufficient nvidia.com/gpu")
-    assert "GCE out of resources" in events["FailedScaleUp"]
+    zones = "Node scale up in zones us-central1-a, us-central1-b associated with this pod failed"
+    assert events["FailedScaleUp"].startswith(f"{zones}: GCE out of resources. ")
     kube.faults(stockout=[])
     kube.wait_pod("a", "Succeeded")
 

@@ -186,9 +186,10 @@ class Scheduler:
         self._set_unscheduled(pod, obstacle.why)
         self._tell(pod, "Warning", "FailedScheduling", obstacle.why, "default-scheduler")
         if obstacle.scale_up:
+            location = self._tools.store.cluster.split("/")[3]
             text = (
-                f"Node scale up in zones associated with this pod failed: {obstacle.scale_up}. "
-                "Pod is at risk of not being scheduled."
+                f"Node scale up in zones {location}-a, {location}-b associated with this pod failed: "
+                f"{obstacle.scale_up}. Pod is at risk of not being scheduled."
             )
             self._tell(pod, "Warning", "FailedScaleUp", text, "cluster-autoscaler")
         else:
