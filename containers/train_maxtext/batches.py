@@ -132,6 +132,14 @@ def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict
     }
 
 
+def part(batch: dict[str, Ints], index: int, count: int) -> dict[str, Ints]:
+    """The rows of part `index` of `count` equal parts."""
+    return {
+        name: values[index * len(values) // count : (index + 1) * len(values) // count]
+        for name, values in batch.items()
+    }
+
+
 _orders: dict[tuple[int, int, int], Ints] = {}
 
 

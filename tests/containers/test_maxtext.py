@@ -183,13 +183,12 @@ def test_a_deadline_in_the_past_ends_at_once(driver: Driver, spec: Spec, base_qw
     assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
 
 
-def maxtext_python() -> Path:
-    """Skips where there is no Python 3.12; else the interpreter of build/maxtext, which is built if it must be."""
+def maxtext_python() -> None:
+    """Skips where build/maxtext is not there; brings it up to date with its lock where it is."""
+    if not (ROOT / "build" / "maxtext" / ".installed").exists():
+        pytest.skip("build/maxtext is not there: run `make maxtext`, which needs Python 3.12")
     made = subprocess.run([sys.executable, str(ROOT / "tools" / "maxtext_env.py")], capture_output=True, text=True)
-    if made.returncode == 3:
-        pytest.skip(made.stderr.strip())
     assert made.returncode == 0, made.stderr
-    return Path(made.stdout.strip())
 
 
 @pytest.fixture(scope="session")
@@ -230,7 +229,8 @@ def chain(
     document = spec(secrets={"MY_KEY": "my-key"})
 
     def start(disk: Path, run: str, attempt: int) -> Attempt:
-        more = {"DROPFORGE_WORK_DIRECTORY": str(disk), "MY_KEY": CANARY}
+        # Time enough to save a checkpoint on a machine that is busy with other tests.
+        more = {"DROPFORGE_WORK_DIRECTORY": str(disk), "MY_KEY": CANARY, "DROPFORGE_GRACE_SECONDS": "100"}
         return image_driver.start(document, run, attempt, **more)
 
     first = start(first_disk, "", 1)
@@ -362,7 +362,9 @@ def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
 ) -> None:
     source = upload_llama(cloud, base_qwen3, tmp_path)
-    attempt = image_driver.start(spec(model={"source": source}, training={"max_steps": 2}, evaluation=None))
+    attempt = image_driver.start(
+        spec(model={"source": source}, training={"max_steps": 2, "packing": True}, evaluation=None)
+    )
     assert attempt.wait() == 0, attempt.output  # the check stage compares the losses
     manifest = read_manifest(cloud.client, RUNS, attempt.run)
     assert manifest is not None

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from job import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, Job, JobError
+from job import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, Job, JobError, Redactor
+from report import Reporter
+from stop import Stopped
 
 from dropforge.errors import ErrorClass
 from dropforge.spec import JobSpec
@@ -21,7 +23,9 @@ sys.path.insert(0, str(MAXTEXT))
 
 # isort: split
 import sft  # noqa: E402
+import stages  # noqa: E402
 from batches import IGNORED, Data, Rows, collate, pack  # noqa: E402
+from driver import Watch, train  # noqa: E402
 from export_hf import check_tensors, tensors  # noqa: E402
 from family import family_of  # noqa: E402
 from prepare import total_steps  # noqa: E402
@@ -253,3 +257,84 @@ def test_every_stage_has_a_script_and_methods_are_named() -> None:
     assert set(AFTER_TRAIN) < set(STAGES)
     with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of sft"):
         train_script("dpo")
+
+
+TRAINER = """
+import json, signal, sys, time
+from pathlib import Path
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+work = Path(sys.argv[1])
+def save(step):
+    (work / "training/run/checkpoints" / str(step)).mkdir(parents=True)
+with (work / "progress.jsonl").open("a", buffering=1) as file:
+    print(json.dumps({"step": 0, "total_steps": 10, "loss_before": 9.0}), file=file)
+    for step in range(1, 11):
+        print(json.dumps({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}), file=file)
+        if step in (1, 4, 8):
+            save(step)
+        while step == 9 and WAITS and not asked:
+            time.sleep(0.01)
+        if asked:
+            break
+    save(step)
+    result = {"step": step, "stopped": bool(asked)}
+    (work / "stages/train.json").write_text(json.dumps(result))
+"""
+
+
+class Store:
+    """Stands for the bucket."""
+
+    def __init__(self) -> None:
+        self.saved_step = 0
+        self.notes: dict[int, dict[str, Any]] = {}
+
+    def save(self, step: int, local: Path, notes: dict[str, Any]) -> None:
+        assert local.is_dir()
+        self.saved_step, self.notes[step] = step, notes
+
+
+def watched_training(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> tuple[Runner, Watch, Store, JobSpec]:
+    """A trainer that takes ten steps and saves, besides what was asked for, the first one, as Orbax does."""
+    (directory / "trainer.py").write_text(TRAINER.replace("WAITS", str(waits)))
+    monkeypatch.setitem(stages.TRAIN_SCRIPTS, "sft", str(directory / "trainer.py"))
+    work, job, asked = Work(directory), Job("p", "run", 1, "b", "", None, 10), spec(checkpoint_steps=4)
+    work.begin(asked.model_dump(mode="json", by_alias=True), [])
+    store: Any = Store()
+    notes = {"tokens": 5000, "train_seconds": 50.0}
+    return Runner(work, job, str), Watch(work, store, Reporter(job, Redactor()), 4, notes), store, asked
+
+
+def test_checkpoints_that_were_asked_for_go_to_the_bucket_with_what_was_so_at_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, watch, store, asked = watched_training(tmp_path, monkeypatch, waits=False)
+    train(asked, runner, watch, lambda: 10)
+    assert list(store.notes) == [4, 8, 10]
+    assert store.notes[4] == {"train_loss": 5.0, "loss_before": 9.0, "tokens": 5400, "train_seconds": 54.0}
+    assert store.notes[10]["tokens"] == 6000
+    assert runner.work.trained() == {"step": 10, "stopped": False}
+    assert sorted(path.name for path in runner.work.checkpoints.iterdir()) == ["10"]
+
+
+def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, watch, store, asked = watched_training(tmp_path, monkeypatch, waits=True)
+    look = Watch.__call__
+
+    def told_to_stop_at_step_9(self: Watch) -> None:
+        look(self)
+        if 9 in self._steps_told and not stopped:
+            stopped.append(True)
+            raise Stopped("preempted")
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(Watch, "__call__", told_to_stop_at_step_9)
+    with pytest.raises(Stopped):
+        train(asked, runner, watch, lambda: 30)
+    assert list(store.notes) == [4, 8, 9]
+    assert runner.work.trained() is None  # the next attempt trains on
