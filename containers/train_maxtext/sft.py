@@ -137,8 +137,8 @@ def batches(
     for step in range(resumed, steps):
         if stop():
             return
-        for part in range(accumulation):
-            yield data.batch(step * accumulation + part, size, spec.training.seed)
+        for micro in range(accumulation):
+            yield data.batch(step * accumulation + micro, size, spec.training.seed)
 
 
 def make_hooks(config: Any, mesh: Any, source: Iterator[dict[str, Any]], tell: Tell, steps: int) -> tuple[Any, Any]:
@@ -161,9 +161,7 @@ def make_hooks(config: Any, mesh: Any, source: Iterator[dict[str, Any]], tell: T
 
         def put(self, batch: dict[str, Any]) -> Any:
             """A batch of all hosts on their devices; each host gives its share of the sequences."""
-            share = len(batch["inputs"]) // jax.process_count()
-            ours = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
-            local = {name: values[ours] for name, values in batch.items()}
+            local = part(batch, jax.process_index(), jax.process_count())
             return jax.device_put(next(MultiHostDataLoadIterator([local], mesh)), shardings)
 
         def load_next_train_batch(self, train_ctx: Any) -> Any:
