@@ -15,6 +15,7 @@ locals {
     job_events_topic           = google_pubsub_topic.job_events.name
     run_events_topic           = google_pubsub_topic.run_events.name
     train_trl_image            = lookup(var.images, "train_trl", "")
+    train_maxtext_image        = lookup(var.images, "train_maxtext", "")
     serve_vllm_image           = lookup(var.images, "serve_vllm", "")
     trainer_service_account    = google_service_account.account["trainer"].email
     server_service_account     = google_service_account.account["server"].email
