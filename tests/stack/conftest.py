@@ -17,9 +17,7 @@ import pytest
 from dropforge import clients, names
 from dropforge.errors import NotFound
 from dropforge.runs import Record, RunStore
-from dropforge.serving import SERVERS
 from dropforge.settings import Settings, settings
-from dropforge.targets import TARGETS
 from dropforge_local import stack as local
 from dropforge_local.stack import IMAGES, StackConfig, StackInfo
 
@@ -194,15 +192,15 @@ def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Cal
     assert not local.leftovers(state).processes
 
 
-@pytest.fixture(params=list(TARGETS))
+@pytest.fixture(params=list(PARTS))
 def target(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The `target` of a spec, for every target that there is."""
+    """The `target` of a spec, for every target that the stack has."""
     return {"type": request.param, **PARTS[request.param]}
 
 
-@pytest.fixture(params=list(SERVERS))
+@pytest.fixture(params=list(SERVES))
 def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The `serve` of a spec, for every kind of endpoint that there is."""
+    """The `serve` of a spec, for every kind of endpoint that the stack has."""
     return {"type": request.param, **SERVES[request.param]}
 
 

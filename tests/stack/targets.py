@@ -12,3 +12,6 @@ SERVES: dict[str, dict[str, Any]] = {
     "cloud_run": {"ttl": "1h"},
     "gke": {"ttl": "1h", "region": "us-central1", "max_instances": 2},
 }
+
+# Kinds whose API the stack has not got, by the variable that will say where it is: then they get their lines above.
+ABSENT = {"tpu_vm": "TPU_EMULATOR_HOST"}
