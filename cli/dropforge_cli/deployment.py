@@ -93,7 +93,8 @@ def placeholders() -> Settings:
     """Settings that say by their values that nothing is deployed, for `plan`."""
     required = [field.name for field in fields(Settings) if field.default is MISSING]
     values = {name: f"YOUR-{name.upper().replace('_', '-')}" for name in required}
-    return Settings(**{**values, "location": "us-central1", "gke_cluster": "YOUR-CLUSTER"})  # type: ignore[arg-type]
+    optional = {"gke_cluster": "YOUR-CLUSTER", "train_maxtext_image": "YOUR-TRAIN-MAXTEXT-IMAGE"}
+    return Settings(**{**values, **optional, "location": "us-central1"})  # type: ignore[arg-type]
 
 
 def _is_explicit(state: str | None) -> bool:

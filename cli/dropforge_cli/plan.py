@@ -224,7 +224,8 @@ def _images(resources: list[Resource]) -> list[str]:
 
     def walk(node: Any) -> list[str]:
         if isinstance(node, dict):
-            own = [node["image"]] if isinstance(node.get("image"), str) else []
+            # A TPU VM is told of its image by its metadata.
+            own = [node[key] for key in ("image", "dropforge-image") if isinstance(node.get(key), str)]
             return own + [image for value in node.values() for image in walk(value)]
         return [image for item in node for image in walk(item)] if isinstance(node, list) else []
 

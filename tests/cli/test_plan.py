@@ -31,7 +31,7 @@ def test_every_example_plans(dropforge: Run, path: Path) -> None:
     spec = json.loads(path.read_text())
     assert spec["name"] in result.output
     for placement in spec["target"]["placements"]:
-        assert placement["region"] in result.output
+        assert placement.get("zone", placement.get("region")) in result.output
 
 
 def test_placements_come_in_order_with_the_names_that_would_be_used(dropforge: Run) -> None:

@@ -27,7 +27,7 @@ SETTINGS = "etc/dropforge-docker.json"
 FAILED = 125
 STOP_SECONDS = 10.0
 # What every process of the machine has, and a container's must have as well.
-INHERITED = (MARKER, "LANG", "TMPDIR", "PATH", "GCE_METADATA_HOST", "GCE_METADATA_IP")
+INHERITED = (MARKER, "LANG", "TMPDIR", "GCE_METADATA_HOST", "GCE_METADATA_IP")
 
 
 def configure(root: Path, images: ImageStore, environment: Mapping[str, str]) -> None:
@@ -87,12 +87,12 @@ def run(root: Path, options: argparse.Namespace) -> int:
         inherited = {key: os.environ[key] for key in INHERITED if key in os.environ}
         home = directory / "home"
         home.mkdir()
-        return _run(
-            directory,
-            [map_paths(word, mapped) for word in process.argv],
-            {**inherited, "HOME": str(home), **{key: map_paths(value, mapped) for key, value in process.env.items()}},
-            process.workdir,
-        )
+        # Not the machine's PATH, which has this `docker` on it. An image's own comes last, as in `Runtime`.
+        path = [*process.search_path, *images.search_path, "/usr/local/bin", "/usr/bin", "/bin"]
+        own = {key: map_paths(value, mapped) for key, value in process.env.items()}
+        whole = {**inherited, "HOME": str(home), **own, "PATH": os.pathsep.join([*map(str, path), own.get("PATH", "")])}
+        argv = [map_paths(word, mapped) for word in process.argv]
+        return _run(directory, argv, whole, process.workdir)
 
 
 def stop(root: Path, options: argparse.Namespace) -> int:

@@ -1,0 +1,140 @@
+"""What target `tpu_vm` asks for and what it reads from queued resources and nodes, without a cloud."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud import tpu_v2
+
+from dropforge.admission import fit_problems, image_problems
+from dropforge.errors import ErrorClass
+from dropforge.spec import parse_spec
+from dropforge.targets.base import Launch, Phase
+from dropforge.targets.tpu_vm import STARTUP_SCRIPT, machine, status_of, status_of_node
+from dropforge_cli.deployment import placeholders
+from dropforge_cli.plan import make_plan
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tpu-vm-qwen3-4b.json"
+NAME = "projects/YOUR-PROJECT/locations/us-west1-c/nodes/n"
+NOW = datetime(2026, 11, 20, tzinfo=UTC)
+Node, Queued = tpu_v2.Node, tpu_v2.QueuedResourceState
+
+
+def node(state: str) -> tpu_v2.Node:
+    return Node(name="n", state=Node.State[state])
+
+
+def queued(state: str, **fields: Any) -> tpu_v2.QueuedResource:
+    return tpu_v2.QueuedResource(name="q", state={"state": Queued.State[state], **fields})
+
+
+def test_tutorial_002_is_one_spec() -> None:
+    """`gcloud compute disks create`, `tpus tpu-vm create` and all that was typed over SSH."""
+    spec = parse_spec(EXAMPLE.read_bytes())
+    plan = make_plan(spec, placeholders(), EXAMPLE.name, NOW)
+    assert [placement.region for placement in plan.placements] == ["us-west1-c", "us-west4-a", "us-central1-a"]
+    disk, request, _ = plan.placements[0].resources
+    name = "df-tpu-vm-qwen3-4b-000000000000-a1"
+    assert disk.request["disk"] == {
+        "name": name,
+        "sizeGb": "256",
+        "type": "zones/us-west1-c/diskTypes/pd-balanced",
+        "labels": {
+            "team": "research",
+            "managed-by": "dropforge",
+            "dropforge-run": "tpu-vm-qwen3-4b-000000000000",
+            "dropforge-attempt": "1",
+        },
+    }
+    wanted = request.request["queuedResource"]
+    assert wanted["queueingPolicy"] == {"validUntilDuration": "1800s"}
+    assert wanted["spot"] == {}
+    [node_spec] = wanted["tpu"]["nodeSpec"]
+    asked = node_spec["node"]
+    assert (asked["acceleratorType"], asked["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
+    assert asked["networkConfig"]["enableExternalIps"] is False
+    assert asked["dataDisks"] == [
+        {"sourceDisk": f"projects/YOUR-PROJECT/zones/us-west1-c/disks/{name}", "mode": "READ_WRITE"}
+    ]
+    metadata = asked["metadata"]
+    assert metadata.pop("startup-script") == STARTUP_SCRIPT.read_text()
+    assert metadata == {
+        "dropforge-role": "train",
+        "dropforge-run": "tpu-vm-qwen3-4b-000000000000",
+        "dropforge-attempt": "1",
+        "dropforge-image": "YOUR-TRAIN-MAXTEXT-IMAGE",
+        "dropforge-env": "\n".join(
+            [
+                "DROPFORGE_PROJECT=YOUR-PROJECT",
+                "DROPFORGE_RUN=tpu-vm-qwen3-4b-000000000000",
+                "DROPFORGE_ATTEMPT=1",
+                "DROPFORGE_RUNS_BUCKET=YOUR-RUNS-BUCKET",
+                "DROPFORGE_JOB_EVENTS_TOPIC=projects/YOUR-PROJECT/topics/YOUR-JOB-EVENTS-TOPIC",
+                f"DROPFORGE_DEADLINE={metadata['dropforge-deadline']}",
+                "DROPFORGE_GRACE_SECONDS=25",
+                "DROPFORGE_WORK_DIRECTORY=/work",
+            ]
+        ),
+        "dropforge-secrets": '{"HF_TOKEN": "projects/YOUR-PROJECT/secrets/hf-token/versions/latest"}',
+        "dropforge-deadline": str(int(datetime(2026, 11, 20, 6, tzinfo=UTC).timestamp())),
+        "dropforge-runs-bucket": "YOUR-RUNS-BUCKET",
+        "dropforge-job-events-topic": "projects/YOUR-PROJECT/topics/YOUR-JOB-EVENTS-TOPIC",
+        "dropforge-data-disk": "persistent-disk-1",
+    }
+    assert sum(len(key) + len(value) for key, value in asked["metadata"].items()) < 2**18
+
+
+@pytest.mark.parametrize(
+    ("resource", "found", "phase", "error_class"),
+    [
+        (None, None, Phase.GONE, None),
+        (queued("ACCEPTED"), None, Phase.PENDING, ErrorClass.STOCKOUT),
+        (queued("WAITING_FOR_RESOURCES"), None, Phase.PENDING, ErrorClass.STOCKOUT),
+        (queued("PROVISIONING"), node("CREATING"), Phase.PENDING, ErrorClass.STOCKOUT),
+        (queued("ACTIVE"), node("READY"), Phase.RUNNING, None),
+        (queued("ACTIVE"), node("RESTARTING"), Phase.RUNNING, None),
+        (queued("ACTIVE"), node("REPAIRING"), Phase.RUNNING, None),
+        (queued("ACTIVE"), node("PREEMPTED"), Phase.FAILED, ErrorClass.PREEMPTED),
+        (queued("SUSPENDING"), node("PREEMPTED"), Phase.FAILED, ErrorClass.PREEMPTED),
+        (queued("SUSPENDED"), None, Phase.FAILED, ErrorClass.INFRASTRUCTURE),
+        (queued("SUSPENDED"), node("TERMINATED"), Phase.FAILED, ErrorClass.INFRASTRUCTURE),
+        (queued("DELETING"), node("READY"), Phase.GONE, None),
+        (queued("FAILED", failed_data={"error": {"code": 4, "message": "x"}}), None, Phase.FAILED, ErrorClass.STOCKOUT),
+        (
+            queued("FAILED", failed_data={"error": {"code": 8, "message": "Quota limit 'x' has been exceeded."}}),
+            None,
+            Phase.FAILED,
+            ErrorClass.QUOTA,
+        ),
+        (
+            queued("FAILED", failed_data={"error": {"code": 7, "message": "no"}}),
+            None,
+            Phase.FAILED,
+            ErrorClass.PERMISSION,
+        ),
+    ],
+)
+def test_states_decide(resource: Any, found: Any, phase: Phase, error_class: ErrorClass | None) -> None:
+    attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600)
+    status = status_of(resource, found, machine(attempt))
+    assert (status.phase, status.error_class) == (phase, error_class)
+
+
+def test_a_node_that_is_gone() -> None:
+    assert status_of_node(None, NAME).phase is Phase.GONE
+    assert status_of_node(node("DELETING"), NAME).phase is Phase.GONE
+
+
+def test_what_does_not_fit_or_has_no_image_is_refused_early() -> None:
+    spec = parse_spec(EXAMPLE.read_bytes())
+    assert fit_problems(spec) == []
+    assert image_problems(spec, placeholders()) == []
+    without = placeholders().__class__(*["x"] * 12)
+    assert [problem.pointer for problem in image_problems(spec, without)] == ["/target/type"]
+    large = parse_spec(EXAMPLE.read_bytes().replace(b"Qwen3-4B", b"Qwen3-32B"))
+    [problem] = fit_problems(large)
+    assert problem.expected is not None
+    assert problem.expected.startswith("at most 128 GiB on 1 v5litepod-8")
