@@ -17,6 +17,7 @@ resource "google_project_service" "api" {
     "run.googleapis.com",
     "secretmanager.googleapis.com",
     "storage.googleapis.com",
+    "tpu.googleapis.com",
     "workflowexecutions.googleapis.com",
     "workflows.googleapis.com",
   ])

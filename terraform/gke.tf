@@ -23,7 +23,7 @@ resource "google_container_cluster" "region" {
     }
   }
 
-  # Nodes without addresses on the internet; they reach it through the NAT below.
+  # Nodes without addresses on the internet; they reach it through the NAT of network.tf.
   private_cluster_config {
     enable_private_nodes = true
   }
@@ -67,25 +67,6 @@ resource "google_container_cluster" "region" {
     google_project_iam_member.nodes,
     google_project_service.api,
   ]
-}
-
-resource "google_compute_router" "region" {
-  for_each = var.network == null ? var.cluster_regions : []
-
-  name    = var.prefix
-  region  = each.key
-  network = google_compute_network.network[0].id
-}
-
-# Models and data sets come from the Hugging Face Hub.
-resource "google_compute_router_nat" "region" {
-  for_each = google_compute_router.region
-
-  name                               = var.prefix
-  router                             = each.value.name
-  region                             = each.value.region
-  nat_ip_allocate_option             = "AUTO_ONLY"
-  source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
 }
 
 resource "google_project_iam_member" "nodes" {

@@ -1,6 +1,11 @@
 # permissions.yaml says who may do what; here it becomes custom roles, each bound where it is needed and nowhere else.
 
 locals {
+  _switched_off = concat(
+    length(var.cluster_regions) == 0 ? ["clusters"] : [],
+    length(var.tpu_regions) == 0 ? ["tpus"] : [],
+  )
+
   accounts = yamldecode(file("${path.module}/permissions.yaml")).accounts
 
   grants = merge([
@@ -9,7 +14,7 @@ locals {
         account     = account
         scope       = scope
         permissions = keys(permissions)
-      } if scope != "clusters" || length(var.cluster_regions) > 0
+      } if !contains(local._switched_off, scope)
     }
   ]...)
 
@@ -17,6 +22,7 @@ locals {
   _below = {
     runs   = "resource.name.startsWith(\"${local._runs_objects}/runs/\")"
     events = "resource.name.extract(\"/objects/runs/{run}/events/\") != \"\""
+    device = "resource.name.extract(\"/objects/runs/{run}/machine/\") != \"\""
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
   }
@@ -28,10 +34,11 @@ locals {
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
+    machine_objects  = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.device}" }
     artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
   }
 
-  project_scopes = ["project", "clusters"]
+  project_scopes = ["project", "clusters", "tpus"]
 
   secret_scopes = {
     training_secrets = var.training_secrets

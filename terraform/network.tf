@@ -27,3 +27,22 @@ resource "google_compute_subnetwork" "region" {
   private_ip_google_access   = true
   private_ipv6_google_access = "DISABLE_GOOGLE_ACCESS"
 }
+
+# Nodes of clusters and TPU VMs have no address on the internet; models and data sets come from the Hugging Face Hub.
+resource "google_compute_router" "region" {
+  for_each = var.network == null ? setunion(var.cluster_regions, var.tpu_regions) : []
+
+  name    = var.prefix
+  region  = each.key
+  network = google_compute_network.network[0].id
+}
+
+resource "google_compute_router_nat" "region" {
+  for_each = google_compute_router.region
+
+  name                               = var.prefix
+  router                             = each.value.name
+  region                             = each.value.region
+  nat_ip_allocate_option             = "AUTO_ONLY"
+  source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
+}

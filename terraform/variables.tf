@@ -20,13 +20,6 @@ variable "cluster_regions" {
   description = "Regions that get a standing GKE Autopilot cluster, for targets on Kubernetes; each costs its management fee."
   type        = set(string)
   default     = []
-
-  validation {
-    condition = var.network != null || length(var.cluster_regions) == 0 || length(
-      setsubtract(setunion(var.cluster_regions, [var.region]), keys(var.subnetwork_ranges))
-    ) == 0
-    error_message = "With clusters, subnetwork_ranges must have a range for region and for each of cluster_regions."
-  }
 }
 
 variable "data_buckets" {
@@ -151,12 +144,26 @@ variable "subnetwork_ranges" {
     us-central1     = "10.64.64.0/20"
     us-east4        = "10.64.80.0/20"
   }
+
+  validation {
+    condition = var.network != null || length(setsubtract(
+      setunion(var.cluster_regions, var.tpu_regions, length(var.cluster_regions) == 0 ? [] : [var.region]),
+      keys(var.subnetwork_ranges)
+    )) == 0
+    error_message = "subnetwork_ranges must have a range for each of cluster_regions and tpu_regions, and with clusters for region."
+  }
 }
 
 variable "sweep_schedule" {
   description = "When the sweep runs, as a cron expression in UTC. An endpoint may outlive its ttl by this much."
   type        = string
   default     = "*/15 * * * *"
+}
+
+variable "tpu_regions" {
+  description = "Regions in which specs may train on TPU VMs; each gets a NAT gateway, as their machines have no address on the internet."
+  type        = set(string)
+  default     = []
 }
 
 variable "training_secrets" {

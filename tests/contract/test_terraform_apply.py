@@ -36,6 +36,7 @@ VARIABLES = {
     "region": REGION,
     "slack_webhook_secret": "slack-webhook",
     "submitters": ["group:ml@example.com"],
+    "tpu_regions": [REGION],
     "training_secrets": ["hf-token"],
     "webhook_secrets": ["team-webhook"],
 }
@@ -276,9 +277,11 @@ def _expected() -> dict[tuple[str, str], set[str]]:
     where = {
         "project": [PROJECT],
         "clusters": [PROJECT],
+        "tpus": [PROJECT],
         "runs_bucket": [stack.RUNS_BUCKET],
         **{
-            scope: [f"{stack.RUNS_BUCKET} if {scope}"] for scope in ("run_objects", "event_objects", "artifact_objects")
+            scope: [f"{stack.RUNS_BUCKET} if {scope}"]
+            for scope in ("run_objects", "event_objects", "machine_objects", "artifact_objects")
         },
         "specs_bucket": [stack.SPECS_BUCKET],
         "data_buckets": ["datasets"],
