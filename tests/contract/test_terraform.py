@@ -204,6 +204,7 @@ def test_the_provider_s_schema_is_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed (make checkov)")
 def test_checkov_s_rules_are_kept_or_excepted() -> None:
     command = [CHECKOV, "--config-file", ROOT / ".checkov.yaml"]

@@ -45,6 +45,7 @@ Applied = dict[str, list[dict[str, Any]]]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),  # five runs of terraform, once
     pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed"),
     pytest.mark.skipif(not DATA.exists(), reason=f"the provider's schema is not in {DATA}"),
 ]
