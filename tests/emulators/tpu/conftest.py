@@ -44,6 +44,10 @@ NAP_PY = """
     print("napping with", os.environ.get("GREETING"), "in", os.environ.get("WORK"), flush=True)
     if os.environ.get("WORK"):
         open(os.path.join(os.environ["WORK"], "trace"), "a").write("x")
+    if os.environ.get("PORT"):
+        import http.server
+        address = (os.environ["HOST"], int(os.environ["PORT"]))
+        http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
     time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 60)
     sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 """

@@ -35,7 +35,7 @@ def test_a_node_comes_and_goes(cloud: Cloud) -> None:
         {"dropforge-run": "r1"},
     )
     assert node.accelerator_config.topology == "2x4"
-    assert node.network_endpoints[0].ip_address == "127.0.0.1"
+    assert node.network_endpoints[0].ip_address.startswith("127.")
     assert [one.name for one in cloud.rest.list_nodes(parent="projects/p1/locations/-")] == [node.name]
     cloud.delete()
     with pytest.raises(refused.NotFound, match=f"Resource '{node.name}' was not found"):

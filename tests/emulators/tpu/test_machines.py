@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from dropforge_local.ports import free_port
 from dropforge_local.server import BackgroundServer
 
 from .conftest import IMAGE, PARENT, Cloud, State, build, wait_for
@@ -127,6 +130,24 @@ def test_a_container_ends_with_its_machine(cloud: Cloud) -> None:
     assert time.monotonic() - began < 5
     assert "polite" in cloud.serial()
     assert not cloud.processes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a loopback address for every machine")
+def test_machines_serve_at_the_same_port(cloud: Cloud) -> None:
+    port = free_port(range(20000, 30000), set())
+    script = f"#!/bin/sh\ndocker run --rm --network host --env PORT={port} {IMAGE}\n"
+    addresses = {cloud.ready(name, script).network_endpoints[0].ip_address for name in ("n1", "n2")}
+    assert len(addresses) == 2
+    for address in sorted(addresses):
+        wait_for(partial(is_served, f"http://{address}:{port}/"))
+
+
+def is_served(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def test_docker_refuses_what_it_cannot_do(cloud: Cloud) -> None:

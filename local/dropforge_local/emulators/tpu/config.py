@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from ...server import HOST
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,11 @@ class TpuConfig:
     metadata_ports: range = range(15000, 16000)
     kept_boots: int = 100  # ended machines whose serial output is kept
     generations: tuple[Generation, ...] = field(default_factory=lambda: GENERATIONS)
+
+    def address(self, metadata_port: int) -> str:
+        """A machine's own address, so that several can serve at the same port; elsewhere than on Linux, all share one.
+
+        Linux answers on every address of 127.0.0.0/8.
+        """
+        index = metadata_port - self.metadata_ports.start
+        return f"127.77.{index // 250}.{index % 250 + 1}" if sys.platform == "linux" else HOST

@@ -1,7 +1,8 @@
 """The Cloud TPU API v2: nodes, queued resources, operations, locations, accelerator types and runtime versions.
 
 Operations and locations are services of their own over gRPC. Over REST, Cloud Run has the same paths: what tells them
-apart are the operations' names and that TPUs are in zones.
+apart are the operations' names and that TPUs are in zones. Updates, guest attributes, resets and slices of several
+machines are not emulated.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .store import Store
 log = logging.getLogger(__name__)
 
 TOKEN_SECONDS = 3599
-PREEMPTED = tpu_v2.Node.State.PREEMPTED
+READY, PREEMPTED = tpu_v2.Node.State.READY, tpu_v2.Node.State.PREEMPTED
 
 
 class Machines:
@@ -72,11 +72,15 @@ class Machines:
         await self._runtime.stop()
 
     async def boot(self, name: str) -> None:
-        """Run a node's machine, or find it running. Raises OSError when its metadata port is taken."""
+        """Run the machine of a node that is READY, or find it running. Raises OSError: its metadata port is taken."""
+        if name in self._watchers:
+            return
         if name not in self._servers:
-            server = MetadataServer(self._row(name)["port"], lambda: self._tree(name))
+            server = self._servers[name] = MetadataServer(self._row(name)["port"], lambda: self._tree(name))
             await server.start()
-            self._servers[name] = server
+        node = self._store.find_node(name)
+        if node is None or node.state != READY:  # it was deleted, or taken away, meanwhile
+            return
         boot_id = self._boot_id(name)
         self._store.add_boot(boot_id, name, self._clock.now())
         container = self._runtime.launch(boot_id, lambda directory: self._prepare(name, directory))
@@ -129,7 +133,9 @@ class Machines:
     def _prepare(self, name: str, directory: Path) -> ContainerSpec:
         node, root = self._store.get_node(name), self._root(name)
         disks = [self._disks.content(disk.source_disk) for disk in node.data_disks]
-        sandbox.prepare(root, disks, self._images, self._platform_env())
+        # HOST is what our servers listen on; they would take all addresses, a laptop's outer ones too.
+        environment = {**self._platform_env(), "HOST": self._config.address(self._row(name)["port"])}
+        sandbox.prepare(root, disks, self._images, environment)
         words = [sys.executable, "-I", "-S", str(sandbox.INIT)]
         if script := node.metadata.get("startup-script"):
             path = directory / "startup-script"
@@ -166,7 +172,9 @@ class Machines:
             "machine-type": f"projects/{number}/machineTypes/tpu-vm",
             "maintenance-event": row["maintenance"],
             "name": short,
-            "network-interfaces": {"0": {"ip": "127.0.0.1", "network": node.network_config.network}},
+            "network-interfaces": {
+                "0": {"ip": self._config.address(row["port"]), "network": node.network_config.network}
+            },
             "preempted": "TRUE" if node.state == PREEMPTED else "FALSE",
             "scheduling": {"preemptible": "TRUE" if _is_spot(node) else "FALSE"},
             "service-accounts": {"default": own, account.email: own},

@@ -213,9 +213,9 @@ class Nodes:
     def _set_ready(self, node: Any) -> None:
         """A machine that is to boot: a boot of its own, and the address that others reach it by."""
         node.state, node.health, node.health_description = State.READY, Health.HEALTHY, ""
-        del node.network_endpoints[:]
-        node.network_endpoints.add(ip_address="127.0.0.1", port=8470)
         row = self._store.node_row(node.name)
+        del node.network_endpoints[:]
+        node.network_endpoints.add(ip_address=self._config.address(row["port"]), port=8470)  # type: ignore[index]
         self._store.put_node(node)
         self._store.set_node(node.name, boot=row["boot"] + 1, ready=self._clock.now())  # type: ignore[index]
 
