@@ -4,8 +4,9 @@ locals {
   functions     = { for name, account in local.accounts : name => account if can(account.called_by) }
   functions_url = "https://${var.region}-${var.project_id}.cloudfunctions.net/${var.prefix}-"
 
-  # One key for each field of functions/dropforge/settings.py that this deployment decides.
-  settings = {
+  # Keys are fields of functions/dropforge/settings.py: those of images are named by the images, the others are here.
+  settings = merge(local._settings, { for role, image in var.images : "${role}_image" => image })
+  _settings = {
     project                    = var.project_id
     location                   = var.region
     specs_bucket               = google_storage_bucket.specs.name
@@ -14,9 +15,6 @@ locals {
     requests_topic             = google_pubsub_topic.requests.name
     job_events_topic           = google_pubsub_topic.job_events.name
     run_events_topic           = google_pubsub_topic.run_events.name
-    train_trl_image            = lookup(var.images, "train_trl", "")
-    train_maxtext_image        = lookup(var.images, "train_maxtext", "")
-    serve_vllm_image           = lookup(var.images, "serve_vllm", "")
     trainer_service_account    = google_service_account.account["trainer"].email
     server_service_account     = google_service_account.account["server"].email
     network                    = local.network

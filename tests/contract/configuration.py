@@ -43,6 +43,13 @@ def permissions() -> dict[str, Any]:
     return found
 
 
+@cache
+def images() -> list[str]:
+    """The container roles whose images Cloud Build makes."""
+    steps = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())["steps"]
+    return sorted(step["id"] for step in steps if step["id"] != "digests")
+
+
 def render(text: str, **variables: str) -> str:
     """An expression with its variables put in."""
     return re.sub(r"\$\{var\.(\w+)\}", lambda found: variables[found[1]], text)

@@ -19,7 +19,7 @@ from dropforge.settings import Settings
 from dropforge_local import stack_process as stack
 from dropforge_local.functions_host import entry_points
 
-from .configuration import ROOT, TERRAFORM, blocks, local, permissions, render, resources
+from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
 
 SHARED = ROOT.parent / "shared"
 CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
@@ -28,7 +28,7 @@ GRANTS = [(account, scope, held) for account, found in ACCOUNTS.items() for scop
 LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
 TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
 REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
-IMAGES = sorted(field.name.removesuffix("_image") for field in fields(Settings) if field.name.endswith("_image"))
+IMAGE_FIELDS = {field.name for field in fields(Settings) if field.name.endswith("_image")}
 NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
 # Named by specs, which should work in every deployment; and bindings, which name what they are bound to.
 NAMED_OTHERWISE = ("google_secret_manager_secret", "_iam_member")
@@ -48,7 +48,8 @@ def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
 
 
 def test_every_setting_is_one_and_none_is_missing() -> None:
-    assert REQUIRED <= set(local("settings")) <= {field.name for field in fields(Settings)}
+    given = {*local("_settings"), *(f"{role}_image" for role in images())}
+    assert REQUIRED <= given <= {field.name for field in fields(Settings)}
 
 
 @pytest.mark.parametrize(
@@ -181,10 +182,10 @@ def test_providers_are_pinned_exactly() -> None:
     assert [name for name, found in providers.items() if not re.fullmatch(r"\d+\.\d+\.\d+", found["version"])] == []
 
 
-def test_every_image_is_given_and_asked_for_if_it_must_be() -> None:
-    assert {f"{role}_image" for role in IMAGES} == {key for key in local("settings") if key.endswith("_image")}
-    (condition,) = [c for c in _preconditions() if "var.images" in c]
-    assert re.findall(r'"(\w+)"', condition) == [role for role in IMAGES if f"{role}_image" in REQUIRED]
+def test_every_image_is_built_and_asked_for_if_it_must_be() -> None:
+    assert {f"{role}_image" for role in images()} == IMAGE_FIELDS, "cloudbuild.yaml builds what settings.py names"
+    (condition,) = [condition for condition in _preconditions() if "var.images" in condition]
+    assert {f"{role}_image" for role in re.findall(r'"(\w+)"', condition)} == IMAGE_FIELDS & REQUIRED
 
 
 @pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
@@ -212,7 +213,7 @@ def test_checkov_s_rules_are_kept_or_excepted() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("role", IMAGES)
+@pytest.mark.parametrize("role", images())
 def test_dockerfiles_are_clean(role: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():

@@ -19,12 +19,12 @@ from dropforge.settings import Settings
 from dropforge_local import stack_process as stack
 from dropforge_local.functions_host import entry_points
 
-from .configuration import ROOT, permissions
+from .configuration import ROOT, images, permissions
 from .provider import Provider, Schema
 
 DATA = ROOT.parent / "shared" / "data"
 PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
-IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in ("serve_vllm", "train_trl")}
+IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in images()}
 # Everything that is optional is on.
 VARIABLES = {
     "alert_emails": ["oncall@example.com"],
@@ -159,7 +159,7 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         assert settings.workflow == stack.WORKFLOW
         topics = (settings.requests_topic, settings.job_events_topic, settings.run_events_topic)
         assert topics == (stack.REQUESTS, stack.JOB_EVENTS, stack.RUN_EVENTS)
-        assert (settings.train_trl_image, settings.serve_vllm_image) == (IMAGES["train_trl"], IMAGES["serve_vllm"])
+        assert {role: getattr(settings, f"{role}_image") for role in IMAGES} == IMAGES
         assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
         in_cluster = ("kubernetes_namespace", "kubernetes_trainer_account", "kubernetes_server_account")
         assert [getattr(settings, name) for name in in_cluster] == [getattr(Settings, name) for name in in_cluster]
