@@ -5,12 +5,13 @@
 #
 #   dropforge-role              train: one attempt, done once | serve: a server, started again at every boot
 #   dropforge-run               the run's id
-#   dropforge-attempt           the attempt's number
+#   dropforge-attempt           the attempt's number; 0 for a server
 #   dropforge-image             what to run: REGISTRY/PATH/NAME@sha256:DIGEST
 #   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
 #   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
 #   dropforge-deadline          Unix seconds; the container is stopped a little later, if it did not stop by itself
-#   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json}
+#   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json};
+#                               for a server, which leaves them when it does not stay up, runs/RUN/machine/serve/...
 #   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
 #
@@ -26,6 +27,7 @@ readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/targets/base.py
 readonly DEADLINE_MARGIN_SECONDS=120      # for the container to stop by itself
 readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
 readonly LOG_BYTES=8388608
+readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
 ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
 METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
 STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
@@ -54,10 +56,14 @@ main() {
     fi
     rm -f "$state/status.json" "$state/event.json"
     pull_image
+    read_environment
     read_secrets
     run_container
-    while [ "$role" = serve ]; do # until the machine, or its time, ends
-        sleep 10
+    local ends
+    for ((ends = 1; ; ends++)); do # a server: until the machine, or its time, ends
+        if [ "$role" != serve ]; then return; fi
+        if [ "$ends" = "$TOLD_ENDS" ]; then report_ends; fi
+        sleep "$((ends < TOLD_ENDS ? ends : 10))"
         run_container
     done
 }
@@ -163,12 +169,19 @@ pull_once() {
         docker pull --quiet "$image"
 }
 
+read_environment() {
+    local line
+    arguments=()
+    while IFS= read -r line; do
+        if [ -n "$line" ]; then arguments+=(--env "$line"); fi
+    done <<<"$environment"
+}
+
 # Values go from Secret Manager into this shell's environment, and by name into the container's. (Docker itself keeps a
 # container's environment below /var/lib/docker, until the container is removed.)
 read_secrets() {
     step=secrets error_class=transient
     local name resource value pairs
-    arguments=()
     pairs=$(python3 -c 'import json, sys
 for name, resource in json.loads(sys.argv[1] or "{}").items(): print(name, resource)' "$secrets")
     while read -r name resource; do
@@ -189,14 +202,11 @@ sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["payload"]["data"]
 
 run_container() {
     step=container error_class=code
-    local line left
+    local left
     left=$((deadline + DEADLINE_MARGIN_SECONDS - $(date +%s)))
     if [ "$left" -le 0 ]; then
         fail deadline "the deadline was over before the container could start"
     fi
-    while IFS= read -r line; do
-        if [ -n "$line" ]; then arguments+=(--env "$line"); fi
-    done <<<"$environment"
     docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
     timeout --preserve-status --kill-after=60 "$left" docker run --rm --name dropforge --privileged --network host \
         --shm-size 16g --volume "$work:/work" ${arguments[@]+"${arguments[@]}"} "$image" &
@@ -224,6 +234,15 @@ explain_exit() {
     137 | 143) fail infrastructure "the container was killed (exit code $exit_code)" ;;
     *) fail code "the container ended with exit code $exit_code without a report" ;;
     esac
+}
+
+# Tell why a server does not stay up. It is started again all the same: that may be all that was needed.
+report_ends() {
+    reason="the server has ended $TOLD_ENDS times, the last time with exit code $exit_code; the end of its log:
+$(tail -n 4 "$log")"
+    reason=${reason:0:1500}
+    note_end "$exit_code"
+    report
 }
 
 on_term() {
@@ -266,7 +285,7 @@ note_end() {
         reason="step $step failed with exit code $1: ${failed_command:-unknown command}"
     fi
     local event=
-    if [[ -z $exit_code || $REPORTED != *" $exit_code "* ]]; then
+    if [[ $role = serve || -z $exit_code || $REPORTED != *" $exit_code "* ]]; then
         event=failed
         if [ -n "$terminated" ]; then event=preempted; fi
     fi

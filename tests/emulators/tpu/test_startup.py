@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import dropforge.targets
@@ -110,6 +112,16 @@ class Lab(Cloud):
             assert message["attributes"]["ce-type"].startswith("dev.dropforge.job.")
         return [parse_job_event(base64.b64decode(message["data"])) for message in messages]
 
+    def pids(self, part: str) -> list[int]:
+        """The machines' processes whose last word ends with `part`, but for the shims and inits that started them."""
+        commands = {pid: psutil.Process(pid).cmdline() for pids in self.processes().values() for pid in pids}
+        parents = ("shim.py", "init.py")
+        return [
+            pid
+            for pid, words in commands.items()
+            if words[-1].endswith(part) and not any(word.endswith(parents) for word in words)
+        ]
+
     def event(self) -> JobEvent:
         [event] = self.events()
         assert (event.run, event.attempt) == (self.run, 1)
@@ -188,7 +200,7 @@ def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
     pids = [pid for pids in find_members(lab.home / "vms").values() for pid in pids]
     assert len(pids) >= 4
     for pid in pids:
-        arguments = Path(f"/proc/{pid}/cmdline").read_text()
+        arguments = " ".join(psutil.Process(pid).cmdline())
         assert SECRET not in arguments
         assert "token-of-cloud-platform" not in arguments
     found = subprocess.run(
@@ -278,6 +290,17 @@ def test_a_machine_that_loses_power_goes_on(lab: Lab) -> None:
     assert lab.ended()["exit_code"] == 0
     assert "has a file system already" in lab.serial()
     assert lab.events() == []
+
+
+def test_a_script_that_is_killed_leaves_its_container(lab: Lab) -> None:
+    """The container reports itself, so that nothing is lost but the script's own log."""
+    lab.train("sleep")
+    lab.wait_for_line("training sleep")
+    script, container = lab.pids("startup-script"), lab.pids("/app/main.py")
+    assert (len(script), len(container)) == (1, 1)
+    os.kill(script[0], signal.SIGKILL)
+    lab.wait_for_line("startup-script exit status 137")
+    assert lab.pids("/app/main.py") == container
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ class TpuEmulator:
     """Cloud TPU over REST and gRPC. Satisfies server.Emulator.
 
     Machines find Google's APIs by `platform_env`; `token` makes the access token of a scope that their metadata server
-    gives out. `disks` are Compute Engine's. Must come before Cloud Run in the server's list, whose paths are wider.
+    gives out. `disks` are Compute Engine's.
     """
 
     def __init__(
