@@ -58,3 +58,14 @@ def test_the_image_is_complete_and_its_entrypoint_names_what_is_missing(tmp_path
     assert version.startswith("Python 3.12")
     torch_python = process.env["DROPFORGE_TORCH_PYTHON"]
     assert subprocess.run([torch_python, "-c", "import torch"], env=environment).returncode == 0
+
+
+def test_without_python_3_12_the_environment_is_not_made_and_that_is_said(tmp_path: Path) -> None:
+    if sys.version_info[:2] == (3, 12):
+        pytest.skip("this is Python 3.12")
+    environment = {"PATH": str(tmp_path), "PYENV_ROOT": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tools" / "maxtext_env.py"), str(tmp_path / "maxtext")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 3
+    assert "no python3.12 in PATH" in result.stderr
+    assert not (tmp_path / "maxtext").exists()
