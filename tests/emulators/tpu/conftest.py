@@ -141,7 +141,7 @@ class Cloud:
         return f"{place}/disks/{name}"
 
     def serial(self, node_id: str = "n1") -> str:
-        with urllib.request.urlopen(f"{self.url}/_local/tpu/serial/{PARENT}/nodes/{node_id}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/_local/logs/{PARENT}/nodes/{node_id}", timeout=10) as answer:
             return str(answer.read().decode())
 
     def wait_for_line(self, text: str, node_id: str = "n1", count: int = 1) -> str:

@@ -25,6 +25,7 @@ from google.protobuf import empty_pb2
 from google.rpc import status_pb2
 
 from ...containers.images import ImageStore
+from ...containers.logs import last_lines
 from ...db import Database
 from ...errors import ApiError
 from ...workflows.clock import Clock
@@ -156,7 +157,7 @@ class TpuEmulator:
         return [
             *rpc.routes(self._services),
             web.post("/_local/tpu/faults", self._set_faults),
-            web.get(f"/_local/tpu/serial/{{name:{LOCATION.replace('*', '[^/]+')}/nodes/[^/]+}}", self._serial),
+            web.get(f"/_local/logs/{{name:{NODE.replace('*', '[^/]+')}}}", self._read_log),
         ]
 
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
@@ -366,9 +367,13 @@ class TpuEmulator:
         await self._queued.remove(name)
         return empty_pb2.Empty()
 
-    async def _serial(self, request: web.Request) -> web.Response:
+    async def _read_log(self, request: web.Request) -> web.Response:
         """What a node's machines have written to their serial ports."""
-        return web.Response(text=self._machines.output(request.match_info["name"]))
+        tail = request.query.get("tail")
+        if tail is not None and not tail.isdigit():
+            raise ApiError("INVALID_ARGUMENT", f"tail is {tail!r}; expected a number of lines")
+        text = last_lines(self._machines.output(request.match_info["name"]), int(tail) if tail else None)
+        return web.Response(text=text)
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         try:
