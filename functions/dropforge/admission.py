@@ -9,7 +9,7 @@ from .catalog import HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import GkeServe, GkeTarget, JobSpec, TpuVmTarget, accelerators_of, seconds
+from .spec import GkeServe, GkeTarget, JobSpec, TpuVmServe, TpuVmTarget, accelerators_of, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -25,6 +25,7 @@ def check(spec: JobSpec, settings: Settings) -> None:
     problems += [
         *cluster_problems(spec, settings),
         *image_problems(spec, settings),
+        *server_image_problems(spec, settings),
         *_missing_secrets(spec, settings),
         *_missing_objects(spec),
     ]
@@ -96,6 +97,14 @@ def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
         return []
     expected = "another target, or a deployment with DROPFORGE_TRAIN_MAXTEXT_IMAGE"
     return [SpecProblem("/target/type", "the deployment has no training image for TPUs", "'tpu_vm'", expected)]
+
+
+def server_image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether the deployment has the image that the endpoint runs, where not every deployment does."""
+    if not isinstance(spec.serve, TpuVmServe) or settings.serve_vllm_tpu_image:
+        return []
+    expected = "another endpoint, or a deployment with DROPFORGE_SERVE_VLLM_TPU_IMAGE"
+    return [SpecProblem("/serve/type", "the deployment has no serving image for TPUs", "'tpu_vm'", expected)]
 
 
 def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

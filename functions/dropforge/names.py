@@ -82,6 +82,11 @@ def machine_object(run: str, attempt: int, name: str) -> str:
     return f"runs/{run}/machine/attempt-{attempt}/{name}"
 
 
+def server_object(run: str, name: str) -> str:
+    """What a TPU VM leaves that serves, likewise; its status.json is there only when it failed."""
+    return f"runs/{run}/machine/serve/{name}"
+
+
 def events_prefix(run: str, attempt: int | None = None) -> str:
     return f"runs/{run}/events/" + ("" if attempt is None else f"{attempt:04d}-")
 

@@ -9,6 +9,7 @@ from .base import Server
 SERVERS = {
     "cloud_run": "cloud_run:CloudRunService",
     "gke": "gke:GkeDeployment",
+    "tpu_vm": "tpu_vm:TpuVmServer",
 }
 
 

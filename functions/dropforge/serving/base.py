@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from .. import names
 from ..catalog import HourlyPrice
-from ..errors import CloudError
+from ..classify import classify
+from ..errors import CloudError, ErrorClass
+from ..log import log
 from ..settings import Settings
 from ..spec import JobSpec
 
@@ -65,6 +68,18 @@ def endpoint_labels(deployment: Deployment) -> dict[str, str]:
     return names.labels(deployment.run, deployment.spec.labels, **expires)
 
 
+def log_refusal(error: Exception, *, is_used: bool) -> None:
+    """Log why one kind's endpoints cannot be listed.
+
+    A deployment that does not use the kind need not be allowed to look for any, nor have the API enabled.
+    """
+    refusal = classify(error)
+    if is_used or refusal.error_class is not ErrorClass.PERMISSION:
+        log(refusal.message, stage="sweep", severity="ERROR")
+    else:
+        _log_once(refusal.message)
+
+
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
     """What containers/serve_vllm is told, as a container's `env`."""
     values = {
@@ -74,3 +89,8 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
     }
     return [{"name": name, "value": value} for name, value in values.items()]
+
+
+@cache
+def _log_once(message: str) -> None:
+    log(message, stage="sweep")

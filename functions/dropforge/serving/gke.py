@@ -12,12 +12,11 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 from .. import clients, kubernetes, names, pods
 from ..catalog import HourlyPrice, gke_price
-from ..classify import classify, client_errors
+from ..classify import client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
 from ..kubernetes import Kubernetes, Object
@@ -26,7 +25,7 @@ from ..settings import Settings
 from ..spec import GkeServe, GkeTarget, JobSpec, seconds
 from ..targets.base import Resource
 from ..targets.gke_requests import node_labels
-from .base import START_HINT, Deployment, Listed, endpoint_labels, server_environment
+from .base import START_HINT, Deployment, Listed, endpoint_labels, log_refusal, server_environment
 
 PORT = 8000
 USER = 10001  # of containers/serve_vllm/Dockerfile: the kubelet accepts a user that is not root by its number only
@@ -111,12 +110,7 @@ class GkeDeployment:
         try:
             clusters = clients.gke().list_clusters(parent=parent, timeout=TIMEOUT_SECONDS).clusters
         except client_errors() as error:
-            refusal = classify(error)
-            # A deployment that has no cluster need not be allowed to look for some, nor have the API enabled.
-            if settings.gke_cluster or refusal.error_class is not ErrorClass.PERMISSION:
-                log(refusal.message, stage="sweep", severity="ERROR")
-            else:
-                _log_once(refusal.message)
+            log_refusal(error, is_used=bool(settings.gke_cluster))
             return
         running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
         usable = [cluster for cluster in clusters if cluster.status in running and kubernetes.has_endpoint(cluster)]
@@ -338,8 +332,3 @@ def _listed_in(cluster: Any, settings: Settings) -> list[Listed]:
     except CloudError as error:
         log(error.message, stage="sweep", severity="WARNING", resource=name)
     return listed
-
-
-@cache
-def _log_once(message: str) -> None:
-    log(message, stage="sweep")

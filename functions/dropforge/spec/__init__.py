@@ -5,7 +5,7 @@ from __future__ import annotations
 from .job import Columns, Dataset, Evaluation, JobSpec, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
-from .serving import CloudRunServe, GkeServe
+from .serving import CloudRunServe, GkeServe, TpuVmServe
 from .targets import CloudRunTarget, GkePlacement, GkeTarget, TpuVmTarget, accelerators_of
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "GkeServe",
     "GkeTarget",
     "JobSpec",
+    "TpuVmServe",
     "TpuVmTarget",
     "accelerators_of",
     "job_spec_schema",

@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
 from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
-from .serving import CloudRunServe, GkeServe
-from .targets import CloudRunTarget, GkeTarget, TpuVmTarget, check_cloud_run_region
+from .serving import CloudRunServe, GkeServe, TpuVmServe
+from .targets import CloudRunTarget, GkeTarget, TpuVmTarget, check_cloud_run_region, check_tpu_vm_zone
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
@@ -177,7 +177,7 @@ class JobSpec(Part):
     training: Training = Training()
     target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget, Field(discriminator="type")]
     evaluation: Evaluation | None = None
-    serve: Annotated[CloudRunServe | GkeServe, Field(discriminator="type")] | None
+    serve: Annotated[CloudRunServe | GkeServe | TpuVmServe, Field(discriminator="type")] | None
     limits: Limits = Limits()
     notify: Notify = Notify()
     secrets: dict[EnvName, SecretName] = Field(default={}, max_length=32)
@@ -197,6 +197,8 @@ class JobSpec(Part):
         if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
             region = self.target.placements[0].region
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
+        if isinstance(self.serve, TpuVmServe) and self.serve.zone is None:
+            self._serves_where_it_trains(self.serve.accelerator_type)
         return self
 
     def _fits_cloud_run(self) -> None:
@@ -213,6 +215,12 @@ class JobSpec(Part):
     def _fits_tpu_vm(self) -> None:
         if (adapter := self.training.adapter.type) != "none":
             raise Wrong("/training/adapter/type", "on TPUs every weight is trained", adapter, "'none'")
+
+    def _serves_where_it_trains(self, accelerator_type: str) -> None:
+        if not isinstance(self.target, TpuVmTarget):
+            message, expected = "a required field is missing", "the zone of the endpoint's TPU VM"
+            raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
+        check_tpu_vm_zone(accelerator_type, self.target.placements[0].zone, "/serve/zone")
 
 
 def job_spec_schema() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .parts import Duration, Part, Region, Wrong
+from .parts import Duration, Part, Region, Wrong, Zone
 from .targets import (
     Capacity,
     ClusterName,
@@ -14,6 +14,9 @@ from .targets import (
     check_cloud_run_machine,
     check_cloud_run_region,
     check_gke_accelerator,
+    check_tpu_vm,
+    check_tpu_vm_reservation,
+    check_tpu_vm_zone,
 )
 
 
@@ -73,4 +76,42 @@ class GkeServe(Part):
         if (self.capacity == "reservation") != (self.reservation is not None):
             found = {"capacity": self.capacity, "reservation": self.reservation}
             raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+class TpuVmServe(Part):
+    """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
+
+    type: Literal["tpu_vm"]
+    accelerator_type: str = Field(default="v5litepod-8", description="The model is on all of its chips.")
+    runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
+    zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
+    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    capacity: Literal["on_demand", "spot", "reservation"] = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
+    startup_timeout: Duration = Field(default="45m", description="From the request to an answer, the queue included.")
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+
+    @property
+    def min_instances(self) -> int:
+        """There is one machine."""
+        return 1
+
+    @property
+    def max_instances(self) -> int:
+        """There is one machine."""
+        return 1
+
+    @model_validator(mode="after")
+    def _cloud_tpu_offers_it(self) -> TpuVmServe:
+        check_tpu_vm(self.accelerator_type, self.runtime_version)
+        if self.zone is not None:
+            check_tpu_vm_zone(self.accelerator_type, self.zone, "/zone")
+        if self.reservation is not None and self.capacity != "reservation":
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        check_tpu_vm_reservation(self.capacity, self.reservation, self.queued, "")
         return self

@@ -128,28 +128,16 @@ class TpuVmTarget(Part):
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmTarget:
-        known = TPU_VMS.get(self.accelerator_type)
-        if known is None:
-            message, expected = "no TPU VM of one machine has this type", f"one of {', '.join(sorted(TPU_VMS))}"
-            raise Wrong("/accelerator_type", message, self.accelerator_type, expected)
-        if self.runtime_version not in (None, *known.runtimes):
-            message, expected = f"does not boot on {self.accelerator_type}", f"one of {', '.join(known.runtimes)}"
-            raise Wrong("/runtime_version", message, self.runtime_version, expected)
+        check_tpu_vm(self.accelerator_type, self.runtime_version)
         for index, placement in enumerate(self.placements):
-            self._check_placement(placement, known.zones, f"/placements/{index}")
+            self._check_placement(placement, f"/placements/{index}")
         return self
 
-    def _check_placement(self, placement: TpuVmPlacement, zones: tuple[str, ...], pointer: str) -> None:
-        if placement.zone not in zones:
-            message = f"Cloud TPU does not offer {self.accelerator_type} there"
-            raise Wrong(f"{pointer}/zone", message, placement.zone, f"one of {', '.join(zones)}")
+    def _check_placement(self, placement: TpuVmPlacement, pointer: str) -> None:
+        check_tpu_vm_zone(self.accelerator_type, placement.zone, f"{pointer}/zone")
         if placement.capacity == "guaranteed" and not self.queued:
             raise Wrong(f"{pointer}/capacity", "only the queue guarantees", "guaranteed", "queued: true")
-        if placement.reservation is not None and not self.queued:
-            message = "a node that is not queued cannot name its reservation"
-            raise Wrong(f"{pointer}/reservation", message, placement.reservation, "no name, or queued: true")
-        if placement.capacity == "reservation" and placement.reservation is None and self.queued:
-            raise Wrong(f"{pointer}/reservation", "a required field is missing", None, "the reservation's name")
+        check_tpu_vm_reservation(placement.capacity, placement.reservation, self.queued, pointer)
 
 
 def accelerators_of(target: CloudRunTarget | GkeTarget | TpuVmTarget) -> tuple[int, str, float]:
@@ -189,3 +177,31 @@ def check_gke_accelerator(accelerator: str, count: int) -> None:
     if count not in counts:
         expected = f"one of {', '.join(map(str, counts))}"
         raise Wrong("/accelerator_count", f"GKE Autopilot has no node with so many {accelerator}", count, expected)
+
+
+def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
+    """Raise Wrong unless a TPU VM of one machine has the type, and boots the runtime; None is its default."""
+    known = TPU_VMS.get(accelerator_type)
+    if known is None:
+        message, expected = "no TPU VM of one machine has this type", f"one of {', '.join(sorted(TPU_VMS))}"
+        raise Wrong("/accelerator_type", message, accelerator_type, expected)
+    if runtime_version not in (None, *known.runtimes):
+        message, expected = f"does not boot on {accelerator_type}", f"one of {', '.join(known.runtimes)}"
+        raise Wrong("/runtime_version", message, runtime_version, expected)
+
+
+def check_tpu_vm_zone(accelerator_type: str, zone: str, pointer: str) -> None:
+    """Raise Wrong at `pointer` unless the zone has TPU VMs of the type, which is known."""
+    zones = TPU_VMS[accelerator_type].zones
+    if zone not in zones:
+        message = f"Cloud TPU does not offer {accelerator_type} there"
+        raise Wrong(pointer, message, zone, f"one of {', '.join(zones)}")
+
+
+def check_tpu_vm_reservation(capacity: str, reservation: str | None, queued: bool, pointer: str) -> None:
+    """Raise Wrong below `pointer` unless the reservation is named where, and only where, the API can use its name."""
+    if reservation is not None and not queued:
+        message = "a node that is not queued cannot name its reservation"
+        raise Wrong(f"{pointer}/reservation", message, reservation, "no name, or queued: true")
+    if capacity == "reservation" and reservation is None and queued:
+        raise Wrong(f"{pointer}/reservation", "a required field is missing", None, "the reservation's name")

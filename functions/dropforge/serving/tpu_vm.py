@@ -1,0 +1,204 @@
+"""Serving `tpu_vm`: vLLM's TPU build on one TPU VM, reached inside the VPC only.
+
+The machine runs the startup script of those that train, in the role of a server. Nothing of the platform looks whether
+the server answers, so that is asked of the server itself, at the node's own address.
+https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .. import clients, names, tpu
+from ..catalog import TPU_VMS, HourlyPrice
+from ..classify import classify, client_errors
+from ..clients import TIMEOUT_SECONDS
+from ..errors import CloudError, ErrorClass
+from ..settings import Settings
+from ..spec import JobSpec, TpuVmServe, seconds
+from ..targets.base import Phase, Resource, Status
+from ..targets.tpu_vm import STARTUP_SCRIPT, WORK_DIRECTORY, status_of
+from .base import START_HINT, Deployment, Listed, endpoint_labels, log_refusal, server_environment
+
+PORT = 8000
+TAG = "dropforge-server"  # for a firewall rule that lets requests in
+READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+GONE_WAIT_SECONDS = 180.0  # deleting a machine takes a minute or two
+LOOK_SECONDS = 1.0
+HEALTH_SECONDS = 5.0
+_HINTS = {
+    ErrorClass.STOCKOUT: "serve in another zone, on other capacity, or raise serve.startup_timeout",
+    ErrorClass.PREEMPTED: "serve on capacity that is not taken away: on_demand, or a reservation",
+    ErrorClass.INFRASTRUCTURE: "drop the spec again, or serve in another zone",
+}
+
+
+class TpuVmServer:
+    """See `Server` for the contract of each verb."""
+
+    def region(self, spec: JobSpec) -> str:
+        serve = _serve(spec)
+        # Without a zone of its own, the spec's target is a TPU VM.
+        return serve.zone or spec.target.placements[0].zone  # type: ignore[union-attr]
+
+    def price(self, spec: JobSpec) -> HourlyPrice:
+        serve = _serve(spec)
+        if serve.price_usd_per_hour is not None:
+            return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
+        where = f"{serve.accelerator_type} in {self.region(spec)}"
+        return HourlyPrice(
+            None, None, f"no price for TPU VM {where} in dropforge/catalog.py; set serve.price_usd_per_hour"
+        )
+
+    def resources(self, deployment: Deployment) -> list[Resource]:
+        return tpu.resources(machine(deployment))
+
+    def deploy(self, deployment: Deployment) -> str | None:
+        wanted = machine(deployment)
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        while time.monotonic() < deadline:
+            if tpu.ensure(wanted) and (url := self._ready(deployment, wanted)):
+                return url
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def why_not_ready(self, deployment: Deployment) -> CloudError:
+        wanted = machine(deployment)
+        try:
+            status, url, reported = _look(deployment, wanted)
+        except client_errors() as error:
+            raise classify(error) from error
+        if reported:
+            return reported
+        if status.phase is not Phase.RUNNING:
+            return _error(status)
+        hint = f"{START_HINT}; a firewall may keep requests from it (docs/serving.md)"
+        return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        parent = f"projects/{settings.project}/locations/-"
+        try:
+            client = clients.tpu()
+            for queued in client.list_queued_resources(request={"parent": parent}, timeout=TIMEOUT_SECONDS):
+                yield Listed(tpu.QUEUED, queued.name, dict(queued.tpu.node_spec[0].node.labels))
+            for node in client.list_nodes(request={"parent": parent}, timeout=TIMEOUT_SECONDS):
+                if not node.queued_resource:  # others end with what holds them
+                    yield Listed(tpu.NODE, node.name, dict(node.labels))
+        except client_errors() as error:
+            log_refusal(error, is_used=bool(settings.serve_vllm_tpu_image))
+
+    def teardown(self, kind: str, name: str) -> bool:
+        """Waits for the end: what is gone by the next sweep is not listed there, and nobody would note that it ended."""
+        deadline = time.monotonic() + GONE_WAIT_SECONDS
+        while not (gone := tpu.delete(kind, name)) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+        return gone
+
+    def _ready(self, deployment: Deployment, wanted: tpu.Machine) -> str | None:
+        """The URL once the server answers, None while it is on its way. Raises CloudError for what no waiting mends."""
+        try:
+            status, url, reported = _look(deployment, wanted)
+        except client_errors() as error:
+            raise classify(error) from error
+        if url and status.phase is Phase.RUNNING and is_healthy(url):
+            return url
+        if status.phase is Phase.FAILED:
+            raise _error(status)
+        if reported and reported.error_class is not ErrorClass.TRANSIENT:
+            raise reported
+        return None
+
+
+def machine(deployment: Deployment) -> tpu.Machine:
+    """The endpoint's machine. It waits for capacity as long as the endpoint may take to start."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    parent = f"projects/{settings.project}/locations/{TpuVmServer().region(deployment.spec)}"
+    name = names.endpoint_name(deployment.run)
+    return tpu.Machine(
+        settings=settings,
+        run=deployment.run,
+        node=f"{parent}/nodes/{name}",
+        queued=f"{parent}/queuedResources/{name}" if serve.queued else "",
+        accelerator_type=serve.accelerator_type,
+        runtime_version=serve.runtime_version,
+        capacity=serve.capacity,
+        reservation=serve.reservation,
+        wait_seconds=seconds(serve.startup_timeout),
+        use_seconds=seconds(serve.ttl),
+        service_account=settings.server_service_account,
+        labels=endpoint_labels(deployment),
+        metadata=metadata(deployment),
+        tags=(TAG,),
+    )
+
+
+def metadata(deployment: Deployment) -> dict[str, str]:
+    """What the startup script goes by; its head says what each key means. There is no topic: events are training's."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    variables = {
+        **{
+            one["name"]: one["value"] for one in server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
+        },
+        "DROPFORGE_TENSOR_PARALLEL_SIZE": str(TPU_VMS[serve.accelerator_type].chips),
+        "DROPFORGE_WORK_DIRECTORY": WORK_DIRECTORY,
+        "PORT": str(PORT),
+    }
+    return {
+        "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
+        "dropforge-role": "serve",
+        "dropforge-run": deployment.run,
+        "dropforge-attempt": "0",
+        "dropforge-image": settings.serve_vllm_tpu_image,
+        "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
+        "dropforge-deadline": str(int(deployment.expires.timestamp())),
+        "dropforge-runs-bucket": settings.runs_bucket,
+    }
+
+
+def url_of(node: Any) -> str | None:
+    """Where a node's server listens, by the address that the API gives it; None while it has none."""
+    if node is None or not node.network_endpoints:
+        return None
+    return f"http://{node.network_endpoints[0].ip_address}:{PORT}"
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the server at `url` says that its model is loaded."""
+    try:
+        return bool(clients.endpoint(url).get(f"{url}/health", timeout=HEALTH_SECONDS).ok)
+    except client_errors():
+        return False
+
+
+def _look(deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
+    """What the cloud says of the machine, where it can be reached, and what its startup script says it failed of."""
+    queued, node = tpu.look(wanted)
+    reported = None if node is None else _reported(deployment)
+    return status_of(queued, node, wanted), url_of(node), reported
+
+
+def _reported(deployment: Deployment) -> CloudError | None:
+    from google.api_core.exceptions import NotFound
+
+    bucket = clients.storage().bucket(deployment.settings.runs_bucket)
+    try:
+        blob = bucket.blob(names.server_object(deployment.run, "status.json"))
+        found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+    except NotFound:
+        return None
+    hint = f"see gs://{bucket.name}/{names.server_object(deployment.run, 'startup.log')}"
+    return CloudError(ErrorClass(found["error_class"]), found["message"], hint)
+
+
+def _error(status: Status) -> CloudError:
+    """What the state of a machine that does not serve means for an endpoint."""
+    error_class = status.error_class or ErrorClass.INFRASTRUCTURE
+    return CloudError(error_class, status.message, _HINTS.get(error_class, status.hint))
+
+
+def _serve(spec: JobSpec) -> TpuVmServe:
+    assert isinstance(spec.serve, TpuVmServe), "SERVERS leads here only what has this type"
+    return spec.serve

@@ -1,0 +1,281 @@
+"""Serving on TPU VMs, stage by stage, against the emulated Cloud TPU: real clients, sockets, machines with servers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from dropforge import clients, names, sweep, tpu
+from dropforge.deploy import deploy
+from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.serving import tpu_vm
+from dropforge.serving.base import Deployment
+from dropforge.settings import settings
+from dropforge.spec import JobSpec
+from dropforge.teardown import teardown
+from dropforge_local.containers.images import ImageStore
+from dropforge_local.containers.processes import end_all
+from dropforge_local.db import Database
+from dropforge_local.emulators.compute import ComputeEmulator
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import SystemClock
+
+ME = "the-execution-of-this-test"
+ZONE = "us-west1-c"
+SOON = {"startup_timeout": "1s"}
+NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
+IMAGES = "us-west1-docker.pkg.dev/p1/dropforge"
+DOCKERFILE = (
+    'FROM python:3.11\nWORKDIR /app\nCOPY containers/{name}/serve.py /app/\nENTRYPOINT ["python", "-S", "serve.py"]\n'
+)
+BROKEN = {
+    "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
+    "serve_deaf": "import time\ntime.sleep(60)\n",
+}
+CACHED: list[Any] = [clients.storage, clients.publisher, clients.tpu, settings]
+_numbers = itertools.count()
+
+
+@dataclass
+class Cloud:
+    """The emulated project, and what a test does in it."""
+
+    url: str
+    store: RunStore
+
+    def run(self, image: str = "serve-noop", **serve: Any) -> str:
+        """A run that has been trained and is to be served."""
+        os.environ["DROPFORGE_SERVE_VLLM_TPU_IMAGE"] = f"{IMAGES}/{image}:test"
+        settings.cache_clear()
+        run = names.run_id_of_message(f"tpu-{time.time_ns()}-{next(_numbers)}")
+        history = [
+            Transition(state=state, time=utc_now())
+            for state in (RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING)
+        ]
+        record = Record(
+            run=run,
+            name="noop",
+            source="test",
+            state=RunState.TRAINING,
+            created=utc_now(),
+            history=history,
+            execution=ME,
+        )
+        self.store.put_new(names.spec_object(run), spec(**serve).model_dump_json(by_alias=True).encode())
+        self.store.create(record)
+        return run
+
+    def deploy(self, run: str) -> dict[str, Any]:
+        """The stage's answer, once it is no longer "call again"."""
+        with patch.object(tpu_vm, "LOOK_SECONDS", 0.1), patch.object(tpu_vm, "READY_WAIT_SECONDS", 1.0):
+            return eventually(lambda: deploy(run, ME))
+
+    def clean_up(self, run: str) -> None:
+        assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
+        assert self.exists(run) == []
+        assert self.store.ledger(run).remaining() == []
+
+    def exists(self, run: str) -> list[str]:
+        """The kinds of what Cloud TPU has of a run, whoever made it."""
+        parent = "projects/p1/locations/-"
+        queued = clients.tpu().list_queued_resources(request={"parent": parent})
+        found = [("queued", one.tpu.node_spec[0].node.labels) for one in queued]
+        found += [("node", node.labels) for node in clients.tpu().list_nodes(request={"parent": parent})]
+        return [kind for kind, labels in found if labels.get(names.RUN_LABEL) == run]
+
+    def faults(self, **switches: Any) -> None:
+        url, data = f"{self.url}/_local/tpu/faults", json.dumps(switches).encode()
+        urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10).close()
+
+
+def spec(**serve: Any) -> JobSpec:
+    text = {
+        "api_version": "dropforge/v1",
+        "name": "noop",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "target": {"type": "gke", "placements": [{"region": "us-central1"}]},
+        "serve": {"type": "tpu_vm", "zone": ZONE, "ttl": "1h", **serve},
+    }
+    return JobSpec.model_validate_json(json.dumps(text))
+
+
+def eventually(stage: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 40
+    while (answer := stage())["status"] == "PENDING" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return dict(answer)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    home = tmp_path_factory.mktemp("tpu")
+    containers = home / "repo" / "containers"
+    shutil.copytree(NOOP, containers / "serve_noop")
+    for name, code in BROKEN.items():
+        (containers / name).mkdir()
+        (containers / name / "serve.py").write_text(code)
+        (containers / name / "Dockerfile").write_text(DOCKERFILE.format(name=name))
+    hosts: dict[str, str] = {}
+
+    def build() -> list[Any]:
+        db, clock = Database(home / "state.db"), SystemClock()
+        storage, pubsub = StorageEmulator(db, home / "blobs", clock), PubSubEmulator(db, clock)
+        storage.create_bucket("runs")
+        pubsub.create_topic("projects/p1/topics/run-events")
+        compute = ComputeEmulator(db, clock, directory=home / "disks")
+        machines = TpuEmulator(
+            db,
+            clock,
+            images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            directory=home / "vms",
+            disks=compute.disks,
+            platform_env=lambda: hosts,
+            token=lambda scope: "good",
+            config=TpuConfig(0.1, 0.05, 0.05, 2.0, 0.1, 0.1, chips_per_zone=64),
+        )
+        return [storage, pubsub, compute, machines]
+
+    with BackgroundServer(build) as server, patch.dict(os.environ):
+        hosts["STORAGE_EMULATOR_HOST"] = server.url
+        os.environ |= environment(server.url, server.grpc_address)
+        for function in CACHED:
+            function.cache_clear()
+        yield Cloud(server.url, RunStore(clients.storage(), "runs"))
+        clients.publisher().stop()
+        clients.publisher().transport.close()
+    for function in CACHED:
+        function.cache_clear()
+    end_all(home / "vms", grace_seconds=0)
+
+
+@pytest.fixture
+def cloud(running: Cloud) -> Iterator[Cloud]:
+    yield running
+    running.faults(stockout=[], quota={}, preempt_next=None, fail_next=[])
+
+
+def environment(http: str, grpc: str) -> dict[str, str]:
+    variables = {
+        "PROJECT": "p1",
+        "LOCATION": "us-central1",
+        "SPECS_BUCKET": "specs",
+        "RUNS_BUCKET": "runs",
+        "WORKFLOW": "w",
+        "REQUESTS_TOPIC": "requests",
+        "JOB_EVENTS_TOPIC": "job-events",
+        "RUN_EVENTS_TOPIC": "run-events",
+        "TRAIN_TRL_IMAGE": "t",
+        "SERVE_VLLM_IMAGE": "s",
+        "TRAINER_SERVICE_ACCOUNT": "t",
+        "SERVER_SERVICE_ACCOUNT": "server@p1.iam.gserviceaccount.com",
+        "EMULATOR_TOKEN": "good",
+    }
+    hosts = {"STORAGE_EMULATOR_HOST": http, "TPU_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc}
+    return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
+
+
+@pytest.mark.slow
+def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "SERVERS", ["tpu_vm"])
+    queued, taken = cloud.run(), cloud.run(queued=False, capacity="spot")
+    assert [cloud.deploy(run)["status"] for run in (queued, taken)] == ["READY", "READY"]
+    assert deploy(queued, ME)["status"] == "READY"  # called again, it makes nothing twice
+    assert (cloud.exists(queued), cloud.exists(taken)) == (["queued", "node"], ["node"])
+    endpoints = [cloud.store.record(run).endpoint for run in (queued, taken)]
+    assert [endpoint.service.rsplit("/", 2)[1:] for endpoint in endpoints if endpoint] == [
+        ["queuedResources", f"df-{queued}-serve"],
+        ["nodes", f"df-{taken}-serve"],
+    ]
+    node = clients.tpu().get_node(name=f"projects/p1/locations/{ZONE}/nodes/df-{queued}-serve")
+    assert not node.network_config.enable_external_ips
+    assert node.service_account.email == "server@p1.iam.gserviceaccount.com"
+    assert list(node.tags) == [tpu_vm.TAG]
+
+    # The end of an attempt and of the run leave what serves.
+    for scope in ("attempt", "run"):
+        assert eventually(lambda scope=scope: teardown(queued, ME, scope, True))["status"] == "GONE"
+    cloud.store.update(queued, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+    assert sweep.sweep()["deleted"] == []  # their time is not over
+    for entry in cloud.store.ledger(queued).entries:
+        cloud.store.note(queued, entry.name, ResourceState.GONE)  # the ledger errs; the cloud's list is what counts
+    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
+    assert len(sweep.sweep()["deleted"]) == 2
+    assert [*cloud.exists(queued), *cloud.exists(taken)] == []
+    assert cloud.store.ledger(queued).remaining() == []
+    ended = cloud.store.record(queued).endpoint
+    assert ended
+    assert ended.ended
+
+
+@pytest.mark.parametrize(
+    ("image", "serve", "faults", "expected", "text"),
+    [
+        ("serve-missing", {}, {}, "config", "serve-missing:test does not exist"),
+        ("serve-crash", {}, {}, "code", "\nthe weights do not fit"),
+        pytest.param(
+            *("serve-deaf", {"startup_timeout": "4s"}, {}, "code", "runs, but nothing answers at http://"),
+            marks=pytest.mark.slow,
+        ),
+        ("serve-noop", SOON, {"stockout": [ZONE]}, "stockout", "no resources became available"),
+        ("serve-noop", {"queued": False}, {"stockout": [ZONE]}, "stockout", "no more capacity in the zone"),
+        ("serve-noop", {}, {"quota": {ZONE: 4}}, "quota", "Limit: 4 in zone"),
+        ("serve-deaf", {"capacity": "spot"}, {"preempt_next": {"after_seconds": 0.1}}, "preempted", "was preempted"),
+    ],
+    ids=["no-image", "crash", "deaf", "stockout-in-queue", "stockout-at-once", "quota", "preempted"],
+)
+def test_what_keeps_an_endpoint_from_answering_is_told(
+    cloud: Cloud, image: str, serve: dict[str, Any], faults: dict[str, Any], expected: str, text: str
+) -> None:
+    cloud.faults(**faults)
+    run = cloud.run(image, **serve)
+    answer = cloud.deploy(run)
+    assert answer["status"] == "FAILED", answer
+    assert answer["error"]["error_class"] == expected, answer
+    assert text in answer["error"]["message"]
+    assert "training" not in answer["error"]["hint"]
+    assert answer["error"]["hint"]
+    cloud.clean_up(run)
+
+
+def test_a_project_without_tpus_is_swept_all_the_same(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told once."""
+    monkeypatch.setattr(sweep, "SERVERS", ["tpu_vm"])
+    monkeypatch.delenv("DROPFORGE_SERVE_VLLM_TPU_IMAGE", raising=False)
+    settings.cache_clear()
+    message = "Cloud TPU API has not been used in project p1 before or it is disabled."
+    fault = {"method": "list_queued_resources", "status": "PERMISSION_DENIED", "message": message, "count": 2}
+    cloud.faults(fail_next=fault)
+    assert [sweep.sweep(), sweep.sweep()] == [{"status": "SWEPT", "deleted": []}] * 2
+    assert capsys.readouterr().err.count(message) == 1
+
+
+def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
+    run = cloud.run()
+    other = Deployment("other-0123456789ab", cloud.store.spec(run), settings(), utc_now())
+    with patch.object(names, "endpoint_name", lambda _: f"df-{run}-serve"):
+        assert tpu.ensure(tpu_vm.machine(other))
+    answer = cloud.deploy(run)
+    assert answer["error"]["error_class"] == "config"
+    assert other.run in answer["error"]["message"]
+    assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
