@@ -91,7 +91,7 @@ class TpuVmServer:
             log_refusal(error, is_used=bool(settings.serve_vllm_tpu_image))
 
     def teardown(self, kind: str, name: str) -> bool:
-        """Waits for the end: what is gone by the next sweep is not listed there, and nobody would note that it ended."""
+        """Waits for the end: what is gone by the next sweep is not listed there, and its end would never be noted."""
         deadline = time.monotonic() + GONE_WAIT_SECONDS
         while not (gone := tpu.delete(kind, name)) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
