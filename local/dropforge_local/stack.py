@@ -121,8 +121,8 @@ class StackConfig:
     """What a stack is told beside its ports; kept in <state>/config.json, so that a restart finds it.
 
     `images` is the repository whose containers/ the images are made from; `settings` overrides the functions'
-    environment; `cloud_run`, `gke` and `kubernetes` are fields of the emulators' CloudRunConfig, GkeConfig and
-    KubernetesConfig (quota, latencies).
+    environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
+    GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies).
     """
 
     images: str = str(ROOT)
@@ -130,6 +130,8 @@ class StackConfig:
     cloud_run: dict[str, Any] = field(default_factory=dict)
     gke: dict[str, Any] = field(default_factory=dict)
     kubernetes: dict[str, Any] = field(default_factory=dict)
+    tpu: dict[str, Any] = field(default_factory=dict)
+    compute: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Path) -> StackConfig:
@@ -235,7 +237,7 @@ def _is_container(process: psutil.Process) -> bool:
 
 
 def _container_directories(state: Path) -> list[Path]:
-    return [state / "containers", state / "pods"]
+    return [state / "containers", state / "pods", state / "vms"]
 
 
 def _emulated(state: Path) -> tuple[list[str], list[int]]:
@@ -243,14 +245,17 @@ def _emulated(state: Path) -> tuple[list[str], list[int]]:
     if not (state / "state.db").exists():
         return [], []
     from .emulators.cloudrun.store import Store as CloudRunStore
+    from .emulators.compute import ComputeEmulator
     from .emulators.container import GkeEmulator
     from .emulators.kubernetes import KubernetesEmulator
+    from .emulators.tpu import TpuEmulator
 
     db = Database(state / "state.db")
     try:
         cloud_run = CloudRunStore(db)
         clusters = [name for name in GkeEmulator.names_in(db) if name != CLUSTER]
         resources = [*cloud_run.names(), *clusters, *KubernetesEmulator.names_in(db)]
+        resources += [*TpuEmulator.names_in(db), *ComputeEmulator.names_in(db)]
         return resources, [*cloud_run.ports(), *KubernetesEmulator.ports_in(db)]
     finally:
         db.close()

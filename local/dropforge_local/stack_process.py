@@ -30,6 +30,7 @@ import psutil
 from .containers.images import ImageStore
 from .db import Database
 from .emulators.cloudrun import CloudRunConfig, CloudRunEmulator
+from .emulators.compute import ComputeConfig, ComputeEmulator
 from .emulators.container import GkeConfig, GkeEmulator
 from .emulators.eventarc import EventarcRouter, Trigger
 from .emulators.executions import WorkflowsEmulator
@@ -38,6 +39,7 @@ from .emulators.pubsub import PubSubEmulator
 from .emulators.secretmanager import SecretManagerEmulator
 from .emulators.slack import SlackSink
 from .emulators.storage import StorageEmulator
+from .emulators.tpu import TpuConfig, TpuEmulator
 from .identity import CLOUD_PLATFORM, Identity
 from .server import HOST, Server
 from .stack import (
@@ -111,6 +113,19 @@ class Stack:
             config=KubernetesConfig(**self.config.kubernetes),
         )
         self.gke = GkeEmulator(self.db, self.clock, kubernetes=self.kubernetes, config=GkeConfig(**self.config.gke))
+        self.compute = ComputeEmulator(
+            self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
+        )
+        self.tpu = TpuEmulator(
+            self.db,
+            self.clock,
+            images=self.images,
+            directory=self.state / "vms",
+            disks=self.compute.disks,
+            platform_env=self._machine_environment,
+            token=lambda scope: token("OAuth2", scope),
+            config=TpuConfig(**self.config.tpu),
+        )
         self.engine = Engine(
             self.db,
             clock=self.clock,
@@ -120,8 +135,8 @@ class Stack:
         )
         self.workflows = WorkflowsEmulator(self.engine)
         self.emulators: list[Any] = [
-            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.cloudrun, self.kubernetes,
-            self.gke, self.workflows,
+            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
+            self.kubernetes, self.gke, self.workflows,
         ]  # fmt: skip
 
     async def start(self) -> StackInfo:
@@ -166,6 +181,8 @@ class Stack:
             **self._platform_environment(),
             "CLOUD_RUN_EMULATOR_HOST": self._server.url,
             "GKE_EMULATOR_HOST": self._server.url,
+            "TPU_EMULATOR_HOST": self._server.url,
+            "COMPUTE_EMULATOR_HOST": self._server.url,
             "WORKFLOWS_EMULATOR_HOST": self._server.grpc_address,
             "DROPFORGE_EMULATOR_TOKEN": self.identity.token("OAuth2", CLOUD_PLATFORM),
             "DROPFORGE_PROJECT": PROJECT,
@@ -177,6 +194,8 @@ class Stack:
             "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
             "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
             "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-trl:local",
+            "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-maxtext:local",
+            "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/train-ray:local",
             "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-vllm:local",
             "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"{SERVER}@{PROJECT}.iam.gserviceaccount.com",
@@ -211,6 +230,10 @@ class Stack:
             "PUBSUB_EMULATOR_HOST": self._server.grpc_address,
             "SECRET_MANAGER_EMULATOR_HOST": self._server.url,
         }
+
+    def _machine_environment(self) -> dict[str, str]:
+        """The same for TPU machines, whose script publishes by REST."""
+        return {**self._platform_environment(), "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"{self._server.url}/"}
 
     def _deploy(self) -> None:
         """What Terraform does in a project, idempotent; ports are known, nothing is served yet."""

@@ -22,11 +22,13 @@ from dropforge_local import stack as local
 from dropforge_local.stack import IMAGES, StackConfig, StackInfo
 
 from .clusters import Clusters
+from .machines import machines_of_run
 from .targets import PARTS, SERVES
 
 NOOP_IMAGES = Path(__file__).resolve().parents[1] / "images"
 NOOP_SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:test",
+    "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-noop:test",
     "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
     "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
 }
@@ -41,6 +43,15 @@ NOOP_CONFIG = StackConfig(
         "job_backoff_seconds": 0.1,
         "preemption_grace_seconds": 2.0,
     },
+    tpu={
+        "create_seconds": 0.1,
+        "delete_seconds": 0.05,
+        "queue_seconds": 0.05,
+        "grace_seconds": 5.0,
+        "reboot_seconds": 0.1,
+        "chips_per_zone": 1000,
+    },
+    compute={"create_seconds": 0.05, "delete_seconds": 0.05, "disk_gb_per_zone": 100_000},
 )
 _CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 
@@ -63,6 +74,7 @@ class User:
             "name": "noop",
             "model": {"source": "owner/tiny-1m"},
             "dataset": {"source": "owner/data"},
+            "training": {"adapter": {"type": "none"}},  # which every target can train
             "target": {"type": "cloud_run", **PARTS["cloud_run"]},
             "serve": None,
             "labels": {"behave": behave},
@@ -134,11 +146,11 @@ class User:
                 *clients.run_services().list_services(parent=parent),
             ]
         mine = [resource.name for resource in found if resource.labels.get(names.RUN_LABEL) == run]
-        return mine + Clusters(self.info).of_run(run)
+        return mine + machines_of_run(self.settings.project, run) + Clusters(self.info).of_run(run)
 
     def training(self, run: str) -> str:
         """The resource in which a run trains."""
-        return next(name for name in self.resources(run) if "/jobs/" in name)
+        return next(name for name in self.resources(run) if "/jobs/" in name or "/queuedResources/" in name)
 
     def preempt(self, run: str) -> None:
         """Take the machine of a run away, as its cloud does."""
@@ -146,6 +158,8 @@ class User:
         if "/k8s/" in resource:
             cluster, pod = next(iter(Clusters(self.info).pods(run)))
             self.post("_local/kubernetes/faults", {"preempt": {"cluster": cluster, "pod": pod}})
+        elif "/queuedResources/" in resource:
+            self.post("_local/tpu/faults", {"preempt": resource.replace("/queuedResources/", "/nodes/")})
         else:
             execution = next(iter(clients.run_executions().list_executions(parent=resource)))
             self.post("_local/cloudrun/faults", {"preempt": execution.name})
@@ -161,6 +175,8 @@ class User:
         """Delete what `resources` names, as somebody does who knows nothing of runs."""
         if "/k8s/" in resource:
             Clusters(self.info).delete(resource)
+        elif "/queuedResources/" in resource:
+            clients.tpu().delete_queued_resource({"name": resource, "force": True}).result(timeout=30)
         else:
             clients.run_jobs().delete_job(name=resource).result(timeout=30)
 
