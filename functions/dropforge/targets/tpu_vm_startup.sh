@@ -9,7 +9,7 @@
 #   dropforge-image             what to run: REGISTRY/PATH/NAME@sha256:DIGEST
 #   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
 #   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
-#   dropforge-deadline          Unix seconds; the container is stopped a little later, if it did not stop by itself
+#   dropforge-deadline          Unix seconds: when the container is stopped, if it has not stopped by itself before
 #   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json};
 #                               for a server, which leaves them when it does not stay up, runs/RUN/machine/serve/...
 #   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
@@ -24,8 +24,8 @@ trap on_term TERM
 trap 'failed_command=$BASH_COMMAND' ERR
 
 readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/targets/base.py
-readonly DEADLINE_MARGIN_SECONDS=120      # for the container to stop by itself
 readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
+readonly KILL_SECONDS=10                  # after the deadline; the container has had its time by then
 readonly LOG_BYTES=8388608
 readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
 ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
@@ -203,13 +203,14 @@ sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["payload"]["data"]
 run_container() {
     step=container error_class=code
     local left
-    left=$((deadline + DEADLINE_MARGIN_SECONDS - $(date +%s)))
+    left=$((deadline - $(date +%s)))
     if [ "$left" -le 0 ]; then
         fail deadline "the deadline was over before the container could start"
     fi
     docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
-    timeout --preserve-status --kill-after=60 "$left" docker run --rm --name dropforge --privileged --network host \
-        --shm-size 16g --volume "$work:/work" ${arguments[@]+"${arguments[@]}"} "$image" &
+    timeout --preserve-status --kill-after="$KILL_SECONDS" "$left" \
+        docker run --rm --name dropforge --privileged --network host --shm-size 16g --volume "$work:/work" \
+        ${arguments[@]+"${arguments[@]}"} "$image" &
     job=$!
     while
         exit_code=0
@@ -226,8 +227,8 @@ explain_exit() {
     if [[ $REPORTED == *" $exit_code "* ]]; then
         return 0
     fi
-    if [ "$(date +%s)" -ge "$((deadline + DEADLINE_MARGIN_SECONDS))" ]; then
-        fail deadline "the container was stopped after the deadline"
+    if [ "$(date +%s)" -ge "$deadline" ]; then
+        fail deadline "the container was stopped at the deadline"
     fi
     case $exit_code in
     125) fail infrastructure "the container could not be started" ;;
