@@ -69,11 +69,11 @@ resource "google_cloudfunctions2_function" "function" {
     max_instance_count    = var.max_function_instances
     ingress_settings      = each.value.called_by == "workflow" ? var.workflow_ingress : "ALLOW_INTERNAL_ONLY"
     service_account_email = google_service_account.account[each.key].email
-    # Endpoints on GKE have addresses of the network only, and are asked for a completion there.
-    direct_vpc_egress = each.key == "deploy" && length(var.cluster_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
+    # Endpoints on GKE and on TPU VMs have addresses of the network only, and are asked for a completion there.
+    direct_vpc_egress = each.key == "deploy" && length(local.private_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
 
     dynamic "direct_vpc_network_interface" {
-      for_each = each.key == "deploy" && length(var.cluster_regions) > 0 ? [local.subnetwork] : []
+      for_each = each.key == "deploy" && length(local.private_regions) > 0 ? [local.subnetwork] : []
       content {
         network    = local.network
         subnetwork = direct_vpc_network_interface.value

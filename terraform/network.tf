@@ -4,6 +4,9 @@
 locals {
   network    = var.network == null ? var.prefix : var.network.name
   subnetwork = var.network == null ? var.prefix : var.network.subnetwork
+
+  # Where machines have no address on the internet.
+  private_regions = setunion(var.cluster_regions, var.tpu_regions)
 }
 
 resource "google_compute_network" "network" {
@@ -30,7 +33,7 @@ resource "google_compute_subnetwork" "region" {
 
 # Nodes of clusters and TPU VMs have no address on the internet; models and data sets come from the Hugging Face Hub.
 resource "google_compute_router" "region" {
-  for_each = var.network == null ? setunion(var.cluster_regions, var.tpu_regions) : []
+  for_each = var.network == null ? local.private_regions : []
 
   name    = var.prefix
   region  = each.key
@@ -45,4 +48,20 @@ resource "google_compute_router_nat" "region" {
   region                             = each.value.region
   nat_ip_allocate_option             = "AUTO_ONLY"
   source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
+}
+
+# To endpoints on TPU VMs, from anywhere in the network; GKE makes rules for its own.
+resource "google_compute_firewall" "servers" {
+  count = var.network == null && length(var.tpu_regions) > 0 ? 1 : 0
+
+  name          = "${var.prefix}-servers"
+  description   = "Requests to endpoints on TPU VMs."
+  network       = google_compute_network.network[0].id
+  source_ranges = values(var.subnetwork_ranges)
+  target_tags   = ["dropforge-server"] # functions/dropforge/serving/tpu_vm.py
+
+  allow {
+    protocol = "tcp"
+    ports    = ["8000"]
+  }
 }

@@ -147,10 +147,10 @@ variable "subnetwork_ranges" {
 
   validation {
     condition = var.network != null || length(setsubtract(
-      setunion(var.cluster_regions, var.tpu_regions, length(var.cluster_regions) == 0 ? [] : [var.region]),
+      setunion(local.private_regions, length(local.private_regions) == 0 ? [] : [var.region]),
       keys(var.subnetwork_ranges)
     )) == 0
-    error_message = "subnetwork_ranges must have a range for each of cluster_regions and tpu_regions, and with clusters for region."
+    error_message = "With cluster_regions or tpu_regions, subnetwork_ranges must have a range for each of them, and for region."
   }
 }
 
@@ -161,7 +161,7 @@ variable "sweep_schedule" {
 }
 
 variable "tpu_regions" {
-  description = "Regions in which specs may train on TPU VMs; each gets a NAT gateway, as their machines have no address on the internet."
+  description = "Regions in which specs may train or serve on TPU VMs; each gets a NAT gateway, as their machines have no address on the internet."
   type        = set(string)
   default     = []
 }

@@ -15,6 +15,7 @@ import pytest
 
 from dropforge import names
 from dropforge.catalog import CLOUD_RUN_MACHINES
+from dropforge.serving.tpu_vm import PORT, TAG
 from dropforge.settings import Settings
 from dropforge_local import stack_process as stack
 from dropforge_local.functions_host import entry_points
@@ -177,13 +178,22 @@ def test_every_region_with_a_gpu_has_a_subnetwork() -> None:
     assert set(blocks("variable")[("subnetwork_ranges",)]["default"]) == offered
 
 
+def test_the_firewall_lets_requests_through_to_endpoints_on_tpu_vms() -> None:
+    rule = resources()["google_compute_firewall", "servers"]
+    assert (rule["target_tags"], rule["allow"]) == ([TAG], [{"protocol": "tcp", "ports": [str(PORT)]}])
+
+
 def test_providers_are_pinned_exactly() -> None:
     (providers,) = blocks("terraform")[()]["required_providers"]
     assert [name for name, found in providers.items() if not re.fullmatch(r"\d+\.\d+\.\d+", found["version"])] == []
 
 
 def test_every_image_is_built_and_asked_for_if_it_must_be() -> None:
-    assert {f"{role}_image" for role in images()} == IMAGE_FIELDS, "cloudbuild.yaml builds what settings.py names"
+    built = {f"{role}_image" for role in images()}
+    containers = {f"{path.parent.name}_image" for path in ROOT.glob("containers/*/Dockerfile")}
+    assert IMAGE_FIELDS & (containers | REQUIRED) == built, (
+        "cloudbuild.yaml builds the containers that settings.py names"
+    )
     (condition,) = [condition for condition in _preconditions() if "var.images" in condition]
     assert {f"{role}_image" for role in re.findall(r'"(\w+)"', condition)} == IMAGE_FIELDS & REQUIRED
 
