@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from batches import Data, part
@@ -59,6 +60,7 @@ def train(work: Work, tell: Tell, stop: Callable[[], bool]) -> Result:
     )
     train_sft.validate_config(config)
     trainer, mesh = train_sft.setup_trainer_state(config)
+    accumulate_in_optimizer(trainer)
     resumed = trainer.train_steps
     size = config.micro_batch_size_to_train_on
     source = batches(data, size, spec, resumed, steps, stop)
@@ -84,6 +86,24 @@ def train(work: Work, tell: Tell, stop: Callable[[], bool]) -> Result:
         "train_seconds": round(seconds, 3),
         **hooks[1].summary(),
     }
+
+
+def accumulate_in_optimizer(trainer: Any) -> None:
+    """Tunix 0.1.7 accumulates gradients by the optimizer (optax.MultiSteps): every batch is a step of it.
+
+    MaxText 0.2.5's train step expects an accumulator that only later versions give it, and fails without one, unless it
+    is made for a single batch per step.
+    """
+    create, config = trainer.create_train_step_fn, trainer.config
+
+    def create_for_one_batch() -> Any:
+        trainer.config = replace(config, gradient_accumulation_steps=None)
+        try:
+            return create()
+        finally:
+            trainer.config = config
+
+    trainer.create_train_step_fn = create_for_one_batch
 
 
 def arguments(spec: JobSpec, prepared: Result, work: Work, steps: int, parameters: str) -> list[str]:

@@ -134,7 +134,8 @@ def job_spec(**changes: Any) -> dict[str, Any]:
             "adapter": {"type": "none"},
             "max_steps": STEPS,
             "learning_rate": 3e-3,
-            "per_device_train_batch_size": 16,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
             "max_length": 128,
             "checkpoint_steps": PERIOD,
         },
@@ -169,7 +170,7 @@ def test_what_cannot_work_is_refused_with_its_class(
     change: dict[str, Any], exit_code: int, error_class: ErrorClass, message: str, driver: Driver, spec: Spec,
     base_qwen3: Path, events: Any,
 ) -> None:  # fmt: skip
-    attempt = driver.start(spec(**{"training": {"gradient_accumulation_steps": 2}, **change}))
+    attempt = driver.start(spec(**{"training": {"gradient_accumulation_steps": 4}, **change}))
     assert attempt.wait() == exit_code, attempt.output
     last = events(attempt.run)[-1]
     assert (last.type, last.error_class) == ("failed", error_class)
