@@ -93,7 +93,11 @@ def placeholders() -> Settings:
     """Settings that say by their values that nothing is deployed, for `plan`."""
     required = [field.name for field in fields(Settings) if field.default is MISSING]
     values = {name: f"YOUR-{name.upper().replace('_', '-')}" for name in required}
-    optional = {"gke_cluster": "YOUR-CLUSTER", "train_maxtext_image": "YOUR-TRAIN-MAXTEXT-IMAGE"}
+    optional = {
+        "gke_cluster": "YOUR-CLUSTER",
+        "train_maxtext_image": "YOUR-TRAIN-MAXTEXT-IMAGE",
+        "train_ray_image": "YOUR-TRAIN-RAY-IMAGE",
+    }
     return Settings(**{**values, **optional, "location": "us-central1"})  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from .catalog import HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import GkeServe, GkeTarget, JobSpec, TpuVmServe, TpuVmTarget, accelerators_of, seconds
+from .spec import GkeServe, GkeTarget, JobSpec, RayTarget, TpuVmServe, accelerators_of, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -93,10 +93,13 @@ def training_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) 
 
 def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
     """Whether the deployment has the image that the target runs, where not every deployment does."""
-    if not isinstance(spec.target, TpuVmTarget) or settings.train_maxtext_image:
+    images = {"tpu_vm": "train_maxtext_image", "ray": "train_ray_image"}
+    setting = images.get(spec.target.type)
+    if setting is None or getattr(settings, setting):
         return []
-    expected = "another target, or a deployment with DROPFORGE_TRAIN_MAXTEXT_IMAGE"
-    return [SpecProblem("/target/type", "the deployment has no training image for TPUs", "'tpu_vm'", expected)]
+    expected = f"another target, or a deployment with DROPFORGE_{setting.upper()}"
+    found = repr(spec.target.type)
+    return [SpecProblem("/target/type", "the deployment has no training image for TPUs", found, expected)]
 
 
 def server_image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
@@ -111,7 +114,9 @@ def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
     """Whether target and endpoint on GKE have a cluster to run in, and labels that Kubernetes accepts."""
     target, serve = spec.target, spec.serve
     problems = []
-    if isinstance(target, GkeTarget) and not (target.cluster.create or target.cluster.name or settings.gke_cluster):
+    if isinstance(target, GkeTarget | RayTarget) and not (
+        target.cluster.create or target.cluster.name or settings.gke_cluster
+    ):
         expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
         problems.append(SpecProblem("/target/cluster/name", "no cluster is named", None, expected))
     if isinstance(serve, GkeServe) and not (serve.cluster or _standing(target) or settings.gke_cluster):
@@ -123,7 +128,7 @@ def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 
 
 def _standing(target: object) -> str | None:
-    return target.cluster.name if isinstance(target, GkeTarget) else None
+    return target.cluster.name if isinstance(target, GkeTarget | RayTarget) else None
 
 
 def _label_problems(spec: JobSpec) -> list[SpecProblem]:

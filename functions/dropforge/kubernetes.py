@@ -24,7 +24,14 @@ Object = dict[str, Any]
 
 CLUSTER = "container.googleapis.com/Cluster"
 # Of each group, the one that we speak.
-VERSIONS = {"": "v1", "apps": "v1", "autoscaling": "v2", "batch": "v1", "monitoring.googleapis.com": "v1"}
+VERSIONS = {
+    "": "v1",
+    "apps": "v1",
+    "autoscaling": "v2",
+    "batch": "v1",
+    "monitoring.googleapis.com": "v1",
+    "ray.io": "v1",
+}
 GONE_WAIT_SECONDS = 5.0  # what is small is gone within this; the rest is looked at again later
 LOOK_SECONDS = 0.2
 

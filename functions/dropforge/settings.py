@@ -28,6 +28,7 @@ class Settings:
     server_service_account: str
     train_maxtext_image: str = ""
     serve_vllm_tpu_image: str = ""
+    train_ray_image: str = ""
     network: str = "default"
     subnetwork: str = "default"
     gke_cluster: str = ""  # the standing cluster; the same name in every region that has one

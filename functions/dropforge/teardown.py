@@ -24,6 +24,7 @@ _OWNERS: dict[str, Callable[[], Target | Server]] = {
     "container.googleapis.com/Cluster": lambda: get_target("gke"),
     "batch.k8s.io/Job": lambda: get_target("gke"),
     "k8s.io/Service": lambda: get_target("gke"),
+    "ray.io/RayJob": lambda: get_target("ray"),
     "tpu.googleapis.com/QueuedResource": lambda: get_target("tpu_vm"),
     "tpu.googleapis.com/Node": lambda: get_target("tpu_vm"),
     "compute.googleapis.com/Disk": lambda: get_target("tpu_vm"),

@@ -6,7 +6,7 @@ from .job import Columns, Dataset, Evaluation, JobSpec, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
 from .serving import CloudRunServe, GkeServe, TpuVmServe
-from .targets import CloudRunTarget, GkePlacement, GkeTarget, TpuVmTarget, accelerators_of
+from .targets import CloudRunTarget, GkePlacement, GkeTarget, RayTarget, TpuVmTarget, accelerators_of
 
 __all__ = [
     "MAX_SPEC_BYTES",
@@ -19,6 +19,7 @@ __all__ = [
     "GkeServe",
     "GkeTarget",
     "JobSpec",
+    "RayTarget",
     "TpuVmServe",
     "TpuVmTarget",
     "accelerators_of",

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
 from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
 from .serving import CloudRunServe, GkeServe, TpuVmServe
-from .targets import CloudRunTarget, GkeTarget, TpuVmTarget, check_cloud_run_region, check_tpu_vm_zone
+from .targets import CloudRunTarget, GkeTarget, RayTarget, TpuVmTarget, check_cloud_run_region, check_tpu_vm_zone
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
@@ -175,7 +175,7 @@ class JobSpec(Part):
     model: Model
     dataset: Dataset
     training: Training = Training()
-    target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget, Field(discriminator="type")]
+    target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget | RayTarget, Field(discriminator="type")]
     evaluation: Evaluation | None = None
     serve: Annotated[CloudRunServe | GkeServe | TpuVmServe, Field(discriminator="type")] | None
     limits: Limits = Limits()
@@ -192,8 +192,8 @@ class JobSpec(Part):
             self._fits_cloud_run()
         if isinstance(self.target, GkeTarget):
             self._fits_gke(self.target)
-        if isinstance(self.target, TpuVmTarget):
-            self._fits_tpu_vm()
+        if isinstance(self.target, TpuVmTarget | RayTarget):
+            self._fits_maxtext()
         if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
             region = self.target.placements[0].region
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
@@ -212,9 +212,11 @@ class JobSpec(Part):
             message = f"4-bit weights cannot be sharded over {processes} processes"
             raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
 
-    def _fits_tpu_vm(self) -> None:
+    def _fits_maxtext(self) -> None:
         if (adapter := self.training.adapter.type) != "none":
-            raise Wrong("/training/adapter/type", "on TPUs every weight is trained", adapter, "'none'")
+            given = "training" in self.model_fields_set and "adapter" in self.training.model_fields_set
+            pointer = "/training/adapter/type" if given else "/training"
+            raise Wrong(pointer, "on TPUs every weight is trained", adapter, "'none'")
 
     def _serves_where_it_trains(self, accelerator_type: str) -> None:
         if not isinstance(self.target, TpuVmTarget):

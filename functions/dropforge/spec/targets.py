@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..catalog import ACCELERATORS, CLOUD_RUN_MACHINES, GKE_ACCELERATORS, TPU_VMS
+from ..catalog import (
+    ACCELERATORS,
+    CLOUD_RUN_MACHINES,
+    GKE_ACCELERATORS,
+    GKE_TPUS,
+    TPU_VMS,
+    TpuSlice,
+    tpu_slice,
+)
 from .parts import Duration, Part, Region, Wrong, Zone
 
 # A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
@@ -140,11 +148,45 @@ class TpuVmTarget(Part):
         check_tpu_vm_reservation(placement.capacity, placement.reservation, self.queued, pointer)
 
 
-def accelerators_of(target: CloudRunTarget | GkeTarget | TpuVmTarget) -> tuple[int, str, float]:
+class RayTarget(Part):
+    """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
+
+    type: Literal["ray"]
+    accelerator: str = Field(default="tpu-v6e-slice", description="GKE's name of the TPU generation.")
+    topology: str = Field(default="4x4", description="Chips of the slice; hosts and their chips follow from it.")
+    cluster: GkeCluster = GkeCluster()
+    head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
+    head_memory_gib: int = Field(default=100, ge=1, le=1000, description="It holds the model twice, in 32 bits.")
+    head_storage_gib: int = Field(default=200, ge=10, le=6000, description="For weights before and after training.")
+    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all hosts, where ours is unknown.")
+
+    @property
+    def slice(self) -> TpuSlice:
+        """Hosts and chips of the topology."""
+        found = tpu_slice(self.accelerator, self.topology)
+        assert found is not None, "validated"
+        return found
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> RayTarget:
+        known = GKE_TPUS.get(self.accelerator)
+        if known is None:
+            expected = f"one of {', '.join(sorted(GKE_TPUS))}"
+            raise Wrong("/accelerator", "GKE does not offer this TPU", self.accelerator, expected)
+        if tpu_slice(self.accelerator, self.topology) is None:
+            raise Wrong("/topology", f"{self.accelerator} has no such slice", self.topology, known.expected)
+        return self
+
+
+def accelerators_of(target: CloudRunTarget | GkeTarget | TpuVmTarget | RayTarget) -> tuple[int, str, float]:
     """What an attempt trains on: how many accelerators (or TPU slices), their name, and their memory in GiB in all."""
     if isinstance(target, TpuVmTarget):
         slice_ = TPU_VMS[target.accelerator_type]
         return 1, target.accelerator_type, slice_.chips * slice_.memory_gib
+    if isinstance(target, RayTarget):
+        chips = target.slice.hosts * target.slice.chips
+        return 1, f"{target.accelerator} {target.topology}", chips * GKE_TPUS[target.accelerator].memory_gib
     count = target.accelerator_count * target.nodes if isinstance(target, GkeTarget) else 1
     return count, target.accelerator, count * ACCELERATORS[target.accelerator].memory_gib
 

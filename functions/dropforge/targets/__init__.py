@@ -9,6 +9,7 @@ from .base import Target
 TARGETS = {
     "cloud_run": "cloud_run:CloudRunJobs",
     "gke": "gke:GkeJobs",
+    "ray": "ray:RayJobs",
     "tpu_vm": "tpu_vm:TpuVms",
 }
 

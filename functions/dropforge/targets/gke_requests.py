@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import names
 from ..kubernetes import CLUSTER, Object, cluster_name, resource_of
-from ..spec import GkePlacement, GkeServe, GkeTarget, JobSpec
+from ..spec import GkePlacement, GkeServe, GkeTarget, JobSpec, RayTarget
 from .base import EXIT_CLASSES, Launch, Resource, container_variables, secret_references
 
 CONTAINER = "trainer"
@@ -19,6 +19,7 @@ USER = 10001  # of containers/train_trl/Dockerfile: the kubelet accepts a user t
 MAIN_PORT = 29500
 GRACE_SECONDS = 120  # for a last checkpoint
 SPOT_GRACE_SECONDS = 25  # all that Autopilot gives to a Spot pod
+RAY_OPERATOR = {"rayOperatorConfig": {"enabled": True}}
 KEPT_SECONDS = 24 * 3600  # a Job that nobody tears down goes by itself, long after everybody has looked at it
 
 
@@ -38,7 +39,8 @@ def gke_target(spec: JobSpec) -> GkeTarget:
 
 def cluster_of(launch: Launch) -> str:
     """The full name of the attempt's cluster: its own, the spec's, or the deployment's."""
-    target, settings = gke_target(launch.spec), launch.settings
+    target, settings = launch.spec.target, launch.settings
+    assert isinstance(target, GkeTarget | RayTarget), "only these are on clusters"
     own = names.training_name(launch.run, launch.attempt) if target.cluster.create else None
     region = target.placements[launch.placement].region
     return cluster_name(settings.project, region, own or target.cluster.name or settings.gke_cluster)
@@ -51,11 +53,12 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
         "name": name,
         "autopilot": {"enabled": True},
         "releaseChannel": {"channel": "RAPID"},
-        "resourceLabels": _labels(launch),
+        "resourceLabels": run_labels(launch),
         "network": launch.settings.network,
         "subnetwork": launch.settings.subnetwork,
         "ipAllocationPolicy": {"useIpAliases": True},
         "networkConfig": {"defaultEnablePrivateNodes": True},
+        **({"addonsConfig": RAY_OPERATOR} if isinstance(launch.spec.target, RayTarget) else {}),
         "controlPlaneEndpointsConfig": {
             "dnsEndpointConfig": {"allowExternalTraffic": True},
             "ipEndpointsConfig": {"enabled": False},
@@ -92,7 +95,7 @@ def service_manifest(launch: Launch) -> Object:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {key: _labels(launch)[key] for key in (names.RUN_LABEL, names.ATTEMPT_LABEL)},
+            "selector": {key: run_labels(launch)[key] for key in (names.RUN_LABEL, names.ATTEMPT_LABEL)},
             "ports": ports,
         },
     }
@@ -130,7 +133,7 @@ def job_manifest(launch: Launch) -> Object:
 def _pod_metadata(launch: Launch) -> Object:
     # Autopilot may move a pod to another node to save some; this keeps it where it is, but Spot pods cannot have it.
     stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return {"labels": _labels(launch), **({} if _is_spot(launch) else {"annotations": stays})}
+    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": stays})}
 
 
 def _pod(launch: Launch) -> Object:
@@ -200,10 +203,10 @@ def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, 
 
 def _metadata(launch: Launch) -> Object:
     name = names.training_name(launch.run, launch.attempt)
-    return {"name": name, "namespace": launch.settings.kubernetes_namespace, "labels": _labels(launch)}
+    return {"name": name, "namespace": launch.settings.kubernetes_namespace, "labels": run_labels(launch)}
 
 
-def _labels(launch: Launch) -> dict[str, str]:
+def run_labels(launch: Launch) -> dict[str, str]:
     return names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
 
 

@@ -1,0 +1,114 @@
+"""Target `ray`: one RayJob per attempt, on GKE with the Ray operator, in a standing cluster or the attempt's own.
+
+The RayJob makes a Ray cluster and ends it; a Ray cluster that is left over is found by the RayJob's name and deleted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .. import kubernetes, pods
+from ..catalog import GKE_CLUSTER_USD_PER_HOUR, HourlyPrice
+from ..errors import CloudError, ErrorClass
+from ..kubernetes import CLUSTER, Object
+from ..spec import JobSpec
+from .base import Launch, Phase, Resource, Status
+from .gke import GkeJobs
+from .gke_requests import cluster_of, namespace_manifests
+from .ray_requests import ray_target, requests
+from .ray_status import status_of_ray_job
+
+GROUP = "ray.io"
+ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
+OF_CLUSTER = "ray.io/cluster"  # the label that a cluster gives to its pods
+
+
+class RayJobs(GkeJobs):
+    """See `Target` for the contract of each verb. Clusters are made and deleted as for target `gke`."""
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        target = ray_target(spec)
+        if target.price_usd_per_hour is None:
+            where = f"{target.accelerator} {target.topology} in {target.placements[placement].region}"
+            source = f"no price for {where} in dropforge/catalog.py; set target.price_usd_per_hour"
+            return HourlyPrice(None, None, source)
+        price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
+        if target.cluster.create:
+            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+        return price
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        return requests(launch)
+
+    def provision(self, launch: Launch) -> bool:
+        own = ray_target(launch.spec).cluster.create
+        name = cluster_of(launch)
+        cluster = self._own_cluster(launch) if own else kubernetes.standing_cluster(name, "target.cluster.name")
+        if cluster is None:
+            return False
+        _check_operator(cluster, name)
+        api = kubernetes.connect(cluster)
+        for manifest in namespace_manifests(launch) if own else ():
+            api.create(manifest)
+        api.ensure(name, requests(launch)[-1].request)
+        return True
+
+    def inspect(self, launch: Launch) -> Status:
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(cluster_of(launch))
+        if cluster is None or cluster.status == Cluster.Status.STOPPING:
+            return Status(Phase.GONE, f"{cluster_of(launch)} does not exist, or is being deleted")
+        job = requests(launch)[-1]
+        api = kubernetes.connect(cluster)
+        found = api.get(job.name)
+        if found is None:
+            return Status(Phase.GONE, f"{job.name} does not exist")
+        status = status_of_ray_job(found)
+        if status.phase is not Phase.PENDING:
+            return status
+        return _why_pending(api, launch.settings.kubernetes_namespace, found) or status
+
+    def teardown(self, kind: str, name: str) -> bool:
+        if kind == CLUSTER:
+            return super().teardown(kind, name)
+        return kubernetes.delete(name) and self._delete_clusters(name)
+
+    def _delete_clusters(self, job: str) -> bool:
+        """Delete the Ray clusters that a RayJob has left; True once there is none."""
+        parent, _, path = job.partition("/k8s/namespaces/")
+        namespace, name = path.partition("/")[0], path.rpartition("/")[2]
+        cluster = kubernetes.find_cluster(parent)
+        if cluster is None or not kubernetes.has_endpoint(cluster):
+            return True
+        api = kubernetes.connect(cluster)
+        left = api.find(namespace, "rayclusters", GROUP, labelSelector=f"{ORIGIN}={name}")
+        names = [one["metadata"]["name"] for one in left]
+        prefix = f"{parent}/k8s/namespaces/{namespace}/{GROUP}/rayclusters"
+        gone = [kubernetes.delete(f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
+        return all(gone)
+
+
+def _check_operator(cluster: Any, name: str) -> None:
+    """A RayJob is an unknown kind to a cluster without the add-on, or one that nobody looks at."""
+    if not cluster.addons_config.ray_operator_config.enabled:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            f"{name} has no Ray operator, which target ray needs",
+            f"gcloud container clusters update {name.rpartition('/')[2]} --update-addons=RayOperator=ENABLED",
+        )
+
+
+def _why_pending(api: kubernetes.Kubernetes, namespace: str, job: Object) -> Status | None:
+    """Why the pods of a RayJob's cluster do not run; None when nothing is wrong with them."""
+    cluster = (job.get("status") or {}).get("rayClusterName")
+    found = api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
+    for pod in found:
+        if pod["status"].get("phase") != "Pending":
+            continue
+        events = api.find(namespace, "events", fieldSelector=f"involvedObject.uid={pod['metadata']['uid']}")
+        if error := pods.broken(pod, events) or pods.unschedulable(pod, events):
+            phase = Phase.FAILED if error.error_class is ErrorClass.CONFIG else Phase.PENDING
+            return Status(phase, error.message, error.error_class, hint=error.hint)
+    return None
