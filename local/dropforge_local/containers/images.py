@@ -77,16 +77,18 @@ class Image:
         words = [*(command or self.entrypoint), *(args or (() if command else self.cmd))]
         if not words:
             raise ValueError(f"image {self.uri!r} has no ENTRYPOINT or CMD and the container no command")
+        merged = {**self.env, **(env or {})}
+        programs = tuple(self._programs(merged.get("PATH", "")))
+        python = programs[0] / "python" if programs and "/" not in words[0] else self.python
         mapped = self._map(words[0], rootfs)
-        words[0] = str(self.python) if mapped == words[0] and PYTHON.fullmatch(mapped) else mapped
+        words[0] = str(python) if mapped == words[0] and PYTHON.fullmatch(mapped) else mapped
         directory = rootfs / (workdir or self.workdir)[1:]
         directory.mkdir(parents=True, exist_ok=True)
-        merged = {**self.env, **(env or {})}
         return Process(
             argv=(words[0], *(self._map(word, rootfs) for word in words[1:])),
             env={name: self._map(value, rootfs) for name, value in merged.items()},
             workdir=directory,
-            search_path=tuple(self._programs(merged.get("PATH", ""))),
+            search_path=programs,
         )
 
     def _programs(self, path: str) -> Iterator[Path]:
@@ -223,9 +225,11 @@ class ImageStore:
         site = home / packages[0].relative_to(environment)
         site.mkdir(parents=True, exist_ok=True)
         (home / "bin").mkdir(exist_ok=True)
-        (home / "pyvenv.cfg").write_text(config.read_text())
         # Python reads .pth files of its own site-packages only, not of directories that they add.
-        (site / "environment.pth").write_text(f"{packages[0]}\n")
+        files = {home / "pyvenv.cfg": config.read_text(), site / "environment.pth": f"{packages[0]}\n"}
+        for path, text in files.items():
+            if not path.exists() or path.read_text() != text:  # containers that start now are reading them
+                path.write_text(text)
         for name in ("python", "python3", python.name):
             link = home / "bin" / name
             if not link.is_symlink() or Path(os.readlink(link)) != python:
