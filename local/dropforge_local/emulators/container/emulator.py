@@ -114,7 +114,8 @@ class GkeEmulator:
         if self._store.find_cluster(name) is not None:
             return
         parent, short_name = name.split("/clusters/")
-        cluster = Cluster(name=short_name, autopilot={"enabled": True})
+        addons = {"ray_operator_config": {"enabled": True}}  # as terraform/gke.tf has it
+        cluster = Cluster(name=short_name, autopilot={"enabled": True}, addons_config=addons)
         rules.check_cluster(cluster, parent.rsplit("/", 1)[1])
         rules.complete(cluster, name, self._config, self._now())
         with self._store.db.transaction():
