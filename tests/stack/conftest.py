@@ -30,6 +30,7 @@ NOOP_SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:test",
     "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-noop:test",
     "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
+    "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-noop:test",
     "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
 }
 NOOP_CONFIG = StackConfig(

@@ -12,4 +12,5 @@ PARTS: dict[str, dict[str, Any]] = {
 SERVES: dict[str, dict[str, Any]] = {
     "cloud_run": {"ttl": "1h"},
     "gke": {"ttl": "1h", "region": "us-central1", "max_instances": 2},
+    "tpu_vm": {"ttl": "1h", "zone": "us-west4-a", "capacity": "spot"},
 }
