@@ -197,6 +197,7 @@ class Stack:
             "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-maxtext:local",
             "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/train-ray:local",
             "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-vllm:local",
+            "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-vllm-tpu:local",
             "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"{SERVER}@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_GKE_CLUSTER": CLUSTER.rsplit("/", 1)[1],
