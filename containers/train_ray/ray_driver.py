@@ -1,0 +1,22 @@
+"""What a RayJob runs on the head of its cluster: containers/train_maxtext's driver, with training on the workers.
+
+    DROPFORGE_TPU_ACCELERATOR=tpu-v6e-slice DROPFORGE_TPU_TOPOLOGY=4x4 DROPFORGE_TPU_HOSTS=4 python ray_driver.py
+
+The other variables, the events, exit codes, stages and artifacts are those of containers/train_maxtext.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import driver
+import stages
+
+stages.TRAIN_SCRIPTS["sft"] = "ray_train.py"
+
+if __name__ == "__main__":
+    code = driver.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
