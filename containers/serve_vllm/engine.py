@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-EngineName = Literal["vllm", "vllm-cpu", "transformers"]
+EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
 
 
@@ -31,6 +31,7 @@ class Settings:
     host: str
     port: int
     engine: str
+    work: Path | None  # on a disk of the machine, for what is to outlive this process
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -67,18 +68,26 @@ class Settings:
             host=environ.get("HOST") or "0.0.0.0",  # Cloud Run asks for all interfaces; a laptop should say 127.0.0.1
             port=numbers["PORT"],
             engine=engine,
+            work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
         )
 
 
-def choose(wanted: str, *, gpu: bool, vllm: bool) -> EngineName:
-    """vLLM on a GPU; on a CPU vLLM's CPU build where it is installed, transformers otherwise."""
+def choose(wanted: str, *, gpu: bool, tpu: bool, vllm: bool) -> EngineName:
+    """vLLM on a GPU or TPU; on a CPU vLLM's CPU build where it is installed, transformers otherwise."""
     if wanted == "transformers" or (wanted == "auto" and not gpu and not vllm):
         return "transformers"
-    return "vllm" if gpu else "vllm-cpu"
+    if gpu:
+        return "vllm"
+    return "vllm-tpu" if tpu else "vllm-cpu"
 
 
 def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
+
+
+def has_tpu(devices: Path = Path("/dev")) -> bool:
+    """Whether there are chips: of v4 and earlier as accel0, of later ones as vfio/0."""
+    return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
 
 
 def has_vllm() -> bool:
@@ -87,22 +96,30 @@ def has_vllm() -> bool:
 
 def vllm_argv(settings: Settings, model: str) -> list[str]:
     """vLLM on its GPUs, in place of this process: weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
+    share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
+    return [*_vllm_serve(settings, model), "--load-format", "runai_streamer", *share]
+
+
+def vllm_tpu_argv(settings: Settings, directory: str) -> list[str]:
+    """vLLM on its TPU chips, in place of this process. Its TPU build reads weights from files only."""
+    return _vllm_serve(settings, directory)
+
+
+def vllm_tpu_environment(work: Path) -> dict[str, str]:
+    """What it needs: no network, and what XLA compiles (minutes of it) kept for the next start."""
+    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
+
+
+def _vllm_serve(settings: Settings, model: str) -> list[str]:
+    size = settings.tensor_parallel_size
     return [
         *("vllm", "serve", model),
-        *("--load-format", "runai_streamer"),
         *("--served-model-name", settings.served_name),
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
-        *_tensor_parallel(settings.tensor_parallel_size),
+        *(("--tensor-parallel-size", str(size)) if size > 1 else ()),
         *("--host", settings.host, "--port", str(settings.port)),
     ]
-
-
-def _tensor_parallel(size: int) -> list[str]:
-    """The model over several GPUs; each then streams its share instead of all of the weights."""
-    if size == 1:
-        return []
-    return ["--tensor-parallel-size", str(size), "--model-loader-extra-config", '{"distributed": true}']
 
 
 def vllm_cpu_argv(settings: Settings, directory: str, port: int) -> list[str]:

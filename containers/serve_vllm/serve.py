@@ -2,7 +2,8 @@
 
     DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 python serve.py
 
-On a GPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate (gate.py).
+On a GPU or TPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate
+(gate.py).
 Ends with 64 for wrong settings, 66 when there is no committed model, 70 when the engine fails.
 """
 
@@ -29,10 +30,13 @@ from engine import (
     choose,
     engine_environment,
     has_gpu,
+    has_tpu,
     has_vllm,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
+    vllm_tpu_argv,
+    vllm_tpu_environment,
 )
 
 from dropforge import artifacts, clients
@@ -60,11 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DropforgeError as error:
         log(str(error), stage="serve", severity="ERROR")
         return NOT_FOUND
-    engine = choose(settings.engine, gpu=has_gpu(), vllm=has_vllm())
+    engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=has_vllm())
     log("starting", stage="serve", model=model, engine=engine)
     if engine == "vllm":
         command = vllm_argv(settings, model)
         os.execvp(command[0], command)
+    if engine == "vllm-tpu":
+        work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
+        artifacts.download_prefix(client, model, work / "model")
+        command = vllm_tpu_argv(settings, str(work / "model"))
+        os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
     with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
         directory = Path(name)
         artifacts.download_prefix(client, model, directory / "model")

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import BadSettings, Settings, choose, transformers_argv, vllm_argv, vllm_cpu_argv
+from engine import (
+    BadSettings,
+    Settings,
+    choose,
+    has_tpu,
+    transformers_argv,
+    vllm_argv,
+    vllm_cpu_argv,
+    vllm_tpu_argv,
+    vllm_tpu_environment,
+)
 from prompt import PromptCounter
 
 ENVIRONMENT = {
@@ -26,16 +36,39 @@ def settings() -> Settings:
 def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
     argv = vllm_argv(settings(), "gs://runs/models/demo-0123456789ab/attempt-1/model")
     assert " ".join(argv) == (
-        "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --load-format runai_streamer "
-        "--served-model-name demo --max-model-len 1024 --max-num-seqs 16 --host 0.0.0.0 --port 8080"
+        "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
+        "--max-num-seqs 16 --host 0.0.0.0 --port 8080 --load-format runai_streamer"
     )
 
 
 def test_several_gpus_hold_one_model_together() -> None:
     several = Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "4"})
-    assert "--tensor-parallel-size 4 --model-loader-extra-config" in " ".join(vllm_argv(several, "gs://runs/m"))
+    argv = vllm_argv(several, "gs://runs/m")
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
+    assert argv[argv.index("--model-loader-extra-config") + 1] == '{"distributed": true}'
     with pytest.raises(BadSettings, match="TENSOR_PARALLEL_SIZE is '0'"):
         Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "0"})
+
+
+def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compiles() -> None:
+    chips = Settings.from_environment(
+        {**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "8", "DROPFORGE_WORK_DIRECTORY": "/work"}
+    )
+    assert chips.work == Path("/work")
+    assert " ".join(vllm_tpu_argv(chips, "/work/model")) == (
+        "vllm serve /work/model --served-model-name demo --max-model-len 1024 --max-num-seqs 16 "
+        "--tensor-parallel-size 8 --host 0.0.0.0 --port 8080"
+    )
+    assert vllm_tpu_environment(chips.work)["VLLM_XLA_CACHE_PATH"] == "/work/xla"
+
+
+@pytest.mark.parametrize(
+    ("device", "found"), [("accel0", True), ("vfio/0", True), ("vfio/vfio", False), ("sda", False)]
+)
+def test_chips_are_devices(tmp_path: Path, device: str, found: bool) -> None:
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert has_tpu(tmp_path) is found
 
 
 def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
@@ -51,18 +84,20 @@ def test_transformers_serves_one_model_on_loopback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpu", "vllm", "engine"),
+    ("wanted", "devices", "vllm", "engine"),
     [
-        ("auto", True, True, "vllm"),
-        ("auto", False, True, "vllm-cpu"),
-        ("auto", False, False, "transformers"),
-        ("vllm", False, False, "vllm-cpu"),
-        ("vllm", True, False, "vllm"),
-        ("transformers", True, True, "transformers"),
+        ("auto", {"gpu"}, True, "vllm"),
+        ("auto", {"tpu"}, True, "vllm-tpu"),
+        ("auto", {"tpu"}, False, "transformers"),
+        ("auto", {}, True, "vllm-cpu"),
+        ("auto", {}, False, "transformers"),
+        ("vllm", {}, False, "vllm-cpu"),
+        ("vllm", {"gpu"}, False, "vllm"),
+        ("transformers", {"gpu", "tpu"}, True, "transformers"),
     ],
 )
-def test_the_engine_follows_the_machine_unless_told(wanted: str, gpu: bool, vllm: bool, engine: str) -> None:
-    assert choose(wanted, gpu=gpu, vllm=vllm) == engine
+def test_the_engine_follows_the_machine_unless_told(wanted: str, devices: set[str], vllm: bool, engine: str) -> None:
+    assert choose(wanted, gpu="gpu" in devices, tpu="tpu" in devices, vllm=vllm) == engine
 
 
 def test_every_wrong_setting_is_named() -> None:

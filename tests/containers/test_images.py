@@ -14,6 +14,7 @@ from dropforge_local.containers.images import ImageStore
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ["train_trl", "serve_vllm"]
+TPU = ROOT / "containers" / "serve_vllm_tpu"
 ELSEWHERE = {"vllm[runai]"}  # not in lock.txt: it pins another torch
 
 
@@ -29,7 +30,19 @@ def test_requirements_are_pinned_as_in_the_lock(role: str) -> None:
             assert locked[name.lower()] == version, name
 
 
-@pytest.mark.parametrize("role", ROLES)
+def test_vllm_for_tpus_is_pinned_and_brings_no_cuda() -> None:
+    text = (TPU / "requirements.lock.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    pinned = re.compile(r"[\w.-]+==[\w.]+(\+cpu)?")
+    assert [line for line in lines if not pinned.fullmatch(line)] == []  # no URL, path or option
+    locked = dict(line.split("==") for line in lines)
+    assert (locked["vllm-tpu"], locked["tpu-inference"], locked["torch"][-4:]) == ("0.32.0", "0.32.0", "+cpu")
+    assert [name for name in locked if name.startswith(("nvidia", "cuda", "triton"))] == []
+    ours = pins(ROOT / "lock.txt")
+    assert {name: locked[name] for name in ("google-cloud-storage", "pydantic")}.items() <= ours.items()
+
+
+@pytest.mark.parametrize("role", [*ROLES, "serve_vllm_tpu"])
 def test_the_image_is_complete_and_its_entrypoint_names_what_is_missing(role: str, tmp_path: Path) -> None:
     image = ImageStore(ROOT, tmp_path / "images", Path(sys.executable)).resolve(role.replace("_", "-"))
     process = image.unpack(tmp_path / "rootfs")

@@ -231,6 +231,30 @@ def test_an_engine_that_dies_ends_the_server(cloud: Any, uninterrupted: Any) -> 
     assert "the engine ended with -9" in output
 
 
+def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(
+    cloud: Any, uninterrupted: Any, tmp_path: Path
+) -> None:
+    """With a `vllm` that says what it was given: the real one has no chips here."""
+    (tmp_path / "vllm").write_text('#!/bin/sh\necho "vllm $*"\nls "$2"\nenv | grep ^VLLM_XLA\n')
+    (tmp_path / "vllm").chmod(0o755)
+    code = "import serve; serve.has_tpu = lambda: True; raise SystemExit(serve.main())"
+    environment = {
+        **cloud.environment(),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{SERVE}:{ROOT / 'functions'}",
+        "DROPFORGE_ENGINE": "vllm",
+        "DROPFORGE_MODEL_URI": f"gs://runs-bucket/models/{uninterrupted[0].run}",
+        "DROPFORGE_SERVED_MODEL_NAME": "text-to-sql",
+        "DROPFORGE_TENSOR_PARALLEL_SIZE": "8",
+        "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"vllm serve {tmp_path}/work/model --served-model-name text-to-sql" in done.stdout
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(done.stdout.split())
+    assert f"VLLM_XLA_CACHE_PATH={tmp_path}/work/xla" in done.stdout
+
+
 def test_without_a_manifest_nothing_is_served(cloud: Any) -> None:
     process = start(cloud, "gs://runs-bucket/models/never-trained", free_port())
     output, _ = process.communicate(timeout=20)
