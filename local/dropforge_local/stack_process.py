@@ -196,7 +196,6 @@ class Stack:
             "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-trl:local",
             "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-maxtext:local",
             "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/train-ray:local",
-            "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/train-ray:local",
             "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-vllm:local",
             "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-vllm-tpu:local",
             "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
