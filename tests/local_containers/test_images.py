@@ -95,6 +95,20 @@ def test_unpack_maps_only_what_the_image_owns(root: Path, store: ImageStore, tmp
     assert process.workdir == fs / "app"
 
 
+def test_a_volume_may_be_mounted_where_this_machine_has_its_own_files(
+    root: Path, store: ImageStore, tmp_path: Path
+) -> None:
+    write(root, "FROM x\nWORKDIR /app\nCOPY train.py .\nENTRYPOINT /app/train.py", {"train.py": ""})
+    mount, volume, fs = f"/{tmp_path.parts[1]}", tmp_path / "volume", tmp_path / "fs"
+    volume.mkdir()
+    process = store.resolve(f"{URI}:1").unpack(
+        fs, ["/app/train.py"], [f"{mount}/out"], {"WORK": mount}, mounts={mount: volume}
+    )
+    assert process.argv == (f"{fs}/app/train.py", f"{volume}/out")
+    assert process.env["WORK"] == str(volume)
+    assert Path(f"{fs}{mount}").resolve() == volume.resolve()
+
+
 def test_command_and_args_override_as_in_kubernetes(root: Path, store: ImageStore, tmp_path: Path) -> None:
     write(root, 'FROM x\nENTRYPOINT ["python3", "-m", "a"]\nCMD ["b"]')
     image = store.resolve(URI + ":1")

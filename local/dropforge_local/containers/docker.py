@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .images import ImageNotFound, ImageStore
-from .mounts import link, map_paths
 from .processes import MARKER
 
 SETTINGS = "etc/dropforge-docker.json"
@@ -81,18 +80,15 @@ def run(root: Path, options: argparse.Namespace) -> int:
     points = dict(_mount_points(options.volume))
     with _directory(root, name, keep=not options.rm) as directory:
         env = {**platform, **dict(_variables(options.env))}
-        process = image.unpack(directory / "rootfs", (), options.words, env)
-        link(directory / "rootfs", points)
-        mapped = {path: str(target) for path, target in points.items()}
+        process = image.unpack(directory / "rootfs", (), options.words, env, mounts=points)
         inherited = {key: os.environ[key] for key in INHERITED if key in os.environ}
         home = directory / "home"
         home.mkdir()
         # Not the machine's PATH, which has this `docker` on it. An image's own comes last, as in `Runtime`.
         path = [*process.search_path, *images.search_path, "/usr/local/bin", "/usr/bin", "/bin"]
-        own = {key: map_paths(value, mapped) for key, value in process.env.items()}
-        whole = {**inherited, "HOME": str(home), **own, "PATH": os.pathsep.join([*map(str, path), own.get("PATH", "")])}
-        argv = [map_paths(word, mapped) for word in process.argv]
-        return _run(directory, argv, whole, process.workdir)
+        own = {"HOME": str(home), **process.env}
+        whole = {**inherited, **own, "PATH": os.pathsep.join([*map(str, path), own.get("PATH", "")])}
+        return _run(directory, process.argv, whole, process.workdir)
 
 
 def stop(root: Path, options: argparse.Namespace) -> int:
@@ -122,7 +118,7 @@ def _read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
     return images, settings["environment"]
 
 
-def _run(directory: Path, argv: list[str], env: Mapping[str, str], workdir: Path) -> int:
+def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> int:
     """Run a container to its end and pass on what it is asked; what it leaves running ends with it."""
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -17,8 +17,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from .dockerfile import Stage, UnsupportedDockerfile, evaluate
+from .mounts import link
 
 log = logging.getLogger(__name__)
 
@@ -68,25 +70,29 @@ class Image:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         workdir: str = "",
+        mounts: Mapping[str, Path] = MappingProxyType({}),
     ) -> Process:
         """Give one container its own writable copy of the files; `command` and `args` override as in Kubernetes.
 
-        Raises ValueError when neither the image nor the caller names a command.
+        `mounts` says where volumes are, by their paths in the container. Raises ValueError when neither the image nor
+        the caller names a command.
         """
         shutil.copytree(self.rootfs, rootfs)
+        link(rootfs, mounts)
+        places = self._places(rootfs, mounts)
         words = [*(command or self.entrypoint), *(args or (() if command else self.cmd))]
         if not words:
             raise ValueError(f"image {self.uri!r} has no ENTRYPOINT or CMD and the container no command")
         merged = {**self.env, **(env or {})}
         programs = tuple(self._programs(merged.get("PATH", "")))
         python = programs[0] / "python" if programs and "/" not in words[0] else self.python
-        mapped = self._map(words[0], rootfs)
+        mapped = _map(words[0], places)
         words[0] = str(python) if mapped == words[0] and PYTHON.fullmatch(mapped) else mapped
         directory = rootfs / (workdir or self.workdir)[1:]
         directory.mkdir(parents=True, exist_ok=True)
         return Process(
-            argv=(words[0], *(self._map(word, rootfs) for word in words[1:])),
-            env={name: self._map(value, rootfs) for name, value in merged.items()},
+            argv=(words[0], *(_map(word, places) for word in words[1:])),
+            env={name: _map(value, places) for name, value in merged.items()},
             workdir=directory,
             search_path=programs,
         )
@@ -98,19 +104,25 @@ class Image:
                 yield here / "bin"
                 yield (here / "bin" / "python").readlink().parent
 
-    def _map(self, text: str, rootfs: Path) -> str:
-        """Replace container paths that the image owns, also in lists (PYTHONPATH) and options (--config=/app/x)."""
-        return ABSOLUTE_PATH.sub(lambda match: self._map_path(match[0], rootfs), text)
-
-    def _map_path(self, path: str, rootfs: Path) -> str:
-        for own, here in self.environments.items():
-            if _is_below(path, own):
-                return f"{here}{path.removeprefix(own)}"
-        return f"{rootfs}{path}" if any(_is_below(path, own) for own in self.own_paths) else path
+    def _places(self, rootfs: Path, mounts: Mapping[str, Path]) -> dict[str, str]:
+        """Where the container's paths are on this machine; of two that are below one another the longer one counts."""
+        own = {path: f"{rootfs}{path}" for path in self.own_paths}
+        given = {path: str(here) for path, here in {**self.environments, **mounts}.items()}
+        places = {**own, **given}
+        return {path: places[path] for path in sorted(places, key=len, reverse=True)}
 
 
-def _is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(f"{directory}/")
+def _map(text: str, places: Mapping[str, str]) -> str:
+    """Replace paths of the container, also in lists (PYTHONPATH) and options (--config=/app/x), once: what they become
+    may begin as others of its paths do."""
+
+    def real(path: str) -> str:
+        for known, here in places.items():
+            if path == known or path.startswith(f"{known}/"):
+                return f"{here}{path.removeprefix(known)}"
+        return path
+
+    return ABSOLUTE_PATH.sub(lambda match: real(match[0]), text)
 
 
 class ImageStore:

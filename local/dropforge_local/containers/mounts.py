@@ -1,4 +1,4 @@
-"""Volumes of containers that are not isolated: linked into their files, and named by where they really are."""
+"""Volumes of containers that are not isolated, linked into their files."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from .images import ABSOLUTE_PATH
-
 SHARED_MEMORY = "/dev/shm"  # the machine's own serves every container
-
-
-def map_paths(text: str, mounts: Mapping[str, str]) -> str:
-    """Replace the paths that volumes are mounted at with where the volumes are."""
-    longest_first = sorted(mounts.items(), key=lambda one: -len(one[0]))
-
-    def real(path: str) -> str:
-        for mount, directory in longest_first:
-            if path == mount or path.startswith(f"{mount}/"):
-                return directory + path[len(mount) :]
-        return path
-
-    return ABSOLUTE_PATH.sub(lambda match: real(match[0]), text)
 
 
 def link(rootfs: Path, points: Mapping[str, Path]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from .... import fsdp_shim, ray_shim
 from ....containers.images import ImageNotFound, ImageStore
-from ....containers.mounts import link, map_paths
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ....db import Database
 from ....server import HOST
@@ -109,17 +108,15 @@ class Runner:
         image = self._images.resolve(container["image"])
         points = volumes.mount_points(pod, container, self.volume_directory(pod))
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
-        process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""))
-        link(directory / "rootfs", points)
-        mapped = {path: str(target) for path, target in points.items()}
+        process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
         limits = container.get("resources", {}).get("limits", {})
-        seen = {name: map_paths(value, mapped) for name, value in process.env.items()}
+        seen = dict(process.env)
         if gpus := whole(limits.get(GPU, "0")):
             seen = fsdp_shim.environment(seen, gpus)
         if ray.CLUSTER in pod["metadata"].get("labels", {}):
-            seen = ray_shim.environment(seen, sources.local_ports(pod), ray_head(sources, pod))
+            seen = ray_shim.environment(seen, sources.local_ports(pod), *ray_head(sources, pod))
         return ContainerSpec(
-            tuple(map_paths(word, mapped) for word in process.argv),
+            process.argv,
             seen,
             process.workdir,
             whole(limits["memory"]) if "memory" in limits else None,
@@ -151,16 +148,16 @@ def id_of(pod: Object, name: str, attempt: int) -> str:
     return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"
 
 
-def ray_head(sources: Sources, pod: Object) -> str:
-    """Where the GCS of a Ray node's cluster listens. Raises StartError while the cluster has no head."""
+def ray_head(sources: Sources, pod: Object) -> tuple[str, str]:
+    """Where GCS and agent of a Ray node's head listen. Raises StartError while the cluster has no head."""
     metadata = pod["metadata"]
     cluster = metadata["labels"][ray.CLUSTER]
     for other in sources.store.items(POD, metadata["namespace"]):
         labels = other["metadata"].get("labels", {})
         if (labels.get(ray.CLUSTER), labels.get(ray.NODE_TYPE)) == (cluster, ray.HEAD):
-            port = sources.ports.find(sources.store.cluster, other["metadata"]["uid"], ray.GCS)
-            if port is not None:
-                return f"{HOST}:{port}"
+            ports = sources.local_ports(other)
+            if ray.GCS in ports and ray.AGENT in ports:
+                return f"{HOST}:{ports[ray.GCS]}", f"{HOST}:{ports[ray.AGENT]}"
     raise StartError("ContainerCreating", f"the Ray cluster {cluster!r} has no head")
 
 
