@@ -100,7 +100,7 @@ class Cloud:
             pass
 
     def serial(self, attempt: Launch) -> str:
-        with urllib.request.urlopen(f"{self.url}/_local/tpu/serial/{node_name(attempt)}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/_local/logs/{node_name(attempt)}", timeout=10) as answer:
             return str(answer.read().decode())
 
 
