@@ -20,6 +20,8 @@ from .runs import find_run
 
 FOLLOW_SECONDS = 0.5
 _OWNERS_OF_PODS = frozenset({"apps.k8s.io/Deployment", "batch.k8s.io/Job"})
+# Of a TPU VM, the node writes; what made it, and its disk, do not.
+_SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedResource"})
 
 
 @click.command()
@@ -68,6 +70,11 @@ def _log_filter(kind: str, name: str) -> str:
     https://cloud.google.com/run/docs/logging, https://cloud.google.com/logging/docs/api/v2/resource-list
     """
     short = name.rsplit("/", 1)[1]
+    if kind in _SILENT:
+        return ""
+    if kind == "tpu.googleapis.com/Node":
+        zone = name.split("/")[3]
+        return f'(resource.type="tpu_worker" AND resource.labels.zone="{zone}" AND resource.labels.node_id="{short}")'
     if kind in _OWNERS_OF_PODS:
         _, _, _, location, _, cluster, _, _, namespace, *_ = name.split("/")
         labels = {"location": location, "cluster_name": cluster, "namespace_name": namespace}

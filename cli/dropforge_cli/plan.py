@@ -17,7 +17,7 @@ from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings
-from dropforge.spec import GkeServe, JobSpec, seconds
+from dropforge.spec import GkeServe, JobSpec, TpuVmServe, seconds
 from dropforge.targets import get_target
 from dropforge.targets.base import Launch, Resource
 
@@ -208,7 +208,7 @@ def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
         out.print(f"image {image}")
     idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
     out.print(f"the price is per instance while it runs; it {idle}")
-    if isinstance(spec.serve, GkeServe):
+    if isinstance(spec.serve, GkeServe | TpuVmServe):
         out.print("it is reached inside the VPC only")
 
 

@@ -66,6 +66,20 @@ def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:
     assert "inside the VPC only" in output
 
 
+def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_where_it_ends(dropforge: Run) -> None:
+    document = json.loads(EXAMPLE.read_text())
+    document["serve"] = {"type": "tpu_vm", "zone": "us-west1-c", "startup_timeout": "1h", "ttl": "4h"}
+    document["serve"]["price_usd_per_hour"] = 9.6
+    Path("tpu.json").write_text(json.dumps(document))
+    output = dropforge("plan", "tpu.json").output
+    shown = output[output.index("\nendpoint") :]
+    assert "locations/us-west1-c/queuedResources/df-tpu-000000000000-serve" in shown
+    assert "locations/us-west1-c/nodes/df-tpu-000000000000-serve" in shown
+    assert shown.count("$48.00") == 1  # five hours
+    assert "image YOUR-SERVE-VLLM-TPU-IMAGE" in shown
+    assert "inside the VPC only" in shown
+
+
 def test_the_worst_case_is_the_price_for_all_the_allowed_time() -> None:
     plan = plan_of(serve=None, limits={"max_duration": "2h"})
     hourly = 8 * 0.0648 + 32 * 0.0072 + 0.67212

@@ -181,6 +181,21 @@ def test_logs_of_a_real_project_are_asked_of_gcloud(deployed: Deployed, monkeypa
     assert "gcloud is not installed here" in result.stderr
 
 
+def test_logs_of_tpu_vms_are_asked_of_their_nodes(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    deployed.record(RUN, RunState.SUCCEEDED)
+    name = f"df-{RUN}-serve"
+    deployed.ledger(
+        RUN,
+        entry("compute.googleapis.com/Disk", f"projects/p/zones/us-west1-c/disks/df-{RUN}-a1"),
+        entry("tpu.googleapis.com/QueuedResource", f"projects/p/locations/us-west1-c/queuedResources/{name}"),
+        entry("tpu.googleapis.com/Node", f"projects/p/locations/us-west1-c/nodes/{name}"),
+    )
+    shown = deployed.run("logs", RUN).stderr
+    wanted = f'resource.type="tpu_worker" AND resource.labels.zone="us-west1-c" AND resource.labels.node_id="{name}"'
+    assert f"gcloud logging read '({wanted})'" in shown
+
+
 def test_logs_of_pods_are_asked_by_what_owns_them(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     deployed.record(RUN, RunState.SUCCEEDED)

@@ -10,11 +10,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from google.cloud import run_v2
+from google.cloud import run_v2, tpu_v2
 
 from dropforge import clients, names, pods
+from dropforge.admission import server_image_problems
 from dropforge.errors import CloudError, ErrorClass
-from dropforge.serving import cloud_run, gke
+from dropforge.serving import cloud_run, gke, tpu_vm
 from dropforge.serving.base import Deployment
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec
@@ -144,6 +145,108 @@ def test_the_address_is_the_load_balancers(ingress: Any, url: str | None) -> Non
 def test_an_address_without_tls_is_sent_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN", raising=False)
     assert "Authorization" not in clients.endpoint("http://10.0.0.5:8000").headers
+
+
+def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
+    text = {
+        "api_version": "dropforge/v1",
+        "name": "text-to-sql",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "training": {"adapter": {"type": "none"}},
+        "target": target or {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}, {"zone": "us-west1-c"}]},
+        "serve": {"type": "tpu_vm", **serve},
+        "labels": {"team": "sql"},
+    }
+    settings = Settings(*["p1"] * 11, "server@p1", serve_vllm_tpu_image="registry/serve-vllm-tpu@sha256:1")
+    return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
+
+
+def test_a_tpu_vm_is_asked_for_exactly() -> None:
+    wanted = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
+    queued, node = tpu_vm.TpuVmServer().resources(wanted)
+    zone, name = "projects/p1/locations/us-west4-a", f"df-{RUN}-serve"
+    assert (queued.name, node.name) == (f"{zone}/queuedResources/{name}", f"{zone}/nodes/{name}")
+    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises on what the API does not have
+    resource = queued.request["queuedResource"]
+    spec = resource.pop("tpu")["nodeSpec"][0]
+    assert resource == {"spot": {}, "queueingPolicy": {"validUntilDuration": "1200s"}}
+    metadata = spec["node"].pop("metadata")
+    assert spec == {
+        "parent": zone,
+        "nodeId": name,
+        "node": {
+            "acceleratorType": "v5litepod-4",
+            "runtimeVersion": "v2-alpha-tpuv5-lite",
+            "networkConfig": {
+                "network": "projects/p1/global/networks/default",
+                "subnetwork": "projects/p1/regions/us-west4/subnetworks/default",
+                "enableExternalIps": False,
+            },
+            "serviceAccount": {"email": "server@p1", "scope": ["https://www.googleapis.com/auth/cloud-platform"]},
+            "labels": {
+                "managed-by": "dropforge",
+                "dropforge-run": RUN,
+                "dropforge-expires": "1795305600",
+                "team": "sql",
+            },
+            "tags": ["dropforge-server"],
+        },
+    }
+    script = metadata.pop("startup-script")
+    assert {key for key in metadata if f"#   {key} " in script.split("set -Eeuo")[0]} == set(metadata)
+    environment = dict(line.split("=", 1) for line in metadata.pop("dropforge-env").splitlines())
+    assert environment == {
+        "DROPFORGE_MODEL_URI": f"gs://p1/models/{RUN}",
+        "DROPFORGE_SERVED_MODEL_NAME": "text-to-sql",
+        "DROPFORGE_MAX_MODEL_LEN": "2048",
+        "DROPFORGE_MAX_NUM_SEQS": "32",
+        "DROPFORGE_TENSOR_PARALLEL_SIZE": "4",
+        "DROPFORGE_WORK_DIRECTORY": "/work",
+        "PORT": "8000",
+    }
+    assert metadata == {
+        "dropforge-role": "serve",
+        "dropforge-run": RUN,
+        "dropforge-attempt": "0",
+        "dropforge-image": "registry/serve-vllm-tpu@sha256:1",
+        "dropforge-deadline": "1795305600",
+        "dropforge-runs-bucket": "p1",
+    }
+
+
+def test_a_node_that_is_not_queued_is_the_endpoint_itself() -> None:
+    elsewhere = {"type": "cloud_run", "placements": [{"region": "us-central1"}]}
+    wanted = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
+    [node] = tpu_vm.TpuVmServer().resources(wanted)
+    assert node.kind == "tpu.googleapis.com/Node"
+    assert names.is_endpoint(node.name, RUN)
+    assert node.request["node"]["schedulingConfig"] == {"reserved": True}
+    tpu_v2.CreateNodeRequest.from_json(json.dumps(node.request))
+
+
+def test_a_tpu_vm_costs_what_the_spec_says_or_nobody_knows() -> None:
+    server = tpu_vm.TpuVmServer()
+    assert server.price(on_tpu(price_usd_per_hour=4.8).spec).usd_per_hour == 4.8
+    unknown = server.price(on_tpu().spec)
+    assert unknown.usd_per_hour is None
+    assert "serve.price_usd_per_hour" in unknown.source
+
+
+@pytest.mark.parametrize(("addresses", "url"), [(["10.0.0.7"], "http://10.0.0.7:8000"), ([], None)])
+def test_the_address_is_the_node_s(addresses: list[str], url: str | None) -> None:
+    # 8470 is what the API says of every node; nothing of ours listens there.
+    endpoints = [{"ip_address": address, "port": 8470} for address in addresses]
+    assert tpu_vm.url_of(tpu_v2.Node(network_endpoints=endpoints)) == url
+
+
+def test_a_deployment_without_the_image_refuses_the_spec() -> None:
+    wanted = on_tpu()
+    assert server_image_problems(wanted.spec, wanted.settings) == []
+    [problem] = server_image_problems(wanted.spec, Settings(*["x"] * 12))
+    assert problem.pointer == "/serve/type"
+    assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in problem.expected
+    assert server_image_problems(deployment().spec, Settings(*["x"] * 12)) == []
 
 
 def pod(state: dict[str, Any], restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:
