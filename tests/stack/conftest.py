@@ -153,6 +153,10 @@ class User:
         """The resource in which a run trains."""
         return next(name for name in self.resources(run) if "/jobs/" in name or "/queuedResources/" in name)
 
+    def machine(self, run: str) -> str:
+        """The TPU VM of a run."""
+        return next(name for name in self.resources(run) if "/nodes/" in name)
+
     def preempt(self, run: str) -> None:
         """Take the machine of a run away, as its cloud does."""
         resource = self.training(run)
@@ -160,7 +164,7 @@ class User:
             cluster, pod = next(iter(Clusters(self.info).pods(run)))
             self.post("_local/kubernetes/faults", {"preempt": {"cluster": cluster, "pod": pod}})
         elif "/queuedResources/" in resource:
-            self.post("_local/tpu/faults", {"preempt": resource.replace("/queuedResources/", "/nodes/")})
+            self.post("_local/tpu/faults", {"preempt": self.machine(run)})
         else:
             execution = next(iter(clients.run_executions().list_executions(parent=resource)))
             self.post("_local/cloudrun/faults", {"preempt": execution.name})

@@ -121,6 +121,15 @@ def hang() -> int:
         time.sleep(3600)
 
 
+def hang_at_first_boot() -> int:
+    """Hangs where the disk is new."""
+    trace = os.path.join(os.environ["DROPFORGE_WORK_DIRECTORY"], "trace")
+    if os.path.exists(trace):
+        return succeed()
+    open(trace, "w").close()
+    return hang()
+
+
 def slow() -> int:
     publish("started")
     time.sleep(3)
@@ -157,6 +166,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "killed-once": lambda: succeed() if ATTEMPT > 1 else os.kill(os.getpid(), signal.SIGKILL) or 1,
     "hang": hang,
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
+    "hang-at-first-boot": hang_at_first_boot,
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
     "lie": lie,  # reports success, leaves nothing

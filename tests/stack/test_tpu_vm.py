@@ -1,0 +1,94 @@
+"""What only TPU machines suffer: they are taken away, rebooted, or not to be had, and their script may die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from dropforge import names
+from dropforge.inspect import inspect
+from dropforge.runs import RunState
+
+from .conftest import User
+from .targets import PARTS
+from .test_crash_windows import ME, URL, end, eventually, launched
+from .test_runs import assert_clean
+
+pytestmark = pytest.mark.slow
+
+TARGET: dict[str, Any] = {"type": "tpu_vm", **PARTS["tpu_vm"]}
+
+
+@pytest.fixture
+def faults(user: User) -> Iterator[Any]:
+    """Switch faults of Cloud TPU on; off again after the test."""
+
+    def switch(**body: Any) -> None:
+        user.post("_local/tpu/faults", body)
+
+    yield switch
+    switch(stockout=[], preempt_next=None, fail_next=[])
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["queued", "at-once"])
+def test_a_zone_without_capacity_is_left_after_its_time(user: User, faults: Any, queued: bool) -> None:
+    faults(stockout=["us-west1-c"])
+    placements = [{"zone": "us-west1-c", "max_wait": "2s"}, {"zone": "us-west4-a"}]
+    run = user.drop(user.spec(target={"type": "tpu_vm", "queued": queued, "placements": placements}))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.region for a in record.attempts] == ["us-west1-c", "us-west4-a"]
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["stockout", None]
+    assert_clean(user, run)
+
+
+def test_a_machine_that_is_taken_away_before_it_trains_is_replaced(user: User, faults: Any) -> None:
+    faults(preempt_next={"after_seconds": 0})
+    run = user.drop(user.spec(target=TARGET))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["preempted", None]
+    assert_clean(user, run)
+
+
+def test_a_machine_that_is_taken_away_after_it_trained_has_trained(user: User) -> None:
+    """Nor did anybody hear of its end."""
+    run = launched(user, "silent", target=TARGET)
+    user.until(lambda: names.machine_object(run, 1, "status.json") in user.store.names(f"runs/{run}/"), 60)
+    user.preempt(run)
+    assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
+    end(user, run)
+
+
+def test_a_machine_that_is_rebooted_goes_on_with_its_disk(user: User) -> None:
+    run = user.drop(user.spec("hang-at-first-boot", target=TARGET))
+    user.wait(run, "TRAINING")
+    user.post("_local/tpu/faults", {"reboot": user.machine(run)})
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+    assert_clean(user, run)
+
+
+def test_a_script_that_is_killed_does_not_end_the_training(user: User) -> None:
+    run = user.drop(user.spec("slow", target=TARGET))
+    user.wait(run, "TRAINING")
+    machine = user.machine(run).rsplit("/", 1)[1]
+    (script,) = [p for p in psutil.process_iter() if _is_script(p, machine)]
+    script.kill()
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+    assert_clean(user, run)
+
+
+def _is_script(process: psutil.Process, machine: str) -> bool:
+    """Whether it is the shell that init has started, no part of a pipe or a job of it."""
+    try:
+        mine = any(word.endswith("/startup-script") and f"/{machine}-" in word for word in process.cmdline())
+        return mine and "init.py" in " ".join((process.parent() or process).cmdline()) and process.name() != "python"
+    except psutil.Error:
+        return False
