@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -26,8 +27,8 @@ PORTS = {
     "ray-client-server-port": 10001,
 }
 WORKER_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
-# Of the dashboard's parts, each a process of 100 MB, those that serve jobs and their state.
-DASHBOARD_MODULES = "JobHead,StateHead"
+# Of the dashboard's parts, each a process of 100 MB, those that serve jobs and their state, and know the head.
+DASHBOARD_MODULES = "JobHead,NodeHead,StateHead"
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -75,6 +76,8 @@ def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
         port = options.get(name, str(PORTS[name]))
         options[name] = str(local["ports"].get(port, port))
     options |= {"node-ip-address": LOOPBACK, "min-worker-port": "0", "max-worker-port": "0"}
+    # A node that is given none takes the head's, which in a cluster is a directory of its own.
+    options.setdefault("temp-dir", os.path.join(tempfile.gettempdir(), "ray"))
     options["object-store-memory"] = str(local["object_store_bytes"])
     options |= {"dashboard-host": LOOPBACK, "no-monitor": ""} if head else {"address": local["head"]}
     return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]

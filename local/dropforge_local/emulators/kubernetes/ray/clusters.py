@@ -133,9 +133,10 @@ class RayClusterController:
         if pod is None:
             return f"failed to create a {metadata['labels'][pods.NODE_TYPE]} pod; events say why"
         if metadata["labels"][pods.NODE_TYPE] == pods.HEAD:
-            # Workers are told of the head's port before the head has started.
+            # Workers are told of the head's ports before the head has started.
             among = self._tools.config.pod_ports
-            self._ports.take(self._tools.store.cluster, pod["metadata"]["uid"], pods.GCS, among)
+            for port in (pods.GCS, pods.AGENT):
+                self._ports.take(self._tools.store.cluster, pod["metadata"]["uid"], port, among)
         return ""
 
     def _delete(self, cluster: Object, found: list[Object]) -> None:

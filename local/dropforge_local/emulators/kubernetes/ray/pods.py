@@ -6,6 +6,7 @@ import copy
 import json
 from typing import Any
 
+from ....ray_shim import HEAD_AGENT
 from ..admission import GPU, TPU
 from ..quantities import whole
 from ..store import Object
@@ -145,7 +146,9 @@ def _add_probes(container: Object) -> None:
 
 
 def _wait_for_head(container: Object, address: str) -> Object:
-    loop = "until (exec 3<>/dev/tcp/${RAY_ADDRESS%:*}/${RAY_ADDRESS##*:}) 2>/dev/null; do sleep 1; done"
+    # Not only its GCS: three nodes that start at once take long, and a node gives up after 30 s.
+    agent = f"${{{HEAD_AGENT}}}"
+    loop = f"agent={agent}; until (exec 3<>/dev/tcp/${{agent%:*}}/${{agent##*:}}) 2>/dev/null; do sleep 1; done"
     limits = {"cpu": "200m", "memory": "256Mi"}
     return {
         "name": "wait-gcs-ready",
