@@ -25,7 +25,8 @@ Part = dict[str, Any]
 
 
 def test_everything_that_the_stack_has_is_tested(user: User) -> None:
-    assert (set(TARGETS), set(SERVERS)) == (set(PARTS), set(SERVES)), "see tests/stack/targets.py"
+    # A Ray cluster takes a minute to start: it has tests of its own (emulators/kubernetes/test_ray.py), few and long.
+    assert (set(TARGETS) - {"ray"}, set(SERVERS)) == (set(PARTS), set(SERVES)), "see tests/stack/targets.py"
 
 
 def test_a_train_only_run_succeeds_and_leaves_nothing(user: User, target: Part) -> None:
