@@ -83,8 +83,7 @@ class Cloud:
 
     def deploy(self, run: str) -> dict[str, Any]:
         """The stage's answer, once it is no longer "call again"."""
-        with patch.object(tpu_vm, "LOOK_SECONDS", 0.1), patch.object(tpu_vm, "READY_WAIT_SECONDS", 1.0):
-            return eventually(lambda: deploy(run, ME))
+        return eventually(lambda: deploy(run, ME))
 
     def clean_up(self, run: str) -> None:
         assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
@@ -167,7 +166,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 @pytest.fixture
 def cloud(running: Cloud) -> Iterator[Cloud]:
-    yield running
+    with patch.object(tpu_vm, "LOOK_SECONDS", 0.1), patch.object(tpu_vm, "READY_WAIT_SECONDS", 1.0):
+        yield running
     running.faults(stockout=[], quota={}, preempt_next=None, fail_next=[])
 
 
@@ -230,7 +230,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     ("image", "serve", "faults", "expected", "text"),
     [
         ("serve-missing", {}, {}, "config", "serve-missing:test does not exist"),
-        ("serve-crash", {}, {}, "code", "\nthe weights do not fit"),
+        pytest.param(*("serve-crash", {}, {}, "code", "\nthe weights do not fit"), marks=pytest.mark.slow),
         pytest.param(
             *("serve-deaf", {"startup_timeout": "4s"}, {}, "code", "runs, but nothing answers at http://"),
             marks=pytest.mark.slow,

@@ -196,6 +196,8 @@ def _reported(deployment: Deployment) -> CloudError | None:
 def _error(status: Status) -> CloudError:
     """What the state of a machine that does not serve means for an endpoint."""
     error_class = status.error_class or ErrorClass.INFRASTRUCTURE
+    if error_class is ErrorClass.TRANSIENT:  # what has ended so does not pass
+        error_class = ErrorClass.INFRASTRUCTURE
     return CloudError(error_class, status.message, _HINTS.get(error_class, status.hint))
 
 
