@@ -153,7 +153,8 @@ pull_image() {
         echo "$output"
         case $output in
         *"not found"* | *"manifest unknown"* | *"invalid reference"*)
-            fail config "image $image does not exist" "deploy again, so that the images are built" ;;
+            output=${output##*$'\n'}
+            fail config "image $image does not exist: ${output:0:500}" "deploy again, so that the images are built" ;;
         *denied* | *nauthorized* | *orbidden*)
             fail permission "image $image may not be pulled" "grant the machine's account artifactregistry.reader" ;;
         esac

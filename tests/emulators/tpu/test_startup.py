@@ -217,7 +217,7 @@ def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
     [
         ("1", {}, ErrorClass.CODE, "container", "exit code 1 without a report"),
         ("137", {}, ErrorClass.INFRASTRUCTURE, "container", "was killed"),
-        ("0", {"dropforge-image": "x.pkg.dev/p1/unknown@sha256:0"}, ErrorClass.CONFIG, "pull", "does not exist"),
+        ("0", {"dropforge-image": "x.pkg.dev/p1/unknown@sha256:0"}, ErrorClass.CONFIG, "pull", "is not an image ref"),
         (
             "0",
             {"dropforge-secrets": '{"HF_TOKEN": "projects/p1/secrets/none/versions/1"}'},
