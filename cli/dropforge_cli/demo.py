@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import secrets as random_secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -75,6 +77,8 @@ def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
 
 def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
     """Everything that is shown; whether the run succeeded."""
+    if tool := ENVIRONMENTS.get(spec.target.type):
+        _step(out, f"looked for the environment that {spec.target.type} trains in", lambda: make_environment(tool))
     deployment = _start(state, out)
     _step(out, "made the secrets that the spec names", lambda: make_secrets(spec, deployment))
     for uri in (spec.model.source, spec.dataset.source):
@@ -116,6 +120,16 @@ def _step(out: Console, what: str, work: Callable[[], None]) -> None:
     out.print(f"{what} ({duration(time.monotonic() - began)})")
 
 
+def make_environment(tool: str) -> None:
+    """Run the tool that makes an environment, unless it is there; it says itself what it does. Raises CliError."""
+    from dropforge_local.stack import ROOT
+
+    made = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
+    if made.returncode:
+        message = f"the environment could not be made: tools/{tool} ended with exit code {made.returncode}"
+        raise CliError(message, "mend what it says above, or choose a spec with another target")
+
+
 def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
     """The secrets that a spec names: the webhook leads to the local sink, every other one is a value of no use."""
     from google.api_core.exceptions import Conflict
@@ -151,10 +165,16 @@ def upload_source(uri: str) -> None:
         client.bucket(bucket).blob(name).upload_from_filename(str(made), timeout=TIMEOUT_SECONDS)
 
 
-def _base_model(cache: Path) -> Path:
+def _gemma3(cache: Path) -> Path:
     from dropforge_local import tiny
 
     return tiny.base_model(cache)
+
+
+def _qwen3(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.base_model(cache, "qwen3")
 
 
 def _text_to_sql(cache: Path) -> Path:
@@ -163,9 +183,13 @@ def _text_to_sql(cache: Path) -> Path:
     return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
 
 
+# What makes the environment of a training image that the stack's own cannot stand for.
+ENVIRONMENTS = {"ray": "maxtext_env.py", "tpu_vm": "maxtext_env.py"}
+
 # What a demo's spec may name without anybody having put it there; other sources are left alone.
 SOURCES: dict[str, Callable[[Path], Path]] = {
-    "gs://local-data/tiny-gemma3": _base_model,
+    "gs://local-data/tiny-gemma3": _gemma3,
+    "gs://local-data/tiny-qwen3": _qwen3,
     "gs://local-data/text-to-sql.jsonl": _text_to_sql,
 }
 

@@ -202,6 +202,18 @@ def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
     assert re.search(r"ended stack \(pid \d+\), which an earlier demo had left", third.text())
 
 
+def test_an_environment_that_cannot_be_made_ends_the_demo_before_anything_starts(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    code = NOOP.replace(
+        "cli(prog", "from dropforge_cli import demo; demo.ENVIRONMENTS = {'cloud_run': 'none.py'}; cli(prog"
+    )
+    demo = start("demo", write_spec(tmp_path, noop_spec()), command=[sys.executable, "-c", code, NOOP_COMMAND[-1]])
+    assert demo.code() == 1
+    assert "error: the environment could not be made: tools/none.py ended with exit code 2" in demo.text()
+    assert "started the local stack" not in demo.text()
+
+
 def test_up_and_down_do_what_they_say(start: Callable[..., Process], tmp_path: Path) -> None:
     up = start("up")
     assert up.code() == 0, up.text()
