@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -11,10 +11,12 @@ import pytest
 from dropforge import names
 from dropforge.inspect import inspect
 from dropforge.runs import RunState
+from dropforge_cli.logs import read_log
 
 from .conftest import User
 from .targets import PARTS
 from .test_crash_windows import ME, URL, end, eventually, launched
+from .test_faults import kill
 from .test_runs import assert_clean
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,24 @@ def test_a_script_that_is_killed_does_not_end_the_training(user: User) -> None:
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
     assert_clean(user, run)
+
+
+def test_a_machine_goes_on_while_the_stack_is_dead(own_stack: Callable[[], User]) -> None:
+    user = own_stack()
+    run = user.drop(user.spec("slow", target=TARGET))
+    user.wait(run, "TRAINING")
+    kill(user)
+    user = own_stack()
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+    assert_clean(user, run)
+    assert "startup-script exit status 0" in (read_log(user.info.http, _node(user, run)) or "")
+
+
+def _node(user: User, run: str) -> str:
+    """The name of a run's node, which is gone."""
+    return next(entry.name for entry in user.store.ledger(run).entries if "/nodes/" in entry.name)
 
 
 def _is_script(process: psutil.Process, machine: str) -> bool:
