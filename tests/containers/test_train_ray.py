@@ -1,0 +1,183 @@
+"""The Ray container on a real Ray cluster of a head and two hosts, as the local stack starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dropforge.artifacts import read_manifest, verify_manifest
+from dropforge_local import ray_shim
+from dropforge_local.containers.images import ImageStore, Process
+
+from .test_maxtext import ROOT, RUNS, Driver, Spec, base_qwen3, maxtext_python, spec
+
+pytestmark = pytest.mark.slow
+
+HOSTS, CHIPS = 2, 4
+START_SECONDS = 100.0
+STEPS, ROWS = 6, 16
+# One host and two see the same batches; sums come in another order.
+LOSS_TOLERANCE = 1e-4
+__all__ = ["base_qwen3", "spec"]
+
+
+class Cluster:
+    """A Ray head and its hosts: processes of this machine, each in a session of its own."""
+
+    def __init__(self, directory: Path, image: Process) -> None:
+        self.directory = directory
+        self.image = image
+        self.token = uuid.uuid4().hex
+        self.head = f"127.0.0.1:{free_port()}"
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.agents: list[int] = []
+
+    def start(self) -> None:
+        self.add("--head", {6379: int(self.head.split(":")[1]), 8265: free_port(), 10001: free_port()})
+        self.wait()
+        for _ in range(HOSTS):
+            self.add("--address=x", {}, "--resources=" + json.dumps({"TPU": CHIPS}))
+            self.wait()  # one after the other: a node that has not started within 30 s gives up
+
+    def add(self, role: str, ports: dict[int, int], *words: str) -> None:
+        agent = free_port()
+        ports = {**ports, 52365: agent, 8080: free_port()}
+        home = self.directory / f"n{len(self.nodes)}"
+        home.mkdir()
+        environment = {**self.environment(), **ray_shim.environment(self.environment(), ports, self.head)}
+        environment |= {"HOME": str(home), "TMPDIR": str(home)}
+        ray = str(self.image.search_path[-1] / "ray")
+        cpus = 0 if role == "--head" else 2
+        command = [ray, "start", role, "--block", f"--num-cpus={cpus}", *words]
+        with (home / "log").open("wb") as log:
+            self.nodes.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=log, cwd=self.image.workdir, start_new_session=True
+                )
+            )
+        self.agents.append(agent)
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join([*map(str, self.image.search_path), "/usr/bin", "/bin"])
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
+        return {**self.image.env, **own, "PATH": path}
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        for agent in self.agents:
+            while not healthy(agent):
+                assert time.monotonic() < deadline, [node.poll() for node in self.nodes]
+                time.sleep(0.3)
+
+    def end(self) -> None:
+        for node in self.nodes:
+            family: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):
+                family = [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            node.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/healthz", timeout=5) as answer:
+            return b"raylet: success" in answer.read()
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    maxtext_python()
+    directory = tmp_path_factory.mktemp("ray")
+    image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
+    own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
+    cluster = Cluster(directory, image.unpack(directory / "rootfs", env=own))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@pytest.fixture
+def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
+    ports: dict[int, int] = {}
+    environment = {
+        **cluster.environment(),
+        **ray_shim.environment(cluster.environment(), ports, cluster.head),
+        "HOME": str(tmp_path),
+        "DROPFORGE_TPU_ACCELERATOR": "tpu-v6e-slice",
+        "DROPFORGE_TPU_TOPOLOGY": "2x4",
+        "DROPFORGE_TPU_HOSTS": str(HOSTS),
+        "DROPFORGE_TPU_CHIPS_PER_HOST": str(CHIPS),
+        "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
+    }
+    script = str(cluster.image.workdir / "ray_driver.py")
+    driver = Driver(cloud, (cluster.image.argv[0], script), environment)
+    yield driver
+    driver.end()
+
+
+@pytest.mark.timeout(900)
+def test_two_hosts_train_the_model_that_one_host_does(
+    driver: Driver, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
+) -> None:
+    document = spec(training={"max_steps": STEPS, "checkpoint_steps": 3, "per_device_train_batch_size": ROWS // HOSTS})
+    attempt = driver.start(document)
+    code = attempt.wait()
+    logs = "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("work/*/logs/*.log"))
+    assert code == 0, attempt.output[-3000:] + logs
+    manifest = read_manifest(driver.cloud.client, RUNS, attempt.run)
+    assert manifest is not None
+    verify_manifest(driver.cloud.client, RUNS, manifest)
+    trained = json.loads(next(tmp_path.glob("work/*/stages/train.json")).read_text())
+    assert (trained["step"], trained["devices"]) == (STEPS, HOSTS)
+    assert trained["loss"] < trained["loss_before"] / 2
+    told = events(attempt.run)
+    assert [event.step for event in told if event.type == "progress"][-1] == STEPS
+    assert told[-1].type == "succeeded"
+    whole = driver.cloud.names(RUNS, f"checkpoints/{attempt.run}/maxtext/run/checkpoints/{STEPS}/")
+    assert any(name.endswith("/commit_success.txt") for name in whole)
+    alone = train_alone(driver, next(tmp_path.glob("work/*")), tmp_path / "alone")
+    assert alone["devices"] == 1
+    for name in ("loss_before", "loss", "train_loss"):
+        assert trained[name] == pytest.approx(alone[name], abs=LOSS_TOLERANCE)
+
+
+def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
+    """What the same rows and weights come to in one process, with all rows of a step on its one device."""
+    shutil.copytree(work, directory)
+    shutil.rmtree(directory / "training")
+    prepared = json.loads((directory / "stages" / "prepare.json").read_text())
+    (directory / "stages" / "prepare.json").write_text(json.dumps({**prepared, "batch_size": ROWS}))
+    imported = {"parameters": str(directory / "imported" / "0" / "items")}
+    (directory / "stages" / "import.json").write_text(json.dumps(imported))
+    environment = {**driver.environment, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
+    script = Path(driver.command[1]).with_name("sft.py")
+    made = subprocess.run([driver.command[0], script, directory], env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return dict(json.loads((directory / "stages" / "train.json").read_text()))
