@@ -54,7 +54,10 @@ ENV PATH=/opt/maxtext/bin:/usr/bin:/bin
 ENTRYPOINT ["python", "driver.py"]
 """
 
-pytestmark = pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: run `make maxtext`")
+pytestmark = [
+    pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: run `make maxtext`"),
+    pytest.mark.timeout(300),
+]
 
 
 def write_ray_image(repo: Path) -> None:

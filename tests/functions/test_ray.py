@@ -1,0 +1,92 @@
+"""Target `ray` against the emulated GKE and KubeRay; Ray itself is started in tests/emulators/kubernetes/test_ray.py."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from dropforge import kubernetes
+from dropforge.errors import CloudError, ErrorClass
+from dropforge.spec import parse_spec
+from dropforge.targets.base import Launch, Phase
+from dropforge.targets.gke_requests import cluster_of
+from dropforge.targets.ray import RayJobs
+from dropforge.targets.ray_requests import ray_job_manifest, requests
+
+from .test_gke import SETTINGS, STANDING, Cloud, cloud, running, until
+
+__all__ = ["cloud", "running"]
+TARGET = RayJobs()
+MISSING = "us-central1-docker.pkg.dev/p1/dropforge/train-missing:v1"
+RAY = replace(SETTINGS, train_ray_image=MISSING)
+
+
+def launch(**target: Any) -> Launch:
+    spec = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "owner/tiny-1m"},
+        "dataset": {"source": "owner/data"},
+        "training": {"adapter": {"type": "none"}},
+        "target": {"type": "ray", "placements": [{"region": "us-central1"}], **target},
+        "serve": None,
+    }
+    deadline = datetime.now(UTC) + timedelta(seconds=600)
+    return Launch(f"ray-{uuid.uuid4().hex[:12]}", 1, 0, parse_spec(json.dumps(spec).encode()), RAY, deadline, 600)
+
+
+@pytest.fixture
+def attempt(cloud: Cloud) -> Iterator[Launch]:
+    """Launched in an Autopilot cluster of its own, which is deleted with all that is in it."""
+    attempt = launch(cluster={"create": True})
+    until(lambda: TARGET.provision(attempt), bool)
+    yield attempt
+    for resource in reversed(requests(attempt)):
+        until(lambda one=resource: TARGET.teardown(one.kind, one.name), bool)  # type: ignore[misc]
+    assert kubernetes.find_cluster(cluster_of(attempt)) is None
+
+
+def test_a_cluster_without_the_operator_is_refused_before_anything_is_made(cloud: Cloud) -> None:
+    with pytest.raises(CloudError, match="has no Ray operator") as refused:
+        TARGET.provision(launch())
+    assert refused.value.error_class is ErrorClass.CONFIG
+    assert "--update-addons=RayOperator=ENABLED" in refused.value.hint
+    assert cloud.api.find(SETTINGS.kubernetes_namespace, "rayjobs", "ray.io") == []
+
+
+def test_launched_twice_it_is_one_and_a_missing_image_is_told(attempt: Launch) -> None:
+    assert TARGET.provision(attempt)
+    api = kubernetes.connect(kubernetes.find_cluster(cluster_of(attempt)))
+    assert len(api.find(RAY.kubernetes_namespace, "rayjobs", "ray.io")) == 1
+    status = until(lambda: TARGET.inspect(attempt), lambda found: found.phase is not Phase.PENDING)
+    assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
+    assert MISSING in status.message
+
+
+def test_ray_clusters_that_a_rayjob_has_left_go_with_it(attempt: Launch) -> None:
+    job = requests(attempt)[-1]
+    name, namespace = job.request["metadata"]["name"], RAY.kubernetes_namespace
+    api = kubernetes.connect(kubernetes.find_cluster(cluster_of(attempt)))
+    left = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": "left", "namespace": namespace, "labels": {"ray.io/originated-from-cr-name": name}},
+        "spec": ray_job_manifest(attempt)["spec"]["rayClusterSpec"],
+    }
+    api.create(left)
+    api.create({**left, "metadata": {"name": "another-s", "namespace": namespace}})
+    until(lambda: TARGET.teardown(job.kind, job.name), bool)
+    found = api.find(namespace, "rayclusters", "ray.io")
+    assert [one["metadata"]["name"] for one in found] == ["another-s"]
+    assert TARGET.inspect(attempt).phase is Phase.GONE
+
+
+def test_what_never_was_is_gone(cloud: Cloud) -> None:
+    assert TARGET.teardown("ray.io/RayJob", f"{STANDING}/k8s/namespaces/x/ray.io/rayjobs/never-was")
+    assert TARGET.inspect(launch()).phase is Phase.GONE
