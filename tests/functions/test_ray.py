@@ -1,4 +1,4 @@
-"""Target `ray` against the emulated GKE and KubeRay; Ray itself is started in tests/emulators/kubernetes/test_ray.py."""
+"""Target `ray` against the emulated GKE and KubeRay; Ray itself is in tests/emulators/kubernetes/test_ray.py."""
 
 from __future__ import annotations
 
