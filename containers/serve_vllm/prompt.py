@@ -37,10 +37,37 @@ class PromptCounter:
                 raise ValueError(f"prompt is {prompt!r:.80}; expected a string")
             return len(self._tokenizer.encode(prompt).ids)
         try:
-            text = self._template.render(messages=body["messages"], add_generation_prompt=True, **self._tokens)
+            text = self._render(body["messages"], True)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def answer_start(self) -> str:
+        """What the chat template ends a prompt with, so that an answer follows."""
+        messages = [{"role": "user", "content": "?"}]
+        return self._render(messages, True).removeprefix(self._render(messages, False))
+
+    def _render(self, messages: Any, for_answer: bool) -> str:
+        text: str = self._template.render(messages=messages, add_generation_prompt=for_answer, **self._tokens)
+        return text
+
+
+def describe_answers(directory: Path) -> None:
+    """Note in a Qwen's tokenizer how its answers start and end, where they do not as Qwen's own do.
+
+    Without the note `transformers serve` looks for Qwen's start, by the model's type, and answers with the prompt.
+    """
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    if not model_type.startswith("qwen") or "response_template" in config:
+        return
+    start = PromptCounter(directory).answer_start()
+    if start.startswith("<|im_start|>"):
+        return
+    content = {"content": "text", "close": _text(config["eos_token"])}
+    template = {"start_anchor": start, "defaults": {"role": "assistant"}, "fields": {"content": content}}
+    path.write_text(json.dumps({**config, "response_template": template}))
 
 
 def _text(token: Any) -> str | None:

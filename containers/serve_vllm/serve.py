@@ -98,12 +98,14 @@ async def serve_behind_gate(settings: Settings, engine: EngineName, directory: P
     """Run the engine and the gate until SIGTERM, or until the engine ends by itself."""
     from aiohttp import web
     from gate import Gate
-    from prompt import PromptCounter
+    from prompt import PromptCounter, describe_answers
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     model, port = str(directory / "model"), free_port()
+    if engine == "transformers":
+        describe_answers(directory / "model")
     process = start_engine(settings, engine, model, port, directory)
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",

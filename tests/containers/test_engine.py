@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from engine import (
     vllm_tpu_argv,
     vllm_tpu_environment,
 )
-from prompt import PromptCounter
+from prompt import PromptCounter, describe_answers
 
 ENVIRONMENT = {
     "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
@@ -127,3 +128,24 @@ def test_prompts_are_counted_as_the_engine_counts_them(base_model: Path) -> None
 def test_what_is_no_prompt_is_refused(base_model: Path, body: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         PromptCounter(base_model).count(body)
+
+
+def test_a_qwen_with_turns_of_its_own_answers_without_the_prompt(base_model: Path, tmp_path: Path) -> None:
+    """`transformers serve` parses answers by the template that it finds in the tokenizer."""
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base_model / name, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    describe_answers(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer("select 1<end_of_turn>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.parse_response(ids, prefix=prompt)["content"] == "select 1"
+
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    shutil.copy(base_model / "tokenizer_config.json", tmp_path)
+    describe_answers(tmp_path)
+    assert "response_template" not in (tmp_path / "tokenizer_config.json").read_text()
