@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import driver
 import stages
@@ -16,6 +17,11 @@ import stages
 
 class Watch(driver.Watch):
     """Tells of the steps. The workers' checkpoints are in the bucket already; what the head has is only the weights."""
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        if "loss" not in told:
+            self._meter = None  # the workers begin, or begin again after one was lost
+        super()._tell(told)
 
     def _steps(self) -> list[int]:
         return []
