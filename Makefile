@@ -25,7 +25,7 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 	@$(BIN)/dropforge demo $(SPEC)
 
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(STAMP) ## formatting, lint, types, generated files
 	@$(BIN)/ruff format --check .
