@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 HOSTS, CHIPS = 2, 4
 START_SECONDS = 100.0
-STEPS, ROWS = 6, 16
+STEPS, ROWS, PERIOD, MANY = 6, 16, 20, 100
 # One host and two see the same batches; sums come in another order.
 LOSS_TOLERANCE = 1e-4
 __all__ = ["base_qwen3", "spec"]
@@ -84,14 +84,22 @@ class Cluster:
                 assert time.monotonic() < deadline, [node.poll() for node in self.nodes]
                 time.sleep(0.3)
 
-    def end(self) -> None:
+    def workers(self) -> list[psutil.Process]:
+        """Those of Ray Train, one on each host."""
+        return [one for one in self.processes() if any("RayTrainWorker" in word for word in one.cmdline())]
+
+    def processes(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
         for node in self.nodes:
-            family: list[psutil.Process] = []
             with suppress(psutil.NoSuchProcess):
-                family = [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+                found += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
+        return found
+
+    def end(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for node in self.nodes:
             node.wait()
 
 
@@ -181,3 +189,29 @@ def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
     made = subprocess.run([driver.command[0], script, directory], env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]
     return dict(json.loads((directory / "stages" / "train.json").read_text()))
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
+    driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, tmp_path: Path
+) -> None:
+    document = spec(
+        training={"max_steps": MANY, "checkpoint_steps": PERIOD, "per_device_train_batch_size": ROWS // HOSTS},
+        evaluation=None,
+    )
+    attempt = driver.start(document)
+    saved = f"checkpoints/{attempt.run}/maxtext/run/checkpoints/{PERIOD}/commit_success.txt"
+    while saved not in driver.cloud.names(RUNS, f"checkpoints/{attempt.run}/maxtext/run/"):
+        assert attempt.process.poll() is None, attempt.wait()
+        time.sleep(0.2)
+    cluster.workers()[-1].kill()
+    code = attempt.wait()
+    logs = "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("work/*/logs/train.log"))
+    assert code == 0, attempt.output[-2000:] + logs
+    told = [json.loads(line) for line in next(tmp_path.glob("work/*/progress.jsonl")).read_text().splitlines()]
+    begun = [one["step"] for one in told if "loss_before" in one]
+    assert begun[0] == 0
+    assert len(begun) == 2
+    assert begun[1] >= PERIOD
+    assert begun[1] % PERIOD == 0
+    assert told[-1]["step"] == MANY
