@@ -108,7 +108,9 @@ def test_what_is_deleted_by_hand_is_made_again(user: User, target: Part) -> None
     user.delete(user.training(run))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
-    assert [a.error.error_class if a.error else None for a in record.attempts] == ["infrastructure", None]
+    first, second = [a.error.error_class if a.error else None for a in record.attempts]
+    assert first in ("infrastructure", "preempted")  # a machine that is deleted may still say that it was stopped
+    assert second is None
     assert_clean(user, run)
 
 

@@ -45,11 +45,11 @@ SECRET = "hf_TopSecretValue0123456789"
 TRAIN_PY = """
     import os, signal, sys, time
     mode = os.environ["MODE"]
+    if mode == "polite":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     print("training", mode, "with token" if os.environ.get("HF_TOKEN") else "without token", flush=True)
     with open(os.path.join(os.environ["WORK"], "trace"), "a") as trace:
         trace.write("x")
-    if mode == "polite":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     if mode.isdigit():
         sys.exit(int(mode))
     if mode == "second-time" and os.path.getsize(os.path.join(os.environ["WORK"], "trace")) > 1:
