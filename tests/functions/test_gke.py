@@ -257,8 +257,9 @@ def test_several_nodes_meet_by_name_and_the_first_to_fail_tells_why(cloud: Cloud
 
 
 def test_it_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
-    cloud.faults("kubernetes", quota={"nvidia-l4": 1})
-    attempt = launch("sleep", nodes=2)
+    # GPUs that no other test asks for: nodes that one has left would be taken, whatever the quota.
+    cloud.faults("kubernetes", quota={"nvidia-tesla-t4": 1})
+    attempt = launch("sleep", nodes=2, accelerator="nvidia-tesla-t4")
     provision(attempt)
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.error_class is ErrorClass.QUOTA)
     assert status.phase is Phase.PENDING
