@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,12 +18,13 @@ from ...containers.processes import Runtime
 from ...db import Database
 from ...errors import ApiError
 from ...workflows.clock import Clock
+from ..faults import parse_faults
 from . import rules
 from .capacity import Capacity
 from .config import CloudRunConfig
 from .context import Background, Context
 from .executions import Executions
-from .faults import Faults, suffer
+from .faults import Faults
 from .jobs import Jobs
 from .messages import parse, render
 from .operations import Operations
@@ -98,7 +98,7 @@ class CloudRunEmulator:
         config: CloudRunConfig = CloudRunConfig(),  # noqa: B008 - frozen
     ) -> None:
         store = Store(db)
-        faults = Faults(store, config)
+        faults = Faults(db, config)
         self._runtime = Runtime(directory, images.search_path)
         self._context = Context(
             store=store,
@@ -279,11 +279,7 @@ class CloudRunEmulator:
             if unknown := set(call.query) - route.parameters - COMMON_PARAMETERS:
                 raise ApiError("INVALID_ARGUMENT", f"Invalid query parameters {sorted(unknown)!r}: Cannot bind them.")
             rules.check_region(request.match_info["location"], self._context.config)
-            fault = self._context.faults.take(route.method)
-            await suffer(fault, after_effect=False)
-            answer = route.handle(call)
-            answer = await answer if inspect.isawaitable(answer) else answer
-            await suffer(fault, after_effect=True)
+            answer = await self._context.faults.call(route.method, lambda: route.handle(call))
             return web.json_response(answer)
 
         return handle
@@ -316,10 +312,7 @@ class CloudRunEmulator:
         return await self._context.operations.wait(call.name, min(wanted, LONGEST_WAIT_SECONDS))
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise ApiError("INVALID_ARGUMENT", f"the faults are not JSON: {error}") from error
+        body = parse_faults(await request.read())
         switches = self._context.faults.configure(body, {one.method for one in self._table})
         if "preempt" in body:
             self._executions.preempt(body["preempt"])

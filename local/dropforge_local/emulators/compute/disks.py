@@ -23,7 +23,6 @@ CREATE TABLE IF NOT EXISTS compute_operations (
   name TEXT PRIMARY KEY, parent TEXT NOT NULL, request TEXT NOT NULL, target TEXT NOT NULL, created REAL NOT NULL,
   done INTEGER NOT NULL, body TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS compute_settings (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")

@@ -18,8 +18,9 @@ import grpc
 from aiohttp import web
 
 from ...db import Database
-from ...errors import HTTP_STATUS, ApiError
+from ...errors import ApiError
 from ...workflows.clock import Clock
+from ..faults import Switches, parse_faults
 from .config import ComputeConfig
 from .disks import LINK, Disks, check_zone, in_use, make_disk, timestamp
 
@@ -28,10 +29,7 @@ log = logging.getLogger(__name__)
 PARENT = "projects/{project:[^/]+}/zones/{zone:[^/]+}"
 OPERATION = PARENT + "/operations/{operation:[^/]+}"
 WAIT_SECONDS = 120.0  # https://cloud.google.com/compute/docs/reference/rest/v1/zoneOperations/wait
-SWITCHES = {"quota", "fail_next"}
 METHODS = {"insert_disk", "get_disk", "list_disks", "delete_disk", "get_operation", "wait_operation"}
-FAIL_NEXT = {"method", "status", "after_effect", "count", "message"}
-_DEFAULTS: dict[str, Any] = {"quota": {}, "fail_next": []}
 
 
 class ComputeEmulator:
@@ -46,6 +44,7 @@ class ComputeEmulator:
         config: ComputeConfig = ComputeConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.disks = Disks(db, directory)
+        self._faults = Switches(db, "compute_settings", {"quota": {}})
         self._db = db
         self._clock = clock
         self._config = config
@@ -201,7 +200,7 @@ class ComputeEmulator:
 
     def _check_quota(self, parent: str, wanted: int) -> None:
         zone = parent.rsplit("/", 1)[1]
-        limit = self._setting("quota").get(zone, self._config.disk_gb_per_zone)
+        limit = self._faults.get("quota").get(zone, self._config.disk_gb_per_zone)
         if self.disks.used_gb(parent) + wanted > limit:
             region = zone.rsplit("-", 1)[0]
             raise ApiError(
@@ -214,39 +213,12 @@ class ComputeEmulator:
         async def serve(request: web.Request) -> web.Response:
             parent = "projects/{project}/zones/{zone}".format(**request.match_info)
             body = _parse(await request.read()) if request.method == "POST" else {}
-            fault = self._take_fault(method)
-            _suffer(fault, after_effect=False)
-            answer = handler(parent, request, body)
-            _suffer(fault, after_effect=True)
-            return web.json_response(answer)
+            return web.json_response(await self._faults.call(method, lambda: handler(parent, request, body)))
 
         return serve
 
-    def _take_fault(self, method: str) -> dict[str, Any] | None:
-        rules = self._setting("fail_next")
-        rule: dict[str, Any] | None = next((rule for rule in rules if rule["method"] == method), None)
-        if rule is not None:
-            rule["count"] -= 1
-            self._set("fail_next", [other for other in rules if other["count"] > 0])
-        return rule
-
     async def _set_faults(self, request: web.Request) -> web.Response:
-        body = _parse(await request.read())
-        if unknown := sorted(set(body) - SWITCHES):
-            raise ApiError("INVALID_ARGUMENT", f"unknown faults {unknown!r}; expected {sorted(SWITCHES)!r}")
-        for key, value in body.items():
-            if key == "fail_next":
-                value = [_checked(rule) for rule in (value if isinstance(value, list) else [value]) if rule]
-            self._set(key, value)
-        return web.json_response({key: self._setting(key) for key in _DEFAULTS})
-
-    def _setting(self, key: str) -> Any:
-        row = self._db.connection.execute("SELECT value FROM compute_settings WHERE key = ?", [key]).fetchone()
-        return json.loads(row["value"]) if row else _DEFAULTS[key]
-
-    def _set(self, key: str, value: Any) -> None:
-        with self._db.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO compute_settings VALUES (?, ?)", [key, json.dumps(value)])
+        return web.json_response(self._faults.configure(parse_faults(await request.read()), METHODS))
 
     def _spawn(self, operation: str) -> None:
         task = asyncio.get_running_loop().create_task(self._carry_out(operation))
@@ -268,18 +240,3 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError("INVALID_ARGUMENT", f"the request body is a JSON {type(body).__name__}; expected an object")
     return body
-
-
-def _checked(rule: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(rule) - FAIL_NEXT):
-        raise ApiError("INVALID_ARGUMENT", f"unknown keys {unknown!r} in fail_next; expected {sorted(FAIL_NEXT)!r}")
-    if rule.get("method") not in METHODS:
-        raise ApiError("INVALID_ARGUMENT", f"fail_next.method is {rule.get('method')!r}; expected {sorted(METHODS)!r}")
-    if rule.get("status", "UNAVAILABLE") not in HTTP_STATUS:
-        raise ApiError("INVALID_ARGUMENT", f"fail_next.status is {rule['status']!r}; expected {sorted(HTTP_STATUS)!r}")
-    return {"count": 1, "status": "UNAVAILABLE", **rule}
-
-
-def _suffer(rule: dict[str, Any] | None, *, after_effect: bool) -> None:
-    if rule is not None and bool(rule.get("after_effect")) is after_effect:
-        raise ApiError(rule["status"], rule.get("message", f"{rule['status']} on purpose (faults of the local stack)"))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
-import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ from ...errors import RPC_CODE, ApiError
 from ...server import HOST
 from ...workflows.clock import Clock
 from .. import rpc
+from ..faults import Faulty, Switches, parse_faults
 from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules
@@ -75,8 +74,9 @@ class GkeEmulator:
         self._config = config
         self._kubernetes = kubernetes
         self._store = Store(db)
+        self._faults = Switches(db, "container_settings", {"stockout": [], "quota": {}})
         self._tasks: set[asyncio.Task[None]] = set()
-        self._service = rpc.Service("google.container.v1.ClusterManager", METHODS, _Faulty(self, self._store))
+        self._service = rpc.Service("google.container.v1.ClusterManager", METHODS, Faulty(self, self._faults))
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         return [
@@ -197,7 +197,7 @@ class GkeEmulator:
         raise ApiError("INVALID_ARGUMENT", "Autopilot clusters do not support mutating node pools.")
 
     def _check_quota(self, parent: str, location: str) -> None:
-        quota = self._store.setting("quota").get(location, self._config.clusters_per_location)
+        quota = self._faults.get("quota").get(location, self._config.clusters_per_location)
         used = len(self._store.clusters(parent))
         if used >= quota:
             raise ApiError(
@@ -246,7 +246,7 @@ class GkeEmulator:
 
     async def _create(self, operation: Any, name: str) -> None:
         cluster = self._store.get_cluster(name)
-        if cluster.location in self._store.setting("stockout"):
+        if cluster.location in self._faults.get("stockout"):
             self._fail(operation, cluster, name)
             return
         self._kubernetes.add_cluster(name)
@@ -300,13 +300,8 @@ class GkeEmulator:
         return web.json_response({"name": name, "parent": f"projects/{project}", "state": "ENABLED"})
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise ApiError("INVALID_ARGUMENT", f"the faults are not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ApiError("INVALID_ARGUMENT", f"the faults are {body!r}; expected an object")
-        return web.json_response(self._store.configure(body, {rpc.snake_case(one.name) for one in METHODS}))
+        body = parse_faults(await request.read())
+        return web.json_response(self._faults.configure(body, {rpc.snake_case(one.name) for one in METHODS}))
 
     def _now(self) -> str:
         return timestamp(self._clock.now())
@@ -321,32 +316,3 @@ class GkeEmulator:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("an operation of GKE failed; it is tried again at the next start", exc_info=error)
-
-
-class _Faulty:
-    """The API's methods, with the faults that are switched on."""
-
-    def __init__(self, emulator: GkeEmulator, store: Store) -> None:
-        self._emulator = emulator
-        self._store = store
-
-    def __getattr__(self, method: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
-        handler = getattr(self._emulator, method)
-
-        async def call(request: Any) -> Any:
-            fault = self._store.take_fault(method)
-            await _suffer(fault, after_effect=False)
-            answer = handler(request)
-            answer = await answer if inspect.isawaitable(answer) else answer
-            await _suffer(fault, after_effect=True)
-            return answer
-
-        return call
-
-
-async def _suffer(rule: dict[str, Any] | None, *, after_effect: bool) -> None:
-    if rule is None or bool(rule.get("after_effect")) is not after_effect:
-        return
-    await asyncio.sleep(rule.get("delay_seconds", 0))
-    if status := rule.get("status"):
-        raise ApiError(status, rule.get("message", f"{status} on purpose (faults of the local stack)"))

@@ -1,8 +1,7 @@
-"""Clusters, their operations and the fault switches, in SQLite."""
+"""Clusters and their operations, in SQLite."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -10,7 +9,7 @@ from google.cloud import container_v1
 from google.protobuf import json_format
 
 from ...db import Database
-from ...errors import HTTP_STATUS, ApiError
+from ...errors import ApiError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS container_clusters (
@@ -20,11 +19,7 @@ CREATE TABLE IF NOT EXISTS container_operations (
   name TEXT PRIMARY KEY, parent TEXT NOT NULL, created REAL NOT NULL, target TEXT NOT NULL, done INTEGER NOT NULL,
   body TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS container_settings (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-SWITCHES = {"stockout", "quota", "fail_next"}
-FAIL_NEXT = {"method", "status", "after_effect", "count", "delay_seconds", "message"}
-_DEFAULTS: dict[str, Any] = {"stockout": [], "quota": {}, "fail_next": []}
 
 Cluster = container_v1.Cluster.pb()
 Operation = container_v1.Operation.pb()
@@ -104,42 +99,3 @@ class Store:
             "SELECT name, target, created FROM container_operations WHERE NOT done AND ? IN ('', target)", [target]
         )
         return [(row["name"], row["target"], row["created"]) for row in rows]
-
-    def configure(self, body: dict[str, Any], methods: set[str]) -> dict[str, Any]:
-        """Set the fault switches that `body` names and answer how all of them stand."""
-        if unknown := sorted(set(body) - SWITCHES):
-            raise ApiError("INVALID_ARGUMENT", f"unknown faults {unknown!r}; expected {sorted(SWITCHES)!r}")
-        for key, value in body.items():
-            if key == "fail_next":
-                rules = value if isinstance(value, list) else [value]
-                value = [_checked(rule, methods) for rule in rules if rule]
-            self._set(key, value)
-        return {key: self.setting(key) for key in _DEFAULTS}
-
-    def take_fault(self, method: str) -> dict[str, Any] | None:
-        """The fault that the next call of `method` has to suffer; each is used as often as its count says."""
-        rules = self.setting("fail_next")
-        for rule in rules:
-            if rule["method"] == method:
-                rule["count"] -= 1
-                self._set("fail_next", [other for other in rules if other["count"] > 0])
-                return dict(rule)
-        return None
-
-    def setting(self, key: str) -> Any:
-        row = self.db.connection.execute("SELECT value FROM container_settings WHERE key = ?", [key]).fetchone()
-        return json.loads(row["value"]) if row else _DEFAULTS[key]
-
-    def _set(self, key: str, value: Any) -> None:
-        with self.db.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO container_settings VALUES (?, ?)", [key, json.dumps(value)])
-
-
-def _checked(rule: dict[str, Any], methods: set[str]) -> dict[str, Any]:
-    if unknown := sorted(set(rule) - FAIL_NEXT):
-        raise ApiError("INVALID_ARGUMENT", f"unknown keys {unknown!r} in fail_next; expected {sorted(FAIL_NEXT)!r}")
-    if rule.get("method") not in methods:
-        raise ApiError("INVALID_ARGUMENT", f"fail_next.method is {rule.get('method')!r}; expected {sorted(methods)!r}")
-    if rule.get("status", "UNAVAILABLE") not in HTTP_STATUS:
-        raise ApiError("INVALID_ARGUMENT", f"fail_next.status is {rule['status']!r}; expected {sorted(HTTP_STATUS)!r}")
-    return {"count": 1, **rule}

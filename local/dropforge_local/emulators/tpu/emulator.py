@@ -8,8 +8,6 @@ machines are not emulated.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -31,9 +29,10 @@ from ...errors import ApiError
 from ...workflows.clock import Clock
 from .. import rpc
 from ..compute.disks import Disks
+from ..faults import Faulty, parse_faults
 from . import rules
 from .config import TpuConfig
-from .faults import ACTIONS, Faults, suffer
+from .faults import ACTIONS, Faults
 from .machines import Machines
 from .nodes import Nodes, State
 from .queued import QueuedResources
@@ -132,7 +131,7 @@ class TpuEmulator:
         self._clock = clock
         self._config = config
         self._store = Store(db)
-        self._faults = Faults(self._store)
+        self._faults = Faults(db)
         self._machines = Machines(
             self._store,
             clock,
@@ -146,7 +145,7 @@ class TpuEmulator:
         self._nodes = Nodes(self._store, clock, self._machines, disks, self._faults, config)
         self._queued = QueuedResources(self._store, clock, self._nodes, config)
         self._tasks: set[asyncio.Task[None]] = set()
-        handlers = _Faulty(self, self._faults)
+        handlers = Faulty(self, self._faults)
         self._services = (
             rpc.Service("google.cloud.tpu.v2.Tpu", METHODS, handlers),
             rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers),
@@ -376,12 +375,7 @@ class TpuEmulator:
         return web.Response(text=text)
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise ApiError("INVALID_ARGUMENT", f"the faults are not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ApiError("INVALID_ARGUMENT", f"the faults are {body!r}; expected an object")
+        body = parse_faults(await request.read())
         switches = self._faults.configure(body, {rpc.snake_case(one.name) for one in METHODS})
         for action in ACTIONS:
             if part := body.get(action):
@@ -412,24 +406,3 @@ _QUEUED_STEPS: dict[str, Step] = {
     "create": TpuEmulator._create_queued,
     "delete": TpuEmulator._delete_queued,
 }
-
-
-class _Faulty:
-    """The API's methods, with the faults that are switched on."""
-
-    def __init__(self, emulator: TpuEmulator, faults: Faults) -> None:
-        self._emulator = emulator
-        self._faults = faults
-
-    def __getattr__(self, method: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
-        handler = getattr(self._emulator, method)
-
-        async def call(request: Any) -> Any:
-            fault = self._faults.take(method)
-            await suffer(fault, after_effect=False)
-            answer = handler(request)
-            answer = await answer if inspect.isawaitable(answer) else answer
-            await suffer(fault, after_effect=True)
-            return answer
-
-        return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import uuid
 from typing import Any
@@ -29,7 +28,6 @@ CREATE TABLE IF NOT EXISTS tpu_operations (
 CREATE TABLE IF NOT EXISTS tpu_boots (
   id TEXT PRIMARY KEY, node TEXT NOT NULL, started REAL NOT NULL, ended INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS tpu_settings (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 Node = tpu_v2.Node.pb()
 QueuedResource = tpu_v2.QueuedResource.pb()
@@ -183,14 +181,6 @@ class Store:
 
     def unended_boots(self) -> list[str]:
         return [row["id"] for row in self.db.connection.execute("SELECT id FROM tpu_boots WHERE NOT ended")]
-
-    def setting(self, key: str, default: Any) -> Any:
-        row = self.db.connection.execute("SELECT value FROM tpu_settings WHERE key = ?", [key]).fetchone()
-        return json.loads(row["value"]) if row else default
-
-    def set_setting(self, key: str, value: Any) -> None:
-        with self.db.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO tpu_settings VALUES (?, ?)", [key, json.dumps(value)])
 
     def _rows(self, table: str, parent: str) -> list[sqlite3.Row]:
         pattern = f"{parent[:-1]}*" if parent.endswith("/-") else parent
