@@ -15,15 +15,14 @@ import os
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from checkpoints import NOTES, CheckpointStore
-from job import INTERNAL, Job, JobError, Redactor, classify, config_error, missing
-from outcome import Outcome
+from job import Job, JobError, Redactor, config_error, missing
+from outcome import Outcome, outcome_of
 from report import FLUSH_SECONDS, ProgressMeter, Reporter
 from stages import AFTER_TRAIN, Runner, Work, train_script
 from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
@@ -50,25 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter = Reporter(job, redact)
     try:
         with work_directory(job) as directory:
-            outcome = attempt(job, directory, reporter, stop, redact)
+            outcome = outcome_of(lambda: run(job, directory, reporter, stop, redact), job, stop, redact)
             reporter.ended(outcome)
             return outcome.exit_code
     finally:
         reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
-
-
-def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
-    """Run; whatever goes wrong is an outcome."""
-    try:
-        return run(job, directory, reporter, stop, redact)
-    except Stopped as request:  # before there was anything to save
-        return Outcome.stopped(request.reason, 0, stop.agreed)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the control plane is told what it means)
-        failure = classify(error)
-        if failure.exit_code == INTERNAL and not isinstance(error, JobError):
-            print(redact(traceback.format_exc()), file=sys.stderr)
-        log(redact(failure.message), stage="train", run=job.run, severity="ERROR", hint=redact(failure.hint))
-        return Outcome.failed(failure)
 
 
 def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
@@ -102,6 +87,7 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
         log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
         return Outcome.stopped(request.reason, step, stop.agreed)
     finally:
+        stop.disarm()
         checkpoints.close()
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from job import DONE, STOPPED, JobError
+from job import DONE, STOPPED, Job, JobError, Redactor, classify
+from stop import Stopped, StopRequest
 
 from dropforge.errors import ErrorClass
+from dropforge.log import log
 
 Reason = Literal["", "preempted", "deadline"]
 _PATTERN = "outcome-{rank}.json"
@@ -59,6 +64,21 @@ class Outcome:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(path)
+
+
+def outcome_of(run: Callable[[], Outcome], job: Job, stop: StopRequest, redact: Redactor) -> Outcome:
+    """Run an attempt; whatever goes wrong is an outcome, and in the log."""
+    try:
+        return run()
+    except Stopped as request:  # before there was anything to save, or while something else was being ended
+        return Outcome.stopped(request.reason, 0, agreed=False)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the control plane is told what it means)
+        stop.disarm()
+        failure = classify(error)
+        if not isinstance(error, JobError):
+            print(redact(traceback.format_exc()), file=sys.stderr)
+        log(redact(failure.message), stage="train", run=job.run, severity="ERROR", hint=redact(failure.hint))
+        return Outcome.failed(failure)
 
 
 def read_outcomes(directory: Path) -> dict[int, Outcome]:

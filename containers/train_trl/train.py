@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ import launch
 import rows as data
 from checkpoints import CheckpointStore
 from evaluation import Score, evaluate, samples
-from job import DONE, INTERNAL, Job, JobError, Redactor, classify, config_error, missing
-from outcome import Outcome
+from job import DONE, Job, JobError, Redactor, config_error, missing
+from outcome import Outcome, outcome_of
 from plan import Plan, device_map, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
 from report import FLUSH_SECONDS, ProgressMeter, Reporter
 from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
@@ -54,25 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter = Reporter(job, redact)
     try:
         with work_directory(job.world) as directory:
-            outcome = attempt(job, directory, reporter, stop, redact)
+            outcome = outcome_of(lambda: run(job, directory, reporter, stop, redact), job, stop, redact)
             return conclude(job, outcome, directory, reporter)
     finally:
         reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
-
-
-def attempt(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
-    """Run; whatever goes wrong is an outcome."""
-    try:
-        return run(job, directory, reporter, stop, redact)
-    except Stopped as request:  # while something else was being ended
-        return Outcome.stopped(request.reason, 0, agreed=False)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the control plane is told what it means)
-        stop.disarm()
-        failure = classify(error)
-        if failure.exit_code == INTERNAL:
-            print(redact(traceback.format_exc()), file=sys.stderr)
-        log(redact(failure.message), stage="train", run=job.run, severity="ERROR", hint=redact(failure.hint))
-        return Outcome.failed(failure)
 
 
 def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) -> int:

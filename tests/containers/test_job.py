@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from job import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, Job, JobError, Redactor, classify
+from outcome import Outcome, outcome_of
 from report import PROGRESS_STEPS, ProgressMeter, Reporter
+from stop import StopRequest
 
 from dropforge.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.events import JobEvent
@@ -75,6 +79,43 @@ def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Excep
 def test_what_an_exception_means_for_the_run(error: Exception, error_class: ErrorClass, exit_code: int) -> None:
     found = classify(error)
     assert (found.error_class, found.exit_code) == (error_class, exit_code)
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    """A request to stop that listens; the process's own handlers come back."""
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(kind) for kind in kinds]
+    request = StopRequest()
+    request.arm(None)
+    yield request
+    request.disarm()
+    for kind, handler in zip(kinds, before, strict=True):
+        signal.signal(kind, handler)
+
+
+def test_a_signal_while_a_failure_is_told_does_not_hide_it(stop: StopRequest) -> None:
+    class Interrupted(Exception):
+        def __str__(self) -> str:  # asked for when the failure is classified
+            signal.raise_signal(signal.SIGTERM)
+            return "the disk is on fire"
+
+    def run() -> Outcome:
+        raise Interrupted
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert (outcome.exit_code, outcome.error_class) == (INTERNAL, ErrorClass.CODE)
+    assert "on fire" in outcome.message
+    assert stop.reason == "preempted"  # it was heard, and is obeyed by ending
+
+
+def test_a_stop_before_there_is_anything_to_save_is_no_failure(stop: StopRequest) -> None:
+    def run() -> Outcome:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("never reached")
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert (outcome.reason, outcome.step, outcome.agreed) == ("preempted", 0, False)
 
 
 def test_secrets_are_taken_out_of_what_is_said() -> None:
