@@ -170,7 +170,10 @@ class ResourceState(StrEnum):
 
 
 class LedgerEntry(Stored):
-    """One cloud resource of a run. `name` is the full resource name; `kind` tells who deletes it."""
+    """One cloud resource of a run. `name` is the full resource name; `kind` tells who deletes it.
+
+    `kept`: it was made to train, and serves now.
+    """
 
     kind: str
     name: str
@@ -179,6 +182,11 @@ class LedgerEntry(Stored):
     intended: datetime
     created: datetime | None = None
     gone: datetime | None = None
+    kept: bool = False
+
+    def is_endpoint(self, run: str) -> bool:
+        """Whether it is a part of the run's endpoint."""
+        return self.kept or names.is_endpoint(self.name, run)
 
 
 class Ledger(Stored):
@@ -253,6 +261,15 @@ class RunStore:
         def change(ledger: Ledger) -> Ledger:
             found = ledger.find(name)
             return ledger if found and found.state is not ResourceState.GONE else ledger.with_entry(entry)
+
+        self._change_ledger(run, change)
+
+    def keep(self, run: str, name: str) -> None:
+        """Note that a resource which has trained serves from now on. Returns only once that is durable."""
+
+        def change(ledger: Ledger) -> Ledger:
+            found = ledger.find(name)
+            return ledger if found is None or found.kept else ledger.with_entry(found.model_copy(update={"kept": True}))
 
         self._change_ledger(run, change)
 

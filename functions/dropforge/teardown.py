@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import names
 from .errors import CloudError
 from .log import log
 from .notify import announce
@@ -66,7 +65,7 @@ def delete_remaining(store: RunStore, run: str, *, keep_endpoint: bool = False) 
     """
     remaining, refusals = [], []
     for entry in store.ledger(run).remaining():
-        if keep_endpoint and names.is_endpoint(entry.name, run):
+        if keep_endpoint and entry.is_endpoint(run):
             continue
         try:
             gone = _delete(entry)

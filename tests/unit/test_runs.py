@@ -81,3 +81,12 @@ def test_the_ledger_keeps_one_entry_per_resource() -> None:
     ledger = Ledger(run="r").with_entry(entry).with_entry(entry.model_copy(update={"state": ResourceState.GONE}))
     assert len(ledger.entries) == 1
     assert ledger.remaining() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "expected"),
+    [("df-r-a1", False, False), ("df-r-a1", True, True), ("df-r-serve", False, True), ("df-x-serve", False, False)],
+)
+def test_an_endpoint_is_what_was_made_or_kept_for_it(name: str, kept: bool, expected: bool) -> None:
+    entry = LedgerEntry(kind="k", name=f"x/{name}", attempt=1, state=ResourceState.CREATED, intended=NOW, kept=kept)
+    assert entry.is_endpoint("r") is expected
