@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
 from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
@@ -67,6 +67,28 @@ class Dataset(Part):
         return self
 
 
+class SyntheticDataset(Part):
+    """Random tokens, as MaxText's `dataset_type: synthetic`: they show what the machines can do, and teach nothing."""
+
+    type: Literal["synthetic"]
+    rows: int = Field(default=1024, ge=1, le=100_000, description="Sequences of training.max_length tokens.")
+
+    @property
+    def source(self) -> str:
+        """What other data sets have as a field."""
+        return self.type
+
+
+def _dataset_tag(found: object) -> str:
+    typed = "type" in found if isinstance(found, dict) else isinstance(found, SyntheticDataset)
+    return "synthetic" if typed else "sourced"
+
+
+AnyDataset = Annotated[
+    Annotated[Dataset, Tag("sourced")] | Annotated[SyntheticDataset, Tag("synthetic")], Discriminator(_dataset_tag)
+]
+
+
 class NoAdapter(Part):
     """Full fine-tuning: every weight is trained."""
 
@@ -97,9 +119,12 @@ Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator=
 
 
 class Training(Part):
-    """How to train; the names are TRL's SFTConfig names, with units where they were missing."""
+    """How to train; the names are TRL's SFTConfig names, with units where they were missing.
 
-    method: Literal["sft"] = "sft"
+    sft begins with the model's weights; pretrain with random ones, of which the model gives shapes and tokenizer.
+    """
+
+    method: Literal["sft", "pretrain"] = "sft"
     adapter: Adapter = LoraAdapter(type="lora")
     epochs: float = Field(default=1, gt=0, le=1000)
     max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
@@ -173,7 +198,7 @@ class JobSpec(Part):
     api_version: Literal["dropforge/v1"]
     name: Name
     model: Model
-    dataset: Dataset
+    dataset: AnyDataset
     training: Training = Training()
     target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget | RayTarget, Field(discriminator="type")]
     evaluation: Evaluation | None = None
@@ -194,6 +219,10 @@ class JobSpec(Part):
             self._fits_gke(self.target)
         if isinstance(self.target, TpuVmTarget | RayTarget):
             self._fits_maxtext()
+        elif self.training.method == "pretrain":
+            message, expected = f"target {self.target.type} does not pre-train", "'sft', or target tpu_vm or ray"
+            raise Wrong("/training/method", message, "pretrain", expected)
+        self._trains_what_it_is_given()
         if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
             region = self.target.placements[0].region
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
@@ -217,6 +246,16 @@ class JobSpec(Part):
             given = "training" in self.model_fields_set and "adapter" in self.training.model_fields_set
             pointer = "/training/adapter/type" if given else "/training"
             raise Wrong(pointer, "on TPUs every weight is trained", adapter, "'none'")
+
+    def _trains_what_it_is_given(self) -> None:
+        synthetic = isinstance(self.dataset, SyntheticDataset)
+        if self.training.method == "pretrain" and not synthetic:
+            expected = '{"type": "synthetic"}, or training.method \'sft\''
+            raise Wrong("/dataset", "pre-training takes synthetic data", self.dataset.source, expected)
+        if synthetic and self.training.method != "pretrain":
+            raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", "training.method 'pretrain'")
+        if synthetic and self.evaluation is not None:
+            raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
 
     def _serves_where_it_trains(self, accelerator_type: str) -> None:
         if not isinstance(self.target, TpuVmTarget):
