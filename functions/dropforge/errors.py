@@ -26,14 +26,16 @@ class ErrorClass(StrEnum):
     PREEMPTED = "preempted"  # the machine was taken away; resume from the last checkpoint
     INFRASTRUCTURE = "infrastructure"  # the machine was lost without notice; likewise
     OUT_OF_MEMORY = "out_of_memory"  # host or accelerator memory ran out
-    DEADLINE = "deadline"  # limits.max_duration or the budget's time ran out
+    DEADLINE = "deadline"  # limits.max_duration ran out
+    BUDGET = "budget"  # limits.max_cost_usd ran out
+    STUCK = "stuck"  # the cloud says that it runs, but it makes no progress
     GATE = "gate"  # the model is not good enough to be served
     CODE = "code"  # the training or serving code failed
     CANCELLED = "cancelled"  # somebody asked for it
 
     @property
     def tries_again(self) -> bool:
-        """Whether a further attempt may help."""
+        """Whether a further attempt may help, unless the spec's limits.retry says otherwise."""
         return self in _TRIES_AGAIN
 
     @property

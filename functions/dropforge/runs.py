@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
@@ -44,7 +44,7 @@ class RunState(StrEnum):
 
 _TERMINAL = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.REJECTED})
 _ALLOWED = {
-    RunState.ACCEPTED: {RunState.PROVISIONING, RunState.TEARING_DOWN},
+    RunState.ACCEPTED: {RunState.PROVISIONING, RunState.TEARING_DOWN, RunState.CANCELLED},
     RunState.PROVISIONING: {RunState.TRAINING, RunState.DEPLOYING, RunState.TEARING_DOWN},
     RunState.TRAINING: {RunState.PROVISIONING, RunState.DEPLOYING, RunState.TEARING_DOWN},
     RunState.DEPLOYING: {RunState.TEARING_DOWN},
@@ -75,17 +75,36 @@ class Transition(Stored):
 
 
 class Attempt(Stored):
-    """One launch of the training."""
+    """One launch of the training.
+
+    `limit` is what decides the deadline. `launched` is when its resources were made; from then on capacity is waited
+    for. `running` is the earliest time at which the machine may have begun to run: what it costs is counted from there.
+    """
 
     number: int
     placement: int
     region: str
     started: datetime
     deadline: datetime
+    limit: Literal["max_duration", "max_cost_usd"] = "max_duration"
     usd_per_hour: float | None = None
     max_wait_seconds: int | None = None
+    launched: datetime | None = None
+    running: datetime | None = None
     ended: datetime | None = None
     error: RunError | None = None
+
+    def cost(self, now: datetime) -> float | None:
+        """US dollars so far, at the price that was pinned when it was opened; None when that is unknown.
+
+        Waiting for capacity costs nothing, once it is known to have been in vain or to be over.
+        """
+        if self.usd_per_hour is None:
+            return None
+        if self.running is None and self.error is not None and self.error.error_class.moves_on:
+            return 0.0
+        spent = (self.ended or now) - (self.running or self.started)
+        return self.usd_per_hour * max(0.0, spent.total_seconds()) / 3600
 
 
 class Endpoint(Stored):
@@ -115,6 +134,7 @@ class Record(Stored):
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
+    serving_usd_per_hour: float | None = None  # of all instances that the endpoint may have
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
@@ -155,12 +175,24 @@ class Record(Stored):
 
     def training_cost(self, now: datetime) -> float | None:
         """US dollars that the attempts have cost so far; None when a price is unknown."""
-        total = 0.0
-        for attempt in self.attempts:
-            if attempt.usd_per_hour is None:
-                return None
-            total += attempt.usd_per_hour * ((attempt.ended or now) - attempt.started).total_seconds() / 3600
-        return round(total, 6)
+        costs = [attempt.cost(now) for attempt in self.attempts]
+        return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
+
+    def serving_cost(self, now: datetime) -> float | None:
+        """US dollars that the endpoint has cost so far, at most: as if all its instances had run since it was made.
+
+        None when the price is unknown; 0 when there was no endpoint.
+        """
+        began = next((t.time for t in self.history if t.state is RunState.DEPLOYING), None)
+        if began is None:
+            return 0.0
+        if self.serving_usd_per_hour is None:
+            return None
+        if self.endpoint is not None:
+            ended = self.endpoint.ended or min(now, self.endpoint.expires)
+        else:
+            ended = self.history[-1].time if self.state.is_terminal else now
+        return round(self.serving_usd_per_hour * max(0.0, (ended - began).total_seconds()) / 3600, 6)
 
 
 class ResourceState(StrEnum):

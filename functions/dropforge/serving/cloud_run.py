@@ -37,7 +37,9 @@ class CloudRunService:
 
     def price(self, spec: JobSpec) -> HourlyPrice:
         serve = _serve(spec)
-        return cloud_run_price(serve.accelerator, self.region(spec), serve.cpu, serve.memory_gib)
+        if serve.price_usd_per_hour is not None:
+            return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
+        return cloud_run_price(serve.accelerator, _region(spec), serve.cpu, serve.memory_gib)
 
     def resources(self, deployment: Deployment) -> list[Resource]:
         return [Resource(KIND, service_name(deployment), service_request(deployment))]

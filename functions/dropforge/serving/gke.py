@@ -56,7 +56,9 @@ class GkeDeployment:
 
     def price(self, spec: JobSpec) -> HourlyPrice:
         serve = _serve(spec)
-        return gke_price(serve.accelerator, serve.accelerator_count, self.region(spec), serve.capacity)
+        if serve.price_usd_per_hour is not None:
+            return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
+        return gke_price(serve.accelerator, serve.accelerator_count, _region(spec), serve.capacity)
 
     def resources(self, deployment: Deployment) -> list[Resource]:
         manifests = [deployment_manifest(deployment), service_manifest(deployment)]

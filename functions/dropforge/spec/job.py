@@ -171,12 +171,34 @@ class Evaluation(Part):
     gate: Gate | None = None
 
 
+Retries = Annotated[int, Field(ge=0, le=50)]
+
+
+class Retry(Part):
+    """How many attempts that end so are followed by another one, which goes on from the last checkpoint.
+
+    What is not listed ends the run at once: another attempt could not help.
+    """
+
+    preempted: Retries = 10
+    infrastructure: Retries = Field(default=3, description="The machine was lost without notice.")
+    stockout: Retries = Field(default=10, description="At the next placement; after the last, the first, later.")
+    quota: Retries = Field(default=10, description="Likewise.")
+    transient: Retries = 3
+    stuck: Retries = Field(default=2, description="With on_stuck 'restart'.")
+    out_of_memory: Retries = 0
+    code: Retries = 0
+
+
 class Limits(Part):
     """What the run may use; enforced on the resources themselves as well."""
 
-    max_duration: Duration = "2h"
-    max_cost_usd: float | None = Field(default=None, gt=0)
-    max_attempts: int = Field(default=3, ge=1, le=20)
+    max_duration: Duration = Field(default="2h", description="From the acceptance to the end of the training.")
+    max_cost_usd: float | None = Field(default=None, gt=0, description="Of training and endpoint together.")
+    max_attempts: int = Field(default=20, ge=1, le=50, description="Of all classes of `retry` together.")
+    retry: Retry = Retry()
+    stuck_after: Duration = Field(default="1h", description="Without progress; more than model and data take to load.")
+    on_stuck: Literal["notify", "restart", "fail"] = "notify"
 
 
 class SlackNotify(Part):

@@ -34,6 +34,7 @@ class CloudRunServe(Part):
     max_instances: int = Field(default=1, ge=1, le=100)
     startup_timeout: Duration = "20m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunServe:
@@ -66,6 +67,7 @@ class GkeServe(Part):
     target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
     startup_timeout: Duration = "30m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeServe:
