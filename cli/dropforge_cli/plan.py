@@ -17,7 +17,7 @@ from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings
-from dropforge.spec import GkeServe, JobSpec, TpuVmServe, seconds
+from dropforge.spec import GkeServe, JobSpec, TpuVmServe, TrainingVmServe, seconds
 from dropforge.targets import get_target
 from dropforge.targets.base import Launch, Resource
 
@@ -100,7 +100,7 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
     run = f"{slug}-{UNKNOWN_DIGEST}"
     target = get_target(spec.target.type)
     placements = [_placement(run, spec, settings, index, now) for index in range(len(target.regions(spec)))]
-    endpoint = None if spec.serve is None else _endpoint(run, spec, settings, now)
+    endpoint = None if spec.serve is None else _endpoint(_launch(run, spec, settings, 0, now), now)
     prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
     return Plan(run, spec, placements, endpoint, price_warnings(prices, now.date()))
 
@@ -142,24 +142,35 @@ def show(plan: Plan, out: Console) -> None:
 
 def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> PlacementPlan:
     target = get_target(spec.target.type)
-    price = target.price(spec, index)
-    allowed = training_seconds(spec, price)
-    deadline = now + timedelta(seconds=allowed)
-    launch = Launch(run, 1, index, spec, settings, deadline, allowed)
+    launch = _launch(run, spec, settings, index, now)
+    price, allowed = target.price(spec, index), launch.timeout_seconds
     cost = _cost(price, allowed)
     return PlacementPlan(target.regions(spec)[index], allowed, price, cost, target.resources(launch))
 
 
-def _endpoint(run: str, spec: JobSpec, settings: Settings, now: datetime) -> EndpointPlan:
-    serve = spec.serve
+def _launch(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> Launch:
+    """The first attempt, at one of the placements."""
+    allowed = training_seconds(spec, get_target(spec.target.type).price(spec, index))
+    return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed)
+
+
+def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:
+    """The endpoint of a run whose first attempt succeeds."""
+    spec, serve = launch.spec, launch.spec.serve
     assert serve is not None, "planned only for specs that serve"
     server = get_server(serve.type)
     lifetime = seconds(serve.startup_timeout) + seconds(serve.ttl)
-    resources = server.resources(EndpointDeployment(run, spec, settings, now + timedelta(seconds=lifetime)))
+    expires = now + timedelta(seconds=lifetime)
+    deployment = EndpointDeployment(launch.run, spec, launch.settings, expires, launch)
     price = server.price(spec)
-    worst = _cost(price, lifetime * serve.max_instances)
     return EndpointPlan(
-        server.region(spec), lifetime, serve.min_instances, serve.max_instances, price, worst, resources
+        server.region(deployment),
+        lifetime,
+        serve.min_instances,
+        serve.max_instances,
+        price,
+        _cost(price, lifetime * serve.max_instances),
+        server.resources(deployment),
     )
 
 
@@ -208,7 +219,7 @@ def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
         out.print(f"image {image}")
     idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
     out.print(f"the price is per instance while it runs; it {idle}")
-    if isinstance(spec.serve, GkeServe | TpuVmServe):
+    if isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe):
         out.print("it is reached inside the VPC only")
 
 
@@ -225,7 +236,11 @@ def _images(resources: list[Resource]) -> list[str]:
     def walk(node: Any) -> list[str]:
         if isinstance(node, dict):
             # A TPU VM is told of its image by its metadata.
-            own = [node[key] for key in ("image", "dropforge-image") if isinstance(node.get(key), str)]
+            own = [
+                node[key]
+                for key in ("image", "dropforge-image", "dropforge-server-image")
+                if isinstance(node.get(key), str)
+            ]
             return own + [image for value in node.values() for image in walk(value)]
         return [image for item in node for image in walk(item)] if isinstance(node, list) else []
 

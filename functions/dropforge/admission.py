@@ -9,7 +9,7 @@ from .catalog import HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .settings import Settings
-from .spec import GkeServe, GkeTarget, JobSpec, RayTarget, TpuVmServe, accelerators_of, seconds
+from .spec import GkeServe, GkeTarget, JobSpec, RayTarget, TpuVmServe, TrainingVmServe, accelerators_of, seconds
 from .targets import get_target
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -104,10 +104,10 @@ def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 
 def server_image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
     """Whether the deployment has the image that the endpoint runs, where not every deployment does."""
-    if not isinstance(spec.serve, TpuVmServe) or settings.serve_vllm_tpu_image:
+    if not isinstance(spec.serve, TpuVmServe | TrainingVmServe) or settings.serve_vllm_tpu_image:
         return []
     expected = "another endpoint, or a deployment with DROPFORGE_SERVE_VLLM_TPU_IMAGE"
-    return [SpecProblem("/serve/type", "the deployment has no serving image for TPUs", "'tpu_vm'", expected)]
+    return [SpecProblem("/serve/type", "the deployment has no serving image for TPUs", repr(spec.serve.type), expected)]
 
 
 def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from . import clients
+from . import clients, names
 from .classify import client_errors
 from .errors import CloudError, ErrorClass
 from .log import log
 from .notify import announce
 from .outcome import failed, superseded, waiting
+from .provision import launch_of
 from .runs import Endpoint, Record, ResourceState, RunState, RunStore, open_store, utc_now
 from .serving import get_server
 from .serving.base import START_HINT, Deployment
@@ -52,10 +53,12 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
     # The label is set when the service is made, so that it expires even if nobody ever looks at it again.
     expires = began + timedelta(seconds=seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl))
-    deployment = Deployment(record.run, spec, settings(), expires)
+    deployment = Deployment(record.run, spec, settings(), expires, launch_of(record, spec))
     resources = server.resources(deployment)
     for resource in resources:
         store.intend(record.run, resource.kind, resource.name, record.attempt)
+        if not names.is_endpoint(resource.name, record.run):
+            store.keep(record.run, resource.name)
     url = server.deploy(deployment)
     if url is None:
         return _not_yet(deployment, began, lambda: server.why_not_ready(deployment))
@@ -68,7 +71,7 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         url=url,
         model=spec.name,
         service=resources[0].name,
-        region=server.region(spec),
+        region=server.region(deployment),
         ready=ready,
         expires=min(expires, ready + timedelta(seconds=seconds(spec.serve.ttl))),
     )

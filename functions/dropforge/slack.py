@@ -16,7 +16,7 @@ from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .runs import Record, RunState
 from .settings import Settings
-from .spec import GkeServe, JobSpec, TpuVmServe, accelerators_of, redact
+from .spec import GkeServe, JobSpec, TpuVmServe, TrainingVmServe, accelerators_of, redact
 
 MAX_HEADER, MAX_SECTION = 150, 3000
 _HEADLINES = {
@@ -144,7 +144,8 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
     found = record.endpoint
     if found is None:
         return "trained only; the spec asks for no endpoint"
-    where = ", inside the VPC only," if spec is not None and isinstance(spec.serve, GkeServe | TpuVmServe) else ""
+    inside = spec is not None and isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe)
+    where = ", inside the VPC only," if inside else ""
     return f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
 
 

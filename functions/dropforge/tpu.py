@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from .targets.base import Resource
 QUEUED = "tpu.googleapis.com/QueuedResource"
 NODE = "tpu.googleapis.com/Node"
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
+WORK_DIRECTORY = "/work"  # where the startup script mounts the data disk, or a part of the boot disk, in the container
+SERVER_PORT = 8000
+SERVER_TAG = "dropforge-server"  # for a firewall rule that lets requests in
 _REQUESTS = uuid.UUID("6f9a5b6e-0c55-4f0e-9f3e-6f6f4b9b5b11")
 
 
@@ -45,6 +48,17 @@ class Machine:
     metadata: Mapping[str, str]
     data_disk: str = ""
     tags: tuple[str, ...] = ()
+
+
+def server_variables(environment: Iterable[Mapping[str, str]], accelerator_type: str) -> str:
+    """What a server is told, one NAME=VALUE per line: a container's `env`, and what only TPU VMs have."""
+    variables = {
+        **{one["name"]: one["value"] for one in environment},
+        "DROPFORGE_TENSOR_PARALLEL_SIZE": str(TPU_VMS[accelerator_type].chips),
+        "DROPFORGE_WORK_DIRECTORY": WORK_DIRECTORY,
+        "PORT": str(SERVER_PORT),
+    }
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
 
 
 def resources(machine: Machine) -> list[Resource]:

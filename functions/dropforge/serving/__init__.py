@@ -10,6 +10,7 @@ SERVERS = {
     "cloud_run": "cloud_run:CloudRunService",
     "gke": "gke:GkeDeployment",
     "tpu_vm": "tpu_vm:TpuVmServer",
+    "training_vm": "training_vm:TrainingVm",
 }
 
 

@@ -15,18 +15,20 @@ from ..errors import CloudError, ErrorClass
 from ..log import log
 from ..settings import Settings
 from ..spec import JobSpec
+from ..targets.base import Launch
 
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """The endpoint of one run, with all that its resources are made from."""
+    """The endpoint of one run, with all that its resources are made from; `trained` is the attempt that succeeded."""
 
     run: str
     spec: JobSpec
     settings: Settings
     expires: datetime
+    trained: Launch | None = None
 
 
 class Listed(NamedTuple):
@@ -40,7 +42,7 @@ class Listed(NamedTuple):
 class Server(Protocol):
     """A place where a model is served. Errors of the cloud are raised as CloudError."""
 
-    def region(self, spec: JobSpec) -> str:
+    def region(self, deployment: Deployment) -> str:
         """Where the endpoint runs."""
 
     def price(self, spec: JobSpec) -> HourlyPrice:

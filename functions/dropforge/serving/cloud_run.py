@@ -32,8 +32,8 @@ PROBE_PERIOD_SECONDS = 5  # a startup probe's period and time-out are each at mo
 class CloudRunService:
     """See `Server` for the contract of each verb."""
 
-    def region(self, spec: JobSpec) -> str:
-        return _serve(spec).region or spec.target.placements[0].region
+    def region(self, deployment: Deployment) -> str:
+        return _region(deployment.spec)
 
     def price(self, spec: JobSpec) -> HourlyPrice:
         serve = _serve(spec)
@@ -180,6 +180,10 @@ def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
             "failureThreshold": max(1, seconds(serve.startup_timeout) // PROBE_PERIOD_SECONDS),
         },
     }
+
+
+def _region(spec: JobSpec) -> str:
+    return _serve(spec).region or spec.target.placements[0].region
 
 
 def _serve(spec: JobSpec) -> CloudRunServe:

@@ -51,8 +51,8 @@ _KINDS = (
 class GkeDeployment:
     """See `Server` for the contract of each verb."""
 
-    def region(self, spec: JobSpec) -> str:
-        return _serve(spec).region or spec.target.placements[0].region
+    def region(self, deployment: Deployment) -> str:
+        return _region(deployment.spec)
 
     def price(self, spec: JobSpec) -> HourlyPrice:
         serve = _serve(spec)
@@ -130,7 +130,7 @@ def cluster_of(deployment: Deployment) -> str:
     spec, settings = deployment.spec, deployment.settings
     trains_on = spec.target.cluster.name if isinstance(spec.target, GkeTarget) else None
     cluster = _serve(spec).cluster or trains_on or settings.gke_cluster
-    return kubernetes.cluster_name(settings.project, GkeDeployment().region(spec), cluster)
+    return kubernetes.cluster_name(settings.project, _region(spec), cluster)
 
 
 def deployment_manifest(deployment: Deployment) -> Object:
@@ -259,6 +259,10 @@ def _labels(deployment: Deployment) -> dict[str, str]:
 
 def _selector(deployment: Deployment) -> dict[str, str]:
     return {INSTANCE: names.endpoint_name(deployment.run)}
+
+
+def _region(spec: JobSpec) -> str:
+    return _serve(spec).region or spec.target.placements[0].region
 
 
 def _serve(spec: JobSpec) -> GkeServe:

@@ -13,18 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import clients, names, tpu
-from ..catalog import TPU_VMS, HourlyPrice
+from ..catalog import HourlyPrice
 from ..classify import classify, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
 from ..settings import Settings
 from ..spec import JobSpec, TpuVmServe, seconds
 from ..targets.base import Phase, Resource, Status
-from ..targets.tpu_vm import STARTUP_SCRIPT, WORK_DIRECTORY, status_of
+from ..targets.tpu_vm import STARTUP_SCRIPT, status_of
 from .base import START_HINT, Deployment, Listed, endpoint_labels, log_refusal, server_environment
 
-PORT = 8000
-TAG = "dropforge-server"  # for a firewall rule that lets requests in
 READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
 GONE_WAIT_SECONDS = 180.0  # deleting a machine takes a minute or two
 LOOK_SECONDS = 1.0
@@ -39,34 +37,32 @@ _HINTS = {
 class TpuVmServer:
     """See `Server` for the contract of each verb."""
 
-    def region(self, spec: JobSpec) -> str:
-        serve = _serve(spec)
-        # Without a zone of its own, the spec's target is a TPU VM.
-        return serve.zone or spec.target.placements[0].zone  # type: ignore[union-attr]
+    def region(self, deployment: Deployment) -> str:
+        return _zone(deployment.spec)
 
     def price(self, spec: JobSpec) -> HourlyPrice:
         serve = _serve(spec)
         if serve.price_usd_per_hour is not None:
             return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
-        where = f"{serve.accelerator_type} in {self.region(spec)}"
+        where = f"{serve.accelerator_type} in {_zone(spec)}"
         return HourlyPrice(
             None, None, f"no price for TPU VM {where} in dropforge/catalog.py; set serve.price_usd_per_hour"
         )
 
     def resources(self, deployment: Deployment) -> list[Resource]:
-        return tpu.resources(machine(deployment))
+        return tpu.resources(self.machine(deployment))
 
     def deploy(self, deployment: Deployment) -> str | None:
-        wanted = machine(deployment)
+        wanted = self.machine(deployment)
         deadline = time.monotonic() + READY_WAIT_SECONDS
         while time.monotonic() < deadline:
-            if tpu.ensure(wanted) and (url := self._ready(deployment, wanted)):
+            if self.ensure(wanted) and (url := self._ready(deployment, wanted)):
                 return url
             time.sleep(LOOK_SECONDS)
         return None
 
     def why_not_ready(self, deployment: Deployment) -> CloudError:
-        wanted = machine(deployment)
+        wanted = self.machine(deployment)
         try:
             status, url, reported = _look(deployment, wanted)
         except client_errors() as error:
@@ -97,6 +93,14 @@ class TpuVmServer:
             time.sleep(LOOK_SECONDS)
         return gone
 
+    def machine(self, deployment: Deployment) -> tpu.Machine:
+        """The endpoint's machine."""
+        return machine(deployment)
+
+    def ensure(self, wanted: tpu.Machine) -> bool:
+        """Ask for the machine, unless it is there; True once it is. Raises CloudError."""
+        return tpu.ensure(wanted)
+
     def _ready(self, deployment: Deployment, wanted: tpu.Machine) -> str | None:
         """The URL once the server answers, None while it is on its way. Raises CloudError for what no waiting mends."""
         try:
@@ -115,7 +119,7 @@ class TpuVmServer:
 def machine(deployment: Deployment) -> tpu.Machine:
     """The endpoint's machine. It waits for capacity as long as the endpoint may take to start."""
     serve, settings = _serve(deployment.spec), deployment.settings
-    parent = f"projects/{settings.project}/locations/{TpuVmServer().region(deployment.spec)}"
+    parent = f"projects/{settings.project}/locations/{_zone(deployment.spec)}"
     name = names.endpoint_name(deployment.run)
     return tpu.Machine(
         settings=settings,
@@ -131,28 +135,21 @@ def machine(deployment: Deployment) -> tpu.Machine:
         service_account=settings.server_service_account,
         labels=endpoint_labels(deployment),
         metadata=metadata(deployment),
-        tags=(TAG,),
+        tags=(tpu.SERVER_TAG,),
     )
 
 
 def metadata(deployment: Deployment) -> dict[str, str]:
     """What the startup script goes by; its head says what each key means. There is no topic: events are training's."""
     serve, settings = _serve(deployment.spec), deployment.settings
-    variables = {
-        **{
-            one["name"]: one["value"] for one in server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
-        },
-        "DROPFORGE_TENSOR_PARALLEL_SIZE": str(TPU_VMS[serve.accelerator_type].chips),
-        "DROPFORGE_WORK_DIRECTORY": WORK_DIRECTORY,
-        "PORT": str(PORT),
-    }
+    environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
     return {
         "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
         "dropforge-role": "serve",
         "dropforge-run": deployment.run,
         "dropforge-attempt": "0",
         "dropforge-image": settings.serve_vllm_tpu_image,
-        "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
+        "dropforge-env": tpu.server_variables(environment, serve.accelerator_type),
         "dropforge-deadline": str(int(deployment.expires.timestamp())),
         "dropforge-runs-bucket": settings.runs_bucket,
     }
@@ -162,7 +159,7 @@ def url_of(node: Any) -> str | None:
     """Where a node's server listens, by the address that the API gives it; None while it has none."""
     if node is None or not node.network_endpoints:
         return None
-    return f"http://{node.network_endpoints[0].ip_address}:{PORT}"
+    return f"http://{node.network_endpoints[0].ip_address}:{tpu.SERVER_PORT}"
 
 
 def is_healthy(url: str) -> bool:
@@ -199,6 +196,11 @@ def _error(status: Status) -> CloudError:
     if error_class is ErrorClass.TRANSIENT:  # what has ended so does not pass
         error_class = ErrorClass.INFRASTRUCTURE
     return CloudError(error_class, status.message, _HINTS.get(error_class, status.hint))
+
+
+def _zone(spec: JobSpec) -> str:
+    # Without a zone of its own, the spec's target is a TPU VM.
+    return _serve(spec).zone or spec.target.placements[0].zone  # type: ignore[union-attr]
 
 
 def _serve(spec: JobSpec) -> TpuVmServe:

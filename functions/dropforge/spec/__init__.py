@@ -5,7 +5,7 @@ from __future__ import annotations
 from .job import Columns, Dataset, Evaluation, JobSpec, SyntheticDataset, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
-from .serving import CloudRunServe, GkeServe, TpuVmServe
+from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe
 from .targets import CloudRunTarget, GkePlacement, GkeTarget, RayTarget, TpuVmTarget, accelerators_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SyntheticDataset",
     "TpuVmServe",
     "TpuVmTarget",
+    "TrainingVmServe",
     "accelerators_of",
     "job_spec_schema",
     "parse_spec",

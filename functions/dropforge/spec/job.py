@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
 from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
-from .serving import CloudRunServe, GkeServe, TpuVmServe
+from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe
 from .targets import CloudRunTarget, GkeTarget, RayTarget, TpuVmTarget, check_cloud_run_region, check_tpu_vm_zone
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
@@ -224,7 +224,7 @@ class JobSpec(Part):
     training: Training = Training()
     target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget | RayTarget, Field(discriminator="type")]
     evaluation: Evaluation | None = None
-    serve: Annotated[CloudRunServe | GkeServe | TpuVmServe, Field(discriminator="type")] | None
+    serve: Annotated[CloudRunServe | GkeServe | TpuVmServe | TrainingVmServe, Field(discriminator="type")] | None
     limits: Limits = Limits()
     notify: Notify = Notify()
     secrets: dict[EnvName, SecretName] = Field(default={}, max_length=32)
@@ -250,6 +250,9 @@ class JobSpec(Part):
             check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
         if isinstance(self.serve, TpuVmServe) and self.serve.zone is None:
             self._serves_where_it_trains(self.serve.accelerator_type)
+        if isinstance(self.serve, TrainingVmServe) and not isinstance(self.target, TpuVmTarget):
+            expected = "target.type 'tpu_vm', or another endpoint"
+            raise Wrong("/serve/type", "only a TPU VM is kept after it has trained", self.serve.type, expected)
         return self
 
     def _fits_cloud_run(self) -> None:

@@ -81,6 +81,26 @@ class GkeServe(Part):
         return self
 
 
+class TrainingVmServe(Part):
+    """A vLLM endpoint on the TPU VM that trained, which is kept: no second machine, and no second wait for capacity."""
+
+    type: Literal["training_vm"]
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
+    startup_timeout: Duration = Field(default="30m", description="From the end of the training to an answer.")
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+
+    @property
+    def min_instances(self) -> int:
+        """There is one machine."""
+        return 1
+
+    @property
+    def max_instances(self) -> int:
+        """There is one machine."""
+        return 1
+
+
 class TpuVmServe(Part):
     """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
 

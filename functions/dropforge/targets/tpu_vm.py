@@ -8,7 +8,7 @@ API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..disks import delete_disk, ensure_disk
 from ..errors import ErrorClass
-from ..spec import JobSpec, TpuVmTarget, seconds
+from ..serving.base import Deployment, server_environment
+from ..spec import JobSpec, TpuVmTarget, TrainingVmServe, seconds
 from .base import (
     Launch,
     Phase,
@@ -31,7 +32,6 @@ from .base import (
 
 DISK = "compute.googleapis.com/Disk"
 STARTUP_SCRIPT = Path(__file__).with_name("tpu_vm_startup.sh")
-WORK_DIRECTORY = "/work"  # where the startup script mounts the data disk in the container
 GRACE_SECONDS = 25  # of the 30 between a preemption and the end
 # Compute Engine's name for the first disk that is attached without one.
 DATA_DISK = "persistent-disk-1"
@@ -107,6 +107,7 @@ def disk_request(launch: Launch) -> dict[str, Any]:
 def machine(launch: Launch) -> tpu.Machine:
     """The attempt's machine."""
     target, settings, placement = tpu_vm_target(launch.spec), launch.settings, _placement(launch)
+    server = _server(launch)
     wait = settings.provision_deadline_seconds if placement.max_wait is None else seconds(placement.max_wait)
     return tpu.Machine(
         settings=settings,
@@ -118,11 +119,12 @@ def machine(launch: Launch) -> tpu.Machine:
         capacity=placement.capacity,
         reservation=placement.reservation,
         wait_seconds=min(wait, launch.timeout_seconds),
-        use_seconds=launch.timeout_seconds,
+        use_seconds=launch.timeout_seconds + (_seconds_to_serve(server.spec) if server else 0),
         service_account=settings.trainer_service_account,
-        labels=_labels(launch),
+        labels={**_labels(launch), **({names.EXPIRES_LABEL: _unix(server.expires)} if server else {})},
         metadata=metadata(launch),
         data_disk=disk_name(launch),
+        tags=(tpu.SERVER_TAG,) if server else (),
     )
 
 
@@ -132,8 +134,9 @@ def metadata(launch: Launch) -> dict[str, str]:
     variables = {
         **container_variables(launch),
         "DROPFORGE_GRACE_SECONDS": str(GRACE_SECONDS),
-        "DROPFORGE_WORK_DIRECTORY": WORK_DIRECTORY,
+        "DROPFORGE_WORK_DIRECTORY": tpu.WORK_DIRECTORY,
     }
+    server = _server(launch)
     return {
         "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
         "dropforge-role": "train",
@@ -142,11 +145,41 @@ def metadata(launch: Launch) -> dict[str, str]:
         "dropforge-image": settings.train_maxtext_image,
         "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
         "dropforge-secrets": secret_references(launch),
-        "dropforge-deadline": str(int(launch.deadline.timestamp())),
+        "dropforge-deadline": _unix(launch.deadline),
         "dropforge-runs-bucket": settings.runs_bucket,
         "dropforge-job-events-topic": settings.topic(settings.job_events_topic),
         "dropforge-data-disk": DATA_DISK,
+        **(_server_metadata(server) if server else {}),
     }
+
+
+def _server(launch: Launch) -> Deployment | None:
+    """The endpoint that the machine becomes after the training, if the spec keeps it; `expires` is the latest end."""
+    spec = launch.spec
+    if not isinstance(spec.serve, TrainingVmServe):
+        return None
+    expires = launch.deadline + timedelta(seconds=_seconds_to_serve(spec))
+    return Deployment(launch.run, spec, launch.settings, expires, launch)
+
+
+def _seconds_to_serve(spec: JobSpec) -> int:
+    assert spec.serve is not None, "only what serves is kept"
+    return seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
+
+
+def _server_metadata(server: Deployment) -> dict[str, str]:
+    serve = server.spec.serve
+    assert isinstance(serve, TrainingVmServe), "only that is kept"
+    environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
+    return {
+        "dropforge-server-image": server.settings.serve_vllm_tpu_image,
+        "dropforge-server-env": tpu.server_variables(environment, tpu_vm_target(server.spec).accelerator_type),
+        "dropforge-server-deadline": _unix(server.expires),
+    }
+
+
+def _unix(time: datetime) -> str:
+    return str(int(time.timestamp()))
 
 
 def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The startup script of a dropforge TPU VM. It runs at every boot, runs one container, and reports how that ended.
+# The startup script of a dropforge TPU VM. It runs at every boot, runs one container, and reports how that ended; a
+# machine that is kept after it has trained runs a server then.
 #
 # Static: everything specific comes as metadata of the node, set by targets/tpu_vm.py:
 #
@@ -14,6 +15,9 @@
 #                               for a server, which leaves them when it does not stay up, runs/RUN/machine/serve/...
 #   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
+#   dropforge-server-image      what to run once it has trained and the run's record says DEPLOYING; absent: nothing
+#   dropforge-server-env        the environment of that, as above
+#   dropforge-server-deadline   when that is stopped, or is not waited for any longer
 #
 # The container finds the disk at /work. What it says by an exit code below, it has published itself; any other end is
 # published here. Reference: https://cloud.google.com/tpu/docs/run-in-container
@@ -28,6 +32,7 @@ readonly STOP_SECONDS=25                  # of the 30 that a preempted machine h
 readonly KILL_SECONDS=10                  # after the deadline; the container has had its time by then
 readonly LOG_BYTES=8388608
 readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
+readonly LOOK_SECONDS=3 # between two looks at the run's record
 ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
 METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
 STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
@@ -50,22 +55,74 @@ main() {
     exec > >(trap '' TERM && exec tee -a "$log") 2>&1
     read_metadata
     prepare_disk
+    if [ "$role" = train ]; then
+        train
+        if [ -z "$server_image" ]; then return; fi
+        conclude 0
+        if ! is_wanted; then return; fi
+        become_server
+    fi
+    serve
+}
+
+train() {
     if [ -e "$state/DONE" ]; then
         echo "this attempt has ended before the machine was rebooted; reporting it again"
         return
     fi
+    start_container
+    explain_exit
+}
+
+# Until the machine, or its time, ends.
+serve() {
+    local ends
+    start_container
+    for ((ends = 1; ; ends++)); do
+        if [ "$ends" = "$TOLD_ENDS" ]; then report_ends; fi
+        sleep "$((ends < TOLD_ENDS ? ends : 10))"
+        run_container
+    done
+}
+
+start_container() {
     rm -f "$state/status.json" "$state/event.json"
     pull_image
     read_environment
     read_secrets
     run_container
-    local ends
-    for ((ends = 1; ; ends++)); do # a server: until the machine, or its time, ends
-        if [ "$role" != serve ]; then return; fi
-        if [ "$ends" = "$TOLD_ENDS" ]; then report_ends; fi
-        sleep "$((ends < TOLD_ENDS ? ends : 10))"
-        run_container
+}
+
+# Whether the run's record says that what was trained here is to be served; waits until it says so or otherwise.
+is_wanted() {
+    local word
+    while [ "$(date +%s)" -lt "$server_deadline" ]; do
+        word=$(api GET "$STORAGE/storage/v1/b/$bucket/o/runs%2F$run%2Frecord.json?alt=media" | word_of_record) || word=
+        case $word in
+        serve) return 0 ;;
+        end) return 1 ;;
+        esac
+        sleep "$LOOK_SECONDS"
     done
+    return 1
+}
+
+word_of_record() {
+    python3 -c 'import json, sys
+record, attempt = json.load(sys.stdin), int(sys.argv[1])
+states = {entered["state"] for entered in record["history"]}
+is_latest = record["attempts"][-1]["number"] == attempt
+is_over = states & {"TEARING_DOWN", "SUCCEEDED", "FAILED", "CANCELLED"}
+print("serve" if is_latest and "DEPLOYING" in states else "end" if is_over or not is_latest else "wait")' "$attempt"
+}
+
+# Chips and disk are free: the container that trained has ended.
+become_server() {
+    role=serve attempt=0 image=$server_image environment=$server_environment deadline=$server_deadline
+    secrets='' topic='' exit_code=''
+    state=${state%/*}/$(kind)
+    mkdir -p "$state"
+    echo "run $run: serve"
 }
 
 read_metadata() {
@@ -76,6 +133,11 @@ read_metadata() {
     secrets=$(optional dropforge-secrets)
     deadline=$(attribute dropforge-deadline)
     disk=$(optional dropforge-data-disk)
+    server_image=$(optional dropforge-server-image)
+    if [ -n "$server_image" ]; then
+        server_environment=$(attribute dropforge-server-env)
+        server_deadline=$(attribute dropforge-server-deadline)
+    fi
     echo "run $run, attempt $attempt: $role on $(metadata instance/name)"
 }
 
@@ -220,7 +282,6 @@ run_container() {
     do :; done
     job=''
     echo "the container ended with exit code $exit_code"
-    if [ "$role" = train ]; then explain_exit; fi
 }
 
 # Why a container ended that has not said so itself.
@@ -275,8 +336,13 @@ finish() {
         return
     fi
     mkdir -p "$state" || state=$(mktemp -d)
+    conclude "$code"
+}
+
+# Note the end, unless that was done before a reboot, and report it.
+conclude() {
     if [ ! -e "$state/DONE" ]; then
-        note_end "$code"
+        note_end "$1"
     fi
     report
 }
