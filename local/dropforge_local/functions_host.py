@@ -1,8 +1,8 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
-One process for all of them, started by the stack: `python -m dropforge_local.functions_host URL FD`, FD being a bound
-socket, with the functions' environment, and the secret that signs tokens on standard input. It ends when that pipe
-closes, i.e. with its parent.
+One process for all of them, started by the stack: `python -m dropforge_local.functions_host URL FD [record]`, FD being
+a bound socket, with the functions' environment, and the secret that signs tokens on standard input. It ends when that
+pipe closes, i.e. with its parent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .identity import Identity
+from .recording import caller, tell_callers
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 SOURCE = Path(__file__).resolve().parents[2] / "functions" / "main.py"
@@ -41,6 +42,7 @@ def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
         name, _, rest = environ.get("PATH_INFO", "").lstrip("/").partition("/")
         environ["PATH_INFO"] = f"/{name}/{rest}"  # without the second slash, werkzeug redirects
         if identity.is_for({"Authorization": environ.get("HTTP_AUTHORIZATION", "")}, base_url + name):
+            caller.set(name)  # of this thread, until it serves another request
             return dispatch(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])
         return [f"{name}: the caller needs an OIDC token for the audience {base_url + name}\n".encode()]
@@ -82,6 +84,8 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
+    if "record" in sys.argv[3:]:
+        tell_callers()
     identity = Identity(sys.stdin.readline().strip())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     serve(sys.argv[1], int(sys.argv[2]), identity)

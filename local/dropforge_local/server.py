@@ -13,6 +13,7 @@ from aiohttp import web
 
 from .errors import ApiError
 from .ports import HOST as HOST
+from .recording import CALLERS, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +63,24 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 class Server:
-    """The emulators' HTTP and gRPC listeners. Port 0 takes a free one; read the result after `start`."""
+    """The emulators' HTTP and gRPC listeners. Port 0 takes a free one; read the result after `start`.
 
-    def __init__(self, emulators: Sequence[Emulator], http_port: int = 0, grpc_port: int = 0) -> None:
+    With a `recorder`, each of CALLERS has a port of either kind of its own: `http_ports` and `grpc_ports`.
+    """
+
+    def __init__(
+        self,
+        emulators: Sequence[Emulator],
+        http_port: int = 0,
+        grpc_port: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.emulators = emulators
         self.http_port = http_port
         self.grpc_port = grpc_port
+        self.recorder = recorder
+        self.http_ports: dict[str, int] = {}
+        self.grpc_ports: dict[str, int] = {}
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
 
     @property
@@ -78,9 +91,16 @@ class Server:
     def grpc_address(self) -> str:
         return f"{HOST}:{self.grpc_port}"
 
+    def addresses(self, caller: str) -> tuple[str, str]:
+        """The URL, and the gRPC address, at which a caller is known; the common ones when nothing is recorded."""
+        http, grpc = self.http_ports.get(caller, self.http_port), self.grpc_ports.get(caller, self.grpc_port)
+        return f"http://{HOST}:{http}", f"{HOST}:{grpc}"
+
     async def start(self) -> None:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[render_errors])
+        callers: dict[int, str] = {}
+        recording = [self.recorder.middleware(callers)] if self.recorder else []
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors])
         for emulator in self.emulators:
             app.router.add_routes(emulator.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
@@ -88,29 +108,42 @@ class Server:
         site = web.TCPSite(self._runner, HOST, self.http_port)
         await site.start()
         self.http_port = self._runner.addresses[0][1]
-        self._grpc = grpc.aio.server(
-            options=[
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", 32 * 2**20),
-            ]
-        )
-        for emulator in self.emulators:
-            if handlers := emulator.grpc_handlers():
-                self._grpc.add_generic_rpc_handlers(tuple(handlers))
-        try:
-            self.grpc_port = self._grpc.add_insecure_port(f"{HOST}:{self.grpc_port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {HOST}:{self.grpc_port}: {error}") from error
+        server, self.grpc_port = self._bind_grpc(self.grpc_port)
+        self._grpc_servers = [server]
+        for caller in CALLERS if self.recorder else ():
+            assert self.recorder is not None
+            await web.TCPSite(self._runner, HOST, 0).start()
+            self.http_ports[caller] = self._runner.addresses[-1][1]
+            callers[self.http_ports[caller]] = caller
+            server, self.grpc_ports[caller] = self._bind_grpc(0, self.recorder.interceptor(caller))
+            self._grpc_servers.append(server)
         self.before_start()
-        await self._grpc.start()
+        for server in self._grpc_servers:
+            await server.start()
         for emulator in self.emulators:
             await emulator.start()
 
     async def stop(self) -> None:
         for emulator in reversed(self.emulators):
             await emulator.stop()
-        await self._grpc.stop(grace=0.5)
+        await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
         await self._runner.cleanup()
+
+    def _bind_grpc(self, port: int, *interceptors: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", 32 * 2**20),
+            ],
+            interceptors=interceptors,
+        )
+        for emulator in self.emulators:
+            if handlers := emulator.grpc_handlers():
+                server.add_generic_rpc_handlers(tuple(handlers))
+        try:
+            return server, server.add_insecure_port(f"{HOST}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {HOST}:{port}: {error}") from error
 
 
 class BackgroundServer:

@@ -122,7 +122,8 @@ class StackConfig:
 
     `images` is the repository whose containers/ the images are made from; `settings` overrides the functions'
     environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
-    GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies).
+    GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` has the calls of functions and
+    containers written to <state>/calls.jsonl (recording.py); such a stack is started once.
     """
 
     images: str = str(ROOT)
@@ -132,6 +133,7 @@ class StackConfig:
     kubernetes: dict[str, Any] = field(default_factory=dict)
     tpu: dict[str, Any] = field(default_factory=dict)
     compute: dict[str, Any] = field(default_factory=dict)
+    record: bool = False
 
     @classmethod
     def of(cls, state: Path) -> StackConfig:

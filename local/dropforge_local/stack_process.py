@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from . import recording
 from .containers.images import ImageStore
 from .db import Database
 from .emulators.cloudrun import CloudRunConfig, CloudRunEmulator
@@ -41,6 +42,7 @@ from .emulators.slack import SlackSink
 from .emulators.storage import StorageEmulator
 from .emulators.tpu import TpuConfig, TpuEmulator
 from .identity import CLOUD_PLATFORM, Identity
+from .recording import FILE, FUNCTIONS, Recorder
 from .server import HOST, Server
 from .stack import (
     CLUSTER,
@@ -63,6 +65,7 @@ SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-
 WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 NAMESPACE, TRAINER, SERVER = "dropforge", "dropforge-trainer", "dropforge-server"
+ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # who calls, by the account's name
 SWEEP_SECONDS = 60.0
 BIND_SECONDS = 3.0
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
@@ -80,8 +83,9 @@ class Stack:
         self.functions_url = ""
         self._http_port, self._grpc_port, self._functions_port = ports
         self._functions: subprocess.Popen[bytes] | None = None
+        self.recorder = Recorder(state / FILE) if self.config.record else None
         self._build()
-        self._server = Server(self.emulators, self._http_port, self._grpc_port)
+        self._server = Server(self.emulators, self._http_port, self._grpc_port, self.recorder)
 
     def _build(self) -> None:
         token = self.identity.token
@@ -100,7 +104,7 @@ class Stack:
             directory=self.state / "containers",
             platform_env=self._platform_environment,
             access_secret=self.secrets.access,
-            authorize=self.identity.is_known,
+            authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
         self.kubernetes = KubernetesEmulator(
@@ -110,6 +114,7 @@ class Stack:
             directory=self.state / "pods",
             platform_env=self._platform_environment,
             authorize=self.identity.is_known,
+            note=self._note_kubernetes,
             config=KubernetesConfig(**self.config.kubernetes),
         )
         self.gke = GkeEmulator(self.db, self.clock, kubernetes=self.kubernetes, config=GkeConfig(**self.config.gke))
@@ -175,15 +180,16 @@ class Stack:
             environment=self.environment(),
         )
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to talk to this stack."""
+        http, grpc = self._server.addresses(caller)
         return {
-            **self._platform_environment(),
-            "CLOUD_RUN_EMULATOR_HOST": self._server.url,
-            "GKE_EMULATOR_HOST": self._server.url,
-            "TPU_EMULATOR_HOST": self._server.url,
-            "COMPUTE_EMULATOR_HOST": self._server.url,
-            "WORKFLOWS_EMULATOR_HOST": self._server.grpc_address,
+            **_libraries_environment(http, grpc),
+            "CLOUD_RUN_EMULATOR_HOST": http,
+            "GKE_EMULATOR_HOST": http,
+            "TPU_EMULATOR_HOST": http,
+            "COMPUTE_EMULATOR_HOST": http,
+            "WORKFLOWS_EMULATOR_HOST": grpc,
             "DROPFORGE_EMULATOR_TOKEN": self.identity.token("OAuth2", CLOUD_PLATFORM),
             "DROPFORGE_PROJECT": PROJECT,
             "DROPFORGE_LOCATION": LOCATION,
@@ -224,17 +230,23 @@ class Stack:
         }
         return json.dumps(config, indent=2)
 
-    def _platform_environment(self) -> dict[str, str]:
+    def _platform_environment(self, account: str) -> dict[str, str]:
         """What stands for the metadata server in every container: where the APIs are that its identity may use."""
-        return {
-            "STORAGE_EMULATOR_HOST": self._server.url,
-            "PUBSUB_EMULATOR_HOST": self._server.grpc_address,
-            "SECRET_MANAGER_EMULATOR_HOST": self._server.url,
-        }
+        return _libraries_environment(*self._server.addresses(ROLES.get(account.partition("@")[0], "")))
 
-    def _machine_environment(self) -> dict[str, str]:
+    def _machine_environment(self, account: str) -> dict[str, str]:
         """The same for TPU machines, whose script publishes by REST."""
-        return {**self._platform_environment(), "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"{self._server.url}/"}
+        environment = self._platform_environment(account)
+        return {**environment, "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"{environment['STORAGE_EMULATOR_HOST']}/"}
+
+    def _may_invoke(self, headers: Mapping[str, str]) -> bool:
+        if self.recorder:
+            self.recorder.note_endpoint(headers)
+        return self.identity.is_known(headers)
+
+    def _note_kubernetes(self, headers: Mapping[str, str], verb: str, resource: str) -> None:
+        if self.recorder:
+            self.recorder.note_kubernetes(headers, verb, resource)
 
     def _deploy(self) -> None:
         """What Terraform does in a project, idempotent; ports are known, nothing is served yet."""
@@ -257,6 +269,7 @@ class Stack:
     def _start_functions(self, listener: socket.socket) -> None:
         base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
         command = [sys.executable, "-m", "dropforge_local.functions_host", self.functions_url, str(listener.fileno())]
+        command += ["record"] if self.recorder else []
         self._listener = listener
         with (self.state / "functions.log").open("ab") as output:
             self._functions = subprocess.Popen(
@@ -264,7 +277,7 @@ class Stack:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**base, **self.environment()},
+                env={**base, **self.environment(FUNCTIONS)},
                 pass_fds=[listener.fileno()],
                 cwd=self.state,
             )
@@ -299,6 +312,10 @@ class Stack:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.post(self.functions_url + "sweep", json={}):
                         pass
+
+
+def _libraries_environment(http: str, grpc: str) -> dict[str, str]:
+    return {"STORAGE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc, "SECRET_MANAGER_EMULATOR_HOST": http}
 
 
 def _triggers() -> list[tuple[str, str, dict[str, str]]]:

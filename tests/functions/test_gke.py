@@ -109,7 +109,7 @@ def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
         clock,
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "containers",
-        platform_env=dict,
+        platform_env=lambda account: {},
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=KubernetesConfig(
             node_seconds=0.05,

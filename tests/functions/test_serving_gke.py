@@ -149,7 +149,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             clock,
             images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
             directory=home / "pods",
-            platform_env=dict,
+            platform_env=lambda account: {},
             authorize=lambda headers: headers.get("Authorization") == "Bearer good",
             config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
         )

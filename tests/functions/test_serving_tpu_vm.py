@@ -145,7 +145,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
             directory=home / "vms",
             disks=compute.disks,
-            platform_env=lambda: hosts,
+            platform_env=lambda account: hosts,
             token=lambda scope: "good",
             config=TpuConfig(0.1, 0.05, 0.05, 2.0, 0.1, 0.1, chips_per_zone=64),
         )

@@ -118,7 +118,7 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "vms",
         disks=compute.disks,
-        platform_env=lambda: hosts,
+        platform_env=lambda account: hosts,
         token=lambda scope: "token",
         config=TpuConfig(0.1, 0.05, 0.05, 5.0, 0.1, 0.1),
     )

@@ -255,7 +255,7 @@ def build_emulator(home: Path, secrets: Mapping[tuple[str, str], bytes], config:
         SystemClock(),
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "containers",
-        platform_env=lambda: {"DROPFORGE_ENDPOINT": "http://127.0.0.1:1"},
+        platform_env=lambda account: {"DROPFORGE_ENDPOINT": "http://127.0.0.1:1"},
         access_secret=lambda name, version: secrets[name, version],
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=config,

@@ -267,7 +267,7 @@ def build_emulator(home: Path, config: KubernetesConfig = CONFIG) -> KubernetesE
         SystemClock(),
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "containers",
-        platform_env=lambda: {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"},
+        platform_env=lambda account: {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"},
         authorize=lambda headers: headers.get("Authorization") == TOKEN,
         config=config,
     )

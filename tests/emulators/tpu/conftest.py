@@ -66,7 +66,7 @@ def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "vms",
         disks=compute.disks,
-        platform_env=lambda: {"PLATFORM": "here"},
+        platform_env=lambda account: {"PLATFORM": "here"},
         token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
         config=config,
     )

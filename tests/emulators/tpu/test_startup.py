@@ -152,7 +152,7 @@ def lab(home: Path) -> Iterator[Lab]:
             images=images,
             directory=home / "vms",
             disks=compute.disks,
-            platform_env=lambda: hosts,
+            platform_env=lambda account: hosts,
             token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
             config=CONFIG,
         )

@@ -92,7 +92,7 @@ class CloudRunEmulator:
         *,
         images: ImageStore,
         directory: Path,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         access_secret: Callable[[str, str], bytes],
         authorize: Callable[[Mapping[str, str]], bool],
         config: CloudRunConfig = CloudRunConfig(),  # noqa: B008 - frozen

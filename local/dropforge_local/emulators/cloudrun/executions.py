@@ -244,7 +244,7 @@ class Driver:
         self._context.capacity.claim(container_id, kind)
         try:
             env = _task_environment(execution, task)
-            container = self._context.workloads.launch(container_id, name, execution.template.containers[0], env)
+            container = self._context.workloads.launch(container_id, name, execution.template, env)
             self._mark_running(name)
             return await self._supervise(container, seconds(execution.template.timeout))
         except (Unready, OSError) as error:

@@ -178,7 +178,7 @@ class Pool:
             "K_CONFIGURATION": revision.service,
         }
         launch = self._context.workloads.launch
-        return launch(container_id, revision.name, revision.containers[0], env, port), port
+        return launch(container_id, revision.name, revision, env, port), port
 
     async def _wait_until_healthy(self, instance: Instance) -> None:
         """Raise Unready, with the container's last lines, if it ends or its startup probe fails."""

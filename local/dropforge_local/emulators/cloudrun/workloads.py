@@ -35,7 +35,7 @@ class Workloads:
         clock: Clock,
         runtime: Runtime,
         images: ImageStore,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         access_secret: Callable[[str, str], bytes],
         config: CloudRunConfig,
     ) -> None:
@@ -53,9 +53,18 @@ class Workloads:
         self._environment(resource, container)
 
     def launch(
-        self, container_id: str, resource: str, container: Any, env: Mapping[str, str], port: int | None = None
+        self,
+        container_id: str,
+        resource: str,
+        template: Any,
+        env: Mapping[str, str],
+        port: int | None = None,
     ) -> Container:
-        """Start a container of `resource` (a task or revision name), or find it if this id was ever started."""
+        """Start the container of `resource` (a task or revision name), or find it if this id was ever started.
+
+        `template` is what it is made from, a TaskTemplate or a Revision.
+        """
+        container = template.containers[0]
         with self._store.db.transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO cloudrun_containers (id, resource, started, port) VALUES (?, ?, ?, ?)",
@@ -64,7 +73,7 @@ class Workloads:
 
         def prepare(directory: Path) -> ContainerSpec:
             image = self._resolve(container.image)
-            own = {**self._platform_env(), **self._environment(resource, container), **env}
+            own = {**self._platform_env(template.service_account), **self._environment(resource, container), **env}
             process = image.unpack(directory / "rootfs", container.command, container.args, own, container.working_dir)
             memory = parse_memory(container.resources.limits["memory"])
             return ContainerSpec(process.argv, process.env, process.workdir, memory)

@@ -35,6 +35,10 @@ ORPHANS = (
 )
 
 
+# Of each request that is let in: its headers, its verb, and what it is about as a Role names that (batch/jobs).
+Note = Callable[[Mapping[str, str], str, str], None]
+
+
 class Node(Protocol):
     """What the API server asks of the pods that run."""
 
@@ -78,6 +82,7 @@ class ApiServer:
         faults: Faults,
         node: Node,
         authorize: Callable[[Mapping[str, str]], bool],
+        note: Note,
         tls: ssl.SSLContext,
     ) -> None:
         self.port = port
@@ -89,6 +94,7 @@ class ApiServer:
         self._faults = faults
         self._node = node
         self._authorize = authorize
+        self._note = note
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
@@ -126,6 +132,7 @@ class ApiServer:
             return web.json_response(document)
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._clock.now())
+        self._note(request.headers, call.verb, call.target.resource)
         rule = self._faults.take(self._cluster, call.verb, call.target.kind.plural)
         await suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):

@@ -12,7 +12,7 @@ from aiohttp import web
 from ...db import Database
 from ...errors import ApiError
 from ...workflows.clock import Clock
-from .api import ApiServer, LogOptions
+from .api import ApiServer, LogOptions, Note
 from .certificates import Certificates, server_context
 from .config import KubernetesConfig
 from .controllers.deployments import DeploymentController, ReplicaSetController
@@ -52,6 +52,7 @@ class Shared:
     runner: Runner
     ports: Ports
     authorize: Callable[[Mapping[str, str]], bool]
+    note: Note
 
 
 class Cluster:
@@ -99,6 +100,7 @@ class Cluster:
             shared.faults,
             self,
             shared.authorize,
+            shared.note,
             server_context(self._certificates),
         )
         self.store.on_change = self._on_change

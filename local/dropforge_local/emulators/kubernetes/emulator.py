@@ -19,6 +19,7 @@ from ...errors import ApiError
 from ...ports import free_port, is_listening
 from ...server import HOST
 from ...workflows.clock import Clock
+from .api import Note
 from .certificates import Certificates, make_certificates
 from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
 from .config import KubernetesConfig
@@ -44,15 +45,16 @@ class KubernetesEmulator:
         *,
         images: ImageStore,
         directory: Path,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         authorize: Callable[[Mapping[str, str]], bool],
+        note: Note = lambda headers, verb, resource: None,
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
     ) -> None:
         db.connection.executescript(SCHEMA)
         self._db = db
         self._runtime = Runtime(directory, images.search_path)
         runner = Runner(db, clock, self._runtime, images, platform_env, config.kept_logs)
-        self._shared = Shared(db, clock, config, Faults(db), runner, Ports(db), authorize)
+        self._shared = Shared(db, clock, config, Faults(db), runner, Ports(db), authorize, note)
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

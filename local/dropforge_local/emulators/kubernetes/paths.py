@@ -27,6 +27,11 @@ class Target:
     subresource: str = ""
     rest: str = ""
 
+    @property
+    def resource(self) -> str:
+        """As a Role has it, with its group before it: `batch/jobs`, `pods/log`."""
+        return "/".join(part for part in (self.kind.group, self.kind.plural, self.subresource) if part)
+
 
 def parse_path(path: str) -> Target:
     """404 for what this server has no resource for."""

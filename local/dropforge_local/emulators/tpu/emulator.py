@@ -124,7 +124,7 @@ class TpuEmulator:
         images: ImageStore,
         directory: Path,
         disks: Disks,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         token: Callable[[str], str],
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:

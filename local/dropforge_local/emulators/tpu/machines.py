@@ -42,7 +42,7 @@ class Machines:
         images: ImageStore,
         directory: Path,
         disks: Disks,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         token: Callable[[str], str],
         config: TpuConfig,
     ) -> None:
@@ -134,7 +134,8 @@ class Machines:
         node, root = self._store.get_node(name), self._root(name)
         disks = [self._disks.content(disk.source_disk) for disk in node.data_disks]
         # HOST is what our servers listen on; they would take all addresses, a laptop's outer ones too.
-        environment = {**self._platform_env(), "HOST": self._config.address(self._row(name)["port"])}
+        platform = self._platform_env(node.service_account.email)
+        environment = {**platform, "HOST": self._config.address(self._row(name)["port"])}
         sandbox.prepare(root, disks, self._images, environment)
         words = [sys.executable, "-I", "-S", str(sandbox.INIT)]
         if script := node.metadata.get("startup-script"):
@@ -143,7 +144,7 @@ class Machines:
             words.append(str(path))
         metadata = f"127.0.0.1:{self._row(name)['port']}"
         env = {
-            **self._platform_env(),
+            **platform,
             # What Google's libraries and tools ask instead of metadata.google.internal and of 169.254.169.254.
             "GCE_METADATA_HOST": metadata,
             "GCE_METADATA_IP": metadata,

@@ -40,7 +40,7 @@ class Runner:
         clock: Clock,
         runtime: Runtime,
         images: ImageStore,
-        platform_env: Callable[[], Mapping[str, str]],
+        platform_env: Callable[[str], Mapping[str, str]],
         kept_logs: int,
     ) -> None:
         self._db = db
@@ -65,7 +65,8 @@ class Runner:
         container_id = id_of(pod, container["name"], attempt)
         if found := self.runtime.adopt(container_id):
             return found
-        env = {**self._platform_env(), **environment(sources, pod, container)}
+        account = pod["spec"].get("serviceAccountName", "")
+        env = {**self._platform_env(account), **environment(sources, pod, container)}
         self._remember(container_id, sources.store, pod, container["name"], attempt)
 
         def prepare(directory: Path) -> ContainerSpec:

@@ -1,0 +1,139 @@
+"""Which calls of Google's APIs are made, and by whom: what a stack with `record` in its config writes to calls.jsonl.
+
+Containers of the trainer and of the server, and the functions, reach the emulators at addresses of their own. All
+functions are threads of one process here, so each of their requests also carries the name of its function in HEADER.
+Who comes to the stack's own address is a user, of whom nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import http.client
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+HEADER = "x-dropforge-caller"
+FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
+CALLERS = (FUNCTIONS, TRAINER, SERVER)
+FILE = "calls.jsonl"
+
+caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="")
+
+
+class Recorder:
+    """Writes a line of JSON for each call: caller, call, status, and what tells which permission it needs.
+
+    Never a value that was sent, because secrets are sent too: only the names of the fields.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def note(self, caller: str, call: str, status: int = 200, **facts: Any) -> None:
+        self._file.write(json.dumps({"caller": caller, "call": call, "status": status, **facts}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def note_endpoint(self, headers: Mapping[str, str]) -> None:
+        """A request to a service of Cloud Run at its own address."""
+        if name := headers.get(HEADER, ""):
+            self.note(name, "invoke")
+
+    def note_kubernetes(self, headers: Mapping[str, str], verb: str, resource: str) -> None:
+        """`resource` as a Role has it, with its group before it: batch/jobs."""
+        if name := headers.get(HEADER, ""):
+            self.note(name, f"kubernetes {verb}", resource=resource)
+
+    def middleware(self, callers: Mapping[int, str]) -> Any:
+        """For an aiohttp application; `callers` are those of its ports, and may still grow."""
+
+        @web.middleware
+        async def record(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
+            name = request.headers.get(HEADER) or callers.get(port)
+            if not name:
+                return await handler(request)
+            # The body of an upload is a stream, and may be large.
+            fields = [] if "/storage/" in request.path else _fields_of(await request.read())
+            response = await handler(request)
+            stored = {"object": _name_in(response)} if "/upload/" in request.path else {}
+            self.note(name, f"{request.method} {request.raw_path}", response.status, fields=fields, **stored)
+            return response
+
+        return record
+
+    def interceptor(self, endpoint: str) -> grpc.aio.ServerInterceptor:
+        """For the gRPC server at which one caller calls."""
+        return _Interceptor(self, endpoint)
+
+
+class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    def __init__(self, recorder: Recorder, endpoint: str) -> None:
+        self._recorder, self._endpoint = recorder, endpoint
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        name = dict(details.invocation_metadata).get(HEADER) or self._endpoint
+
+        async def serve(request: Any, context: Any) -> Any:
+            on = getattr(request, "topic", "") or getattr(request, "parent", "") or getattr(request, "name", "")
+            self._recorder.note(name, details.method, on=on)
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
+
+
+def tell_callers() -> None:
+    """Have every request of this process, over HTTP or gRPC, carry the value of `caller` that its thread began with."""
+    threads: Any = threading.Thread
+    connections: Any = http.client.HTTPConnection
+    start, putrequest, insecure_channel = threads.start, connections.putrequest, grpc.insecure_channel
+
+    def start_in_context(thread: Any) -> None:
+        thread.run = partial(contextvars.copy_context().run, thread.run)
+        start(thread)
+
+    def put_request(connection: Any, *args: Any, **options: Any) -> None:
+        putrequest(connection, *args, **options)
+        connection.putheader(HEADER, caller.get())
+
+    threads.start, connections.putrequest = start_in_context, put_request
+    grpc.insecure_channel = lambda *args, **options: grpc.intercept_channel(insecure_channel(*args, **options), _Tell())
+
+
+class _Tell(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        details = details._replace(metadata=[*(details.metadata or ()), (HEADER, caller.get())])
+        return continuation(details, request)
+
+
+def _name_in(response: web.StreamResponse) -> str:
+    """Of the object that an upload made, which may have been named in its body only."""
+    body = response.body if isinstance(response, web.Response) else None
+    return str(json.loads(body).get("name", "")) if isinstance(body, bytes) and body.startswith(b"{") else ""
+
+
+def _fields_of(body: bytes) -> list[str]:
+    """The names of all fields of a JSON body, at any depth."""
+
+    def walk(node: Any) -> set[str]:
+        if isinstance(node, dict):
+            return set(node).union(*map(walk, node.values()))
+        return set().union(*map(walk, node)) if isinstance(node, list) else set()
+
+    try:
+        return sorted(walk(json.loads(body)))
+    except ValueError:
+        return []
