@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +18,11 @@ import pytest
 from dropforge_local.db import Database
 from dropforge_local.workflows.clock import VirtualClock
 from dropforge_local.workflows.engine import Engine
+from dropforge_local.workflows.errors import FailedPrecondition
 from dropforge_local.workflows.http import HttpRequest, HttpResponse
 from dropforge_local.workflows.limits import Limits
 from dropforge_local.workflows.simulate import drive
+from dropforge_local.workflows.store import Store
 
 FLOW = "projects/p/locations/l/workflows/flow"
 
@@ -328,6 +333,23 @@ def test_two_engines_cannot_both_advance_an_execution(tmp_path: Path) -> None:
         await second.stop()
 
     asyncio.run(run())
+
+
+def test_an_engine_that_was_killed_is_dead_before_anybody_has_waited_for_it(tmp_path: Path) -> None:
+    """Its parent may be slow to: until then the kernel shows its process, as a zombie."""
+    database = str(tmp_path / "x.db")
+    owner = (
+        "import sys, time; from dropforge_local.db import Database; from dropforge_local.workflows.store import Store; "
+        "Store(Database(sys.argv[1])).acquire_lease(takeover=False); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", owner, database], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(FailedPrecondition, match="already runs"):
+            Store(Database(database)).acquire_lease(takeover=False)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        Store(Database(database)).acquire_lease(takeover=False)
 
 
 def test_a_callback_url_survives_a_restart(tmp_path: Path) -> None:

@@ -491,10 +491,14 @@ def _wait(row: Any) -> Wait:
 
 
 def _identity(pid: int) -> str:
-    """A process, told from a later one of the same number by its start time where the system shows it."""
+    """A process, told from a later one of the same number by its start time where the system shows it.
+
+    One that was killed and that nobody has waited for yet (state Z) is shown as if it were gone.
+    """
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = "" if state in "ZX" else fields[18]
+    except (OSError, ValueError, IndexError):
         started = ""
     return f"{pid}:{started}"
 
