@@ -135,11 +135,12 @@ def _resume(store: RunStore, record: Record) -> Record:
 
 
 def _begin(store: RunStore, record: Record, spec: JobSpec, execution: str | None) -> Record:
-    """Tell that a run is accepted and start its execution, unless it has one; whoever dies here is followed up."""
-    notify.announce(record, RunState.ACCEPTED)
-    record = _start(store, record, execution or start_execution(record.run, settings()))
-    notify.tell_people(record.model_copy(update={"state": RunState.ACCEPTED}), spec)
-    return record
+    """Tell that a run is accepted, and start its execution unless it has one; whoever dies here is followed up.
+
+    In that order: a run whose execution has begun is not looked at again, and nobody would tell of it.
+    """
+    notify.tell(record, spec)
+    return _start(store, record, execution or start_execution(record.run, settings()))
 
 
 def _start(store: RunStore, record: Record, execution: str) -> Record:
