@@ -22,6 +22,7 @@ class Database:
         )
         self._depth = 0
         self._after_commit: list[Callable[[], None]] = []
+        self.on_commit: Callable[[str], None] = lambda moment: None  # a fault switch: crash.py
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -31,9 +32,15 @@ class Database:
             return
         self.connection.execute("BEGIN IMMEDIATE")
         self._depth = 1
+        changes = self.connection.total_changes
         try:
             yield self.connection
+            changed = self.connection.total_changes > changes
+            if changed:
+                self.on_commit("before")
             self.connection.execute("COMMIT")
+            if changed:
+                self.on_commit("after")
         except BaseException:
             self._after_commit.clear()
             if self.connection.in_transaction:

@@ -98,7 +98,7 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
     for pid in _stack_processes(state):
         ended.append(f"stack (pid {pid})")
         _terminate(pid)
-    for directory in _container_directories(state):
+    for directory in container_directories(state):
         ended += processes.end_all(directory)
     (state / "stack.json").unlink(missing_ok=True)
     if delete:
@@ -108,7 +108,7 @@ def down(state: Path, *, delete: bool = False) -> list[str]:
 
 def leftovers(state: Path) -> Leftovers:
     """What still exists: the emulators' resources, processes of containers and of the stack, ports they listen on."""
-    found = [processes.find_members(directory) for directory in _container_directories(state)]
+    found = [processes.find_members(directory) for directory in container_directories(state)]
     pids = [pid for members in found for group in members.values() for pid in group]
     pids += _stack_processes(state)
     ports = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
@@ -238,7 +238,7 @@ def _is_container(process: psutil.Process) -> bool:
         return False
 
 
-def _container_directories(state: Path) -> list[Path]:
+def container_directories(state: Path) -> list[Path]:
     return [state / "containers", state / "pods", state / "vms"]
 
 

@@ -29,6 +29,7 @@ import psutil
 
 from . import recording
 from .containers.images import ImageStore
+from .crash import CrashSwitch
 from .db import Database
 from .emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from .emulators.compute import ComputeConfig, ComputeEmulator
@@ -54,6 +55,7 @@ from .stack import (
     StackConfig,
     StackError,
     StackInfo,
+    container_directories,
     replace_file,
 )
 from .workflows.clock import SystemClock
@@ -139,9 +141,10 @@ class Stack:
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
         self.workflows = WorkflowsEmulator(self.engine)
+        self.crash = CrashSwitch(self.db, container_directories(self.state), self._kill_functions)
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
-            self.kubernetes, self.gke, self.workflows,
+            self.kubernetes, self.gke, self.workflows, self.crash,
         ]  # fmt: skip
 
     async def start(self) -> StackInfo:
@@ -284,6 +287,13 @@ class Stack:
         assert self._functions.stdin is not None
         self._functions.stdin.write(_secret(self.state).encode() + b"\n")
         self._functions.stdin.flush()
+
+    def _kill_functions(self) -> None:
+        """The worker too: it would notice a while after that its parent is gone."""
+        if self._functions is not None and self._functions.poll() is None:
+            master = psutil.Process(self._functions.pid)
+            for process in [*master.children(recursive=True), master]:
+                process.kill()
 
     async def _wait_for_functions(self) -> None:
         """Until the functions answer anything; the socket accepts before they do."""
