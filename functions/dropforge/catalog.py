@@ -193,6 +193,11 @@ class HourlyPrice:
         return replace(self, usd_per_hour=total)
 
 
+def cloud_run_regions() -> list[str]:
+    """Every region where Cloud Run may have something of ours."""
+    return sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions})
+
+
 def cloud_run_price(
     accelerator: str, region: str, cpu: int, memory_gib: int, zonal_redundancy: bool = False
 ) -> HourlyPrice:

@@ -6,13 +6,17 @@ API: https://cloud.google.com/compute/docs/reference/rest/v1/disks. Errors are t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
-from . import clients
+from . import clients, names
 from .classify import classify, classify_text, client_errors
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError
+from .listing import Found, Listed, unreachable
 
+DISK = "compute.googleapis.com/Disk"
 WAIT_SECONDS = 5.0  # most disks are made, or deleted, within this; others are looked at again later
 LOOK_SECONDS = 0.2
 
@@ -23,7 +27,8 @@ def ensure_disk(name: str, request: dict[str, Any]) -> bool:
     `request` has the `disk` and a `requestId`, with which the same request never makes two.
     """
     try:
-        operation = None if _find(name) else _call("POST", name.rpartition("/")[0], request["disk"], request)
+        query = {"requestId": request["requestId"]}
+        operation = None if _find(name) else _call("POST", name.rpartition("/")[0], query, request["disk"])
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             disk = _find(name)
@@ -38,6 +43,20 @@ def ensure_disk(name: str, request: dict[str, Any]) -> bool:
         raise
     except client_errors() as error:
         raise classify(error) from error
+
+
+def list_disks(project: str) -> Iterator[Found]:
+    """Disks of ours in every zone of a project, page by page, and a problem for each zone that was not reached."""
+    query = {"filter": f"labels.{names.MANAGED_BY}=dropforge", "returnPartialSuccess": "true"}
+    page: dict[str, Any] = {"nextPageToken": ""}
+    while "nextPageToken" in page:
+        page = _call("GET", f"projects/{project}/aggregated/disks", {**query, "pageToken": page["nextPageToken"]})
+        for place, scoped in page.get("items", {}).items():  # of a place without any there is a warning instead
+            for disk in scoped.get("disks", ()):
+                created = datetime.fromisoformat(disk["creationTimestamp"])
+                labels = disk.get("labels", {})
+                yield Listed(DISK, f"projects/{project}/{place}/disks/{disk['name']}", labels, created)
+        yield from unreachable(page.get("unreachables", ()), "disks")
 
 
 def delete_disk(name: str) -> bool:
@@ -77,11 +96,10 @@ def _raise_if_failed(operation: dict[str, Any]) -> None:
         raise classify_text(status, f"{error['code']}: {error.get('message', '')}")
 
 
-def _call(verb: str, path: str, body: Any = None, request: dict[str, Any] | None = None) -> dict[str, Any]:
+def _call(verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
     from google.api_core.exceptions import from_http_response
 
     session, root = clients.compute()
-    query = {"requestId": request["requestId"]} if request else None
     response = session.request(verb, f"{root}/{path}", params=query, json=body, timeout=TIMEOUT_SECONDS)
     if not response.ok:
         raise from_http_response(response)

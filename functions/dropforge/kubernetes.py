@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from . import clients, names
 from .classify import classify, classify_kubernetes, client_errors, kubernetes_errors
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, ErrorClass
+from .listing import Found, Listed, each, settle, unreachable
+from .settings import Settings
 from .targets.base import Resource
 
 Object = dict[str, Any]
@@ -32,8 +36,14 @@ VERSIONS = {
     "monitoring.googleapis.com": "v1",
     "ray.io": "v1",
 }
+OF_ATTEMPTS = f"{names.MANAGED_BY}=dropforge,{names.ATTEMPT_LABEL}"
+PAGE = 500  # objects per request of a listing
 GONE_WAIT_SECONDS = 5.0  # what is small is gone within this; the rest is looked at again later
 LOOK_SECONDS = 0.2
+
+
+# What is listed in one cluster, by its API, its full name and the settings.
+Look = Callable[["Kubernetes", str, Settings], Iterable[Found]]
 
 
 def cluster_name(project: str, location: str, cluster: str) -> str:
@@ -89,6 +99,50 @@ def has_endpoint(cluster: Any) -> bool:
     return bool(_dns_name(cluster) or cluster.endpoint)
 
 
+def clusters(settings: Settings) -> Any:
+    """container_v1.ListClustersResponse of the project. Raises CloudError."""
+    parent = f"projects/{settings.project}/locations/-"
+    try:
+        return clients.gke().list_clusters(parent=parent, timeout=TIMEOUT_SECONDS)
+    except client_errors() as error:
+        raise classify(error) from error
+
+
+def listed(settings: Settings, look: Look, *, is_used: bool) -> Iterator[Listed]:
+    """What `look` finds in each cluster of the project that can be looked into. Raises Unlisted at the end."""
+    from google.cloud.container_v1 import Cluster
+
+    try:
+        answer = clusters(settings)
+    except CloudError as error:
+        return settle([error], is_used=is_used)
+    running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
+    usable = [cluster for cluster in answer.clusters if cluster.status in running and has_endpoint(cluster)]
+
+    def look_into(cluster: Any) -> Iterable[Found]:
+        return look(connect(cluster), cluster_name(settings.project, cluster.location, cluster.name), settings)
+
+    yield from each(usable, look_into)
+    settle(unreachable(answer.missing_zones, "clusters"), is_used=is_used)
+
+
+def orphans(items: Iterable[Object], kind: str, owners: Iterable[Object]) -> list[Object]:
+    """Those of the items that an object of `kind` has made which is not among the owners.
+
+    List the items first: an owner that ends in between then costs nothing but a second look.
+    """
+    live = {owner["metadata"]["uid"] for owner in owners}
+    made = [(one, owner) for one in items for owner in one["metadata"].get("ownerReferences", ())]
+    return [one for one, owner in made if owner["kind"] == kind and owner["uid"] not in live]
+
+
+def listed_of(cluster: str, item: Object) -> Listed:
+    """An object of a cluster, as listings have it."""
+    resource, metadata = resource_of(cluster, item), item["metadata"]
+    created = datetime.fromisoformat(metadata["creationTimestamp"])
+    return Listed(resource.kind, resource.name, dict(metadata.get("labels", {})), created)
+
+
 def connect(cluster: Any) -> Kubernetes:
     """The API of a cluster that has an endpoint: by its DNS name where that is open to us, else by its address."""
     if dns := _dns_name(cluster):  # IAM guards it, and its certificate is a public one
@@ -139,6 +193,19 @@ class Kubernetes:
         path = _collection(group, VERSIONS[group], namespace, plural)
         found = self._call("GET", path, query=list(selectors.items()), none_for=404)
         return list((found or {}).get("items") or [])
+
+    def each(self, namespace: str, version: str, kind: str, selector: str) -> Iterator[Object]:
+        """Objects of one kind by label, with their apiVersion and kind, which a list does not repeat; page by page."""
+        path = _collection(version.rpartition("/")[0], version, namespace, f"{kind.lower()}s")
+        query = [("labelSelector", selector), ("limit", str(PAGE))]
+        following = ""
+        while True:
+            page = self._call("GET", path, query=[*query, *([("continue", following)] * bool(following))], none_for=404)
+            for item in (page or {}).get("items") or []:
+                yield {"apiVersion": version, "kind": kind, **item}
+            following = (page or {}).get("metadata", {}).get("continue", "")
+            if not following:
+                return
 
     def create(self, manifest: Object) -> bool:
         """Create an object; False when one of that name exists."""

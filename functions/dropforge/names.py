@@ -13,6 +13,7 @@ MANAGED_BY = "managed-by"
 RUN_LABEL = "dropforge-run"
 ATTEMPT_LABEL = "dropforge-attempt"
 EXPIRES_LABEL = "dropforge-expires"
+DEPLOYMENT_LABEL = "dropforge-deployment"
 
 SPECS_PREFIX = "specs/"
 
@@ -50,6 +51,17 @@ def endpoint_name(run: str) -> str:
 def is_endpoint(resource: str, run: str) -> bool:
     """Whether a resource, by its full name, serves. Its kind does not tell: training has Services as well."""
     return resource.rsplit("/", 1)[-1] == endpoint_name(run)
+
+
+def training_of(name: str) -> tuple[str, int] | None:
+    """The run and the attempt of a training resource, by its short name; None for a name of another make."""
+    found = re.fullmatch(r"df-(.+)-a([1-9][0-9]*)", name)
+    return (found[1], int(found[2])) if found and is_run_id(found[1]) else None
+
+
+def deployment_id(runs_bucket: str) -> str:
+    """What tells resources of one deployment from another's in the same project: fits a label."""
+    return _digest(runs_bucket)
 
 
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:

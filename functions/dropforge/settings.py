@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 
 from .errors import DropforgeError
+from .names import deployment_id
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,17 @@ class Settings:
     slack_webhook_secret: str = ""
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800
+    capacity_pause_seconds: int = 60  # after every placement was refused; doubled each time
     console_url: str = ""
 
     @property
     def workflow_name(self) -> str:
         return f"projects/{self.project}/locations/{self.location}/workflows/{self.workflow}"
+
+    @property
+    def deployment(self) -> str:
+        """The value of the label that all resources of this deployment's runs have."""
+        return deployment_id(self.runs_bucket)
 
     def topic(self, short_name: str) -> str:
         return f"projects/{self.project}/topics/{short_name}"

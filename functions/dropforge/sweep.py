@@ -7,10 +7,11 @@ from typing import Any
 
 from . import names
 from .errors import CloudError
+from .listing import Listed, Unlisted
 from .log import log
 from .runs import RunStore, open_store, utc_now
 from .serving import SERVERS, get_server
-from .serving.base import Listed, Server
+from .serving.base import Server
 from .settings import settings
 from .teardown import end_endpoint
 
@@ -25,7 +26,10 @@ def sweep() -> dict[str, Any]:
 def _endpoints() -> Iterator[tuple[Server, Listed]]:
     """What the cloud lists of our endpoints, of every kind, whatever ledgers say."""
     for server in map(get_server, SERVERS):
-        yield from ((server, found) for found in server.listed(settings()) if _is_ours(found))
+        try:
+            yield from ((server, found) for found in server.listed(settings()) if _is_ours(found))
+        except Unlisted as error:
+            log(str(error), stage="sweep", severity="ERROR")
 
 
 def _is_ours(found: Listed) -> bool:

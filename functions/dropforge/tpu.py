@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .catalog import TPU_VMS
 from .classify import classify, classify_text, client_errors, status_of
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, ErrorClass
+from .listing import Found, Listed, unreachable
 from .settings import Settings
 from .targets.base import Resource
 
@@ -120,6 +121,25 @@ def look(machine: Machine) -> tuple[Any, Any]:
     """The QueuedResource and the Node, each None where it does not exist. Raises errors of the client."""
     queued = _find(clients.tpu().get_queued_resource, machine.queued) if machine.queued else None
     return queued, _find(clients.tpu().get_node, machine.node)
+
+
+def list_queued(project: str) -> Iterator[Found]:
+    """Queued resources in every zone, with the labels of the node that each asks for: they have none of their own."""
+    request = {"parent": f"projects/{project}/locations/-"}
+    for page in clients.tpu().list_queued_resources(request=request, timeout=TIMEOUT_SECONDS).pages:
+        for queued in page.queued_resources:
+            specs = queued.tpu.node_spec
+            yield Listed(QUEUED, queued.name, dict(specs[0].node.labels) if specs else {}, queued.create_time)
+        yield from unreachable(page.unreachable, "queued resources")
+
+
+def list_nodes(project: str) -> Iterator[Found]:
+    """Nodes in every zone, also those that a queued resource holds."""
+    request = {"parent": f"projects/{project}/locations/-"}
+    for page in clients.tpu().list_nodes(request=request, timeout=TIMEOUT_SECONDS).pages:
+        for node in page.nodes:
+            yield Listed(NODE, node.name, dict(node.labels), node.create_time)
+        yield from unreachable(page.unreachable, "nodes")
 
 
 def delete(kind: str, name: str) -> bool:

@@ -167,7 +167,7 @@ def test_no_value_of_a_secret_passes_through_terraform() -> None:
 
 
 def test_the_deployment_does_not_carry_labels_that_the_sweep_takes_for_a_run_s() -> None:
-    ownership = {names.MANAGED_BY, names.RUN_LABEL, names.ATTEMPT_LABEL, names.EXPIRES_LABEL}
+    ownership = {names.MANAGED_BY, names.RUN_LABEL, names.ATTEMPT_LABEL, names.EXPIRES_LABEL, names.DEPLOYMENT_LABEL}
     (label,) = blocks("provider")[("google",)]["default_labels"]
     assert label not in ownership
     assert [labels for labels, block in resources().items() if ownership & set(block.get("labels", {}))] == []

@@ -187,6 +187,7 @@ def test_a_tpu_vm_is_asked_for_exactly() -> None:
             "labels": {
                 "managed-by": "dropforge",
                 "dropforge-run": RUN,
+                "dropforge-deployment": names.deployment_id(wanted.settings.runs_bucket),
                 "dropforge-expires": "1795305600",
                 "team": "sql",
             },

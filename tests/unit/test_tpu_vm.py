@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from google.cloud import tpu_v2
 
+from dropforge import names
 from dropforge.admission import fit_problems, image_problems
 from dropforge.errors import ErrorClass
 from dropforge.spec import parse_spec
@@ -47,6 +48,7 @@ def test_tutorial_002_is_one_spec() -> None:
             "managed-by": "dropforge",
             "dropforge-run": "tpu-vm-qwen3-4b-000000000000",
             "dropforge-attempt": "1",
+            "dropforge-deployment": names.deployment_id("YOUR-RUNS-BUCKET"),
         },
     }
     wanted = request.request["queuedResource"]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from .. import names
 from ..catalog import HourlyPrice
-from ..classify import classify
-from ..errors import CloudError, ErrorClass
-from ..log import log
+from ..errors import CloudError
+from ..listing import Listed
 from ..settings import Settings
 from ..spec import JobSpec
 from ..targets.base import Launch
@@ -29,14 +27,6 @@ class Deployment:
     settings: Settings
     expires: datetime
     trained: Launch | None = None
-
-
-class Listed(NamedTuple):
-    """A resource of an endpoint that the cloud lists, with the labels that say whose it is and until when."""
-
-    kind: str
-    name: str
-    labels: dict[str, str]
 
 
 class Server(Protocol):
@@ -58,7 +48,7 @@ class Server(Protocol):
         """What the platform says of an endpoint that has been waited for long enough."""
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
-        """Every resource of every endpoint of ours in the project, by the cloud; places that fail are logged."""
+        """Every resource of every endpoint in the project, by the cloud. Raises Unlisted at the end."""
 
     def teardown(self, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
@@ -67,19 +57,8 @@ class Server(Protocol):
 def endpoint_labels(deployment: Deployment) -> dict[str, str]:
     """Whose the endpoint is, and when it ends even if nobody ever looks at it again."""
     expires = {names.EXPIRES_LABEL: str(int(deployment.expires.timestamp()))}
-    return names.labels(deployment.run, deployment.spec.labels, **expires)
-
-
-def log_refusal(error: Exception, *, is_used: bool) -> None:
-    """Log why one kind's endpoints cannot be listed.
-
-    A deployment that does not use the kind need not be allowed to look for any, nor have the API enabled.
-    """
-    refusal = classify(error)
-    if is_used or refusal.error_class is not ErrorClass.PERMISSION:
-        log(refusal.message, stage="sweep", severity="ERROR")
-    else:
-        _log_once(refusal.message)
+    owner = {names.DEPLOYMENT_LABEL: deployment.settings.deployment}
+    return names.labels(deployment.run, deployment.spec.labels, **owner, **expires)
 
 
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
@@ -91,8 +70,3 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
     }
     return [{"name": name, "value": value} for name, value in values.items()]
-
-
-@cache
-def _log_once(message: str) -> None:
-    log(message, stage="sweep")

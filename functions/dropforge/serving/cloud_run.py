@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import clients, names
-from ..catalog import CLOUD_RUN_MACHINES, HourlyPrice, cloud_run_price
+from ..catalog import HourlyPrice, cloud_run_price, cloud_run_regions
 from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
-from ..log import log
+from ..listing import Listed, each
 from ..settings import Settings
 from ..spec import CloudRunServe, JobSpec, seconds
 from ..targets.base import Resource
-from .base import START_HINT, Deployment, Listed, endpoint_labels, server_environment
+from .base import START_HINT, Deployment, endpoint_labels, server_environment
 
 KIND = "run.googleapis.com/Service"
 PORT = 8000
@@ -62,13 +62,7 @@ class CloudRunService:
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """In every region that may have some: the API has no listing over all regions."""
-        for region in sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions}):
-            parent = f"projects/{settings.project}/locations/{region}"
-            try:
-                for service in clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS):
-                    yield Listed(KIND, service.name, dict(service.labels))
-            except client_errors() as error:
-                log(classify(error).message, stage="sweep", severity="ERROR", region=region)
+        yield from each(cloud_run_regions(), lambda region: _services_in(region, settings))
 
     def teardown(self, kind: str, name: str) -> bool:
         from google.api_core.exceptions import NotFound
@@ -163,6 +157,12 @@ def service_request(deployment: Deployment) -> dict[str, Any]:
     parent, _, service_id = service_name(deployment).rpartition("/services/")
     service = {"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template}
     return {"parent": parent, "serviceId": service_id, "service": service}
+
+
+def _services_in(region: str, settings: Settings) -> list[Listed]:
+    parent = f"projects/{settings.project}/locations/{region}"
+    services = clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS)
+    return [Listed(KIND, service.name, dict(service.labels), service.create_time) for service in services]
 
 
 def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:

@@ -11,21 +11,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from .. import clients, kubernetes, names, pods
+from .. import kubernetes, names, pods
 from ..catalog import HourlyPrice, gke_price
-from ..classify import client_errors
-from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
 from ..kubernetes import Kubernetes, Object
-from ..log import log
+from ..listing import Listed
 from ..settings import Settings
 from ..spec import GkeServe, GkeTarget, JobSpec, seconds
 from ..targets.base import Resource
 from ..targets.gke_requests import node_labels
-from .base import START_HINT, Deployment, Listed, endpoint_labels, log_refusal, server_environment
+from .base import START_HINT, Deployment, endpoint_labels, server_environment
 
 PORT = 8000
 USER = 10001  # of containers/serve_vllm/Dockerfile: the kubelet accepts a user that is not root by its number only
@@ -37,7 +33,6 @@ PROBE_PERIOD_SECONDS = 5
 DRAIN_SECONDS = 10  # until the load balancer sends nothing more to a pod that ends
 GRACE_SECONDS = 25  # all of a pod's end; on Spot capacity there is no more
 SHARED_MEMORY_GIB = 2  # of /dev/shm per GPU: tensor parallelism passes tensors through it
-LISTERS = 8  # clusters are asked at once: one that does not answer keeps nobody waiting
 _REFUSED = re.compile(r"not found|forbidden|denied|exceeded quota|invalid", re.I)
 # What an endpoint is made of.
 _KINDS = (
@@ -106,19 +101,7 @@ class GkeDeployment:
         return CloudError(ErrorClass.INFRASTRUCTURE, message, hint)
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
-        from google.cloud.container_v1 import Cluster
-
-        parent = f"projects/{settings.project}/locations/-"
-        try:
-            clusters = clients.gke().list_clusters(parent=parent, timeout=TIMEOUT_SECONDS).clusters
-        except client_errors() as error:
-            log_refusal(error, is_used=bool(settings.gke_cluster))
-            return
-        running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
-        usable = [cluster for cluster in clusters if cluster.status in running and kubernetes.has_endpoint(cluster)]
-        with ThreadPoolExecutor(LISTERS) as pool:
-            for found in pool.map(lambda cluster: _listed_in(cluster, settings), usable):
-                yield from found
+        yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
 
     def teardown(self, kind: str, name: str) -> bool:
         is_deployment = kind == "apps.k8s.io/Deployment"
@@ -322,19 +305,11 @@ def _no_pods(api: Kubernetes, deployment: Deployment) -> str:
     return f"{name} gets no pods: {message}" if message else ""
 
 
-def _listed_in(cluster: Any, settings: Settings) -> list[Listed]:
-    """Endpoint resources in one cluster; those of a cluster that does not answer are found by a later sweep."""
-    name = kubernetes.cluster_name(settings.project, cluster.location, cluster.name)
+def _listed_in(api: Kubernetes, cluster: str, settings: Settings) -> list[Listed]:
+    """Endpoint resources in one cluster."""
     selector = f"{names.MANAGED_BY}=dropforge,{names.EXPIRES_LABEL}"
-    listed = []
-    try:
-        api = kubernetes.connect(cluster)
-        for version, kind in _KINDS:
-            group = version.rpartition("/")[0]
-            found = api.find(settings.kubernetes_namespace, f"{kind.lower()}s", group, labelSelector=selector)
-            for item in found:  # a list does not repeat of each item what it is
-                resource = kubernetes.resource_of(name, {"apiVersion": version, "kind": kind, **item})
-                listed.append(Listed(resource.kind, resource.name, dict(item["metadata"]["labels"])))
-    except CloudError as error:
-        log(error.message, stage="sweep", severity="WARNING", resource=name)
-    return listed
+    return [
+        kubernetes.listed_of(cluster, item)
+        for kind in _KINDS
+        for item in api.each(settings.kubernetes_namespace, *kind, selector)
+    ]

@@ -17,11 +17,12 @@ from ..catalog import HourlyPrice
 from ..classify import classify, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
+from ..listing import Listed, each
 from ..settings import Settings
 from ..spec import JobSpec, TpuVmServe, seconds
 from ..targets.base import Phase, Resource, Status
 from ..targets.tpu_vm import STARTUP_SCRIPT, status_of
-from .base import START_HINT, Deployment, Listed, endpoint_labels, log_refusal, server_environment
+from .base import START_HINT, Deployment, endpoint_labels, server_environment
 
 READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
 GONE_WAIT_SECONDS = 180.0  # deleting a machine takes a minute or two
@@ -75,16 +76,9 @@ class TpuVmServer:
         return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
-        parent = f"projects/{settings.project}/locations/-"
-        try:
-            client = clients.tpu()
-            for queued in client.list_queued_resources(request={"parent": parent}, timeout=TIMEOUT_SECONDS):
-                yield Listed(tpu.QUEUED, queued.name, dict(queued.tpu.node_spec[0].node.labels))
-            for node in client.list_nodes(request={"parent": parent}, timeout=TIMEOUT_SECONDS):
-                if not node.queued_resource:  # others end with what holds them
-                    yield Listed(tpu.NODE, node.name, dict(node.labels))
-        except client_errors() as error:
-            log_refusal(error, is_used=bool(settings.serve_vllm_tpu_image))
+        lists = (tpu.list_queued, tpu.list_nodes)
+        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.serve_vllm_tpu_image))
+        yield from (one for one in found if names.EXPIRES_LABEL in one.labels)
 
     def teardown(self, kind: str, name: str) -> bool:
         """Waits for the end: what is gone by the next sweep is not listed there, and its end would never be noted."""

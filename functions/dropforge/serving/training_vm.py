@@ -12,11 +12,12 @@ from .. import tpu
 from ..catalog import HourlyPrice
 from ..classify import classify, client_errors
 from ..errors import CloudError, ErrorClass
+from ..listing import Listed
 from ..settings import Settings
 from ..spec import JobSpec
 from ..targets import tpu_vm
 from ..targets.base import Launch, Phase, Resource
-from .base import Deployment, Listed
+from .base import Deployment
 from .tpu_vm import TpuVmServer
 
 

@@ -1,4 +1,4 @@
-"""What a target is: four verbs on the training resource of one attempt.
+"""What a target is: its verbs on the training resource of one attempt.
 
 Each verb is one short look or push; none waits for the cloud longer than a few seconds, none keeps state in memory.
 """
@@ -6,13 +6,16 @@ Each verb is one short look or push; none waits for the cloud longer than a few 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol
 
+from .. import names
 from ..catalog import HourlyPrice
 from ..errors import ErrorClass
+from ..listing import Listed
 from ..settings import Settings
 from ..spec import JobSpec
 
@@ -79,6 +82,9 @@ class Target(Protocol):
     def inspect(self, launch: Launch) -> Status:
         """One look at the attempt."""
 
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """Every training resource of every run in the project, by the cloud. Raises Unlisted at the end."""
+
     def teardown(self, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
 
@@ -94,6 +100,12 @@ def container_variables(launch: Launch) -> dict[str, str]:
         "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
         "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
     }
+
+
+def run_labels(launch: Launch) -> dict[str, str]:
+    """Whose a training resource is."""
+    owner = {names.ATTEMPT_LABEL: str(launch.attempt), names.DEPLOYMENT_LABEL: launch.settings.deployment}
+    return names.labels(launch.run, launch.spec.labels, **owner)
 
 
 def secret_references(launch: Launch) -> str:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import clients, names
-from ..catalog import HourlyPrice, cloud_run_price
+from ..catalog import HourlyPrice, cloud_run_price, cloud_run_regions
 from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
+from ..listing import Listed, each
+from ..settings import Settings
 from ..spec import CloudRunTarget, JobSpec
-from .base import Launch, Phase, Resource, Status, class_of_exit, container_variables
+from .base import Launch, Phase, Resource, Status, class_of_exit, container_variables, run_labels
 
 KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
@@ -81,6 +83,10 @@ class CloudRunJobs:
         if execution is None:
             return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
         return status_of_execution(execution, lambda: self._result(execution.name))
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """In every region that may have some: the API has no listing over all regions."""
+        yield from each(cloud_run_regions(), lambda region: _jobs_in(region, settings))
 
     def teardown(self, kind: str, name: str) -> bool:
         try:
@@ -175,7 +181,7 @@ def execution_name(launch: Launch) -> str:
 def job_request(launch: Launch) -> dict[str, Any]:
     """The createJob request, as JSON."""
     target, settings = _target(launch.spec), launch.settings
-    labels = names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
+    labels = run_labels(launch)
     task: dict[str, Any] = {
         "containers": [_container(launch, target)],
         "maxRetries": 0,
@@ -220,6 +226,12 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     timed_out = result is not None and result.status.code == _DEADLINE_EXCEEDED
     found = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
     return Status(Phase.FAILED, completed.message, found)
+
+
+def _jobs_in(region: str, settings: Settings) -> list[Listed]:
+    parent = f"projects/{settings.project}/locations/{region}"
+    jobs = clients.run_jobs().list_jobs(parent=parent, timeout=TIMEOUT_SECONDS)
+    return [Listed(KIND, job.name, dict(job.labels), job.create_time) for job in jobs]
 
 
 def _container(launch: Launch, target: CloudRunTarget) -> dict[str, Any]:

@@ -8,7 +8,9 @@ API: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from .. import clients, kubernetes, names
@@ -17,6 +19,8 @@ from ..classify import classify, classify_text, client_errors, status_of
 from ..clients import TIMEOUT_SECONDS
 from ..errors import CloudError, ErrorClass
 from ..kubernetes import CLUSTER, Object
+from ..listing import Listed, each
+from ..settings import Settings
 from ..spec import JobSpec
 from .base import Launch, Phase, Resource, Status
 from .gke_requests import cluster_of, cluster_request, gke_target, namespace_manifests, requests
@@ -84,6 +88,12 @@ class GkeJobs:
 
         return status_of_job(found, pods, gke_target(launch.spec).nodes, events_of)
 
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """Clusters of an attempt's own, with what is in them and in the standing ones."""
+        is_used = bool(settings.gke_cluster)
+        yield from each([settings], _clusters, is_used=is_used)
+        yield from kubernetes.listed(settings, _listed_in, is_used=is_used)
+
     def teardown(self, kind: str, name: str) -> bool:
         if kind == CLUSTER:
             return self._delete_cluster(name)
@@ -143,6 +153,25 @@ class GkeJobs:
             if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
                 raise classify(error) from error
         return False
+
+
+def _clusters(settings: Settings) -> Iterator[Listed]:
+    """Clusters that belong to an attempt, in every state."""
+    for cluster in kubernetes.clusters(settings).clusters:
+        if names.ATTEMPT_LABEL in cluster.resource_labels:
+            name = kubernetes.cluster_name(settings.project, cluster.location, cluster.name)
+            created = datetime.fromisoformat(cluster.create_time)
+            yield Listed(CLUSTER, name, dict(cluster.resource_labels), created)
+
+
+def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
+    """Jobs, Services, and pods that have lost their Job, in one cluster."""
+    namespace = settings.kubernetes_namespace
+    pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
+    jobs = list(api.each(namespace, "batch/v1", "Job", kubernetes.OF_ATTEMPTS))
+    services = list(api.each(namespace, "v1", "Service", kubernetes.OF_ATTEMPTS))
+    for item in [*jobs, *services, *kubernetes.orphans(pods, "Job", jobs)]:
+        yield kubernetes.listed_of(cluster, item)
 
 
 def _pods_of(job: str) -> str:

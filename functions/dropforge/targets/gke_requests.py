@@ -12,7 +12,7 @@ from typing import Any
 from .. import names
 from ..kubernetes import CLUSTER, Object, cluster_name, resource_of
 from ..spec import GkePlacement, GkeServe, GkeTarget, JobSpec, RayTarget
-from .base import EXIT_CLASSES, Launch, Resource, container_variables, secret_references
+from .base import EXIT_CLASSES, Launch, Resource, container_variables, run_labels, secret_references
 
 CONTAINER = "trainer"
 USER = 10001  # of containers/train_trl/Dockerfile: the kubelet accepts a user that is not root by its number only
@@ -204,10 +204,6 @@ def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, 
 def _metadata(launch: Launch) -> Object:
     name = names.training_name(launch.run, launch.attempt)
     return {"name": name, "namespace": launch.settings.kubernetes_namespace, "labels": run_labels(launch)}
-
-
-def run_labels(launch: Launch) -> dict[str, str]:
-    return names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
 
 
 def _grace_seconds(launch: Launch) -> int:

@@ -5,13 +5,16 @@ The RayJob makes a Ray cluster and ends it; a Ray cluster that is left over is f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from .. import kubernetes, pods
+from .. import kubernetes, names, pods
 from ..catalog import GKE_CLUSTER_USD_PER_HOUR, HourlyPrice
 from ..errors import CloudError, ErrorClass
 from ..kubernetes import CLUSTER, Object
+from ..listing import Listed
+from ..settings import Settings
 from ..spec import JobSpec
 from .base import Launch, Phase, Resource, Status
 from .gke import GkeJobs
@@ -20,6 +23,7 @@ from .ray_requests import ray_target, requests
 from .ray_status import status_of_ray_job
 
 GROUP = "ray.io"
+RAY_CLUSTER = "ray.io/RayCluster"
 ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
 OF_CLUSTER = "ray.io/cluster"  # the label that a cluster gives to its pods
 
@@ -70,9 +74,15 @@ class RayJobs(GkeJobs):
             return status
         return _why_pending(api, launch.settings.kubernetes_namespace, found) or status
 
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
+        yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
+
     def teardown(self, kind: str, name: str) -> bool:
         if kind == CLUSTER:
             return super().teardown(kind, name)
+        if kind == RAY_CLUSTER:
+            return kubernetes.delete(name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
         return kubernetes.delete(name) and self._delete_clusters(name)
 
     def _delete_clusters(self, job: str) -> bool:
@@ -98,6 +108,25 @@ def _check_operator(cluster: Any, name: str) -> None:
             f"{name} has no Ray operator, which target ray needs",
             f"gcloud container clusters update {name.rpartition('/')[2]} --update-addons=RayOperator=ENABLED",
         )
+
+
+def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
+    """RayJobs, Ray clusters that have lost theirs, and pods that have lost their Ray cluster, in one cluster."""
+    namespace = settings.kubernetes_namespace
+    pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
+    clusters = list(api.each(namespace, "ray.io/v1", "RayCluster", ORIGIN))
+    jobs = list(api.each(namespace, "ray.io/v1", "RayJob", kubernetes.OF_ATTEMPTS))
+    live = {job["metadata"]["name"] for job in jobs}
+    left = [one for one in clusters if one["metadata"]["labels"][ORIGIN] not in live]
+    for item in [*jobs, *kubernetes.orphans(pods, "RayCluster", clusters)]:
+        yield kubernetes.listed_of(cluster, item)
+    for item in left:
+        # Whose it is, is said by the RayJob that it names: not every version of the operator copies the labels.
+        if origin := names.training_of(item["metadata"]["labels"][ORIGIN]):
+            run, attempt = origin
+            owner = {names.ATTEMPT_LABEL: str(attempt), names.DEPLOYMENT_LABEL: settings.deployment}
+            found = kubernetes.listed_of(cluster, item)
+            yield found._replace(labels=names.labels(run, owner | found.labels))
 
 
 def _why_pending(api: kubernetes.Kubernetes, namespace: str, job: Object) -> Status | None:

@@ -14,8 +14,8 @@ from .. import names
 from ..errors import CloudError, ErrorClass
 from ..kubernetes import CLUSTER, Object, resource_of
 from ..spec import JobSpec, RayTarget
-from .base import Launch, Resource, container_variables, secret_references
-from .gke_requests import cluster_of, cluster_request, node_labels, run_labels
+from .base import Launch, Resource, container_variables, run_labels, secret_references
+from .gke_requests import cluster_of, cluster_request, node_labels
 
 RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"

@@ -8,6 +8,7 @@ API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from .. import clients, names, tpu
 from ..catalog import TPU_VMS, HourlyPrice
 from ..classify import classify, classify_text, client_errors
 from ..clients import TIMEOUT_SECONDS
-from ..disks import delete_disk, ensure_disk
+from ..disks import DISK, delete_disk, ensure_disk, list_disks
 from ..errors import ErrorClass
+from ..listing import Listed, each
 from ..serving.base import Deployment, server_environment
+from ..settings import Settings
 from ..spec import JobSpec, TpuVmTarget, TrainingVmServe, seconds
 from .base import (
     Launch,
@@ -27,10 +30,10 @@ from .base import (
     Status,
     class_of_exit,
     container_variables,
+    run_labels,
     secret_references,
 )
 
-DISK = "compute.googleapis.com/Disk"
 STARTUP_SCRIPT = Path(__file__).with_name("tpu_vm_startup.sh")
 GRACE_SECONDS = 25  # of the 30 between a preemption and the end
 # Compute Engine's name for the first disk that is attached without one.
@@ -69,6 +72,11 @@ class TpuVms:
         except client_errors() as error:
             raise classify(error) from error
 
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        lists = (tpu.list_queued, tpu.list_nodes, list_disks)
+        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.train_maxtext_image))
+        yield from (one for one in found if names.ATTEMPT_LABEL in one.labels)
+
     def teardown(self, kind: str, name: str) -> bool:
         return delete_disk(name) if kind == DISK else tpu.delete(kind, name)
 
@@ -99,7 +107,7 @@ def disk_request(launch: Launch) -> dict[str, Any]:
         "name": names.training_name(launch.run, launch.attempt),
         "sizeGb": str(target.data_disk_gib),
         "type": f"zones/{_zone(launch)}/diskTypes/{TPU_VMS[target.accelerator_type].disk_type}",
-        "labels": _labels(launch),
+        "labels": run_labels(launch),
     }
     return {"requestId": tpu.request_id(disk["name"], "disk"), "disk": disk}
 
@@ -121,7 +129,7 @@ def machine(launch: Launch) -> tpu.Machine:
         wait_seconds=min(wait, launch.timeout_seconds),
         use_seconds=launch.timeout_seconds + (_seconds_to_serve(server.spec) if server else 0),
         service_account=settings.trainer_service_account,
-        labels={**_labels(launch), **({names.EXPIRES_LABEL: _unix(server.expires)} if server else {})},
+        labels={**run_labels(launch), **({names.EXPIRES_LABEL: _unix(server.expires)} if server else {})},
         metadata=metadata(launch),
         data_disk=disk_name(launch),
         tags=(tpu.SERVER_TAG,) if server else (),
@@ -252,10 +260,6 @@ def _written(launch: Launch) -> Status | None:
     if code == 0:
         return Status(Phase.SUCCEEDED, exit_code=0, ended=ended)
     return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)
-
-
-def _labels(launch: Launch) -> dict[str, str]:
-    return names.labels(launch.run, launch.spec.labels, **{names.ATTEMPT_LABEL: str(launch.attempt)})
 
 
 def _placement(launch: Launch) -> Any:

@@ -35,9 +35,9 @@ class Compute:
     def client(self) -> compute_v1.DisksClient:
         return compute_v1.DisksClient(credentials=AnonymousCredentials(), client_options={"api_endpoint": self.url})
 
-    def insert(self, name: str, request_id: str = "", **fields: Any) -> Any:
-        disk = {"name": name, "size_gb": 20, "type_": "zones/us-west1-c/diskTypes/pd-balanced", **fields}
-        request = {**PLACE, "disk_resource": disk, **({"request_id": request_id} if request_id else {})}
+    def insert(self, name: str, request_id: str = "", zone: str = PLACE["zone"], **fields: Any) -> Any:
+        disk = {"name": name, "size_gb": 20, "type_": f"zones/{zone}/diskTypes/pd-balanced", **fields}
+        request = {**PLACE, "zone": zone, "disk_resource": disk, **({"request_id": request_id} if request_id else {})}
         return self.client.insert(request=request, retry=None)
 
     def finish(self, operation: Any) -> None:
@@ -86,6 +86,18 @@ def test_a_disk_comes_and_goes(compute: Compute) -> None:
     compute.finish(compute.client.delete(disk="d1", **PLACE))
     with pytest.raises(refused.NotFound, match=f"The resource '{PARENT}/disks/d1' was not found"):
         compute.client.get(disk="d1", **PLACE)
+
+
+def test_the_disks_of_all_zones_are_listed_by_label_and_page_by_page(compute: Compute) -> None:
+    ours = {"managed-by": "dropforge"}
+    for name, zone, labels in (("d1", "us-west1-c", ours), ("d2", "us-west1-c", {}), ("d3", "us-west4-a", ours)):
+        compute.insert(name, zone=zone, labels=labels)
+    request: dict[str, Any] = {"project": "p1", "filter": "labels.managed-by=dropforge", "max_results": 1}
+    pages = [dict(page.items) for page in compute.client.aggregated_list(request).pages]
+    found = [{zone: [one.name for one in scoped.disks] for zone, scoped in page.items()} for page in pages]
+    assert found == [{"zones/us-west1-c": ["d1"]}, {"zones/us-west4-a": ["d3"]}]
+    with pytest.raises(refused.GoogleAPICallError, match="by labels.KEY=VALUE only"):
+        list(compute.client.aggregated_list({**request, "filter": "sizeGb>10"}))
 
 
 def test_the_same_request_twice_makes_one_disk(compute: Compute) -> None:

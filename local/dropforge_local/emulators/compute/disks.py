@@ -52,13 +52,27 @@ class Disks:
         row = self.db.connection.execute("SELECT * FROM compute_disks WHERE name = ?", [name]).fetchone()
         if row is None:
             return None
-        disk: dict[str, Any] = json.loads(row["body"])
-        return {**disk, "users": [row["user"]]} if row["user"] else disk
+        return _shown(row)
 
     def get(self, name: str) -> dict[str, Any]:
         if (disk := self.find(name)) is None:
             raise ApiError("NOT_FOUND", f"The resource '{name}' was not found")
         return disk
+
+    def page(self, project: str, labels: dict[str, str], after: str, size: int) -> list[tuple[str, dict[str, Any]]]:
+        """Disks of all zones that have the labels, by full name and in order, beginning after a name."""
+        rows = self.db.connection.execute(
+            "SELECT name, user, body FROM compute_disks WHERE name > ? AND name LIKE ? ORDER BY name",
+            [after, f"projects/{project}/zones/%"],
+        )
+        found = []
+        for row in rows:
+            disk = _shown(row)
+            if labels.items() <= disk.get("labels", {}).items():
+                found.append((row["name"], disk))
+            if len(found) == size:
+                break
+        return found
 
     def list(self, parent: str) -> list[dict[str, Any]]:
         rows = self.db.connection.execute("SELECT name FROM compute_disks WHERE parent = ? ORDER BY name", [parent])
@@ -106,6 +120,11 @@ class Disks:
 
     def used_gb(self, parent: str) -> int:
         return sum(int(disk["sizeGb"]) for disk in self.list(parent))
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    disk: dict[str, Any] = json.loads(row["body"])
+    return {**disk, "users": [row["user"]]} if row["user"] else disk
 
 
 def make_disk(body: dict[str, Any], parent: str, disk_id: int, now: float) -> dict[str, Any]:

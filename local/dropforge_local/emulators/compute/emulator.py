@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,11 @@ log = logging.getLogger(__name__)
 PARENT = "projects/{project:[^/]+}/zones/{zone:[^/]+}"
 OPERATION = PARENT + "/operations/{operation:[^/]+}"
 WAIT_SECONDS = 120.0  # https://cloud.google.com/compute/docs/reference/rest/v1/zoneOperations/wait
-METHODS = {"insert_disk", "get_disk", "list_disks", "delete_disk", "get_operation", "wait_operation"}
+METHODS = {
+    "insert_disk", "get_disk", "list_disks", "aggregated_list_disks", "delete_disk", "get_operation", "wait_operation",
+}  # fmt: skip
+MAX_RESULTS = 500  # https://cloud.google.com/compute/docs/reference/rest/v1/disks/aggregatedList
+LABEL_FILTER = re.compile(r"""labels\.([-_a-z0-9]+) *(?:=|:| eq ) *["']?([-_a-z0-9]+)["']?""")
 
 
 class ComputeEmulator:
@@ -58,6 +63,7 @@ class ComputeEmulator:
             web.get(f"{root}/disks", self._handle("list_disks", self._list)),
             web.get(f"{root}/disks/{{disk:[^/]+}}", self._handle("get_disk", self._get)),
             web.delete(f"{root}/disks/{{disk:[^/]+}}", self._handle("delete_disk", self._delete)),
+            web.get("/compute/v1/projects/{project:[^/]+}/aggregated/disks", self._handle_aggregated),
             web.get(f"/compute/v1/{OPERATION}", self._handle("get_operation", self._get_operation)),
             web.post(f"/compute/v1/{OPERATION}/wait", self._wait),
             web.post("/_local/compute/faults", self._set_faults),
@@ -104,6 +110,22 @@ class ComputeEmulator:
         if request.query.get("filter"):
             raise ApiError("UNIMPLEMENTED", "filters on disks are not emulated by the local stack")
         return {"kind": "compute#diskList", "id": f"{parent}/disks", "items": self.disks.list(parent)}
+
+    def _aggregated(self, request: web.Request) -> dict[str, Any]:
+        """A page of the project's disks by zone; one that is not the last may end in the middle of a zone."""
+        project, query = request.match_info["project"], request.query
+        size = _max_results(query.get("maxResults", ""))
+        found = self.disks.page(project, _labels_of(query.get("filter", "")), query.get("pageToken", ""), size + 1)
+        items: dict[str, Any] = {}
+        for name, disk in found[:size]:
+            items.setdefault(f"zones/{name.split('/')[3]}", {"disks": []})["disks"].append(disk)
+        following = {"nextPageToken": found[size - 1][0]} if len(found) > size else {}
+        return {
+            "kind": "compute#diskAggregatedList",
+            "id": f"projects/{project}/aggregated/disks",
+            "items": items,
+            **following,
+        }
 
     def _get(self, parent: str, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         return self.disks.get(f"{parent}/disks/{request.match_info['disk']}")
@@ -217,6 +239,9 @@ class ComputeEmulator:
 
         return serve
 
+    async def _handle_aggregated(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._faults.call("aggregated_list_disks", lambda: self._aggregated(request)))
+
     async def _set_faults(self, request: web.Request) -> web.Response:
         return web.json_response(self._faults.configure(parse_faults(await request.read()), METHODS))
 
@@ -230,6 +255,22 @@ class ComputeEmulator:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("an operation of Compute Engine failed; it is tried again at the next start", exc_info=error)
+
+
+def _max_results(text: str) -> int:
+    """0 stands for the default, which is the largest."""
+    if text and not (text.isdecimal() and int(text) <= MAX_RESULTS):
+        message = f"Invalid value for field 'maxResults': '{text}'. Acceptable values are 0 to {MAX_RESULTS}"
+        raise ApiError("INVALID_ARGUMENT", message)
+    return int(text or 0) or MAX_RESULTS
+
+
+def _labels_of(text: str) -> dict[str, str]:
+    if not text:
+        return {}
+    if (found := LABEL_FILTER.fullmatch(text.strip())) is None:
+        raise ApiError("UNIMPLEMENTED", f"the local stack filters disks by labels.KEY=VALUE only, not by {text!r}")
+    return {found[1]: found[2]}
 
 
 def _parse(data: bytes) -> dict[str, Any]:
