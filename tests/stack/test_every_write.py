@@ -11,10 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import requests
+from kubernetes.client.rest import RESTClientObject
+from slack_sdk.webhook import WebhookClient
 
-from dropforge import names, submit
+from dropforge import clients, names, submit
 from dropforge.cancel import cancel
 from dropforge.deploy import deploy
 from dropforge.errors import RetryLater
@@ -22,16 +26,15 @@ from dropforge.inspect import inspect
 from dropforge.notify import notify
 from dropforge.provision import provision
 from dropforge.runs import RunError, RunState, RunStore
-from dropforge.serving.cloud_run import CloudRunService
-from dropforge.targets.cloud_run import CloudRunJobs
 from dropforge.teardown import teardown
 
 from .conftest import User
+from .targets import SERVES
 from .test_runs import assert_clean, states
 
 ME = "the-execution-of-this-test"
 URL = "http://127.0.0.1:1/callback"
-SERVE = {"type": "cloud_run", "ttl": "1h"}
+CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class Killed(BaseException):
@@ -46,10 +49,13 @@ class Deaths:
         self.seen: Counter[str] = Counter()
 
     def around(self, owner: Any, name: str, what: Callable[..., str]) -> None:
+        """Kill around each call of `owner.name`; `what` says which are the same, "" which change nothing."""
         done = getattr(owner, name)
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
-            key = f"{name} {what(*args, **kwargs)}"
+            key = what(*args, **kwargs)
+            if not key:
+                return done(*args, **kwargs)
             self.seen[key] += 1
             if self.seen[key] == 1:
                 raise Killed(key)
@@ -59,6 +65,19 @@ class Deaths:
             return answer
 
         self._patch.setattr(owner, name, deadly)
+
+    def creates(self, run: str) -> list[str]:
+        """The creating calls that were made for a run, each counted once. Paths with a colon are other verbs."""
+        return [key for key in self.seen if key.startswith("POST ") and run in key and ":" not in key.partition("?")[0]]
+
+
+def change_of(_: Any, method: str, url: str, *args: Any, **kwargs: Any) -> str:
+    """Which change of the cloud a request of any REST client is; objects in buckets are watched at the store."""
+    path = urlsplit(url).path
+    if method.upper() not in CHANGES or path.startswith(("/upload/", "/storage/", "/callback")):
+        return ""
+    body = kwargs.get("body") or kwargs.get("json") or kwargs.get("data") or ""
+    return f"{method.upper()} {path}?{kwargs.get('params') or ''} {body if method.upper() == 'POST' else ''}"
 
 
 class Executions:
@@ -83,18 +102,18 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     monkeypatch.setattr("dropforge.inspect.REPORT_SECONDS", 0)
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
-    deaths.around(submit, "start_execution", lambda run, _: run)
-    deaths.around(RunStore, "write", lambda _, name, data, *__: f"{name} {_without_times(data)}")
-    for owner, name in [(CloudRunJobs, "_create"), (CloudRunService, "_create")]:
-        deaths.around(owner, name, lambda _, what: f"{what.run} {getattr(what, 'attempt', '')}")
-    for owner, name in [(CloudRunJobs, "_delete"), (CloudRunService, "teardown")]:
-        deaths.around(owner, name, lambda _, *args: args[-1])
+    deaths.around(submit, "start_execution", lambda run, _: f"start {run}")
+    deaths.around(RunStore, "write", lambda _, name, data, *__: f"write {name} {_without_times(data)}")
+    deaths.around(requests.Session, "request", change_of)
+    deaths.around(RESTClientObject, "request", change_of)
+    deaths.around(type(clients.publisher()), "publish", lambda *_, **event: f"publish {event.get('ce-id')}")
+    deaths.around(WebhookClient, "send", lambda _, text, blocks: f"tell {blocks[-1]}")
     return deaths
 
 
 def again(stage: Callable[..., Any], *args: Any) -> Any:
     """The answer of a stage that is called again after each death and each "call again"."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 80
     while time.monotonic() < deadline:
         try:
             answer = stage(*args)
@@ -132,33 +151,37 @@ def train(run: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("behave", "serve", "end", "attempts"),
+    ("behave", "end", "attempts"),
     [
-        ("silent", SERVE, RunState.SUCCEEDED, 1),
-        ("exit-65", None, RunState.FAILED, 1),
-        ("killed", None, RunState.FAILED, 2),
+        ("silent", RunState.SUCCEEDED, 1),
+        ("exit-65", RunState.FAILED, 1),
+        ("preempted-once", RunState.SUCCEEDED, 2),
     ],
 )
 def test_a_run_survives_death_at_every_write(
-    user: User, deaths: Deaths, behave: str, serve: Any, end: RunState, attempts: int
+    user: User, deaths: Deaths, target: dict[str, Any], behave: str, end: RunState, attempts: int
 ) -> None:
+    kind = target["type"]
+    serve = {"type": kind, **SERVES[kind]} if behave == "silent" and kind in SERVES else None
     key = f"every-write-{time.time_ns()}"
-    data = json.dumps(user.spec(behave, serve=serve, limits={"max_attempts": 2})).encode()
-    run = again(submit.submit_message, data, key).run
+    spec = user.spec(behave, target=target, serve=serve, limits={"max_attempts": 2})
+    run = again(submit.submit_message, json.dumps(spec).encode(), key).run
     live(run)
     record = user.store.record(run)
     assert record.state is end, record.error
     assert len(record.attempts) == attempts
     assert all(a.ended for a in record.attempts)
     assert Counter(states(record)).most_common(1)[0][1] <= attempts
-    assert len([name for name in deaths.seen if name.startswith("_create")]) == attempts + bool(serve)
     assert user.store.read(names.report_object(run))
     if serve:
         again(cancel, run)
     assert_clean(user, run)
     ended = user.store.record(run).endpoint
     assert (ended is not None and ended.ended is not None) is bool(serve)
+    made = user.store.ledger(run).entries
+    assert attempts + bool(serve) <= len(deaths.creates(run)) <= len(made)  # a queued resource makes its node
     assert min(deaths.seen.values()) >= 2
+    assert len(user.slack(run, str(end).lower())) >= 2 * 3
 
 
 def _without_times(data: bytes) -> str:
