@@ -21,13 +21,17 @@ class Commands(click.Group):
     """Commands in the order in which they are met; expected errors are one line, Ctrl-C ends with 130."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, "workflows"]
+        return [*self.commands, "workflows", "chaos"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "workflows":
             from .workflows import workflows  # the engine takes longer to import than most commands take to run
 
             return workflows
+        if cmd_name == "chaos":
+            from .chaos import chaos  # so do the functions
+
+            return chaos
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:

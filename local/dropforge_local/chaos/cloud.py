@@ -1,0 +1,123 @@
+"""The whole simulated cloud: every client of clients.py that the control plane uses, over one world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from dropforge.settings import Settings
+
+from .cloudrun import CloudRun
+from .events import Events
+from .functions import Functions
+from .storage import Storage
+from .trainer import Trainer
+from .workflows import WORKFLOW, Workflows
+from .world import LOCATION, PROJECT, World
+
+SPECS, RUNS = "chaos-specs", "chaos-runs"
+SUBSCRIBERS = {"requests": "on_spec_message", "job-events": "on_job_event"}
+SECRETS = {"slack-webhook": b"https://slack.chaos/hook"}
+
+
+def deployment() -> Settings:
+    """What Terraform would have set."""
+    return Settings(
+        project=PROJECT,
+        location=LOCATION,
+        specs_bucket=SPECS,
+        runs_bucket=RUNS,
+        workflow=WORKFLOW.rsplit("/", 1)[1],
+        requests_topic="requests",
+        job_events_topic="job-events",
+        run_events_topic="run-events",
+        train_trl_image="train",
+        serve_vllm_image="serve",
+        trainer_service_account="trainer@chaos",
+        server_service_account="server@chaos",
+        slack_webhook_secret="slack-webhook",
+    )
+
+
+class Cloud:
+    """The services, connected with each other."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.functions = Functions(world)
+        self.events = Events(world, self.functions, SUBSCRIBERS)
+        self.storage = Storage(world, (SPECS, RUNS))
+        self.storage.uploaded = self._uploaded
+        self.run = CloudRun(world)
+        self.workflows = Workflows(world, self.functions.post)
+        self.trainer = Trainer(world, self.run, self.storage, self.events, RUNS)
+
+    def clients(self) -> dict[str, Callable[..., Any]]:
+        """By the names of clients.py, and Slack's."""
+        none = SimpleNamespace
+        empty = none(pages=[none(queued_resources=[], nodes=[], unreachable=[])])
+        nothing = none(ok=True, json=dict)
+        return {
+            "storage": lambda: self.storage,
+            "publisher": lambda: self.events,
+            "run_jobs": lambda: self.run,
+            "run_executions": lambda: self.run,
+            "run_tasks": lambda: self.run,
+            "run_services": lambda: self.run,
+            "gke": lambda: none(list_clusters=lambda **_: none(clusters=[], missing_zones=[])),
+            "tpu": lambda: none(list_queued_resources=lambda **_: empty, list_nodes=lambda **_: empty),
+            "compute": lambda: (none(request=lambda *_, **__: nothing), ""),
+            "secrets": lambda: none(get_secret_version=self._secret, access_secret_version=self._secret),
+            "workflow_executions": lambda: self.workflows,
+            "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
+            "endpoint": lambda audience: none(post=self._complete),
+            "WebhookClient": self._webhook,
+        }
+
+    def sweep(self) -> None:
+        """What Cloud Scheduler does: it calls, and does not care for the answer."""
+        self.functions.post("sweep", {}, lambda _: None)
+
+    def _uploaded(self, bucket: str, name: str, generation: int, size: int) -> None:
+        if bucket == SPECS:
+            data = {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
+            self.events.send("on_spec_uploaded", data, {"object": name}, may_drop=True)
+
+    def _secret(self, name: str, timeout: float) -> Any:
+        from google.api_core.exceptions import NotFound
+
+        def read() -> Any:
+            secret = name.split("/")[3]
+            if secret not in SECRETS:
+                raise NotFound(f"Secret [{secret}] not found or has no versions.")
+            return SimpleNamespace(state=SimpleNamespace(name="ENABLED"), payload=SimpleNamespace(data=SECRETS[secret]))
+
+        return self.world.effect("secrets.get", read)
+
+    def _complete(self, url: str, **_: Any) -> Any:
+        """POST of a completion to an endpoint."""
+        import requests
+
+        def answer() -> Any:
+            if not self.run.answers(url.removesuffix("/v1/chat/completions")):
+                return SimpleNamespace(status_code=503, text="not ready", json=dict)
+            return SimpleNamespace(status_code=200, text="", json=lambda: {"choices": [{"message": {}}]})
+
+        return self.world.effect("endpoint", answer, error=lambda _: requests.ConnectionError("reset"))
+
+    def _webhook(self, url: str, **_: Any) -> Any:
+        """slack_sdk.webhook.WebhookClient."""
+
+        def accept(text: str, blocks: list[dict[str, Any]]) -> Any:
+            down = self.world.happens(self.world.faults.slack_down)
+            event_id = blocks[-1]["elements"][0]["text"].rsplit(" · ", 1)[1]
+            self.world.fact("slack", event=event_id, text=text, status=503 if down else 200)
+            return SimpleNamespace(status_code=503 if down else 200, body="down" if down else "ok")
+
+        def send(text: str, blocks: list[dict[str, Any]]) -> Any:
+            return self.world.effect(
+                "slack", lambda: accept(text, blocks), changes=True, error=lambda _: TimeoutError("timed out")
+            )
+
+        return SimpleNamespace(send=send)

@@ -1,0 +1,83 @@
+"""Where the functions run: each call is an instance of its own, which may be slow, die, or have a wrong clock."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import dropforge
+
+from .scheduler import Killed, Process
+from .workflows import Reply
+from .world import World
+
+SOURCE = Path(dropforge.__file__).resolve().parents[1] / "main.py"
+LAST_EFFECT = 40  # a call has up to some hundreds; most have less than this
+
+
+class Functions:
+    """Every entry point of main.py, by its name."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
+        """Call a stage; `done` gets its answer, or None when the instance died."""
+        request = SimpleNamespace(get_json=lambda silent: body)
+
+        def answer() -> tuple[int, Any]:
+            found: Any = getattr(entry_points(), name)(request)
+            content, status = found if isinstance(found, tuple) else (found, 200)
+            return status, json.loads(json.dumps(content))
+
+        self._start(name, {"run": body.get("run", "")}, answer, done)
+
+    def deliver(self, name: str, data: dict[str, Any], about: dict[str, Any], done: Callable[[bool], None]) -> None:
+        """Give an event to a function; `done` gets whether it was acknowledged."""
+
+        def answer() -> tuple[int, Any]:
+            getattr(entry_points(), name)(SimpleNamespace(data=data))
+            return 200, None
+
+        self._start(name, about, answer, lambda reply: done(reply is not None and reply[0] == 200))
+
+    def _start(
+        self, name: str, about: dict[str, Any], answer: Callable[[], tuple[int, Any]], done: Callable[[Reply], None]
+    ) -> None:
+        world = self.world
+        instance = f"{name}-{world.id()}"
+
+        def live() -> None:
+            world.fact("call", instance=instance, **about)
+            reply: tuple[int, Any]
+            try:
+                reply = answer()
+            except Killed:
+                world.after(0.1, lambda: done(None))
+                raise
+            except Exception as error:  # noqa: BLE001  # as functions-framework does: it answers 500
+                reply = 500, {"error": f"{type(error).__name__}: {error}"}
+            world.fact("answer", instance=instance, status=reply[0], body=reply[1])
+            world.after(0.01, lambda: done(reply))
+
+        skew = world.random.uniform(-2, 2) if world.happens(world.faults.skewed) else 0.0
+        process = Process(instance, live, skew)
+        if world.happens(world.faults.killed):
+            process.kill_at = (1 + int(LAST_EFFECT * world.random.random() ** 2), world.random.random() < 0.5)
+        world.scheduler.spawn(process, world.random.uniform(0.005, 0.3))
+
+
+@cache
+def entry_points() -> ModuleType:
+    """functions/main.py, as a module of its own."""
+    spec = importlib.util.spec_from_file_location("dropforge_functions_main", SOURCE)
+    assert spec is not None, "a file of Python"
+    assert spec.loader is not None, "likewise"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

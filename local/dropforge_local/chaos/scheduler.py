@@ -1,0 +1,162 @@
+"""One clock, one queue of events, and processes that are suspended at every effect.
+
+A process (an instance of a function) is ordinary blocking code. It has a thread for its stack, but exactly one thread
+runs at any moment: whoever must wait takes events from the queue until it is another's turn, and hands the turn over.
+So processes interleave at every effect, and in the same way each time for the same seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+START = 1_767_225_600.0  # 2026-01-01T00:00:00Z
+
+
+class Killed(BaseException):
+    """The process ended here, as by SIGKILL: no handler of the code under test may take it for an error."""
+
+
+class Process:
+    """Blocking code that takes turns with everything else. Once it is `dead`, its next effect is where it ends."""
+
+    def __init__(self, name: str, body: Callable[[], None], skew: float = 0.0) -> None:
+        self.name = name
+        self.body = body
+        self.skew = skew  # seconds that its machine's clock is ahead
+        self.dead = False
+        self.effects = 0
+        self.kill_at: tuple[int, bool] | None = None  # the effect at which it dies, and whether that is still done
+        self.turn: threading.Lock | None = None  # None: not started
+
+
+class _Worker(threading.Thread):
+    """A stack for one process after another."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="chaos")
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self.work: Callable[[], Process] | None = None
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.turn.acquire()
+            assert self.work is not None, "a worker is woken with work"
+            following = self.work()
+            _IDLE.append(self)
+            assert following.turn is not None, "who is next has a thread"
+            following.turn.release()
+
+
+_IDLE: list[_Worker] = []  # threads outlive a seed: making one costs more than many turns
+
+
+class Scheduler:
+    """The queue. `now` moves only when an event is taken from it, or when nothing else is due while a process waits."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.failure: BaseException | None = None
+        self.main = Process("main", lambda: None)
+        self.main.turn = threading.Lock()
+        self.main.turn.acquire()
+        self.current = self.main
+        self._queue: list[tuple[float, int, Callable[[], None] | Process]] = []
+        self._order = itertools.count()
+        self._horizon = START
+        self._living: dict[Process, None] = {}
+
+    def at(self, when: float, event: Callable[[], None] | Process) -> None:
+        """Call `event`, or go on with a process, at a time; after everything that is due then already."""
+        heapq.heappush(self._queue, (max(when, self.now), next(self._order), event))
+
+    def after(self, delay: float, event: Callable[[], None] | Process) -> None:
+        self.at(self.now + delay, event)
+
+    def spawn(self, process: Process, delay: float = 0.0) -> None:
+        self._living[process] = None
+        self.after(delay, process)
+
+    def run(self, until: float) -> None:
+        """Let time pass until a moment. Raises what an event, or a process, should never have raised."""
+        self._horizon = until
+        self._give_way(self.main)
+        if self.failure is not None:
+            raise self.failure
+        self.now = max(self.now, until)
+
+    def wait(self, seconds: float) -> None:
+        """Suspend the present process. Raises Killed when it dies meanwhile."""
+        process, due = self.current, self.now + seconds
+        if process is self.main:
+            raise RuntimeError("an event cannot wait: only a process can")
+        if not process.dead:
+            if due <= self._horizon and (not self._queue or self._queue[0][0] > due):
+                self.now = due  # nobody else is due before
+            else:
+                self.at(due, process)
+                self._give_way(process)
+        if process.dead:
+            raise Killed(process.name)
+
+    def close(self) -> None:
+        """End every process that still waits, and forget every event."""
+        self.failure = None
+        self._queue.clear()
+        for process in list(self._living):
+            process.dead = True
+            if process.turn is not None:
+                self._queue.append((self._horizon, next(self._order), process))
+                self._give_way(self.main)
+                self._queue.clear()
+        self._living.clear()
+
+    def _give_way(self, mine: Process) -> None:
+        """Take events until it is `mine`'s turn; that of `main` comes when nothing more is due."""
+        following = self._next()
+        if following is not mine:
+            assert following.turn is not None, "it has a thread"
+            assert mine.turn is not None, "likewise"
+            following.turn.release()
+            mine.turn.acquire()
+        self.current = mine
+
+    def _next(self) -> Process:
+        """Take events up to the turn of a process, which has a thread then."""
+        while self.failure is None and self._queue and self._queue[0][0] <= self._horizon:
+            self.now, _, event = heapq.heappop(self._queue)
+            if isinstance(event, Process):
+                if event.turn is not None:
+                    return event
+                if not event.dead:
+                    return self._begin(event)
+                self._living.pop(event, None)
+                continue
+            self.current = self.main
+            try:
+                event()
+            except BaseException as failure:  # noqa: BLE001  # of the simulation itself: `run` raises it
+                self.failure = failure
+        return self.main
+
+    def _begin(self, process: Process) -> Process:
+        worker = _IDLE.pop() if _IDLE else _Worker()
+        worker.work = lambda: self._live(process)
+        process.turn = worker.turn
+        return process
+
+    def _live(self, process: Process) -> Process:
+        """The life of a process, on its worker; answers whose turn is next."""
+        self.current = process
+        try:
+            process.body()
+        except Killed:
+            pass
+        except BaseException as failure:  # noqa: BLE001  # likewise
+            self.failure = failure
+        self._living.pop(process, None)
+        return self._next()

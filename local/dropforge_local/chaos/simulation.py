@@ -1,0 +1,59 @@
+"""One seed from its first event to its last: `run(seed)`."""
+
+from __future__ import annotations
+
+from .cloud import Cloud, deployment
+from .history import History
+from .scheduler import START
+from .seam import seam
+from .workload import Workload
+from .world import World
+
+SWEEP_SECONDS = 600.0  # as var.sweep_schedule of Terraform has it
+SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
+
+
+def run(seed: int) -> History:
+    """The history of a seed; the same each time, in every process."""
+    world = World(seed)
+    cloud = Cloud(world)
+    Workload(world, cloud).begin()
+    world.calm = START + world.random.uniform(2400, 5400)
+    end = world.calm + SETTLE_SECONDS
+    _plan_sweeps(world, cloud, end)
+    _plan_restarts(world, cloud)
+    with seam(world, cloud.clients(), deployment()):
+        try:
+            world.scheduler.run(world.calm)
+            world.fact("calm")
+            world.scheduler.run(end)
+            world.fact("end", living=cloud.run.living())
+        finally:
+            world.scheduler.close()
+    return world.history
+
+
+def _plan_sweeps(world: World, cloud: Cloud, end: float) -> None:
+    when = START + world.random.random() * SWEEP_SECONDS
+    while when < end:
+        world.scheduler.at(when, cloud.sweep)
+        if world.random.random() < world.faults.doubled_sweep:
+            world.scheduler.at(when + world.random.random(), cloud.sweep)
+        when += SWEEP_SECONDS
+
+
+def _plan_restarts(world: World, cloud: Cloud) -> None:
+    """Of the engine, and the moments at which somebody cancels executions by hand."""
+    seconds = world.calm - START
+    for _ in range(round(world.faults.restarts * seconds / 3600 * world.random.random())):
+        world.scheduler.at(START + world.random.random() * seconds, cloud.workflows.restart)
+    if world.faults.cancelled_execution:
+        for _ in range(1 + world.random.randrange(3)):
+            world.scheduler.at(START + world.random.random() * seconds, lambda: _cancel_executions(world, cloud))
+
+
+def _cancel_executions(world: World, cloud: Cloud) -> None:
+    for execution in list(cloud.workflows.executions.values()):
+        if execution.state == "ACTIVE" and world.happens(world.faults.cancelled_execution):
+            world.fact("fault", what="cancelled_execution", id=execution.id)
+            cloud.workflows.cancel(execution.id)

@@ -1,0 +1,227 @@
+"""Cloud Storage, as google.cloud.storage.Client shows it: objects with generations, and preconditions that hold."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from .world import World
+
+_JSON = ("record.json", "ledger.json", "MANIFEST.json")
+
+
+class _Object(NamedTuple):
+    data: bytes
+    generation: int
+    created: float
+
+
+class Storage:
+    """The client and the service. `uploaded` is told of every new object of a bucket: (bucket, name, generation)."""
+
+    def __init__(self, world: World, buckets: tuple[str, ...]) -> None:
+        self.world = world
+        self.objects: dict[str, dict[str, _Object]] = {bucket: {} for bucket in buckets}
+        self.uploaded: Callable[[str, str, int, int], None] = lambda *_: None
+        self.deleted: Callable[[str, str, int], None] = lambda *_: None
+        self._generation = 1_700_000_000_000_000
+
+    # The client's face
+
+    def bucket(self, name: str) -> Bucket:
+        return Bucket(self, name)
+
+    def get_bucket(self, name: str, **_: Any) -> Bucket:
+        return Bucket(self, name)
+
+    def list_blobs(
+        self,
+        bucket: Any,
+        prefix: str = "",
+        delimiter: str | None = None,
+        start_offset: str | None = None,
+        end_offset: str | None = None,
+        max_results: int | None = None,
+        **_: Any,
+    ) -> Listing:
+        name = bucket if isinstance(bucket, str) else bucket.name
+
+        def read() -> tuple[list[Blob], list[str]]:
+            found = sorted(self._bucket(name))
+            kept, prefixes = [], set()
+            for key in found:
+                if not key.startswith(prefix or "") or (start_offset and key < start_offset):
+                    continue
+                if end_offset and key >= end_offset:
+                    continue
+                rest = key[len(prefix or "") :]
+                if delimiter and delimiter in rest:
+                    prefixes.add((prefix or "") + rest.split(delimiter)[0] + delimiter)
+                else:
+                    kept.append(self._blob(name, key))
+            return kept[:max_results], sorted(prefixes)
+
+        return Listing(lambda: self.world.effect("storage.list", read))
+
+    # The service's
+
+    def put(self, bucket: str, name: str, data: bytes, if_generation_match: int | None = None) -> int:
+        """Write an object; its generation. Raises PreconditionFailed."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        objects = self._bucket(bucket)
+        present = objects[name].generation if name in objects else 0
+        if if_generation_match is not None and if_generation_match != present:
+            raise PreconditionFailed(f"generation is {present}")
+        self._generation += 1
+        objects[name] = _Object(data, self._generation, self.world.now)
+        leaf = name.rsplit("/", 1)[-1]
+        shown = json.loads(data) if leaf in _JSON else len(data)
+        self.world.fact("write", bucket=bucket, name=name, generation=self._generation, replaced=present, content=shown)
+        self.uploaded(bucket, name, self._generation, len(data))
+        return self._generation
+
+    def get(self, bucket: str, name: str, generation: int | None = None) -> _Object:
+        from google.api_core.exceptions import NotFound
+
+        found = self._bucket(bucket).get(name)
+        if found is None or generation not in (None, found.generation):
+            raise NotFound(f"No such object: {bucket}/{name}")
+        return found
+
+    def remove(self, bucket: str, name: str) -> None:
+        found = self.get(bucket, name)
+        del self.objects[bucket][name]
+        self.world.fact("delete", bucket=bucket, name=name, generation=found.generation)
+        self.deleted(bucket, name, found.generation)
+
+    def _bucket(self, name: str) -> dict[str, _Object]:
+        from google.api_core.exceptions import NotFound
+
+        if name not in self.objects:
+            raise NotFound(f"The specified bucket does not exist: {name}")
+        return self.objects[name]
+
+    def _blob(self, bucket: str, name: str) -> Blob:
+        found = self.objects[bucket][name]
+        blob = Blob(self, bucket, name)
+        blob.seen(found)
+        return blob
+
+
+class Listing:
+    """A listing, read when it is first looked at: an iterator, with `pages` and `prefixes`."""
+
+    def __init__(self, read: Callable[[], tuple[list[Blob], list[str]]]) -> None:
+        self._read = read
+        self.prefixes: set[str] = set()
+
+    @property
+    def pages(self) -> Iterator[Listing]:
+        blobs, prefixes = self._read()
+        page = Listing(lambda: (blobs, prefixes))
+        self.prefixes = page.prefixes = set(prefixes)
+        yield page
+
+    def __iter__(self) -> Iterator[Blob]:
+        blobs, prefixes = self._read()
+        self.prefixes = set(prefixes)
+        return iter(blobs)
+
+
+class Bucket:
+    """google.cloud.storage.Bucket."""
+
+    def __init__(self, client: Storage, name: str) -> None:
+        self.client = client
+        self.name = name
+
+    def blob(self, name: str, generation: int | None = None, **_: Any) -> Blob:
+        blob = Blob(self.client, self.name, name)
+        blob.generation = generation
+        return blob
+
+    def get_blob(self, name: str, **_: Any) -> Blob | None:
+        def read() -> Blob | None:
+            return self.client._blob(self.name, name) if name in self.client._bucket(self.name) else None
+
+        return self.client.world.effect("storage.get", read)
+
+    def list_blobs(self, **options: Any) -> Listing:
+        return self.client.list_blobs(self.name, **options)
+
+
+class Blob:
+    """google.cloud.storage.Blob."""
+
+    def __init__(self, client: Storage, bucket: str, name: str) -> None:
+        self._client = client
+        self._bucket = bucket
+        self.name = name
+        self.generation: int | None = None
+        self.size: int | None = None
+        self.crc32c: str | None = None
+        self.time_created: datetime | None = None
+        self.updated: datetime | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self._client, self._bucket)
+
+    @property
+    def client(self) -> Storage:
+        return self._client
+
+    def seen(self, found: _Object) -> None:
+        self.generation, self.size = found.generation, len(found.data)
+        self.crc32c = b64encode(zlib.crc32(found.data).to_bytes(4, "big")).decode()
+        self.time_created = self.updated = datetime.fromtimestamp(found.created, UTC)
+
+    def upload_from_string(
+        self, data: bytes | str, content_type: str = "", if_generation_match: int | None = None, **_: Any
+    ) -> None:
+        encoded = data.encode() if isinstance(data, str) else data
+
+        def write() -> None:
+            self.generation = self._client.put(self._bucket, self.name, encoded, if_generation_match)
+
+        self._client.world.effect(f"storage.put {self.name}", self._again(write), changes=True)
+
+    def download_as_bytes(self, **_: Any) -> bytes:
+        def read() -> bytes:
+            found = self._client.get(self._bucket, self.name, self.generation)
+            self.seen(found)
+            return found.data
+
+        return self._client.world.effect(f"storage.get {self.name}", read)
+
+    def delete(self, **_: Any) -> None:
+        self._client.world.effect(
+            f"storage.delete {self.name}", lambda: self._client.remove(self._bucket, self.name), changes=True
+        )
+
+    def exists(self, **_: Any) -> bool:
+        return self._client.world.effect(
+            f"storage.get {self.name}", lambda: self.name in self._client._bucket(self._bucket)
+        )
+
+    def reload(self, **_: Any) -> None:
+        self._client.world.effect(
+            f"storage.get {self.name}", lambda: self.seen(self._client.get(self._bucket, self.name))
+        )
+
+    def _again(self, write: Callable[[], None]) -> Callable[[], None]:
+        """The library sends a write with a precondition again when its reply is lost: then its own write refuses it."""
+        world = self._client.world
+
+        def twice() -> None:
+            write()
+            if world.happens(world.faults.lost):
+                world.fact("fault", what="repeated", call=f"storage.put {self.name}")
+                write()
+
+        return twice

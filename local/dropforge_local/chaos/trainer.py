@@ -1,0 +1,152 @@
+"""A training container that trains nothing: it reports, commits a model, and ends, or fails as the seed has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from .cloudrun import CloudRun, Resource
+from .events import Events
+from .storage import Storage
+from .world import World
+
+CHECKPOINT_SECONDS = 60.0
+PREEMPTED, CODE_ERROR = 75, 70  # exit codes of our containers
+
+
+@dataclass
+class Work:
+    """What a run's training takes, in seconds of a machine, and what is safe in its last checkpoint."""
+
+    total: float
+    metric: float
+    saved: float = 0.0
+
+
+class Trainer:
+    """What runs in every job."""
+
+    def __init__(self, world: World, run_api: CloudRun, storage: Storage, events: Events, bucket: str) -> None:
+        self.world = world
+        self.cloud = run_api
+        self.storage = storage
+        self.events = events
+        self.bucket = bucket
+        self.work: dict[str, Work] = {}
+        run_api.launched = self.start
+
+    def start(self, job: Resource) -> None:
+        """The container's command begins."""
+        attempt = _Attempt(self, job)
+        attempt.begin()
+
+
+class _Attempt:
+    def __init__(self, trainer: Trainer, job: Resource) -> None:
+        container = job.request.template.template.containers[0]
+        told = {variable.name: variable.value for variable in container.env}
+        self.trainer = trainer
+        self.world = trainer.world
+        self.job = job
+        self.run, self.number = told["DROPFORGE_RUN"], int(told["DROPFORGE_ATTEMPT"])
+        self.deadline = float(told["DROPFORGE_DEADLINE"])
+        self.work = trainer.work.setdefault(self.run, Work(total=120.0, metric=0.9))
+        self.began = self.world.now
+        self.sequence = 0
+
+    def begin(self) -> None:
+        world, faults = self.world, self.world.faults
+        self._tell("started", resumed_step=int(self.work.saved))
+        if world.happens(faults.stuck):
+            world.fact("fault", what="stuck", run=self.run, attempt=self.number)
+            return self._at(self.deadline, self._stop)
+        left = self.work.total - self.work.saved
+        halfway = self.began + left * world.random.random()
+        if world.happens(faults.preempted):
+            return self._at(halfway, self._stop)
+        if world.happens(faults.lost_machine):
+            return self._at(halfway, self._vanish)
+        if world.happens(faults.code_error):
+            return self._at(halfway, self._break)
+        self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
+        self._at(self.began + left, self._commit)
+        self._at(self.deadline, self._stop)
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        """Do it then, if the container still runs."""
+
+        def guarded() -> None:
+            if self.job.ended is None:
+                event()
+
+        self.world.scheduler.at(when, guarded)
+
+    def _stop(self) -> None:
+        """SIGTERM: what is done is saved."""
+        self.work.saved += self.world.now - self.began
+        self._tell("preempted", step=int(self.work.saved))
+        self._end(PREEMPTED)
+
+    def _vanish(self) -> None:
+        self.work.saved += (self.world.now - self.began) // CHECKPOINT_SECONDS * CHECKPOINT_SECONDS
+        self.world.fact("fault", what="lost_machine", run=self.run, attempt=self.number)
+        self.trainer.cloud.end(self.job, None)
+
+    def _break(self) -> None:
+        self._tell("failed", error_class="code", message="ValueError: chaos")
+        self._end(CODE_ERROR)
+
+    def _commit(self) -> None:
+        """The manifest is written last, once; another attempt's stays."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        manifest = _manifest(self.run, self.number, self.world.now, self.work.metric)
+        try:
+            self.trainer.storage.put(self.trainer.bucket, f"models/{self.run}/MANIFEST.json", manifest, 0)
+        except PreconditionFailed:
+            self._tell("failed", error_class="code", message="another attempt has committed")
+            return self._end(CODE_ERROR)
+        uri = f"gs://{self.trainer.bucket}/models/{self.run}/MANIFEST.json"
+        self._tell("succeeded", manifest_uri=uri, metrics={"exact_match": self.work.metric})
+        self._end(0)
+
+    def _end(self, exit_code: int) -> None:
+        """The process lives on for a moment after its last words."""
+        delay = self.world.random.uniform(0.1, 4)
+        self._at(self.world.now + delay, lambda: self.trainer.cloud.end(self.job, exit_code))
+
+    def _tell(self, kind: str, **details: Any) -> None:
+        self.sequence = max(self.sequence + 1, int(self.world.now * 1000))
+        event = {
+            "run": self.run,
+            "attempt": self.number,
+            "sequence": self.sequence,
+            "time": _iso(self.world.now),
+            "type": kind,
+            **details,
+        }
+        self.world.fact("told", run=self.run, attempt=self.number, type=kind)
+        self.trainer.events.job_event(event)
+
+
+def _manifest(run: str, attempt: int, now: float, metric: float) -> bytes:
+    manifest = {
+        "version": 1,
+        "run": run,
+        "attempt": attempt,
+        "created": _iso(now),
+        "spec_sha256": "0" * 64,
+        "base": {"uri": "acme/tiny", "revision": "0"},
+        "dataset": {"uri": "acme/rows", "revision": "0"},
+        "serve_path": f"attempt-{attempt}/model",
+        "metrics": {"exact_match": metric},
+        "files": [],
+    }
+    return json.dumps(manifest).encode()
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,137 @@
+"""What every part of the simulated cloud shares: time, chance, the history, and the effect."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .faults import Faults
+from .history import History
+from .scheduler import Killed, Scheduler
+
+T = TypeVar("T")
+TIMEOUT_SECONDS = 30.0  # what our clients wait for a reply
+PROJECT = "chaos-project"
+LOCATION = "us-central1"
+
+
+class World:
+    """One seed's life."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.history = History(seed)
+        self.scheduler = Scheduler()
+        self.faults = Faults.drawn(self.random)
+        self.calm = float("inf")  # from here on nothing goes wrong any more
+        self._ids = 0
+
+    @property
+    def now(self) -> float:
+        return self.scheduler.now
+
+    def fact(self, kind: str, **data: Any) -> None:
+        self.history.add(self.now, kind, data)
+
+    def happens(self, probability: float) -> bool:
+        """Whether a fault strikes now. A fault that is off draws nothing."""
+        return probability > 0 and self.now < self.calm and self.random.random() < probability
+
+    def id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def after(self, delay: float, event: Callable[[], None]) -> None:
+        self.scheduler.after(delay, event)
+
+    def effect(
+        self,
+        name: str,
+        action: Callable[[], T],
+        *,
+        changes: bool = False,
+        error: Callable[[bool], Exception] | None = None,
+    ) -> T:
+        """One call of a client. A process is suspended for it, and may die before it, or before it hears the answer.
+
+        `changes`: it is not a read. `error(timed_out)` makes what the client raises when the call fails on its way.
+        """
+        process = self.scheduler.current
+        if process is self.scheduler.main:
+            return action()
+        process.effects += 1
+        self._die(name, False)
+        if self.happens(self.faults.stalled):
+            pause = self.random.uniform(30, 900)
+            self.fact("fault", what="stalled", call=name, process=process.name, seconds=pause)
+            self.scheduler.wait(pause)
+        self.scheduler.wait(self.random.uniform(0.002, 0.05))
+        faults, fail = self.faults, error or unavailable
+        if self.happens(faults.refused):
+            self.fact("fault", what="refused", call=name, process=process.name)
+            raise fail(False)
+        if changes and self.happens(faults.late):
+            self._do_late(name, action)
+            self.scheduler.wait(TIMEOUT_SECONDS)
+            raise fail(True)
+        answer = _answer(action)
+        self._die(name, True)
+        if self.happens(faults.lost):
+            self.fact("fault", what="lost", call=name, process=process.name)
+            self.scheduler.wait(TIMEOUT_SECONDS)
+            raise fail(True)
+        self.scheduler.wait(self.random.uniform(0.002, 0.05))
+        return answer()
+
+    def _die(self, name: str, done: bool) -> None:
+        process = self.scheduler.current
+        if process.kill_at == (process.effects, done):
+            process.dead = True
+            self.fact("fault", what="killed", call=name, process=process.name, done=done)
+            raise Killed(process.name)
+
+    def _do_late(self, name: str, action: Callable[[], object]) -> None:
+        """A request that its sender has given up arrives all the same."""
+        delay = self.random.choice((1.0, 20.0, 40.0, 120.0, 600.0)) * self.random.uniform(0.5, 1.5)
+        self.fact("fault", what="late", call=name, process=self.scheduler.current.name, seconds=delay)
+
+        def arrive() -> None:
+            self.fact("late", call=name, delay=delay)
+            answer = _answer(action)
+            if isinstance(answer, _Raised) and not isinstance(answer.error, _api_error()):
+                raise answer.error
+
+        self.after(delay, arrive)
+
+
+class _Raised:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self) -> Any:
+        raise self.error
+
+
+def _answer(action: Callable[[], T]) -> Callable[[], T]:
+    """Do it now; its result, or its refusal, is had by a call."""
+    try:
+        result = action()
+    except _api_error() as refusal:
+        return _Raised(refusal)
+    return lambda: result
+
+
+def _api_error() -> type[Exception]:
+    from google.api_core.exceptions import GoogleAPIError
+
+    found: type[Exception] = GoogleAPIError
+    return found
+
+
+def unavailable(timed_out: bool) -> Exception:
+    """What google.api_core raises for a call that failed on its way."""
+    from google.api_core.exceptions import DeadlineExceeded, ServiceUnavailable
+
+    error: Exception = DeadlineExceeded("Deadline Exceeded")
+    return error if timed_out else ServiceUnavailable("The service is unavailable.")
