@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from aiohttp import web
@@ -82,6 +82,7 @@ class Server:
         self.http_ports: dict[str, int] = {}
         self.grpc_ports: dict[str, int] = {}
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
+        self.durable: Callable[[], Awaitable[None]] = _nothing  # what every answer waits for
 
     @property
     def url(self) -> str:
@@ -101,6 +102,7 @@ class Server:
         callers: dict[int, str] = {}
         recording = [self.recorder.middleware(callers)] if self.recorder else []
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors])
+        app.on_response_prepare.append(self._hold_back)
         for emulator in self.emulators:
             app.router.add_routes(emulator.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
@@ -135,7 +137,7 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", 32 * 2**20),
             ],
-            interceptors=interceptors,
+            interceptors=[*interceptors, _HoldBack(self)],
         )
         for emulator in self.emulators:
             if handlers := emulator.grpc_handlers():
@@ -144,6 +146,42 @@ class Server:
             return server, server.add_insecure_port(f"{HOST}:{port}")
         except RuntimeError as error:
             raise OSError(f"cannot listen on {HOST}:{port}: {error}") from error
+
+    async def _hold_back(self, request: web.Request, response: web.StreamResponse) -> None:
+        """No answer leaves before what it may tell of is durable."""
+        await self.durable()
+
+
+class _HoldBack(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The same for gRPC."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+
+        async def answer(request: Any, context: Any) -> Any:
+            try:
+                return await handler.unary_unary(request, context)
+            finally:
+                await self._server.durable()
+
+        async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for response in handler.stream_stream(requests, context):
+                await self._server.durable()
+                yield response
+
+        coders = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(answer, *coders)
+        return grpc.stream_stream_rpc_method_handler(stream, *coders)
+
+
+async def _nothing() -> None:
+    """Emulators without a database, or without need."""
 
 
 class BackgroundServer:

@@ -88,6 +88,7 @@ class Stack:
         self.recorder = Recorder(state / FILE) if self.config.record else None
         self._build()
         self._server = Server(self.emulators, self._http_port, self._grpc_port, self.recorder)
+        self._server.durable = self.db.durable
 
     def _build(self) -> None:
         token = self.identity.token

@@ -78,6 +78,9 @@ class MemoryDatabase:
         else:
             callback()
 
+    async def durable(self) -> None:
+        """Nothing here outlives the process."""
+
 
 def simulate(
     source: str,

@@ -62,6 +62,8 @@ class Db(Protocol):
 
     def after_commit(self, callback: Callable[[], None]) -> None: ...
 
+    async def durable(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Revision:

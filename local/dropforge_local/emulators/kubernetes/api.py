@@ -138,6 +138,7 @@ class ApiServer:
         if call.verb in ("watch", "log", "proxy"):
             return await self._stream(call)
         answer = self._act(call, await _read_body(request))
+        await self._store.db.durable()
         await suffer(rule, after_effect=True)
         return answer
 

@@ -113,6 +113,7 @@ class Pusher:
         assert self._session is not None
         push = subscription.config.push_config
         try:
+            await self.backlog.db.durable()  # nobody is told of what a power cut could still undo
             headers, body = self._request(subscription, delivery)
             async with self._session.post(
                 push.push_endpoint,

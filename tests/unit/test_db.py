@@ -1,0 +1,150 @@
+"""The database's promise: whoever has been told of a commit need fear neither a kill nor a power cut."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import requests
+from google.cloud.pubsub_v1 import types
+
+from dropforge_local.db import Database
+from dropforge_local.emulators.pubsub import PubSubEmulator
+from dropforge_local.server import BackgroundServer, Server
+from dropforge_local.workflows.clock import SystemClock
+
+TOPIC = "projects/local-project/topics/told"
+
+
+class SlowDisk:
+    """os.fsync that returns when it is let to; by default at once."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+        self._fsync = os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        self.calls += 1
+        self.begun.set()
+        assert self.go_on.wait(20)
+        self._fsync(descriptor)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    disk = SlowDisk()
+    monkeypatch.setattr(os, "fsync", disk)
+    return disk
+
+
+def test_one_fsync_for_everybody_who_waits(tmp_path: Path, disk: SlowDisk) -> None:
+    async def run() -> None:
+        db = Database(tmp_path / "state.db")
+        with db.transaction() as sql:
+            sql.execute("CREATE TABLE t (x)")
+
+        async def write(number: int) -> None:
+            with db.transaction() as sql:
+                sql.execute("INSERT INTO t VALUES (?)", (number,))
+            await db.durable()
+
+        await asyncio.gather(*(write(number) for number in range(50)))
+        assert disk.calls == 1
+        await db.durable()
+        assert disk.calls == 1, "nothing was written since"
+        db.close()
+
+    asyncio.run(run())
+
+
+def test_who_commits_during_an_fsync_waits_for_the_next(tmp_path: Path, disk: SlowDisk) -> None:
+    async def run() -> None:
+        db = Database(tmp_path / "state.db")
+        with db.transaction() as sql:
+            sql.execute("CREATE TABLE t (x)")
+        disk.go_on.clear()
+        first = asyncio.create_task(db.durable())
+        await asyncio.to_thread(disk.begun.wait, 20)
+        with db.transaction() as sql:
+            sql.execute("INSERT INTO t VALUES (1)")
+        second = asyncio.create_task(db.durable())
+        await asyncio.sleep(0)
+        disk.go_on.set()
+        await asyncio.gather(first, second)
+        assert disk.calls == 2
+        db.close()
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        db = Database(tmp_path / "state.db")
+        with db.transaction() as sql:
+            sql.execute("CREATE TABLE t (x)")
+
+        def broken(descriptor: int) -> None:
+            raise OSError("input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            with pytest.raises(OSError, match="input/output error"):
+                await db.durable()
+        await db.durable()
+        db.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("speak", ["rest", "grpc"])
+def test_no_answer_leaves_before_the_disk_has_it(tmp_path: Path, disk: SlowDisk, speak: str) -> None:
+    databases: list[Database] = []
+
+    def build() -> list[PubSubEmulator]:
+        databases.append(Database(tmp_path / "state.db"))
+        emulator = PubSubEmulator(databases[0], SystemClock())
+        emulator.create_topic(TOPIC)
+        return [emulator]
+
+    with BackgroundServer(build) as server, ThreadPoolExecutor(1) as threads:
+        server.durable = databases[0].durable
+        publish = {"rest": publish_by_rest, "grpc": publish_by_grpc}[speak]
+        publish(server)()
+        call = publish(server)
+        disk.begun.clear()
+        disk.go_on.clear()
+        answer: Future[str] = threads.submit(call)
+        assert disk.begun.wait(20)
+        assert not answer.done()
+        disk.go_on.set()
+        assert int(answer.result(20)) > 0
+
+
+def publish_by_rest(server: Server) -> Callable[[], str]:
+    def call() -> str:
+        answer = requests.post(f"{server.url}/v1/{TOPIC}:publish", json={"messages": [{"data": "eA=="}]}, timeout=20)
+        return str(answer.json()["messageIds"][0])
+
+    return call
+
+
+def publish_by_grpc(server: Server) -> Callable[[], str]:
+    def call() -> str:
+        request = types.PublishRequest.pb()(topic=TOPIC, messages=[{"data": b"x"}])
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            publish = channel.unary_unary(
+                "/google.pubsub.v1.Publisher/Publish",
+                request_serializer=types.PublishRequest.pb().SerializeToString,
+                response_deserializer=types.PublishResponse.pb().FromString,
+            )
+            return str(publish(request, timeout=20).message_ids[0])
+
+    return call
