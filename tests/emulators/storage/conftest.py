@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,15 +65,19 @@ class Api:
 
 @dataclass
 class Running:
-    """A running emulator, its events in order of commit, and its blob directory."""
+    """A running emulator, its events in order of commit, its database and its blob directory."""
 
     api: Api
     client: storage.Client
     changes: list[ObjectChange]
+    database: Path
     blob_dir: Path
 
-    def blobs(self) -> list[Path]:
-        return sorted(self.blob_dir.glob("??/*"))
+    def blobs(self) -> list[str]:
+        """Every blob: the files, and the rows of small ones."""
+        with closing(sqlite3.connect(self.database)) as connection:
+            small = [row[0] for row in connection.execute("SELECT blob FROM storage_small")]
+        return sorted([*small, *(path.name for path in self.blob_dir.glob("??/*"))])
 
 
 def make_client(url: str) -> storage.Client:
@@ -104,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Running]]:
 
         server = BackgroundServer(build)
         url = server.__enter__().url
-        running = Running(Api(url), make_client(url), changes, tmp_path / "blobs")
+        running = Running(Api(url), make_client(url), changes, tmp_path / "state.sqlite", tmp_path / "blobs")
         stack.append((server, running.client, running.api))
         return running
 

@@ -20,6 +20,7 @@ import requests
 
 from dropforge_local.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.storage.blobs import SMALL_BYTES
 from dropforge_local.emulators.storage.preconditions import Preconditions
 from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS
 from dropforge_local.server import BackgroundServer
@@ -80,6 +81,8 @@ def test_sessions_end_after_a_week(tmp_path: Path) -> None:
 def test_full_disk_is_told_and_leaves_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     api, bucket = running.api, running.api.bucket()
     url = api.start_upload(bucket, "resumable")
+    large = os.urandom(SMALL_BYTES + 1)
+    content_range = f"bytes 0-{SMALL_BYTES}/{SMALL_BYTES + 1}"
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -89,10 +92,11 @@ def test_full_disk_is_told_and_leaves_nothing(running: Running, monkeypatch: pyt
         reply = api.put(bucket, "x", os.urandom(3_000_000))
         assert (reply.status_code, reply.json()["error"]["errors"][0]["reason"]) == (507, "insufficientStorage")
         assert "No space left on device" in reply.text
-        assert api.send(url, b"abc", "bytes 0-2/3").status_code == 507
+        assert api.send(url, large, content_range).status_code == 507
     assert api.object("GET", bucket, "x").status_code == 404
     assert api.put(bucket, "x", b"1").status_code == 200
-    assert api.send(url, b"abc", "bytes 0-2/3").json()["md5Hash"] == "kAFQmDzST7DWlj99KOF/cg=="
+    assert api.send(url, large, content_range).json()["size"] == str(len(large))
+    assert api.object("GET", bucket, "resumable", params={"alt": "media"}).content == large
     assert len(running.blobs()) == 2
 
 
@@ -116,7 +120,8 @@ def test_full_database_is_told_and_leaves_nothing(tmp_path: Path) -> None:
                 replies.append(api.object("PATCH", "bucket", f"o{index}", json={"metadata": metadata}).status_code)
         assert set(replies) == {200, 507}
         listed = api.call("GET", "b/bucket/o").json()["items"]
-        assert len(list((tmp_path / "blobs").glob("??/*"))) == len(listed)
+        with closing(sqlite3.connect(tmp_path / "state.sqlite")) as connection:
+            assert connection.execute("SELECT count(*) FROM storage_small").fetchone()[0] == len(listed)
         api.session.close()
 
 

@@ -1,7 +1,8 @@
-"""Object bytes on disk: one immutable file per upload, named at random so that no object name ever reaches the disk.
+"""Object bytes: immutable blobs, named at random so that no object name ever reaches the disk.
 
-A blob is written and fsynced before the row that names it is committed. What a crash leaves behind between the two
-is a file that no row names; `sweep` deletes those at start.
+Small ones are rows of the database, in the transaction of the object that names them: a file costs ten times as much
+to make. Others are a file each, written and fsynced before the row that names it is committed; what a crash leaves
+behind between the two is a file that no row names, and `sweep` deletes those at start.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import io
 import os
 import uuid
 from collections.abc import Callable, Collection
@@ -18,12 +20,15 @@ from typing import BinaryIO, TypeVar
 
 import google_crc32c
 
+from ...db import Database
 from .errors import disk_failed
 from .models import Content
 
 # What a resumable upload keeps of a broken-off chunk is a multiple of this, as in the real service.
 GRANULE_BYTES = 256 * 1024
 FLUSH_BYTES = 4 * GRANULE_BYTES
+SMALL_BYTES = 64 * 1024
+_SCHEMA = "CREATE TABLE IF NOT EXISTS storage_small (blob TEXT PRIMARY KEY, data BLOB NOT NULL)"
 T = TypeVar("T")
 
 
@@ -50,10 +55,12 @@ class Digest:
 
 
 class BlobStore:
-    """The blob directory. Disk work runs on its own threads, never on the event loop."""
+    """The table of small blobs and the directory of the others, whose disk work runs on threads of its own."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, db: Database, root: Path) -> None:
+        self._db = db
         self._root = root
+        db.connection.execute(_SCHEMA)
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="storage-blob")
         root.mkdir(parents=True, exist_ok=True)
 
@@ -66,13 +73,22 @@ class BlobStore:
 
     def open(self, blob: str) -> BinaryIO:
         """Open for reading; the bytes stay readable through it even when the blob is removed meanwhile."""
-        return self.path(blob).open("rb")
+        row = self._db.connection.execute("SELECT data FROM storage_small WHERE blob = ?", (blob,)).fetchone()
+        return io.BytesIO(row["data"]) if row else self.path(blob).open("rb")
+
+    def keep_small(self, blob: str, data: bytes) -> None:
+        """Store a small blob, in the transaction of the object that names it."""
+        self._db.connection.execute("INSERT INTO storage_small VALUES (?, ?)", (blob, data))
+
+    def remove_small(self, blob: str) -> bool:
+        """Remove a small blob, likewise; False if it is none."""
+        return self._db.connection.execute("DELETE FROM storage_small WHERE blob = ?", (blob,)).rowcount > 0
 
     def remove(self, blob: str) -> None:
         self.path(blob).unlink(missing_ok=True)
 
     def sweep(self, keep: Collection[str]) -> int:
-        """Remove every blob that is not in `keep`; return how many there were."""
+        """Remove every file that is not in `keep`; return how many there were."""
         strays = [path for path in self._root.glob("??/*") if path.name not in keep]
         for path in strays:
             path.unlink()
@@ -108,7 +124,11 @@ class BlobWriter:
             await self._flush(len(self._buffer) // GRANULE_BYTES * GRANULE_BYTES)
 
     async def finish(self) -> Content:
-        """Write and fsync what is left."""
+        """Write and fsync what is left; a blob that is small and whole is left to whoever commits its object."""
+        if not self.digest.size and len(self._buffer) <= SMALL_BYTES:
+            data = bytes(self._buffer)
+            self.digest.update(data)
+            return Content(self.blob, self.digest.size, self.digest.crc32c, self.digest.md5, data=data)
         await self._flush(len(self._buffer), sync=True)
         return Content(self.blob, self.digest.size, self.digest.crc32c, self.digest.md5)
 

@@ -49,7 +49,7 @@ class StorageEmulator:
         on_change: OnChange | None = None,
         project: str = "local-project",
     ) -> None:
-        blobs = BlobStore(blob_dir)
+        blobs = BlobStore(db, blob_dir)
         buckets = Buckets(db, clock)
         objects = Objects(db, clock, buckets, blobs, on_change)
         self._state = State(db, blobs, buckets, objects, Uploads(db, clock), project)

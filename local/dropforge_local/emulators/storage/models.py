@@ -26,13 +26,17 @@ class ObjectChange:
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of an object version: where they are, and their hashes. A composite object has no MD5."""
+    """The bytes of an object version: where they are, and their hashes. A composite object has no MD5.
+
+    `data` are the bytes of a small blob that is not stored yet.
+    """
 
     blob: str
     size: int
     crc32c: str
     md5: str | None = None
     component_count: int | None = None
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from aiohttp import web
@@ -116,7 +117,7 @@ class ObjectRoutes:
                 files = [stack.enter_context(self._state.blobs.open(source.content.blob)) for source in sources]
                 content = await self._concatenate(files, writer)
             count = sum(source.content.component_count or 1 for source in sources)
-            composite = Content(content.blob, content.size, content.crc32c, None, count)
+            composite = replace(content, md5=None, component_count=count)
             stored = self._objects.create(bucket, name, composite, attributes, preconditions)
         finally:
             self._objects.discard_blob(writer.blob)

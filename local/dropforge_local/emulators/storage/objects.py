@@ -80,7 +80,7 @@ class Objects:
     def create(
         self, bucket: str, name: str, content: Content, attributes: Attributes, preconditions: Preconditions
     ) -> StoredObject:
-        """Make a new live version. Its blob is on disk already; a caller that gets an error discards that."""
+        """Make a new live version. A blob that is not small is on disk; a caller that gets an error discards it."""
         with self._db.transaction():
             owner, live = self.check_create(bucket, name, preconditions)
             if live:
@@ -88,6 +88,8 @@ class Objects:
             now = rfc3339(self._clock.now())
             stored = StoredObject(bucket, name, self._next_generation(), 1, True, content, attributes, now, now, None)
             self._insert(stored)
+            if live:
+                self._drop_bytes(live)
             self._tell("finalized", stored)
         return stored
 
@@ -131,6 +133,7 @@ class Objects:
                 self._retire(self._buckets.get(bucket), stored)
             else:
                 self._erase(stored)
+            self._drop_bytes(stored)
 
     def move(self, bucket: str, source: StoredObject, name: str, preconditions: Preconditions) -> StoredObject:
         """Rename in one transaction: the new name gets a new generation and the same bytes."""
@@ -141,9 +144,18 @@ class Objects:
 
     def discard_blob(self, blob: str) -> None:
         """Remove a blob's file unless an object or an upload still names it (copies share one)."""
-        query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
-        if not self._db.connection.execute(query, (blob, blob)).fetchone():
+        if not self._is_named(blob):
             self._blobs.remove(blob)
+
+    def _is_named(self, blob: str) -> bool:
+        query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
+        return self._db.connection.execute(query, (blob, blob)).fetchone() is not None
+
+    def _drop_bytes(self, stored: StoredObject) -> None:
+        """Remove the bytes of a version that may be gone: a small blob now, a file once that is committed."""
+        blob = stored.content.blob
+        if not self._is_named(blob) and not self._blobs.remove_small(blob):
+            self._db.after_commit(lambda: self.discard_blob(blob))
 
     def _retire(self, owner: Bucket, live: StoredObject) -> None:
         """What happens to the live version when it is overwritten, or deleted without naming a generation."""
@@ -162,11 +174,12 @@ class Objects:
             "DELETE FROM storage_objects WHERE bucket = ? AND name = ? AND generation = ?",
             (stored.bucket, stored.name, stored.generation),
         )
-        self._db.after_commit(lambda: self.discard_blob(stored.content.blob))
         self._tell("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
 
     def _insert(self, stored: StoredObject) -> None:
         content = stored.content
+        if content.data is not None:
+            self._blobs.keep_small(content.blob, content.data)
         self._db.connection.execute(
             "INSERT INTO storage_objects VALUES (?, ?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
             (
