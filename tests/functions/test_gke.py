@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from dropforge import clients, kubernetes
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.settings import Settings
 from dropforge.spec import parse_spec
-from dropforge.targets.base import Launch, Phase, Resource, Status
+from dropforge.targets.base import Launch, Phase
 from dropforge.targets.gke import JOB, GkeJobs
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
@@ -32,12 +30,8 @@ from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmu
 from dropforge_local.server import BackgroundServer, Emulator
 from dropforge_local.workflows.clock import SystemClock
 
-DOCKERFILE = """
-FROM python:3.11
-WORKDIR /app
-COPY containers/train_x/main.py /app/main.py
-ENTRYPOINT ["python", "-S", "/app/main.py"]
-"""
+from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+
 # What a container does is the first word of its run id.
 MAIN_PY = """
     import os, signal, sys, time
@@ -63,6 +57,7 @@ SETTINGS = replace(
 SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")
 TARGET = GkeJobs()
+STAGES = Stages(TARGET)
 
 
 def launch(behave: str, settings: Settings = SETTINGS, timeout_seconds: int = 600, **target: Any) -> Launch:
@@ -87,9 +82,7 @@ class Cloud:
     live: Callable[[], list[str]]
 
     def faults(self, emulator: str, **switches: Any) -> None:
-        url, data = f"{self.url}/_local/{emulator}/faults", json.dumps(switches).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
-            pass
+        switch_faults(self.url, emulator, **switches)
 
     @property
     def api(self) -> kubernetes.Kubernetes:
@@ -128,10 +121,7 @@ def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """One standing cluster for all tests, with what Terraform puts into it."""
     home = tmp_path_factory.mktemp("gke")
-    folder = home / "repo" / "containers" / "train_x"
-    folder.mkdir(parents=True)
-    (folder / "Dockerfile").write_text(DOCKERFILE)
-    (folder / "main.py").write_text(textwrap.dedent(MAIN_PY))
+    write_trainer(home, MAIN_PY)
     made: list[KubernetesEmulator] = []
     background = BackgroundServer(lambda: build(home, made))
 
@@ -141,7 +131,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     with background as server, pytest.MonkeyPatch.context() as environment:
         environment.setenv("GKE_EMULATOR_HOST", server.url)
         environment.setenv("DROPFORGE_EMULATOR_TOKEN", "good")
-        _forget_clients()
+        forget_clients()
         parent, _, name = STANDING.rpartition("/clusters/")
         clients.gke().create_cluster(parent=parent, cluster={"name": name, "autopilot": {"enabled": True}})
         until(
@@ -152,7 +142,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         cloud.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": account["namespace"]}})
         cloud.api.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
         yield cloud
-        _forget_clients()
+        forget_clients()
     end_all(home / "containers", grace_seconds=0)
 
 
@@ -163,63 +153,21 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
     running.faults("container", stockout=[], quota={}, fail_next=[])
 
 
-def _forget_clients() -> None:
-    for made in vars(clients).values():
-        if hasattr(made, "cache_clear"):
-            made.cache_clear()
-
-
-def until(read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 20) -> Any:
-    deadline = time.monotonic() + seconds
-    while not accept(found := read()):
-        assert time.monotonic() < deadline, f"not in time: {found}"
-        time.sleep(0.05)
-    return found
-
-
-def provision(attempt: Launch) -> None:
-    """As the workflow does it: again until it is launched."""
-    until(lambda: TARGET.provision(attempt), bool)
-
-
-def ended(attempt: Launch) -> Status:
-    phases = (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
-    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase in phases)  # type: ignore[no-any-return]
-
-
-def wait_for(attempt: Launch, phase: Phase) -> Status:
-    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase is phase)  # type: ignore[no-any-return]
-
-
-def tear_down(resources: list[Resource]) -> None:
-    """As the stage does it: all of them, again and again until all are verified gone."""
-    until(lambda: [one for one in resources if not TARGET.teardown(one.kind, one.name)], lambda left: not left)
-
-
 def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
     attempt = launch("succeed")
     assert TARGET.provision(attempt)
     assert TARGET.provision(attempt)  # the reply was lost
     [job] = TARGET.resources(attempt)
     assert len(cloud.api.find("dropforge", "pods", labelSelector=f"dropforge-run={attempt.run}")) <= 1
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.exit_code) == (Phase.SUCCEEDED, 0)
     stored = cloud.api.get(job.name)
     assert stored is not None
     assert contains(stored, job.request)
-    tear_down([job])
+    STAGES.tear_down([job])
     assert TARGET.inspect(attempt).phase is Phase.GONE
     assert TARGET.teardown(JOB, job.name)
     assert not [name for name in cloud.live() if attempt.run in name]
-
-
-def contains(stored: Any, sent: Any) -> bool:
-    """Whether the server has all that was sent, whatever it added."""
-    if isinstance(sent, dict):
-        return all(key in stored and contains(stored[key], value) for key, value in sent.items())
-    if isinstance(sent, list):
-        return len(stored) >= len(sent) and all(contains(*pair) for pair in zip(stored, sent, strict=False))
-    return bool(stored == sent)
 
 
 @pytest.mark.parametrize(
@@ -234,25 +182,25 @@ def contains(stored: Any, sent: Any) -> bool:
 )
 def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
     attempt = launch(behave)
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class, status.exit_code) == (Phase.FAILED, expected, code)
     assert status.ended is not None
     assert abs((datetime.now(UTC) - status.ended).total_seconds()) < 10
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_several_nodes_meet_by_name_and_the_first_to_fail_tells_why(cloud: Cloud) -> None:
     attempt = launch("rank", nodes=2)
     service, job = TARGET.resources(attempt)
-    provision(attempt)
-    provision(attempt)
+    STAGES.provision(attempt)
+    STAGES.provision(attempt)
     stored = cloud.api.get(service.name)
     assert stored is not None
     assert contains(stored, service.request)
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.error_class, status.exit_code) == (ErrorClass.DATA, 65)
-    tear_down([service, job])
+    STAGES.tear_down([service, job])
     assert not [name for name in cloud.live() if attempt.run in name]
 
 
@@ -260,19 +208,19 @@ def test_it_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
     # GPUs that no other test asks for: nodes that one has left would be taken, whatever the quota.
     cloud.faults("kubernetes", quota={"nvidia-tesla-t4": 1})
     attempt = launch("sleep", nodes=2, accelerator="nvidia-tesla-t4")
-    provision(attempt)
+    STAGES.provision(attempt)
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.error_class is ErrorClass.QUOTA)
     assert status.phase is Phase.PENDING
     cloud.faults("kubernetes", quota={})
-    wait_for(attempt, Phase.RUNNING)
-    tear_down(TARGET.resources(attempt))
+    STAGES.wait_for(attempt, Phase.RUNNING)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     attempt = launch("succeed", cluster={"create": True})
     assert not TARGET.provision(attempt)
     assert not TARGET.provision(attempt)  # being made, and not made twice
-    provision(attempt)
+    STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
     found = kubernetes.find_cluster(cluster.name)
     assert found.autopilot.enabled
@@ -282,8 +230,8 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     )
     assert account is not None
     assert account["metadata"]["annotations"]["iam.gke.io/gcp-service-account"] == SETTINGS.trainer_service_account
-    assert ended(attempt).phase is Phase.SUCCEEDED
-    tear_down([cluster, job])
+    assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
+    STAGES.tear_down([cluster, job])
     assert kubernetes.find_cluster(cluster.name) is None
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
@@ -294,7 +242,7 @@ def test_death_between_cluster_and_job_leaves_nothing(cloud: Cloud, calls: int) 
     attempt = launch("sleep", cluster={"create": True})
     for _ in range(calls):
         TARGET.provision(attempt)
-    tear_down(list(reversed(TARGET.resources(attempt))))
+    STAGES.tear_down(list(reversed(TARGET.resources(attempt))))
     assert not [name for name in cloud.live() if attempt.run in name]
     assert kubernetes.find_cluster(TARGET.resources(attempt)[0].name) is None
 
@@ -310,8 +258,8 @@ def test_a_lost_reply_makes_nothing_twice(cloud: Cloud, code: int) -> None:
             TARGET.provision(attempt)
         assert failure.value.error_class is ErrorClass.TRANSIENT
         assert TARGET.provision(attempt)
-    wait_for(attempt, Phase.RUNNING)
-    tear_down(TARGET.resources(attempt))
+    STAGES.wait_for(attempt, Phase.RUNNING)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_lost_reply_of_gke_makes_no_second_cluster(cloud: Cloud) -> None:
@@ -320,8 +268,8 @@ def test_a_lost_reply_of_gke_makes_no_second_cluster(cloud: Cloud) -> None:
     with pytest.raises(CloudError) as failure:
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.TRANSIENT
-    provision(attempt)
-    tear_down(TARGET.resources(attempt))
+    STAGES.provision(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 @pytest.mark.parametrize(
@@ -375,26 +323,26 @@ def test_a_token_is_renewed_when_it_expires_and_only_then(cloud: Cloud, monkeypa
     attempt, credentials = launch("sleep"), Credentials()
     monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN")
     monkeypatch.setattr(google.auth, "default", lambda scopes: (credentials, "p1"))
-    _forget_clients()
+    forget_clients()
     for refreshed in (1, 1):
         assert TARGET.inspect(attempt).phase is Phase.GONE
         assert credentials.refreshed == refreshed
     credentials.valid, credentials.token = False, "expired"
     assert TARGET.inspect(attempt).phase is Phase.GONE
     assert credentials.refreshed == 2
-    _forget_clients()
+    forget_clients()
 
 
 def test_an_unknown_token_is_refused_with_what_to_grant(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = launch("sleep")
     monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "expired")
-    _forget_clients()
+    forget_clients()
     with pytest.raises(CloudError) as failure:
         TARGET.provision(attempt)
     assert (failure.value.error_class, failure.value.message) == (ErrorClass.PERMISSION, "Unauthorized")
     assert "roles/container.developer" in failure.value.hint
     monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "good")
-    _forget_clients()
+    forget_clients()
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
 
@@ -411,49 +359,49 @@ def test_a_pod_without_a_machine_says_why(
 ) -> None:
     cloud.faults("kubernetes", **faults)
     attempt = launch("sleep", placements=[{"region": "us-central1", **placement}])
-    provision(attempt)
+    STAGES.provision(attempt)
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.error_class is expected)
     assert status.phase is phase
     assert status.message
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_known_reservation_and_spot_are_scheduled(cloud: Cloud) -> None:
     placements = [{"region": "us-central1", "capacity": "reservation", "reservation": "known"}]
     for attempt in (launch("sleep", placements=placements), launch("sleep", placements=SPOT)):
-        provision(attempt)
-        wait_for(attempt, Phase.RUNNING)
-        tear_down(TARGET.resources(attempt))
+        STAGES.provision(attempt)
+        STAGES.wait_for(attempt, Phase.RUNNING)
+        STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_missing_image_is_our_mistake(cloud: Cloud) -> None:
     attempt = launch("sleep", settings=replace(SETTINGS, train_trl_image=f"{IMAGE}-missing".replace("train-x", "gone")))
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.error_class, status.exit_code) == (ErrorClass.CONFIG, None)
     assert attempt.settings.train_trl_image in status.message
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_missing_service_account_is_our_mistake(cloud: Cloud) -> None:
     attempt = launch("sleep", settings=replace(SETTINGS, kubernetes_trainer_account="nobody"))
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
     assert 'serviceaccount "nobody" not found' in status.message
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_preempted_node_is_told_from_a_failure(cloud: Cloud) -> None:
     attempt = launch("polite", placements=SPOT)
-    provision(attempt)
-    wait_for(attempt, Phase.RUNNING)
+    STAGES.provision(attempt)
+    STAGES.wait_for(attempt, Phase.RUNNING)
     pod = cloud.pod(attempt)
     until(lambda: cloud.api.get(f"{STANDING}/k8s/namespaces/{pod.replace('/', '/pods/')}"), is_running)
     cloud.faults("kubernetes", preempt={"pod": pod})
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.PREEMPTED)
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def is_running(pod: Any) -> bool:
@@ -462,45 +410,45 @@ def is_running(pod: Any) -> bool:
 
 def test_an_evicted_pod_ran_out_of_memory(cloud: Cloud) -> None:
     attempt = launch("sleep")
-    provision(attempt)
-    wait_for(attempt, Phase.RUNNING)
+    STAGES.provision(attempt)
+    STAGES.wait_for(attempt, Phase.RUNNING)
     cloud.faults("kubernetes", evict={"pod": cloud.pod(attempt)})
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.OUT_OF_MEMORY)
     assert "low on resource: memory" in status.message
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_the_deadline_is_the_jobs_own(cloud: Cloud) -> None:
     attempt = launch("sleep", timeout_seconds=1)
-    provision(attempt)
-    assert ended(attempt).error_class is ErrorClass.DEADLINE
-    tear_down(TARGET.resources(attempt))
+    STAGES.provision(attempt)
+    assert STAGES.ended(attempt).error_class is ErrorClass.DEADLINE
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_job_deleted_by_hand_is_gone_and_orphans_are_ended(cloud: Cloud) -> None:
     attempt = launch("sleep")
-    provision(attempt)
-    wait_for(attempt, Phase.RUNNING)
+    STAGES.provision(attempt)
+    STAGES.wait_for(attempt, Phase.RUNNING)
     [job] = TARGET.resources(attempt)
     path = f"/apis/batch/v1/namespaces/dropforge/jobs/{job.name.rpartition('/')[2]}"
     cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
     assert TARGET.inspect(attempt).phase is Phase.GONE
     assert cloud.pod(attempt)
-    tear_down([job])
+    STAGES.tear_down([job])
     assert not [name for name in cloud.live() if attempt.run in name]
 
 
 def test_a_cluster_deleted_by_hand_is_gone(cloud: Cloud) -> None:
     attempt = launch("sleep", cluster={"create": True})
-    provision(attempt)
+    STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
     clients.gke().delete_cluster(name=cluster.name)
     assert TARGET.inspect(attempt).phase is Phase.GONE
     with pytest.raises(CloudError, match="STOPPING") as failure:
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.INFRASTRUCTURE
-    tear_down([job, cluster])
+    STAGES.tear_down([job, cluster])
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
 
@@ -520,9 +468,9 @@ def test_a_cluster_that_cannot_be_made_has_its_class(
     cloud.faults("container", **faults)
     attempt = launch("sleep", cluster={"create": True})
     with pytest.raises(CloudError) as failure:
-        provision(attempt)
+        STAGES.provision(attempt)
     assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_standing_cluster_has_to_stand(cloud: Cloud) -> None:
@@ -531,7 +479,7 @@ def test_a_standing_cluster_has_to_stand(cloud: Cloud) -> None:
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.CONFIG
     assert TARGET.inspect(attempt).phase is Phase.GONE
-    tear_down(TARGET.resources(attempt))
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_what_is_somebody_elses_is_left_alone(cloud: Cloud) -> None:
@@ -542,4 +490,4 @@ def test_what_is_somebody_elses_is_left_alone(cloud: Cloud) -> None:
     with pytest.raises(CloudError, match="belongs to") as failure:
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.CONFIG
-    tear_down([job])
+    STAGES.tear_down([job])

@@ -19,7 +19,8 @@ from dropforge.targets.gke_requests import cluster_of
 from dropforge.targets.ray import RayJobs
 from dropforge.targets.ray_requests import ray_job_manifest, requests
 
-from .test_gke import SETTINGS, STANDING, Cloud, cloud, running, until
+from .shared import until
+from .test_gke import SETTINGS, STANDING, Cloud, cloud, running
 
 __all__ = ["cloud", "running"]
 TARGET = RayJobs()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import shutil
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +15,10 @@ import pytest
 
 from dropforge import clients, names, sweep
 from dropforge.deploy import deploy
-from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.runs import ResourceState, RunState, RunStore, utc_now
 from dropforge.serving import gke
 from dropforge.serving.base import Deployment
 from dropforge.settings import settings
-from dropforge.spec import JobSpec
 from dropforge.teardown import teardown
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
@@ -36,22 +30,13 @@ from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.server import BackgroundServer
 from dropforge_local.workflows.clock import SystemClock
 
-ME = "the-execution-of-this-test"
+from .shared import ME, environment, eventually, forget_clients, make_run, switch_faults, until, write_servers
+
 NAMESPACE = "dropforge"
 T4, A100 = "nvidia-tesla-t4", "nvidia-tesla-a100"  # of which no other test here has a node
 SOON = {"startup_timeout": "1s"}
 LOCATION = "projects/p1/locations/us-central1"
-NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
 IMAGES = "us-docker.pkg.dev/p1/dropforge"
-DOCKERFILE = (
-    'FROM python:3.11\nWORKDIR /app\nCOPY containers/{name}/serve.py /app/\nENTRYPOINT ["python", "-S", "serve.py"]\n'
-)
-BROKEN = {
-    "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
-    "serve_deaf": "import time\ntime.sleep(60)\n",
-}
-CACHED: list[Any] = [clients.storage, clients.publisher, clients.gke, clients.kubernetes, settings]
-_numbers = itertools.count()
 
 
 @dataclass
@@ -67,23 +52,7 @@ class Cloud:
         """A run that has been trained and is to be served."""
         os.environ["DROPFORGE_SERVE_VLLM_IMAGE"] = f"{IMAGES}/{image}:test"
         settings.cache_clear()
-        run = names.run_id_of_message(f"gke-{time.time_ns()}-{next(_numbers)}")
-        history = [
-            Transition(state=state, time=utc_now())
-            for state in (RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING)
-        ]
-        record = Record(
-            run=run,
-            name="noop",
-            source="test",
-            state=RunState.TRAINING,
-            created=utc_now(),
-            history=history,
-            execution=ME,
-        )
-        self.store.put_new(names.spec_object(run), spec(**serve).model_dump_json(by_alias=True).encode())
-        self.store.create(record)
-        return run
+        return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
         """The stage's answer, once it is no longer "call again"."""
@@ -105,15 +74,12 @@ class Cloud:
         return found
 
     def faults(self, api: str, **switches: Any) -> None:
-        request = urllib.request.Request(
-            f"{self.url}/_local/{api}/faults", json.dumps(switches).encode(), {"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=10).close()
+        switch_faults(self.url, api, **switches)
 
 
-def spec(**serve: Any) -> JobSpec:
+def spec(**serve: Any) -> dict[str, Any]:
     placements = [{"region": "us-central1"}]
-    text = {
+    return {
         "api_version": "dropforge/v1",
         "name": "noop",
         "model": {"source": "owner/tiny-1m"},
@@ -121,25 +87,12 @@ def spec(**serve: Any) -> JobSpec:
         "target": {"type": "gke", "placements": placements},
         "serve": {"type": "gke", "ttl": "1h", **serve},
     }
-    return JobSpec.model_validate_json(json.dumps(text))
-
-
-def eventually(stage: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 40
-    while (answer := stage())["status"] == "PENDING" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return dict(answer)
 
 
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("gke")
-    containers = home / "repo" / "containers"
-    shutil.copytree(NOOP, containers / "serve_noop")
-    for name, code in BROKEN.items():
-        (containers / name).mkdir()
-        (containers / name / "serve.py").write_text(code)
-        (containers / name / "Dockerfile").write_text(DOCKERFILE.format(name=name))
+    write_servers(home)
     made: dict[str, Any] = {}
 
     def build() -> list[Any]:
@@ -165,15 +118,13 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
     server = BackgroundServer(build)
     with server as running, patch.dict(os.environ):
-        os.environ |= environment(running.url, running.grpc_address)
-        for function in CACHED:
-            function.cache_clear()
+        os.environ |= environment(running.url, running.grpc_address, GKE_CLUSTER="c1")
+        forget_clients()
         store = RunStore(clients.storage(), "runs")
         yield Cloud(running.url, store, made["kubernetes"], server)
         clients.publisher().stop()
         clients.publisher().transport.close()
-    for function in CACHED:
-        function.cache_clear()
+    forget_clients()
     end_all(home / "pods", grace_seconds=0)
 
 
@@ -183,27 +134,6 @@ def cluster_objects() -> list[dict[str, Any]]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
     ]
-
-
-def environment(http: str, grpc: str) -> dict[str, str]:
-    variables = {
-        "PROJECT": "p1",
-        "LOCATION": "us-central1",
-        "SPECS_BUCKET": "specs",
-        "RUNS_BUCKET": "runs",
-        "WORKFLOW": "w",
-        "REQUESTS_TOPIC": "requests",
-        "JOB_EVENTS_TOPIC": "job-events",
-        "RUN_EVENTS_TOPIC": "run-events",
-        "TRAIN_TRL_IMAGE": "t",
-        "SERVE_VLLM_IMAGE": "s",
-        "TRAINER_SERVICE_ACCOUNT": "t",
-        "SERVER_SERVICE_ACCOUNT": "s",
-        "GKE_CLUSTER": "c1",
-        "EMULATOR_TOKEN": "good",
-    }
-    hosts = {"STORAGE_EMULATOR_HOST": http, "GKE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc}
-    return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
 
 
 def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +172,6 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     ended = cloud.store.record(run).endpoint
     assert ended
     assert ended.ended
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 def test_a_sweep_goes_round_what_does_not_answer(

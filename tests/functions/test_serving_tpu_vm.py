@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import shutil
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +15,10 @@ import pytest
 
 from dropforge import clients, names, sweep, tpu
 from dropforge.deploy import deploy
-from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.runs import ResourceState, RunState, RunStore, utc_now
 from dropforge.serving import tpu_vm
 from dropforge.serving.base import Deployment
 from dropforge.settings import settings
-from dropforge.spec import JobSpec
 from dropforge.teardown import teardown
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
@@ -36,20 +30,11 @@ from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.server import BackgroundServer
 from dropforge_local.workflows.clock import SystemClock
 
-ME = "the-execution-of-this-test"
+from .shared import ME, environment, eventually, forget_clients, make_run, switch_faults, write_servers, write_trainer
+
 ZONE = "us-west1-c"
 SOON = {"startup_timeout": "1s"}
-NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
 IMAGES = "us-west1-docker.pkg.dev/p1/dropforge"
-DOCKERFILE = (
-    'FROM python:3.11\nWORKDIR /app\nCOPY containers/{name}/serve.py /app/\nENTRYPOINT ["python", "-S", "serve.py"]\n'
-)
-BROKEN = {
-    "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
-    "serve_deaf": "import time\ntime.sleep(60)\n",
-}
-CACHED: list[Any] = [clients.storage, clients.publisher, clients.tpu, settings]
-_numbers = itertools.count()
 
 
 @dataclass
@@ -63,23 +48,7 @@ class Cloud:
         """A run that has been trained and is to be served."""
         os.environ["DROPFORGE_SERVE_VLLM_TPU_IMAGE"] = f"{IMAGES}/{image}:test"
         settings.cache_clear()
-        run = names.run_id_of_message(f"tpu-{time.time_ns()}-{next(_numbers)}")
-        history = [
-            Transition(state=state, time=utc_now())
-            for state in (RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING)
-        ]
-        record = Record(
-            run=run,
-            name="noop",
-            source="test",
-            state=RunState.TRAINING,
-            created=utc_now(),
-            history=history,
-            execution=ME,
-        )
-        self.store.put_new(names.spec_object(run), spec(**serve).model_dump_json(by_alias=True).encode())
-        self.store.create(record)
-        return run
+        return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
         """The stage's answer, once it is no longer "call again"."""
@@ -99,12 +68,11 @@ class Cloud:
         return [kind for kind, labels in found if labels.get(names.RUN_LABEL) == run]
 
     def faults(self, **switches: Any) -> None:
-        url, data = f"{self.url}/_local/tpu/faults", json.dumps(switches).encode()
-        urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10).close()
+        switch_faults(self.url, "tpu", **switches)
 
 
-def spec(**serve: Any) -> JobSpec:
-    text = {
+def spec(**serve: Any) -> dict[str, Any]:
+    return {
         "api_version": "dropforge/v1",
         "name": "noop",
         "model": {"source": "owner/tiny-1m"},
@@ -112,25 +80,13 @@ def spec(**serve: Any) -> JobSpec:
         "target": {"type": "gke", "placements": [{"region": "us-central1"}]},
         "serve": {"type": "tpu_vm", "zone": ZONE, "ttl": "1h", **serve},
     }
-    return JobSpec.model_validate_json(json.dumps(text))
-
-
-def eventually(stage: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 40
-    while (answer := stage())["status"] == "PENDING" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return dict(answer)
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("tpu")
-    containers = home / "repo" / "containers"
-    shutil.copytree(NOOP, containers / "serve_noop")
-    for name, code in BROKEN.items():
-        (containers / name).mkdir()
-        (containers / name / "serve.py").write_text(code)
-        (containers / name / "Dockerfile").write_text(DOCKERFILE.format(name=name))
+    write_servers(home)
+    write_trainer(home, "print('trained')")
     hosts: dict[str, str] = {}
 
     def build() -> list[Any]:
@@ -154,13 +110,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     with BackgroundServer(build) as server, patch.dict(os.environ):
         hosts["STORAGE_EMULATOR_HOST"] = server.url
         os.environ |= environment(server.url, server.grpc_address)
-        for function in CACHED:
-            function.cache_clear()
+        forget_clients()
         yield Cloud(server.url, RunStore(clients.storage(), "runs"))
         clients.publisher().stop()
         clients.publisher().transport.close()
-    for function in CACHED:
-        function.cache_clear()
+    forget_clients()
     end_all(home / "vms", grace_seconds=0)
 
 
@@ -169,26 +123,6 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
     with patch.object(tpu_vm, "LOOK_SECONDS", 0.1), patch.object(tpu_vm, "READY_WAIT_SECONDS", 1.0):
         yield running
     running.faults(stockout=[], quota={}, preempt_next=None, fail_next=[])
-
-
-def environment(http: str, grpc: str) -> dict[str, str]:
-    variables = {
-        "PROJECT": "p1",
-        "LOCATION": "us-central1",
-        "SPECS_BUCKET": "specs",
-        "RUNS_BUCKET": "runs",
-        "WORKFLOW": "w",
-        "REQUESTS_TOPIC": "requests",
-        "JOB_EVENTS_TOPIC": "job-events",
-        "RUN_EVENTS_TOPIC": "run-events",
-        "TRAIN_TRL_IMAGE": "t",
-        "SERVE_VLLM_IMAGE": "s",
-        "TRAINER_SERVICE_ACCOUNT": "t",
-        "SERVER_SERVICE_ACCOUNT": "server@p1.iam.gserviceaccount.com",
-        "EMULATOR_TOKEN": "good",
-    }
-    hosts = {"STORAGE_EMULATOR_HOST": http, "TPU_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc}
-    return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
 
 
 @pytest.mark.slow
@@ -208,7 +142,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     node = clients.tpu().get_node(name=f"projects/p1/locations/{ZONE}/nodes/df-{queued}-serve")
     assert not node.network_config.enable_external_ips
     assert node.service_account.email == "server@p1.iam.gserviceaccount.com"
-    assert list(node.tags) == [tpu_vm.TAG]
+    assert list(node.tags) == [tpu.SERVER_TAG]
 
     # The end of an attempt and of the run leave what serves.
     for scope in ("attempt", "run"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +35,8 @@ from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.server import BackgroundServer, Emulator
 from dropforge_local.workflows.clock import SystemClock
 
-DOCKERFILE = """
-FROM python:3.12
-WORKDIR /app
-COPY containers/train_x/main.py /app/main.py
-ENTRYPOINT ["python", "-S", "/app/main.py"]
-"""
+from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+
 # What a container does is the first word of its run id.
 MAIN_PY = """
     import os, signal, sys, time
@@ -68,6 +62,7 @@ SETTINGS = replace(
 )
 ZONE = "us-west1-c"
 TARGET = TpuVms()
+STAGES = Stages(TARGET)
 
 
 def launch(behave: str, secrets: dict[str, str] | None = None, **target: Any) -> Launch:
@@ -95,9 +90,7 @@ class Cloud:
     live: Callable[[], list[str]]
 
     def faults(self, emulator: str, **switches: Any) -> None:
-        url, data = f"{self.url}/_local/{emulator}/faults", json.dumps(switches).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
-            pass
+        switch_faults(self.url, emulator, **switches)
 
     def serial(self, attempt: Launch) -> str:
         with urllib.request.urlopen(f"{self.url}/_local/logs/{node_name(attempt)}", timeout=10) as answer:
@@ -129,10 +122,7 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("tpu")
-    folder = home / "repo" / "containers" / "train_x"
-    folder.mkdir(parents=True)
-    (folder / "Dockerfile").write_text(DOCKERFILE)
-    (folder / "main.py").write_text(textwrap.dedent(MAIN_PY))
+    write_trainer(home, MAIN_PY)
     hosts: dict[str, str] = {}
     made: list[Any] = []
     background = BackgroundServer(lambda: build(home, hosts, made))
@@ -146,9 +136,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         for name in ("STORAGE_EMULATOR_HOST", "TPU_EMULATOR_HOST", "COMPUTE_EMULATOR_HOST"):
             environment.setenv(name, server.url)
         environment.setenv("DROPFORGE_PROJECT", "p1")
-        _forget_clients()
+        forget_clients()
         yield Cloud(server.url, home, lambda: background.call(live()))
-        _forget_clients()
+        forget_clients()
     end_all(home / "vms", grace_seconds=0)
 
 
@@ -160,60 +150,17 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
     assert running.live() == []
 
 
-def _forget_clients() -> None:
-    for made in vars(clients).values():
-        if hasattr(made, "cache_clear"):
-            made.cache_clear()
-
-
-def until(read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 30) -> Any:
-    deadline = time.monotonic() + seconds
-    while not accept(found := read()):
-        assert time.monotonic() < deadline, f"not in time: {found}"
-        time.sleep(0.05)
-    return found
-
-
-def provision(attempt: Launch) -> None:
-    """As the workflow does it: again until it is launched."""
-    until(lambda: TARGET.provision(attempt), bool)
-
-
-def ended(attempt: Launch) -> Status:
-    phases = (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
-    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase in phases)  # type: ignore[no-any-return]
-
-
-def wait_for(attempt: Launch, phase: Phase) -> Status:
-    return until(lambda: TARGET.inspect(attempt), lambda status: status.phase is phase)  # type: ignore[no-any-return]
-
-
-def tear_down(attempt: Launch) -> None:
-    """As the stage does it: all of them, again and again until all are verified gone."""
-    resources = TARGET.resources(attempt)
-    until(lambda: [one for one in resources if not TARGET.teardown(one.kind, one.name)], lambda left: not left)
-
-
 def _name_of(function: Callable[[Launch], str], attempt: Launch, _: Launch) -> str:
     return function(attempt)
 
 
-def contains(stored: Any, sent: Any) -> bool:
-    """Whether the server has all that was sent, whatever it added."""
-    if isinstance(sent, dict):
-        return all(key in stored and contains(stored[key], value) for key, value in sent.items())
-    if isinstance(sent, list):
-        return len(stored) >= len(sent) and all(contains(*pair) for pair in zip(stored, sent, strict=False))
-    return bool(stored == sent)
-
-
 def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "hf"})
-    provision(attempt)
+    STAGES.provision(attempt)
     assert TARGET.provision(attempt)  # the reply was lost
     disk, queued, node = TARGET.resources(attempt)
     assert [disk.kind, queued.kind, node.kind] == [DISK, QUEUED, NODE]
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.exit_code) == (Phase.SUCCEEDED, 0), cloud.serial(attempt)
     found = clients.tpu().get_queued_resource(name=queued.name)
     stored = json.loads(tpu_v2.QueuedResource.to_json(found, use_integers_for_enums=False))
@@ -221,7 +168,7 @@ def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
     made = clients.tpu().get_node(name=node.name)
     assert not made.network_config.enable_external_ips
     assert made.service_account.email == SETTINGS.trainer_service_account
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
     assert TARGET.inspect(attempt).phase is Phase.GONE
     assert all(TARGET.teardown(one.kind, one.name) for one in (disk, queued, node))
 
@@ -229,10 +176,10 @@ def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
 def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
     attempt = launch("succeed", queued=False, placements=[{"zone": ZONE, "capacity": "spot"}])
     assert not TARGET.provision(attempt)
-    provision(attempt)
+    STAGES.provision(attempt)
     assert clients.tpu().get_node(name=node_name(attempt)).scheduling_config.spot
-    assert ended(attempt).phase is Phase.SUCCEEDED
-    tear_down(attempt)
+    assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 @pytest.mark.parametrize(
@@ -244,40 +191,40 @@ def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
 )
 def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
     attempt = launch(behave)
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class, status.exit_code) == (Phase.FAILED, expected, code)
     assert status.ended is not None
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_token_that_is_missing(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "unknown"})
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.error_class, status.exit_code) == (ErrorClass.CONFIG, None)
     assert "projects/p1/secrets/unknown/versions/latest has no value" in status.message
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_no_capacity_in_time(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", placements=[{"zone": ZONE, "max_wait": "2s"}])
-    provision(attempt)
-    waiting = wait_for(attempt, Phase.PENDING)
+    STAGES.provision(attempt)
+    waiting = STAGES.wait_for(attempt, Phase.PENDING)
     assert waiting.error_class is ErrorClass.STOCKOUT
-    status = ended(attempt)
+    status = STAGES.ended(attempt)
     assert (status.error_class, "expired" in status.message) == (ErrorClass.STOCKOUT, True)
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_no_capacity_at_once(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", queued=False)
     with pytest.raises(CloudError, match="There is no more capacity") as refusal:
-        provision(attempt)
+        STAGES.provision(attempt)
     assert refusal.value.error_class is ErrorClass.STOCKOUT
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -285,23 +232,23 @@ def test_no_quota(cloud: Cloud, queued: bool) -> None:
     cloud.faults("tpu", quota={ZONE: 4})
     attempt = launch("succeed", queued=queued)
     if queued:
-        provision(attempt)
-        found: CloudError | Status = ended(attempt)
+        STAGES.provision(attempt)
+        found: CloudError | Status = STAGES.ended(attempt)
     else:
         with pytest.raises(CloudError, match="has been exceeded") as refusal:
-            provision(attempt)
+            STAGES.provision(attempt)
         found = refusal.value
     assert found.error_class is ErrorClass.QUOTA
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_no_room_for_the_disk(cloud: Cloud) -> None:
     cloud.faults("compute", quota={ZONE: 100})
     attempt = launch("succeed")
     with pytest.raises(CloudError, match="DISKS_TOTAL_GB") as refusal:
-        provision(attempt)
+        STAGES.provision(attempt)
     assert refusal.value.error_class is ErrorClass.QUOTA
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 @pytest.mark.parametrize("emulator", ["compute", "tpu"])
@@ -310,46 +257,46 @@ def test_an_answer_that_gets_lost_makes_nothing_twice(cloud: Cloud, emulator: st
     cloud.faults(emulator, fail_next={"method": method, "status": "UNAVAILABLE", "after_effect": True})
     attempt = launch("succeed")
     with pytest.raises(CloudError) as failure:
-        provision(attempt)
+        STAGES.provision(attempt)
     assert failure.value.error_class is ErrorClass.TRANSIENT
-    provision(attempt)
-    assert ended(attempt).phase is Phase.SUCCEEDED
-    tear_down(attempt)
+    STAGES.provision(attempt)
+    assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_preempted_while_training(cloud: Cloud) -> None:
     attempt = launch("polite", placements=[{"zone": ZONE, "capacity": "spot"}])
-    provision(attempt)
+    STAGES.provision(attempt)
     until(lambda: cloud.serial(attempt), lambda text: "Digest" in text or "sha256:" in text)
-    wait_for(attempt, Phase.RUNNING)
+    STAGES.wait_for(attempt, Phase.RUNNING)
     cloud.faults("tpu", preempt=node_name(attempt))
-    assert ended(attempt).error_class is ErrorClass.PREEMPTED
-    tear_down(attempt)
+    assert STAGES.ended(attempt).error_class is ErrorClass.PREEMPTED
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_preempted_before_the_script_could_do_anything(cloud: Cloud) -> None:
     cloud.faults("tpu", preempt_next={"after_seconds": 0})
     attempt = launch("sleep", placements=[{"zone": ZONE, "capacity": "spot"}])
-    provision(attempt)
-    status = ended(attempt)
+    STAGES.provision(attempt)
+    status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.PREEMPTED)
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
     attempt = launch("sleep")
-    provision(attempt)
-    wait_for(attempt, Phase.RUNNING)
+    STAGES.provision(attempt)
+    STAGES.wait_for(attempt, Phase.RUNNING)
     clients.tpu().delete_node(name=node_name(attempt))
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.phase is Phase.FAILED)
     assert status.error_class is ErrorClass.INFRASTRUCTURE
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 @pytest.mark.parametrize("queued", [True, False])
 def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -> None:
     attempt = launch("sleep", queued=queued)
-    provision(attempt)
+    STAGES.provision(attempt)
     # Names come from the run, so another's resource of that name shows only by its label.
     stranger = replace(attempt, run=attempt.run[::-1])
     with pytest.MonkeyPatch.context() as patch:
@@ -358,7 +305,7 @@ def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -
         with pytest.raises(CloudError, match="exists and belongs to") as refusal:
             TARGET.provision(stranger)
     assert refusal.value.error_class is ErrorClass.CONFIG
-    tear_down(attempt)
+    STAGES.tear_down(TARGET.resources(attempt))
 
 
 def test_the_request_is_exact() -> None:

@@ -1,0 +1,164 @@
+"""What the tests of targets and endpoints have in common: stages as the workflow calls them, runs, fault switches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dropforge import clients, names
+from dropforge.runs import Attempt, Record, RunState, RunStore, Transition, utc_now
+from dropforge.settings import settings
+from dropforge.spec import JobSpec
+from dropforge.targets import get_target
+from dropforge.targets.base import Launch, Phase, Resource, Status, Target
+
+ME = "the-execution-of-this-test"
+NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
+TRAIN_DOCKERFILE = """
+FROM python:3.12
+WORKDIR /app
+COPY containers/train_x/main.py /app/main.py
+ENTRYPOINT ["python", "-S", "/app/main.py"]
+"""
+SERVE_DOCKERFILE = (
+    'FROM python:3.11\nWORKDIR /app\nCOPY containers/{name}/serve.py /app/\nENTRYPOINT ["python", "-S", "serve.py"]\n'
+)
+BROKEN_SERVERS = {
+    "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
+    "serve_deaf": "import time\ntime.sleep(60)\n",
+}
+_numbers = itertools.count()
+
+
+def write_trainer(home: Path, main_py: str) -> None:
+    """The image `train-x`, which runs `main_py`, in the repository of images at home/repo."""
+    folder = home / "repo" / "containers" / "train_x"
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(TRAIN_DOCKERFILE)
+    (folder / "main.py").write_text(textwrap.dedent(main_py))
+
+
+def write_servers(home: Path) -> None:
+    """The images `serve-noop`, `serve-crash` and `serve-deaf`, likewise."""
+    containers = home / "repo" / "containers"
+    shutil.copytree(NOOP, containers / "serve_noop")
+    for name, code in BROKEN_SERVERS.items():
+        (containers / name).mkdir()
+        (containers / name / "serve.py").write_text(code)
+        (containers / name / "Dockerfile").write_text(SERVE_DOCKERFILE.format(name=name))
+
+
+def switch_faults(url: str, emulator: str, **switches: Any) -> None:
+    """Set the fault switches of one emulator of the server at `url`."""
+    request = urllib.request.Request(f"{url}/_local/{emulator}/faults", json.dumps(switches).encode(), method="POST")
+    urllib.request.urlopen(request, timeout=10).close()
+
+
+def forget_clients() -> None:
+    """Have settings and clients made again, for the environment as it is now."""
+    settings.cache_clear()
+    for made in vars(clients).values():
+        if hasattr(made, "cache_clear"):
+            made.cache_clear()
+
+
+def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 30) -> Any:
+    """What `read` gives, once it is accepted."""
+    deadline = time.monotonic() + seconds
+    while not accept(found := read()):
+        assert time.monotonic() < deadline, f"not in time: {found}"
+        time.sleep(0.05)
+    return found
+
+
+def eventually(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A stage's answer, once it is no longer "call again"."""
+    return dict(until(stage, lambda answer: answer["status"] not in ("PENDING", "WAITING"), 40))
+
+
+def contains(stored: Any, sent: Any) -> bool:
+    """Whether the server has all that was sent, whatever it added."""
+    if isinstance(sent, dict):
+        return all(key in stored and contains(stored[key], value) for key, value in sent.items())
+    if isinstance(sent, list):
+        return len(stored) >= len(sent) and all(contains(*pair) for pair in zip(stored, sent, strict=False))
+    return bool(stored == sent)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A target's verbs as the workflow calls them: again and again."""
+
+    target: Target
+
+    def provision(self, attempt: Launch) -> None:
+        until(lambda: self.target.provision(attempt))
+
+    def ended(self, attempt: Launch) -> Status:
+        phases = (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
+        status: Status = until(lambda: self.target.inspect(attempt), lambda status: status.phase in phases)
+        return status
+
+    def wait_for(self, attempt: Launch, phase: Phase) -> Status:
+        status: Status = until(lambda: self.target.inspect(attempt), lambda status: status.phase is phase)
+        return status
+
+    def tear_down(self, resources: Iterable[Resource]) -> None:
+        """All of them, until all are verified gone."""
+        found = list(resources)
+        until(lambda: [one for one in found if not self.target.teardown(one.kind, one.name)], lambda left: not left)
+
+
+def make_run(store: RunStore, spec: dict[str, Any], state: RunState = RunState.TRAINING) -> str:
+    """A run of this test's own execution, on its way to `state`: no workflow knows of it."""
+    run = names.run_id_of_message(f"{time.time_ns()}-{next(_numbers)}")
+    way = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING]
+    history = [Transition(state=one, time=utc_now()) for one in way[: way.index(state) + 1]]
+    parsed = JobSpec.model_validate_json(json.dumps(spec))
+    region, now = get_target(parsed.target.type).regions(parsed)[0], utc_now()
+    attempt = Attempt(number=1, placement=0, region=region, started=now, deadline=now + timedelta(hours=1))
+    record = Record(
+        run=run,
+        name="noop",
+        source="test",
+        state=state,
+        created=now,
+        history=history,
+        execution=ME,
+        attempts=[attempt],
+    )
+    store.put_new(names.spec_object(run), parsed.model_dump_json(by_alias=True).encode())
+    store.create(record)
+    return run
+
+
+def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
+    """What the functions find in theirs; `settings` replace or extend the deployment's."""
+    variables = {
+        "PROJECT": "p1",
+        "LOCATION": "us-central1",
+        "SPECS_BUCKET": "specs",
+        "RUNS_BUCKET": "runs",
+        "WORKFLOW": "w",
+        "REQUESTS_TOPIC": "requests",
+        "JOB_EVENTS_TOPIC": "job-events",
+        "RUN_EVENTS_TOPIC": "run-events",
+        "TRAIN_TRL_IMAGE": "t",
+        "SERVE_VLLM_IMAGE": "s",
+        "TRAINER_SERVICE_ACCOUNT": "trainer@p1.iam.gserviceaccount.com",
+        "SERVER_SERVICE_ACCOUNT": "server@p1.iam.gserviceaccount.com",
+        "EMULATOR_TOKEN": "good",
+        **settings,
+    }
+    emulators = ("STORAGE", "GKE", "TPU", "COMPUTE")
+    hosts = {**{f"{name}_EMULATOR_HOST": http for name in emulators}, "PUBSUB_EMULATOR_HOST": grpc}
+    return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
