@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from dropforge import names
+from dropforge.deploy import completion_problem
 from dropforge.inspect import inspect
 from dropforge.runs import RunState
 from dropforge_cli.logs import read_log
@@ -17,7 +19,7 @@ from .conftest import User
 from .targets import PARTS
 from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_faults import kill
-from .test_runs import assert_clean
+from .test_runs import GATE, assert_clean
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +100,33 @@ def test_a_machine_goes_on_while_the_stack_is_dead(own_stack: Callable[[], User]
     assert len(record.attempts) == 1
     assert_clean(user, run)
     assert "startup-script exit status 0" in (read_log(user.info.http, _node(user, run)) or "")
+
+
+KEPT = {"type": "training_vm", "ttl": "1h"}
+
+
+def test_what_trained_serves(user: User) -> None:
+    run = user.drop(user.spec(target=TARGET, serve=KEPT))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert record.endpoint
+    assert record.endpoint.service == user.training(run)
+    assert completion_problem(record.endpoint.url, "noop") == ""
+    assert len(user.resources(run)) == 3  # a queued resource, its node, a disk
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    assert_clean(user, run)
+
+
+def test_what_does_not_pass_its_gate_is_never_served(user: User) -> None:
+    run = user.drop(user.spec("poor", target=TARGET, serve=KEPT, evaluation=GATE))
+    record = user.wait(run)
+    assert record.error
+    assert record.error.error_class == "gate"
+    assert_clean(user, run)
+    log = read_log(user.info.http, _node(user, run))
+    assert log
+    assert f"run {run}: serve" not in log
 
 
 def _node(user: User, run: str) -> str:

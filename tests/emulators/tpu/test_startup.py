@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 import dropforge.targets
+from dropforge import names
 from dropforge.errors import ErrorClass
 from dropforge.events import JobEvent, parse_job_event
 from dropforge_local.containers.images import ImageStore
@@ -41,6 +42,7 @@ from .conftest import CONFIG, DOCKERFILE, Cloud, State, wait_for
 
 SCRIPT = Path(dropforge.targets.__file__).with_name("tpu_vm_startup.sh")
 BUCKET, TOPIC, SUBSCRIPTION = "runs", "projects/p1/topics/job-events", "projects/p1/subscriptions/test"
+HOSTS = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
 SECRET = "hf_TopSecretValue0123456789"
 TRAIN_PY = """
     import os, signal, sys, time
@@ -105,6 +107,20 @@ class Lab(Cloud):
         found: dict[str, Any] = json.loads(status)
         return found
 
+    def note(self, *states: str, attempts: int = 1) -> None:
+        """Write the run's record, as far as the script reads it."""
+        name = urllib.parse.quote(names.record_object(self.run), safe="")
+        record = {"history": [{"state": state} for state in states], "attempts": [{"number": attempts}]}
+        self._post(f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}", record)
+
+    def keep(self) -> dict[str, str]:
+        """Metadata of a machine that serves once it has trained."""
+        return {
+            "dropforge-server-image": self.image,
+            "dropforge-server-env": "MODE=polite\nWORK=/work",
+            "dropforge-server-deadline": str(int(time.time()) + 600),
+        }
+
     def events(self) -> list[JobEvent]:
         answer = self._post(f"/v1/{SUBSCRIPTION}:pull", {"maxMessages": 10, "returnImmediately": True})
         messages = [received["message"] for received in answer.get("receivedMessages", ())]
@@ -159,8 +175,7 @@ def lab(home: Path) -> Iterator[Lab]:
         return [storage, pubsub, secrets, compute, tpu]
 
     with BackgroundServer(build) as server:
-        names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
-        hosts.update(dict.fromkeys(names, server.url))
+        hosts.update(dict.fromkeys(HOSTS, server.url))
         digest = images.resolve("x/train:v1").digest
         lab = Lab(server, home, image=f"us-west1-docker.pkg.dev/p1/dropforge/train@{digest}")
         request = urllib.request.Request(
@@ -248,13 +263,12 @@ def test_the_first_line_fails(lab: Lab, tmp_path: Path) -> None:
     db = Database(lab.home / "state.db")
     port = db.connection.execute("SELECT port FROM tpu_nodes").fetchone()["port"]
     db.close()
-    names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
     environment = {
         "PATH": f"{sandbox.SHIMS}:{os.environ['PATH']}",
         "GCE_METADATA_HOST": f"127.0.0.1:{port}",
         "DROPFORGE_ROOT": "/dev/null",
         "DROPFORGE_SANDBOX_PYTHON": sys.executable,
-        **dict.fromkeys(names, lab.url),
+        **dict.fromkeys(HOSTS, lab.url),
     }
     done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -318,6 +332,44 @@ def test_a_server_is_started_at_every_boot(lab: Lab) -> None:
     lab.wait_for_line("training polite", count=2)
     assert lab.events() == []
     assert lab.read("serve/status.json") is None
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_kept_serves_when_its_run_is_deployed(lab: Lab) -> None:
+    lab.note("TRAINING")
+    lab.train("0", disks=[lab.disk("d1")], **lab.keep())
+    wait_for(lambda: lab.read("attempt-1/status.json") is not None, lab.serial)
+    assert "training polite" not in lab.serial()
+    lab.note("TRAINING", "DEPLOYING")
+    lab.wait_for_line("training polite without token")
+    lab.note("TRAINING", "DEPLOYING", "TEARING_DOWN", "SUCCEEDED")
+    lab.faults(reboot="n1")
+    lab.wait_for_line("training polite", count=2)
+    assert lab.serial().count("training 0") == 1
+    lab.faults(preempt="n1")
+    wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    assert lab.read("serve/status.json") is None
+    assert lab.events() == []
+
+
+@pytest.mark.parametrize(
+    ("states", "attempts"),
+    [(["TRAINING", "TEARING_DOWN"], 1), (["TRAINING", "DEPLOYING"], 2)],
+    ids=["not-deployed", "another-attempt"],
+)
+def test_a_machine_that_is_kept_for_nothing_ends(lab: Lab, states: list[str], attempts: int) -> None:
+    lab.note(*states, attempts=attempts)
+    lab.train("65", **lab.keep())
+    assert lab.ended()["exit_code"] == 65
+    assert "startup-script exit status 0" in lab.serial()
+    assert "training polite" not in lab.serial()
+
+
+def test_a_machine_that_is_kept_waits_for_a_time_only(lab: Lab) -> None:
+    """Nobody ever writes that the run goes on."""
+    lab.train("0", **{**lab.keep(), "dropforge-server-deadline": str(int(time.time()) + 3)})
+    assert lab.ended()["exit_code"] == 0
+    assert "training polite" not in lab.serial()
 
 
 def test_scripts_are_clean() -> None:

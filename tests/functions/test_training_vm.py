@@ -1,0 +1,147 @@
+"""Serving on the TPU VM that trained, stage by stage: provision, inspect, deploy, teardown, sweep, cancel."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from dropforge import clients, names, sweep
+from dropforge.artifacts import MANIFEST, Manifest
+from dropforge.cancel import cancel
+from dropforge.errors import RetryLater
+from dropforge.inspect import inspect
+from dropforge.provision import provision
+from dropforge.runs import RunState, utc_now
+from dropforge.settings import settings
+from dropforge.targets.tpu_vm import DISK
+from dropforge.teardown import teardown
+
+from .shared import ME, eventually, make_run, until
+from .test_serving_tpu_vm import IMAGES, ZONE, Cloud, cloud, running, spec
+
+__all__ = ["cloud", "running"]
+URL = "http://127.0.0.1:1/callback"
+
+
+def train(cloud: Cloud, image: str = "serve-noop", target: dict[str, Any] | None = None) -> str:
+    """A run whose training has succeeded, by its own container and the startup script."""
+    images = {"SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/{image}:test", "TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-x:test"}
+    os.environ.update({f"DROPFORGE_{name}": value for name, value in images.items()})
+    settings.cache_clear()
+    parts = {
+        **spec(),
+        "training": {"adapter": {"type": "none"}},
+        "target": {"type": "tpu_vm", "placements": [{"zone": ZONE}], **(target or {})},
+        "serve": {"type": "training_vm", "ttl": "1h"},
+    }
+    run = make_run(cloud.store, parts, RunState.PROVISIONING)
+    assert eventually(lambda: provision(run, ME, 1))["status"] == "RUNNING"
+    until(lambda: names.machine_object(run, 1, "status.json") in cloud.store.names(f"runs/{run}/"))
+    cloud.store.put_new(f"models/{run}/{MANIFEST}", manifest(run).model_dump_json().encode())
+    answer = eventually(lambda: inspect(run, ME, 1, URL))
+    assert (answer["status"], answer["serve"]) == ("SUCCEEDED", True)
+    return run
+
+
+def manifest(run: str) -> Manifest:
+    source = {"uri": "noop", "revision": "main"}
+    return Manifest.model_validate(
+        {
+            "run": run,
+            "attempt": 1,
+            "created": utc_now(),
+            "base": source,
+            "dataset": source,
+            "spec_sha256": "0" * 64,
+            "serve_path": "attempt-1/model",
+            "metrics": {},
+            "files": [],
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queued", [True, False], ids=["queued", "at-once"])
+def test_what_trained_serves_outlives_its_run_and_is_swept(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    run = train(cloud, target={"queued": queued})
+    machines = ["queued", "node"] if queued else ["node"]
+    answer = cloud.deploy(run)
+    assert answer["status"] == "READY", answer
+    assert cloud.exists(run) == machines
+    record = cloud.store.record(run)
+    assert record.endpoint
+    assert record.endpoint.service.endswith(f"/{'queuedResources' if queued else 'nodes'}/df-{run}-a1")
+    assert record.endpoint.region == ZONE
+    node = clients.tpu().get_node(name=f"projects/p1/locations/{ZONE}/nodes/df-{run}-a1")
+    assert node.service_account.email == "trainer@p1.iam.gserviceaccount.com"
+    latest = record.attempts[0].deadline + timedelta(minutes=30, hours=1)
+    assert node.labels[names.EXPIRES_LABEL] == str(int(latest.timestamp()))
+
+    for scope in ("attempt", "run"):
+        assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"  # type: ignore[misc]
+    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+    assert sweep.sweep()["deleted"] == []  # its time is not over
+    assert cloud.exists(run) == machines
+    assert {entry.kind for entry in cloud.store.ledger(run).remaining()} > {DISK}
+    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(hours=2))
+    assert sweep.sweep()["deleted"]
+    assert cloud.exists(run) == []
+    until(lambda: sweep.sweep() and cloud.store.ledger(run).remaining() == [])
+    ended = cloud.store.record(run).endpoint
+    assert ended
+    assert ended.ended
+
+
+def test_a_cancelled_endpoint_takes_machine_and_disk_with_it(cloud: Cloud) -> None:
+    run = train(cloud)
+    assert cloud.deploy(run)["status"] == "READY"
+    assert eventually(lambda: teardown(run, ME, "run", True))["status"] == "GONE"
+    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+
+    def is_ended() -> bool:
+        try:
+            cancel(run)
+        except RetryLater:
+            return False
+        return True
+
+    until(is_ended)
+    assert cloud.exists(run) == []
+    assert cloud.store.ledger(run).remaining() == []
+
+
+@pytest.mark.parametrize(
+    ("image", "expected", "text"),
+    [
+        ("serve-missing", "config", "serve-missing:test does not exist"),
+        pytest.param(*("serve-crash", "code", "\nthe weights do not fit"), marks=pytest.mark.slow),
+    ],
+    ids=["no-image", "crash"],
+)
+def test_what_keeps_it_from_answering_is_told(cloud: Cloud, image: str, expected: str, text: str) -> None:
+    run = train(cloud, image)
+    answer = cloud.deploy(run)
+    assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", expected), answer
+    assert text in answer["error"]["message"]
+    cloud.clean_up(run)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("preempted", "preempted"), ("deleted", "infrastructure")])
+def test_a_machine_that_is_lost_before_it_serves_is_not_made_again(cloud: Cloud, loss: str, expected: str) -> None:
+    run = train(cloud, target={"placements": [{"zone": ZONE, "capacity": "spot"}], "queued": loss == "preempted"})
+    node = f"projects/p1/locations/{ZONE}/nodes/df-{run}-a1"
+    if loss == "preempted":
+        cloud.faults(preempt=node)
+    else:
+        clients.tpu().delete_node(name=node).result(timeout=30)
+    with patch.dict(os.environ, {"DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-deaf:test"}):
+        answer = cloud.deploy(run)
+    assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", expected), answer
+    assert answer["error"]["hint"]
+    cloud.clean_up(run)
