@@ -67,6 +67,7 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
             return Outcome.done()
         spec = load_spec(client, job)
         redact.learn(spec.secrets)
+        redact.guard_output()
         check_spec(spec)
         work = Work(directory)
         work.begin(spec.model_dump(mode="json", by_alias=True), list(spec.secrets))

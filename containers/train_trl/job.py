@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import redacted_output
 from world import World, read_world
 
 from dropforge.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
 from dropforge.spec import redact
+from dropforge.spec.parts import TOKEN
 
 DONE = 0
 BAD_CONFIG = 64
@@ -110,14 +112,21 @@ class Redactor:
 
     def __init__(self) -> None:
         self._values: list[str] = []
+        self._forms: list[str] = []
 
     def learn(self, names: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
         """Remember the values of the environment variables in `names` (the spec's `secrets`)."""
-        self._values += [environ[name] for name in names if len(environ.get(name, "")) >= 4]
+        self._values += [environ[name] for name in names if environ.get(name)]
+        self._forms = [form for value in self._values for form in redacted_output.forms(value)]
+
+    def guard_output(self) -> None:
+        """From here on, take them out of what this process and its children print, too."""
+        if self._values:
+            redacted_output.start(self._values, TOKEN.pattern)
 
     def __call__(self, text: str) -> str:
-        for value in self._values:
-            text = text.replace(value, "[redacted]")
+        for form in self._forms:
+            text = text.replace(form, "[redacted]")
         return redact(text)
 
 

@@ -83,6 +83,8 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
             return Outcome.done()
         spec = load_spec(client, job)
         redact.learn(spec.secrets)
+        if world.rank is None:  # a rank inherits it
+            redact.guard_output()
         if world.starts_ranks:
             return launch.run_ranks(spec, job, directory, stop)
         quiet_libraries()
