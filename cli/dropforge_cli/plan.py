@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from dropforge import names
-from dropforge.admission import training_seconds
 from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.limits import training_seconds
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from . import clients
-from .catalog import HourlyPrice
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
+from .limits import MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from .settings import Settings
 from .spec import GkeServe, GkeTarget, JobSpec, RayTarget, TpuVmServe, TrainingVmServe, accelerators_of, seconds
 from .targets import get_target
@@ -70,25 +70,21 @@ def budget_problems(spec: JobSpec) -> list[SpecProblem]:
     budget = spec.limits.max_cost_usd
     if budget is None:
         return []
-    for index, region in enumerate(get_target(spec.target.type).regions(spec)):
-        price = get_target(spec.target.type).price(spec, index)
+    pointer, where = "/limits/max_cost_usd", get_target(spec.target.type).regions(spec)
+    prices = [get_target(spec.target.type).price(spec, index) for index in range(len(where))]
+    serving = [serving_price(spec)] if spec.serve else []
+    for part, price in [*(("target", price) for price in prices), *(("serve", price) for price in serving)]:
         if price.usd_per_hour is None:
-            expected = "a known price: set target.price_usd_per_hour, or leave the budget out"
-            return [SpecProblem("/limits/max_cost_usd", "the budget cannot be enforced", price.source, expected)]
+            expected = f"a known price: set {part}.price_usd_per_hour, or leave the budget out"
+            return [SpecProblem(pointer, "the budget cannot be enforced", price.source, expected)]
+    for region, price in zip(where, prices, strict=True):
         if training_seconds(spec, price) < MIN_ATTEMPT_SECONDS:
-            found = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}"
-            return [
-                SpecProblem("/limits/max_cost_usd", "the budget is too small", found, "at least a minute of training")
-            ]
+            found, expected = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}", "a minute of training"
+            if serving:
+                found += f" and {serving[0].usd_per_hour} for the endpoint"
+                expected += f" and {MIN_ENDPOINT_SECONDS // 60} minutes of the endpoint"
+            return [SpecProblem(pointer, "the budget is too small", found, f"at least {expected}")]
     return []
-
-
-def training_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> int:
-    """How long training may run: max_duration, or what is left of the budget if that is less."""
-    allowed = seconds(spec.limits.max_duration)
-    if spec.limits.max_cost_usd is None or price.usd_per_hour is None:
-        return allowed
-    return min(allowed, int((spec.limits.max_cost_usd - spent_usd) / price.usd_per_hour * 3600))
 
 
 def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

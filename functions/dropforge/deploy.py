@@ -7,8 +7,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from . import clients, names
+from .admission import MIN_ATTEMPT_SECONDS
 from .classify import client_errors
 from .errors import CloudError, ErrorClass
+from .limits import endpoint_expiry, serving_price
 from .log import log
 from .notify import announce
 from .outcome import failed, superseded, waiting
@@ -29,7 +31,8 @@ def deploy(run: str, execution: str) -> dict[str, Any]:
     Answers {"status": "READY" | "PENDING" | "FAILED" | "CANCELLED" | "SUPERSEDED", ...}.
     """
     store = open_store()
-    record = store.update(run, lambda found: _enter(found, execution))
+    spec = store.spec(run)
+    record = store.update(run, lambda found: _enter(found, execution, spec))
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
     if record.cancel_requested:
@@ -37,7 +40,6 @@ def deploy(run: str, execution: str) -> dict[str, Any]:
     if record.endpoint:
         return {"status": "READY", "url": record.endpoint.url}
     announce(record, RunState.DEPLOYING)
-    spec = store.spec(run)
     try:
         return _deploy(store, record, spec)
     except CloudError as error:
@@ -52,7 +54,11 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     server = get_server(spec.serve.type)
     began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
     # The label is set when the service is made, so that it expires even if nobody ever looks at it again.
-    expires = began + timedelta(seconds=seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl))
+    expires = endpoint_expiry(record, spec, began)
+    if (expires - began).total_seconds() < MIN_ATTEMPT_SECONDS:
+        message = f"{record.training_cost(began):.2f} of {spec.limits.max_cost_usd:g} USD are spent"
+        hint = "the model is kept; raise limits.max_cost_usd"
+        return failed(ErrorClass.BUDGET, f"nothing is left for the endpoint: {message}", hint)
     deployment = Deployment(record.run, spec, settings(), expires, launch_of(record, spec))
     resources = server.resources(deployment)
     for resource in resources:
@@ -100,10 +106,14 @@ def completion_problem(url: str, model: str) -> str:
     return ""
 
 
-def _enter(record: Record, execution: str) -> Record:
+def _enter(record: Record, execution: str, spec: JobSpec) -> Record:
+    """What the endpoint costs is pinned here, as an attempt's price is when it is opened."""
     if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
         return record
-    return record.entered(RunState.DEPLOYING, utc_now())
+    if record.state is RunState.DEPLOYING:
+        return record
+    entered = record.entered(RunState.DEPLOYING, utc_now())
+    return entered.model_copy(update={"serving_usd_per_hour": serving_price(spec).usd_per_hour})
 
 
 def _with_endpoint(record: Record, endpoint: Endpoint) -> Record:
@@ -114,8 +124,12 @@ def _with_endpoint(record: Record, endpoint: Endpoint) -> Record:
 def _not_yet(deployment: Deployment, began: datetime, problem: Callable[[], CloudError]) -> dict[str, Any]:
     """Wait as long as the spec allows; then `problem` says why it was for nothing."""
     assert deployment.spec.serve is not None
-    patience = seconds(deployment.spec.serve.startup_timeout)
-    if (utc_now() - began).total_seconds() < patience:
-        return waiting("PENDING", RETRY_SECONDS)
-    error = problem()
-    return failed(error.error_class, f"the endpoint was not ready after {patience} s: {error.message}", error.hint)
+    patience = timedelta(seconds=seconds(deployment.spec.serve.startup_timeout))
+    ends = min(began + patience, deployment.expires)
+    if utc_now() < ends:
+        return {**waiting("PENDING", RETRY_SECONDS), "deadline": ends.timestamp()}
+    error, waited = problem(), (ends - began).total_seconds()
+    if ends < began + patience:
+        message = f"the budget paid for {waited:.0f} s of an endpoint that was not ready: {error.message}"
+        return failed(ErrorClass.BUDGET, message, "the model is kept; raise limits.max_cost_usd")
+    return failed(error.error_class, f"the endpoint was not ready after {waited:.0f} s: {error.message}", error.hint)

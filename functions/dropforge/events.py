@@ -91,13 +91,17 @@ JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
 
 
 class RunEvent(Event):
-    """A state change of a run, for other systems. `id` is the same when the same change is told twice."""
+    """A state change of a run, for other systems, or a notice while it is in that state: `notice` tells which one.
+
+    `id` is the same when the same change, or notice, is told twice.
+    """
 
     id: str
     run: str
     state: str
     time: datetime
     name: str = ""
+    notice: str | None = None
     details: dict[str, JsonValue] = {}
 
 
@@ -111,7 +115,7 @@ def job_event_message(event: JobEvent) -> tuple[bytes, dict[str, str]]:
 
 def run_event_message(event: RunEvent) -> tuple[bytes, dict[str, str]]:
     """Data and attributes of the Pub/Sub message for a run event."""
-    kind = f"{RUN_EVENT_TYPE}.{event.state.lower()}"
+    kind = f"{RUN_EVENT_TYPE}.{event.state.lower() if event.notice is None else 'notice'}"
     return event.model_dump_json().encode(), _attributes(event.id, kind, event.run, event.time)
 
 

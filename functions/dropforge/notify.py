@@ -7,6 +7,7 @@ was not reached.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 from . import clients, names
@@ -14,11 +15,12 @@ from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, Conflict, ErrorClass
 from .events import RunEvent, run_event_message
+from .limits import Notice, running_since
 from .log import log
 from .outcome import superseded
-from .runs import Record, RunError, RunState, Transition, open_store, utc_now
+from .runs import Record, RunError, RunState, RunStore, Transition, open_store, utc_now
 from .settings import settings
-from .slack import send, slack_message
+from .slack import Message, notice_message, send, slack_message
 from .spec import JobSpec
 
 PUBLISH_TIMEOUT_SECONDS = 20
@@ -27,8 +29,9 @@ PUBLISH_TIMEOUT_SECONDS = 20
 def notify(run: str, execution: str, state: RunState, error: RunError | None) -> dict[str, Any]:
     """Enter `state` and tell everybody. Raises NotFound for an unknown run.
 
-    Answers {"status": "NOTIFIED" | "UNTOLD" | "SUPERSEDED", "state": ...}; UNTOLD: the state is entered, but not
-    everybody could be told: call again.
+    Answers {"status": "NOTIFIED" | "UNTOLD" | "CANCELLED" | "SUPERSEDED", "state": ...}. UNTOLD: the state is entered,
+    but not everybody could be told: call again. CANCELLED: no success is written, because somebody has asked for the
+    run's end since teardown looked: tear down what was kept, and call again with that state.
     """
     store = open_store()
     try:
@@ -36,6 +39,8 @@ def notify(run: str, execution: str, state: RunState, error: RunError | None) ->
     except Conflict as conflict:
         log(str(conflict), stage="notify", run=run, severity="WARNING")
         return superseded(store.record(run))
+    if _cancel_wins(record, execution, state):
+        return {"status": "CANCELLED", "state": record.state}
     if record.execution != execution or record.state is not state:
         return superseded(record)
     spec = store.spec(run)
@@ -56,10 +61,26 @@ def report(record: Record, spec: JobSpec) -> dict[str, Any]:
         **kept,
         "ended": record.history[-1].time.isoformat(),
         "seconds_per_stage": record.stage_seconds(utc_now()),
-        "training_cost_usd": record.training_cost(utc_now()),
+        "cost_usd": cost(record, utc_now()),
         "endpoint": record.endpoint.model_dump(mode="json") if record.endpoint else None,
         "error": record.error.model_dump(mode="json") if record.error else None,
         "spec": spec.model_dump(mode="json", by_alias=True),
+    }
+
+
+def cost(record: Record, now: datetime) -> dict[str, Any]:
+    """What a run has cost by part, and what it may still cost; null where a price is unknown.
+
+    `endpoint_at_most` is what it has cost so far if all its instances ran all the time, `endpoint_until_it_expires`
+    what that comes to.
+    """
+    lasts = record.endpoint.expires if record.endpoint and not record.endpoint.ended else now
+    return {
+        "attempts": [None if (usd := a.cost(now)) is None else round(usd, 6) for a in record.attempts],
+        "training": record.training_cost(now),
+        "endpoint_at_most": record.serving_cost(now),
+        "endpoint_until_it_expires": record.serving_cost(lasts),
+        "total_at_most": record.cost(lasts),
     }
 
 
@@ -72,22 +93,47 @@ def tell(record: Record, spec: JobSpec | None = None) -> None:
     tell_people(record, spec)
 
 
+def warn(store: RunStore, record: Record, spec: JobSpec, notice: Notice) -> Record:
+    """Tell everybody a notice, once: a second telling, after a death before it was noted, has the same event id."""
+    if notice.key in record.notices:
+        return record
+    log(notice.text, stage="notify", run=record.run, severity="WARNING", notice=notice.key)
+    event = RunEvent(
+        id=f"{record.run}/notice/{notice.key}",
+        run=record.run,
+        state=record.state,
+        time=utc_now(),
+        name=record.name,
+        notice=notice.key,
+        details={"text": notice.text, "cost_usd": record.cost(utc_now())},
+    )
+    untold = _publish(event)
+    _, may_pass = _send(notice_message(record, notice), record, spec)
+    if untold or may_pass:
+        return record  # told again at the next look
+    return store.update(record.run, lambda found: _with_notice(found, notice.key))
+
+
 def tell_people(record: Record, spec: JobSpec | None = None) -> None:
     """Send the Slack message for the record's present state.
 
     Raises CloudError (TRANSIENT) when a terminal state could not be told and trying again may help; nobody should
     wait for Slack in the middle of a run.
     """
-    message = slack_message(record, spec, settings(), utc_now())
+    problem, may_pass = _send(slack_message(record, spec, settings(), utc_now()), record, spec)
+    if problem and may_pass and record.state.is_terminal:
+        raise CloudError(ErrorClass.TRANSIENT, problem)
+
+
+def _send(message: Message | None, record: Record, spec: JobSpec | None) -> tuple[str, bool]:
+    """Send a message where the spec, or the deployment, says. Answers as `slack.send` does."""
     secret = spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings().slack_webhook_secret
     if message is None or not secret:
-        return
+        return "", False
     problem, may_pass = send(secret, message, settings())
-    if not problem:
-        return
-    log(problem, stage="notify", run=record.run, severity="ERROR")
-    if may_pass and record.state.is_terminal:
-        raise CloudError(ErrorClass.TRANSIENT, problem)
+    if problem:
+        log(problem, stage="notify", run=record.run, severity="ERROR")
+    return problem, may_pass
 
 
 def announce(record: Record, state: RunState) -> None:
@@ -102,6 +148,13 @@ def announce(record: Record, state: RunState) -> None:
         name=record.name,
         details=_details(record, entered),
     )
+    problem = _publish(event)
+    if problem and state.is_terminal:
+        raise CloudError(ErrorClass.TRANSIENT, problem)
+
+
+def _publish(event: RunEvent) -> str:
+    """Publish a run event; what went wrong, if anything did."""
     data, attributes = run_event_message(event)
     topic = settings().topic(settings().run_events_topic)
     failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
@@ -109,9 +162,9 @@ def announce(record: Record, state: RunState) -> None:
         clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
     except failures as error:
         problem = f"the run event {event.id} could not be published: {error or type(error).__name__}"
-        log(problem, stage="notify", run=record.run, severity="ERROR")
-        if state.is_terminal:
-            raise CloudError(ErrorClass.TRANSIENT, problem) from error
+        log(problem, stage="notify", run=event.run, severity="ERROR")
+        return problem
+    return ""
 
 
 def _details(record: Record, entered: Transition) -> dict[str, Any]:
@@ -123,12 +176,25 @@ def _details(record: Record, entered: Transition) -> dict[str, Any]:
         details["error"] = record.error.model_dump(mode="json") if record.error else None
         details["problems"] = record.problems
         details["endpoint"] = record.endpoint.model_dump(mode="json") if record.endpoint else None
-        details["training_cost_usd"] = record.training_cost(utc_now())
+        details["cost_usd"] = cost(record, utc_now())
     return details
 
 
 def _enter(record: Record, execution: str, state: RunState, error: RunError | None) -> Record:
-    if record.execution != execution or record.state is state:
+    if record.execution != execution or record.state is state or _cancel_wins(record, execution, state):
         return record
-    moved = record.entered(state, utc_now())
+    now = utc_now()
+    moved = record.entered(state, now)
+    if state is RunState.TRAINING:
+        return moved.with_running(record.attempt, running_since(record.attempts[-1], now, settings()))
     return moved.model_copy(update={"error": error, "callback_url": None}) if state.is_terminal else moved
+
+
+def _cancel_wins(record: Record, execution: str, state: RunState) -> bool:
+    """Whether somebody has asked for the end of a run that is about to have succeeded."""
+    asked = record.cancel_requested is not None and not record.state.is_terminal
+    return asked and record.execution == execution and state is RunState.SUCCEEDED
+
+
+def _with_notice(record: Record, key: str) -> Record:
+    return record if key in record.notices else record.model_copy(update={"notices": [*record.notices, key]})

@@ -6,7 +6,7 @@ from typing import Any
 
 from .errors import ErrorClass
 from .runs import Record, RunError
-from .spec import JobSpec
+from .spec import JobSpec, Limits
 
 
 def waiting(status: str, seconds: float) -> dict[str, Any]:
@@ -26,9 +26,24 @@ def failed(error_class: ErrorClass, message: str, hint: str = "", retry: bool = 
 
 
 def retry_or_fail(record: Record, spec: JobSpec, failure: RunError) -> dict[str, Any]:
-    """A failure, to be tried again if its class allows it and attempts are left."""
-    retry = failure.error_class.tries_again and record.attempt < spec.limits.max_attempts
-    return failed(failure.error_class, failure.message, failure.hint, retry)
+    """A failure that the record notes as the end of its latest attempt; tried again if limits.retry allows it."""
+    allowed = retries(spec.limits, failure.error_class)
+    ended_so = sum(1 for a in record.attempts if a.error and a.error.error_class is failure.error_class)
+    if ended_so <= allowed and record.attempt < spec.limits.max_attempts:
+        return failed(failure.error_class, failure.message, failure.hint, retry=True)
+    message = failure.message
+    if allowed and record.attempt >= spec.limits.max_attempts:
+        message += f"; that was attempt {record.attempt}, and limits.max_attempts is {spec.limits.max_attempts}"
+    elif allowed:
+        message += f"; {ended_so} attempts have ended so, and limits.retry.{failure.error_class} is {allowed}"
+    return failed(failure.error_class, message, failure.hint)
+
+
+def retries(limits: Limits, error_class: ErrorClass) -> int:
+    """How many attempts that end so are followed by another one."""
+    if error_class is ErrorClass.STUCK and limits.on_stuck != "restart":
+        return 0
+    return int(getattr(limits.retry, error_class, 0))
 
 
 def error(error_class: ErrorClass, message: str, hint: str = "") -> dict[str, str]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from .admission import MIN_ATTEMPT_SECONDS, training_seconds
+from .admission import MIN_ATTEMPT_SECONDS
+from .catalog import HourlyPrice
 from .errors import CloudError, ErrorClass
+from .limits import paid_seconds
 from .log import log
 from .notify import announce
 from .outcome import failed, retry_or_fail, superseded, waiting
-from .runs import Attempt, Record, RunError, RunState, RunStore, open_store, utc_now
+from .runs import Attempt, Limit, Record, RunError, RunState, RunStore, open_store, utc_now
 from .settings import settings
 from .spec import JobSpec, seconds
 from .targets import get_target
 from .targets.base import Launch
 
+MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
+LOOK_SECONDS = 15  # how soon a cancel is seen while nothing is asked for
 _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING})
 
 
@@ -32,9 +36,7 @@ def provision(run: str, execution: str, attempt: int) -> dict[str, Any]:
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, "cancelled while provisioning")
     if record.attempt != attempt:
-        return failed(
-            ErrorClass.DEADLINE, _no_time_left(record, spec), "raise limits.max_duration or limits.max_cost_usd"
-        )
+        return _not_opened(record, spec)
     if ended := record.attempts[-1].error:
         return retry_or_fail(record, spec, ended)  # the reply was lost
     announce(record, RunState.PROVISIONING)
@@ -69,13 +71,15 @@ def _launch(store: RunStore, launch: Launch, attempt: Attempt) -> dict[str, Any]
     for resource in target.resources(launch):
         store.intend(launch.run, resource.kind, resource.name, launch.attempt)
     if not target.provision(launch):
+        # A cluster of the attempt's own, or a machine that is made at once, takes its time: max_wait is for capacity.
         waited = (utc_now() - attempt.started).total_seconds()
-        if waited > min(launch.timeout_seconds, attempt.max_wait_seconds or launch.settings.provision_deadline_seconds):
+        patience = max(attempt.max_wait_seconds or 0, launch.settings.provision_deadline_seconds)
+        if waited > min(launch.timeout_seconds, patience):
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
-        return waiting("PENDING", seconds=2)
+        return {**waiting("PENDING", seconds=2), "deadline": attempt.deadline.timestamp()}
     log("launched", stage="provision", run=launch.run, attempt=launch.attempt)
-    return {"status": "RUNNING"}
+    return {"status": "RUNNING", "deadline": attempt.deadline.timestamp()}
 
 
 def _claim(record: Record, execution: str, attempt: int, spec: JobSpec) -> Record:
@@ -87,23 +91,38 @@ def _claim(record: Record, execution: str, attempt: int, spec: JobSpec) -> Recor
     if record.cancel_requested:
         return record
     now = utc_now()
-    opened = None if record.attempt >= attempt else _open_attempt(record, attempt, spec, now)
+    if record.attempt >= attempt or pause_seconds(record, spec, now) > 0:
+        return record
+    opened = _open_attempt(record, attempt, spec, now)
     if opened is None:
         return record
     record = record.model_copy(update={"attempts": [*record.attempts, opened]})
     return record.entered(RunState.PROVISIONING, now)
 
 
+def pause_seconds(record: Record, spec: JobSpec, now: datetime) -> float:
+    """How long to ask for nothing, because every placement has refused since the last pause; 0: not at all."""
+    last = record.attempts[-1] if record.attempts else None
+    if last is None or last.ended is None or last.error is None or not last.error.error_class.moves_on:
+        return 0.0
+    rounds, rest = divmod(_moves(record), len(spec.target.placements))
+    if rest:
+        return 0.0
+    pause = min(float(MAX_PAUSE_SECONDS), settings().capacity_pause_seconds * 2.0 ** (rounds - 1))
+    return max(0.0, pause - (now - last.ended).total_seconds())
+
+
+def _moves(record: Record) -> int:
+    return sum(1 for a in record.attempts if a.error and a.error.error_class.moves_on)
+
+
 def _open_attempt(record: Record, number: int, spec: JobSpec, now: datetime) -> Attempt | None:
     """The next attempt, at the placement whose turn it is; None when neither time nor money is left for it."""
     target = get_target(spec.target.type)
     regions = target.regions(spec)
-    moves = sum(1 for a in record.attempts if a.error and a.error.error_class.moves_on)
-    placement = moves % len(regions)
+    placement = _moves(record) % len(regions)
     price = target.price(spec, placement)
-    ends = record.created + timedelta(seconds=seconds(spec.limits.max_duration))
-    allowed = training_seconds(spec, price, record.training_cost(now) or 0.0)
-    deadline = min(ends, now + timedelta(seconds=allowed))
+    deadline, limit = _deadline(record, spec, price, now)
     if (deadline - now).total_seconds() < MIN_ATTEMPT_SECONDS:
         return None
     max_wait = spec.target.placements[placement].max_wait
@@ -113,15 +132,41 @@ def _open_attempt(record: Record, number: int, spec: JobSpec, now: datetime) -> 
         region=regions[placement],
         started=now,
         deadline=deadline,
+        limit=limit,
         usd_per_hour=price.usd_per_hour,
         max_wait_seconds=None if max_wait is None else seconds(max_wait),
     )
 
 
-def _no_time_left(record: Record, spec: JobSpec) -> str:
+def _deadline(record: Record, spec: JobSpec, price: HourlyPrice, now: datetime) -> tuple[datetime, Limit]:
+    """When an attempt that is opened now must have ended, and which limit says so: time or money."""
+    ends = record.created + timedelta(seconds=seconds(spec.limits.max_duration))
+    paid = paid_seconds(spec, price, record.training_cost(now) or 0.0)
+    if paid is None or now + timedelta(seconds=paid) >= ends:
+        return ends, "max_duration"
+    return now + timedelta(seconds=paid), "max_cost_usd"
+
+
+def _not_opened(record: Record, spec: JobSpec) -> dict[str, Any]:
+    """Why there is no such attempt: a pause, or an end of time or money."""
+    now = utc_now()
+    if pause := pause_seconds(record, spec, now):
+        ends = record.created + timedelta(seconds=seconds(spec.limits.max_duration))
+        return {**waiting("PENDING", min(pause, LOOK_SECONDS)), "deadline": ends.timestamp()}
+    price = get_target(spec.target.type).price(spec, _moves(record) % len(spec.target.placements))
+    _, limit = _deadline(record, spec, price, now)
+    found = ErrorClass.BUDGET if limit == "max_cost_usd" else ErrorClass.DEADLINE
+    return failed(found, _nothing_left(record, spec), f"raise limits.{limit}; checkpoints are kept")
+
+
+def _nothing_left(record: Record, spec: JobSpec) -> str:
     spent = record.training_cost(utc_now())
     cost = "unknown cost" if spent is None else f"{spent:.2f} USD"
-    limits = f"{spec.limits.max_cost_usd} USD and {spec.limits.max_duration}"
-    return (
-        f"no time is left for attempt {record.attempt + 1}: {cost} spent since {record.created:%H:%M:%S}, of {limits}"
+    limits = f"{spec.limits.max_duration} and " + (
+        "no budget" if spec.limits.max_cost_usd is None else f"{spec.limits.max_cost_usd:g} USD"
     )
+    message = f"nothing is left for attempt {record.attempt + 1}: {cost} spent since {record.created:%H:%M:%S}"
+    why = (
+        f"; the last one: {record.attempts[-1].error.message}" if record.attempts and record.attempts[-1].error else ""
+    )
+    return f"{message}, of {limits}{why}"

@@ -21,6 +21,7 @@ from .errors import Conflict, ErrorClass, NotFound
 from .spec import JobSpec
 
 M = TypeVar("M", bound=BaseModel)
+Limit = Literal["max_duration", "max_cost_usd"]  # of a spec's `limits`
 UPDATE_TRIES = 12
 
 
@@ -86,7 +87,7 @@ class Attempt(Stored):
     region: str
     started: datetime
     deadline: datetime
-    limit: Literal["max_duration", "max_cost_usd"] = "max_duration"
+    limit: Limit = "max_duration"
     usd_per_hour: float | None = None
     max_wait_seconds: int | None = None
     launched: datetime | None = None
@@ -97,11 +98,13 @@ class Attempt(Stored):
     def cost(self, now: datetime) -> float | None:
         """US dollars so far, at the price that was pinned when it was opened; None when that is unknown.
 
-        Waiting for capacity costs nothing, once it is known to have been in vain or to be over.
+        Waiting for capacity costs nothing. An attempt that ended without having been seen to run, and not for lack
+        of capacity, may have run from the start.
         """
         if self.usd_per_hour is None:
             return None
-        if self.running is None and self.error is not None and self.error.error_class.moves_on:
+        waited = self.ended is None or (self.error is not None and self.error.error_class.moves_on)
+        if self.running is None and waited:
             return 0.0
         spent = (self.ended or now) - (self.running or self.started)
         return self.usd_per_hour * max(0.0, spent.total_seconds()) / 3600
@@ -158,10 +161,20 @@ class Record(Stored):
 
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
         """This record with the end of an attempt; what was noted of that end first stays."""
-        attempts = [
-            a.model_copy(update={"ended": a.ended or now, "error": a.error or error}) if a.number == attempt else a
-            for a in self.attempts
-        ]
+        return self._with_attempt(
+            attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
+        )
+
+    def with_launch(self, attempt: int, now: datetime) -> Record:
+        """This record with the time at which an attempt's resources were seen to be made, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
+
+    def with_running(self, attempt: int, since: datetime) -> Record:
+        """This record with the time since which an attempt may have run, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
+
+    def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
+        attempts = [change(a) if a.number == number else a for a in self.attempts]
         return self.model_copy(update={"attempts": attempts})
 
     def stage_seconds(self, now: datetime) -> dict[str, float]:
@@ -177,6 +190,11 @@ class Record(Stored):
         """US dollars that the attempts have cost so far; None when a price is unknown."""
         costs = [attempt.cost(now) for attempt in self.attempts]
         return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
+
+    def cost(self, now: datetime) -> float | None:
+        """US dollars so far, of training and endpoint together, at most; None when a price is unknown."""
+        training, serving = self.training_cost(now), self.serving_cost(now)
+        return None if training is None or serving is None else round(training + serving, 6)
 
     def serving_cost(self, now: datetime) -> float | None:
         """US dollars that the endpoint has cost so far, at most: as if all its instances had run since it was made.
@@ -351,6 +369,12 @@ class RunStore:
             self.bucket, prefix=prefix, start_offset=start_offset, fields="items(name),nextPageToken"
         )
         return (blob.name for blob in blobs)
+
+    def written(self, prefix: str) -> Iterator[tuple[str, datetime]]:
+        """Object names under a prefix, in order, each with the time at which the bucket took it."""
+        fields = "items(name,timeCreated),nextPageToken"
+        blobs = self.bucket.client.list_blobs(self.bucket, prefix=prefix, fields=fields)
+        return ((blob.name, blob.time_created) for blob in blobs)
 
     def runs(self) -> Iterator[str]:
         """Every run's id."""

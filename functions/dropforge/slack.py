@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from . import clients
 from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
+from .limits import Notice
 from .runs import Record, RunState
 from .settings import Settings
 from .spec import GkeServe, JobSpec, TpuVmServe, TrainingVmServe, accelerators_of, redact
@@ -54,6 +55,15 @@ def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now:
     event_id = f"{record.run}/{entered.attempt}/{record.state.lower()}"
     blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"run `{record.run}` · {event_id}"}]})
     return Message(_escaped(title), blocks)
+
+
+def notice_message(record: Record, notice: Notice) -> Message:
+    """The message for something that people should hear while a run goes on."""
+    title = f"{record.name or record.run} {notice.headline}"
+    header = {"type": "header", "text": {"type": "plain_text", "text": f":warning: {title}"[:MAX_HEADER]}}
+    where = f"run `{record.run}` · {record.run}/notice/{notice.key}"
+    context = {"type": "context", "elements": [{"type": "mrkdwn", "text": where}]}
+    return Message(_escaped(title), [header, _section(notice.text), context])
 
 
 def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
@@ -146,7 +156,9 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
         return "trained only; the spec asks for no endpoint"
     inside = spec is not None and isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe)
     where = ", inside the VPC only," if inside else ""
-    return f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
+    text = f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
+    cost = record.serving_cost(found.expires)
+    return text if cost is None else f"{text}; it costs at most ${cost:.2f} in all"
 
 
 def _error(record: Record) -> str:

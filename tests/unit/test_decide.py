@@ -9,7 +9,7 @@ import pytest
 
 from dropforge.errors import ErrorClass
 from dropforge.events import Failed, Preempted, Started, Succeeded
-from dropforge.inspect import decide
+from dropforge.inspect import Heard, Report, decide
 from dropforge.runs import Attempt, Record, RunState, Transition
 from dropforge.settings import Settings
 from dropforge.targets.base import Phase, Status
@@ -35,8 +35,14 @@ def record(started: timedelta = timedelta(minutes=-5), allowed: timedelta = time
     )
 
 
+def heard(events: list[Any], ago: float = 0, progress: float | None = None) -> Heard:
+    """What was received `ago` seconds ago, and the last progress, if there was any, `progress` seconds ago."""
+    told = [] if progress is None else [("p", NOW - timedelta(seconds=progress))]
+    return Heard([Report(event, NOW - timedelta(seconds=ago)) for event in events], told)
+
+
 def verdict(events: list[Any], cloud: Status | None, manifest: Any = None, **times: timedelta) -> Any:
-    return decide(events, manifest, cloud, record(**times), NOW, SETTINGS)
+    return decide(heard(events), manifest, cloud, record(**times), NOW, SETTINGS)
 
 
 @pytest.mark.parametrize("events", [[], [STARTED], [STARTED, FAILED], [PREEMPTED], [SUCCEEDED]])
@@ -61,10 +67,9 @@ def test_reported_success_without_a_manifest_waits_for_the_cloud() -> None:
 @pytest.mark.parametrize(
     ("events", "cloud", "expected"),
     [
-        ([FAILED], RUNNING, ErrorClass.DATA),
-        ([FAILED], None, ErrorClass.DATA),
         ([FAILED], Status(Phase.FAILED, "x", ErrorClass.CODE, 65), ErrorClass.DATA),
-        ([PREEMPTED], None, ErrorClass.PREEMPTED),
+        ([FAILED], Status(Phase.GONE, "x"), ErrorClass.DATA),
+        ([PREEMPTED], Status(Phase.FAILED, "x", ErrorClass.INFRASTRUCTURE), ErrorClass.PREEMPTED),
         ([STARTED], Status(Phase.FAILED, "x", ErrorClass.OUT_OF_MEMORY, 76), ErrorClass.OUT_OF_MEMORY),
         ([STARTED], Status(Phase.FAILED, "x"), ErrorClass.INFRASTRUCTURE),
         ([STARTED], Status(Phase.GONE, "x"), ErrorClass.INFRASTRUCTURE),
@@ -86,6 +91,65 @@ def test_pending_too_long_is_a_stockout() -> None:
     found = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
     assert found.error.error_class is ErrorClass.STOCKOUT
     assert "us-central1" in found.error.message
+
+
+def test_capacity_is_waited_for_from_the_launch() -> None:
+    """A cluster of the attempt's own takes longer to make than somebody may want to wait for its nodes."""
+    late = record(started=timedelta(seconds=-1801))
+    launched = late.with_launch(1, NOW - timedelta(seconds=1700))
+    assert decide(heard([]), None, Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
+
+
+@pytest.mark.parametrize("report", [FAILED, PREEMPTED])
+@pytest.mark.parametrize(
+    ("cloud", "ago", "progress", "believed"),
+    [
+        (RUNNING, 0, None, False),  # the container may still be ending
+        (RUNNING, 59, 60, False),
+        (RUNNING, 61, None, True),  # ... but not for so long
+        (Status(Phase.PENDING), 61, None, True),
+        (Status(Phase.FAILED), 0, None, True),
+        (None, 0, None, False),
+        (None, 3600, None, False),  # never before the cloud was asked
+        (RUNNING, 61, 57, True),  # events in another order
+        (RUNNING, 61, 1, False),  # training goes on: whoever reported its end was not the container
+        (RUNNING, 3000, 1, False),
+    ],
+)
+def test_a_reported_end_needs_the_cloud_or_silence(
+    report: Any, cloud: Status | None, ago: float, progress: float | None, believed: bool
+) -> None:
+    found = decide(heard([STARTED, report], ago, progress), None, cloud, record(), NOW, SETTINGS)
+    assert (found.error is not None) is believed
+
+
+def test_a_forged_failure_does_not_hide_how_the_attempt_really_ended() -> None:
+    cloud = Status(Phase.FAILED, "x", ErrorClass.PREEMPTED)
+    found = decide(heard([STARTED, FAILED], 600, 1), None, cloud, record(), NOW, SETTINGS)
+    assert found.error is not None
+    assert found.error.error_class is ErrorClass.PREEMPTED
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max_duration", "deadline"), ("max_cost_usd", "budget")])
+@pytest.mark.parametrize(
+    ("events", "cloud", "left"),
+    [
+        ([STARTED], RUNNING, -1),
+        ([STARTED], None, -1),
+        ([STARTED], Status(Phase.FAILED, "x", ErrorClass.DEADLINE), 20),
+        ([Failed(**BASE, sequence=2, error_class=ErrorClass.DEADLINE, message="x")], Status(Phase.FAILED), 20),
+    ],
+)
+def test_the_class_says_which_limit_ended_an_attempt(
+    events: list[Any], cloud: Status | None, left: int, limit: Any, expected: str
+) -> None:
+    found = record(timedelta(seconds=left) - timedelta(hours=1), timedelta(hours=1))
+    attempt = found.attempts[0].model_copy(update={"limit": limit})
+    now = found.model_copy(update={"attempts": [attempt]})
+    error = decide(heard(events), None, cloud, now, NOW, SETTINGS).error
+    assert error is not None
+    assert error.error_class == expected
+    assert limit in error.hint
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(0, True), (2, True), (4, False)])

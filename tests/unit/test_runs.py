@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dropforge.errors import Conflict
-from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.errors import Conflict, ErrorClass
+from dropforge.runs import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunError, RunState, Transition
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -71,9 +71,30 @@ def test_a_terminal_run_spends_no_more_time() -> None:
 def test_cost_sums_attempts_and_is_unknown_when_one_price_is() -> None:
     known = [attempt(1, 2.0, 1800), attempt(2, 4.0, None)]
     run = record().model_copy(update={"attempts": known})
-    assert run.training_cost(NOW + timedelta(minutes=15)) == 2.0
+    assert run.training_cost(NOW + timedelta(minutes=15)) == 1.0  # the second one waits for capacity
+    assert run.with_running(2, NOW).training_cost(NOW + timedelta(minutes=15)) == 2.0
+    late = run.with_running(2, NOW + timedelta(minutes=5)).with_running(2, NOW)  # what was noted first stays
+    assert late.training_cost(NOW + timedelta(minutes=20)) == 2.0
     run = run.model_copy(update={"attempts": [*known, attempt(3, None, 60)]})
     assert run.training_cost(NOW) is None
+
+
+@pytest.mark.parametrize(("error_class", "usd"), [("stockout", 0.0), ("quota", 0.0), ("preempted", 1.0)])
+def test_an_attempt_that_never_ran_costs_nothing_if_the_cloud_had_no_capacity(error_class: str, usd: float) -> None:
+    error = RunError(error_class=ErrorClass(error_class), message="x")
+    run = record().model_copy(update={"attempts": [attempt(1, 1.0, None)]})
+    assert run.with_end(1, error, NOW + timedelta(hours=1)).training_cost(NOW + timedelta(hours=2)) == usd
+
+
+def test_an_endpoint_costs_what_all_its_instances_would_until_it_expires() -> None:
+    run = record().entered(RunState.PROVISIONING, NOW).entered(RunState.DEPLOYING, NOW)
+    assert run.serving_cost(NOW + timedelta(hours=1)) is None
+    run = run.model_copy(update={"serving_usd_per_hour": 3.0})
+    assert run.serving_cost(NOW + timedelta(hours=1)) == 3.0
+    expires = NOW + timedelta(hours=2)
+    endpoint = Endpoint(url="u", model="m", service="s", region="r", ready=NOW, expires=expires)
+    run = run.model_copy(update={"endpoint": endpoint, "attempts": [attempt(1, 2.0, 1800)]})
+    assert run.cost(NOW + timedelta(days=1)) == 7.0
 
 
 def test_the_ledger_keeps_one_entry_per_resource() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .job import Columns, Dataset, Evaluation, JobSpec, SyntheticDataset, job_spec_schema
+from .job import Columns, Dataset, Evaluation, JobSpec, Limits, SyntheticDataset, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
 from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe
@@ -19,6 +19,7 @@ __all__ = [
     "GkeServe",
     "GkeTarget",
     "JobSpec",
+    "Limits",
     "RayTarget",
     "SyntheticDataset",
     "TpuVmServe",

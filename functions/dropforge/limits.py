@@ -1,0 +1,100 @@
+"""What a spec's limits come to: how long a run may train and serve, what has been used, and when people are warned.
+
+Prices are those that were pinned when an attempt was opened and the endpoint begun; what is not known to be unused is
+counted as used, so that the sum is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from .catalog import SECONDS_PER_HOUR, HourlyPrice
+from .runs import Attempt, Record
+from .serving import get_server
+from .settings import Settings
+from .spec import JobSpec, seconds
+
+# The shortest endpoint that is worth starting: its price is kept back from what training may cost.
+MIN_ENDPOINT_SECONDS = 600
+WARN_AT = (50, 80)  # percent of limits.max_cost_usd
+WARN_OF_TIME_AT = 80  # percent of limits.max_duration
+
+
+class Notice(NamedTuple):
+    """Something that people should hear once while a run goes on. `key` is unique within the run."""
+
+    key: str
+    headline: str
+    text: str
+
+
+def serving_price(spec: JobSpec) -> HourlyPrice:
+    """What all instances that the endpoint may have cost for an hour, while they run. The spec must serve."""
+    assert spec.serve is not None, "asked only of specs that serve"
+    return get_server(spec.serve.type).price(spec).times(spec.serve.max_instances)
+
+
+def training_budget(spec: JobSpec) -> float | None:
+    """US dollars that training may cost: the budget without what the shortest endpoint costs; None: no budget."""
+    budget = spec.limits.max_cost_usd
+    if budget is None or spec.serve is None:
+        return budget
+    hourly = serving_price(spec).usd_per_hour or 0.0
+    return budget - hourly * MIN_ENDPOINT_SECONDS / SECONDS_PER_HOUR
+
+
+def paid_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> int | None:
+    """How long the budget pays for training at `price`; None when nothing bounds it."""
+    budget = training_budget(spec)
+    if budget is None or price.usd_per_hour is None:
+        return None
+    return max(0, int((budget - spent_usd) / price.usd_per_hour * SECONDS_PER_HOUR))
+
+
+def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
+    """How long the first attempt may take: max_duration, or what the budget pays for if that is less."""
+    allowed, paid = seconds(spec.limits.max_duration), paid_seconds(spec, price)
+    return allowed if paid is None else min(allowed, paid)
+
+
+def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
+    """Until when the endpoint may live: for its ttl, and as long as the budget pays for all of its instances."""
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    expires = began + timedelta(seconds=seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl))
+    budget, hourly = spec.limits.max_cost_usd, record.serving_usd_per_hour
+    if budget is None or hourly is None:
+        return expires
+    left = max(0.0, budget - (record.training_cost(began) or 0.0))
+    return min(expires, began + timedelta(hours=left / hourly))
+
+
+def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:
+    """Since when an attempt that is seen to run may have run: it did not at the look before, a check interval ago."""
+    return max(attempt.launched or attempt.started, now - timedelta(seconds=settings.check_interval_seconds))
+
+
+def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
+    """The warnings about money and time that have not been given yet."""
+    budget, spent = spec.limits.max_cost_usd, record.cost(now)
+    if budget is not None and spent is not None:
+        passed = [percent for percent in WARN_AT if spent >= budget * percent / 100]
+        if passed and f"budget-{passed[-1]}" not in record.notices:
+            text = f"{spent:.2f} of {budget:g} USD are spent; at 100 % it is stopped, and its checkpoints are kept"
+            yield Notice(f"budget-{passed[-1]}", f"has used {passed[-1]} % of its budget", text)
+    used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
+    if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
+        text = f"max_duration is {spec.limits.max_duration}; at 100 % it is stopped, and its checkpoints are kept"
+        yield Notice(key, f"has used {WARN_OF_TIME_AT} % of its time", text)
+
+
+def seconds_to_warning(record: Record, spec: JobSpec, now: datetime) -> float:
+    """Seconds until the next warning is due, if the present attempt goes on; infinite when none is."""
+    waits = []
+    budget, spent, hourly = spec.limits.max_cost_usd, record.cost(now), record.attempts[-1].usd_per_hour
+    if budget is not None and spent is not None and hourly:
+        waits += [(budget * percent / 100 - spent) / hourly * SECONDS_PER_HOUR for percent in WARN_AT]
+    used = (now - record.created).total_seconds()
+    waits.append(seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 - used)
+    return min((wait for wait in waits if wait > 0), default=float("inf"))
