@@ -96,7 +96,8 @@ def run_stages(spec: JobSpec, runner: Runner, watch: Watch, seconds_left: Callab
     """Every stage that has not done its work yet, in order. Raises JobError, and Stopped with no process left."""
     try:
         runner.run("prepare")
-        if not watch.saved_step:  # a checkpoint has all weights
+        # A checkpoint has all weights, and pre-training begins without any.
+        if not watch.saved_step and spec.training.method != "pretrain":
             runner.run("import")
         train(spec, runner, watch, seconds_left)
         for stage in AFTER_TRAIN:
@@ -183,21 +184,24 @@ class Watch:
         return sorted(int(path.name) for path in found if path.name.isdecimal())
 
     def _save(self, step: int) -> None:
+        self._checkpoints.save(step, self._work.checkpoints / str(step), self._note(step))
+        for stale in self._steps():
+            if stale < step and stale != self._checkpoints.saved_step:
+                shutil.rmtree(self._work.checkpoints / str(stale))
+
+    def _note(self, step: int) -> dict[str, Any]:
+        """What an attempt that goes on from the step must know; what was told until then is forgotten."""
         self._saved = step
         reached = [told for told in self._steps_told if told <= step]
         now = self._steps_told[max(reached)] if reached else self._before
         self._before = now
         self._steps_told = {told: fields for told, fields in self._steps_told.items() if told > step}
-        notes = {
+        return {
             "train_loss": now["loss"],
             "loss_before": self._notes.get("loss_before"),
             "tokens": self._notes.get("tokens", 0) + now["tokens"],
             "train_seconds": self._notes.get("train_seconds", 0.0) + now["seconds"],
         }
-        self._checkpoints.save(step, self._work.checkpoints / str(step), notes)
-        for stale in self._steps():
-            if stale < step and stale != self._checkpoints.saved_step:
-                shutil.rmtree(self._work.checkpoints / str(stale))
 
 
 def resume(work: Work, checkpoints: CheckpointStore) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The train stage for training.method "sft": MaxText's trainer on rows of ours. `train` is all that a Ray worker needs.
+"""The train stage: MaxText's trainer on rows of ours. `train` is all that a Ray worker needs.
+
+The methods differ in the weights that they begin with: "sft" with the base model's, "pretrain" with random ones.
 
 MaxText takes any error of its data loader for the end of the data, saves a checkpoint and ends with 0. Batches are ours
 here, so that an error stays one; the verify stage asks for the last step all the same.
@@ -54,7 +56,9 @@ def train(work: Work, tell: Tell, stop: Callable[[], bool]) -> Result:
     logging.set_verbosity(logging.INFO)
     spec, prepared, data = work.spec, work.done("prepare"), Data.load(work.rows)
     steps = total_steps(spec, prepared, jax.device_count())
-    parameters = "" if work.checkpoints.exists() else work.done("import")["parameters"]  # a checkpoint has all weights
+    # A checkpoint has all weights; without one, and without parameters, the seed makes them.
+    imported = spec.training.method != "pretrain" and not work.checkpoints.exists()
+    parameters = work.done("import")["parameters"] if imported else ""
     config = pyconfig.initialize_pydantic(
         [train_sft.__file__, *common(prepared), *arguments(spec, prepared, work, steps, parameters)]
     )

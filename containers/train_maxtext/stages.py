@@ -38,7 +38,7 @@ SCRIPTS = {
     "publish": "publish.py",
 }
 # The stage that trains, by training.method; the other stages are the same for all methods.
-TRAIN_SCRIPTS = {"sft": "sft.py"}
+TRAIN_SCRIPTS = {"sft": "sft.py", "pretrain": "sft.py"}
 # The interpreter that has PyTorch, where it is not this one: MaxText's own environment pins other versions.
 TORCH_PYTHON = "DROPFORGE_TORCH_PYTHON"
 

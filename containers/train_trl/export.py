@@ -22,11 +22,13 @@ from dropforge.artifacts import Manifest, Source
 from dropforge.errors import Conflict, ErrorClass
 from dropforge.events import dumps
 from dropforge.log import log
-from dropforge.spec import JobSpec
+from dropforge.spec import JobSpec, SyntheticDataset
 
 SHARD_SIZE = "4GB"  # streamed by the server, several at once
 PARITY_ROWS = 3
 PARITY_TOLERANCE = 1e-3  # of logits, between the model that was saved and the one that loads again
+DROPFORGE = "[dropforge](https://dropforge.dev)"
+PRETRAINING = "pre-training from random weights; loss on every token"
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
 
@@ -112,28 +114,23 @@ def write_card(directory: Path, spec: JobSpec, provenance: Provenance, metrics: 
     """README.md: the model card, with how to ask the model what it was trained to answer."""
     rows = "\n".join(f"| {name} | {_number(value)} |" for name, value in metrics.items())
     adapter = spec.training.adapter
-    method = "full fine-tuning" if adapter.type == "none" else f"{adapter.type}, r {adapter.r}, alpha {adapter.alpha}"
-    ask = spec.dataset.columns.prompt if spec.dataset.columns else "the prompts of the data set"
+    tuning = "full fine-tuning" if adapter.type == "none" else f"{adapter.type}, r {adapter.r}, alpha {adapter.alpha}"
+    method = PRETRAINING if spec.training.method == "pretrain" else f"{tuning}; completion-only loss"
     card = f"""---
 base_model: {json.dumps(provenance.base.uri)}
 library_name: transformers
 pipeline_tag: text-generation
-tags: [dropforge, sft]
+tags: [dropforge, {spec.training.method}]
 ---
 # {spec.name}
 
-Fine-tuned by [dropforge](https://dropforge.dev). Use chat completions: the chat template is part of the model, and
-is what it was trained with. Ask with
-
-```text
-{ask}
-```
+{_introduction(spec)}
 
 | | |
 |---|---|
 | base model | `{provenance.base.uri}` at `{provenance.base.revision}` |
 | data set | `{provenance.dataset.uri}` at `{provenance.dataset.revision}` |
-| method | {method}; completion-only loss |
+| method | {method} |
 | licence | that of the base model and of the data |
 
 | metric | value |
@@ -147,6 +144,20 @@ The job spec:
 ```
 """
     (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def _introduction(spec: JobSpec) -> str:
+    """What the model is, and how to ask it."""
+    if isinstance(spec.dataset, SyntheticDataset):
+        return f"""Pre-trained by {DROPFORGE} on random tokens, with shapes and tokenizer of another model. It shows
+that the machines train, and has learnt nothing that one could ask for."""
+    ask = spec.dataset.columns.prompt if spec.dataset.columns else "the prompts of the data set"
+    return f"""Fine-tuned by {DROPFORGE}. Use chat completions: the chat template is part of the model, and
+is what it was trained with. Ask with
+
+```text
+{ask}
+```"""
 
 
 def publish(

@@ -335,8 +335,8 @@ def load_spec(client: Any, job: Job) -> JobSpec:
     return parse_spec(client.bucket(job.bucket).blob(spec_object(job.run)).download_as_bytes())
 
 
-def fetch_model(spec: JobSpec, client: Any, directory: Path) -> tuple[str, Source]:
-    """The base model's files on disk, and what exactly they are."""
+def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = True) -> tuple[str, Source]:
+    """The base model's files on disk, and what exactly they are; the Hub's come without `weights` if need be."""
     source = spec.model.source
     if source.startswith("gs://"):
         artifacts.download_prefix(client, source, directory)
@@ -346,7 +346,7 @@ def fetch_model(spec: JobSpec, client: Any, directory: Path) -> tuple[str, Sourc
         return str(directory), Source(uri=source, revision=artifacts.prefix_revision(client, source))
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+    files = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
     copies = ["original/*", "consolidated*"]  # the same weights once more, in another layout
     path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
     return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit

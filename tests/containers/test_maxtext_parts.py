@@ -28,7 +28,7 @@ from batches import IGNORED, Data, Rows, collate, pack  # noqa: E402
 from driver import Watch, train  # noqa: E402
 from export_hf import check_tensors, tensors  # noqa: E402
 from family import family_of  # noqa: E402
-from prepare import total_steps  # noqa: E402
+from prepare import PROBE_TOKENS, synthetic, total_steps  # noqa: E402
 from stages import AFTER_TRAIN, SCRIPTS, STAGES, TRAIN_SCRIPTS, Runner, Work, died, train_script  # noqa: E402
 from verify import check_trained  # noqa: E402
 
@@ -251,11 +251,29 @@ def test_results_are_of_one_spec(tmp_path: Path) -> None:
     assert work.result("prepare") is None
 
 
+@pytest.mark.parametrize(("max_length", "tpu", "length"), [(20, False, 32), (1024, True, 1024), (32_768, True, 32_768)])
+def test_synthetic_rows_are_whole_sequences_of_random_tokens(max_length: int, tpu: bool, length: int) -> None:
+    document = spec(max_length=max_length).model_dump(mode="json", by_alias=True)
+    document["training"]["method"] = "pretrain"
+    target = {"type": "ray", "placements": [{"region": "us-east5"}]}
+    document |= {"dataset": {"type": "synthetic", "rows": 30}, "target": target}
+    made = [synthetic(JobSpec.model_validate_json(json.dumps(document)), 500, tpu) for _ in range(2)]
+    data = made[0].data
+    assert data.length == length
+    assert data.train.lengths == [length] * 30
+    assert (data.train.ids == made[1].data.train.ids).all()
+    assert (data.train.ids == data.train.labels).all()  # each token is learnt
+    assert {int(data.train.ids.min()), int(data.train.ids.max())} <= {0, 1, 2, 3, 4, 5, *range(480, 500)}
+    assert len(data.probe) == max(1, min(30, PROBE_TOKENS // length))
+    assert (data.probe.row(0)[0] == data.train.row(0)[0]).all()
+    assert data.batch(0, 2, seed=0)["targets_segmentation"].sum() == 2 * (length - 1)
+
+
 def test_every_stage_has_a_script_and_methods_are_named() -> None:
     scripts = [SCRIPTS[stage] for stage in STAGES if stage != "train"] + list(TRAIN_SCRIPTS.values())
     assert [script for script in scripts if not (MAXTEXT / script).is_file()] == []
     assert set(AFTER_TRAIN) < set(STAGES)
-    with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of sft"):
+    with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of pretrain, sft"):
         train_script("dpo")
 
 
