@@ -15,22 +15,23 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from job import INTERNAL, Job, JobError
+from shared_checkpoints import STEPS, newest, root_of, upload
 from stages import Result, Work, classify_stage, describe, stage_main, write_json
 from tpu_slice import Slice
 
+from dropforge import clients
+from dropforge.artifacts import download_prefix
 from dropforge.errors import ErrorClass
-from dropforge.log import log
 
-PREFIX = "maxtext"
 WORKER_FAILURES = 3  # lost workers within one attempt; each goes on from the newest checkpoint
 POLL_SECONDS = 0.5
-TRANSFERS = 8
+# For the hosts that are left to take leave of one that is lost, which they never can: Ray waits 30 s by default.
+SHUTDOWN_SECONDS = 5
 
 
 def run(work: Work) -> Result:
@@ -38,10 +39,11 @@ def run(work: Work) -> Result:
     import ray
 
     job, hosts = Job.from_environment(), Slice.from_environment()
-    root = f"gs://{job.bucket}/checkpoints/{job.run}/{PREFIX}"
+    root = root_of(job)
     use_storage(os.environ)
+    os.environ.setdefault("JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S", str(SHUTDOWN_SECONDS))
     ray.init(log_to_driver=True, runtime_env={"env_vars": worker_environment(tpu=bool(work.done("prepare")["tpu"]))})
-    if not newest(root):
+    if not newest(root) and work.result("import"):
         upload(Path(work.done("import")["parameters"]), f"{root}/imported")
     exchange = make_exchange()
     with Relay(work, exchange):
@@ -54,7 +56,8 @@ def run(work: Work) -> Result:
         raise lost("the workers ended, and none of them said how")
     if not result["stopped"]:
         step = str(result["step"])
-        download(f"{root}/run/checkpoints/{step}/model_params", work.checkpoints / step / "model_params")
+        parameters = work.checkpoints / step / "model_params"
+        download_prefix(clients.storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
     return result
 
 
@@ -150,7 +153,7 @@ class HostWork(Work):
     @property
     def checkpoints(self) -> Any:
         """The newest whole checkpoint; before there is one, a directory that does not exist."""
-        return self.training / "run" / "checkpoints" / str(newest(self.root) or "none")
+        return self.training / STEPS / str(newest(self.root) or "none")
 
 
 def unpack(directory: Path, inputs: dict[str, Any]) -> HostWork:
@@ -237,47 +240,6 @@ def use_storage(environ: Any) -> None:
     if host := environ.get("STORAGE_EMULATOR_HOST"):
         environ["TENSORSTORE_GCS_HTTP_URL"] = host
         environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "local"
-
-
-def newest(root: str) -> int:
-    """The newest step of which the bucket has a whole checkpoint; 0 when it has none."""
-    from etils import epath
-
-    directory = epath.Path(root) / "run" / "checkpoints"
-    found = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.exists() else []
-    # What Orbax writes last, where directories cannot be renamed.
-    return max((int(path.name) for path in found if (path / "commit_success.txt").exists()), default=0)
-
-
-def upload(source: Path, target: str) -> None:
-    """Copy a directory to the bucket."""
-    files = [path for path in source.rglob("*") if path.is_file()]
-    with ThreadPoolExecutor(TRANSFERS) as pool:
-        list(pool.map(lambda path: _blob(f"{target}/{path.relative_to(source)}").upload_from_filename(path), files))
-    log("uploaded the imported weights", stage="train", files=len(files), uri=target)
-
-
-def download(source: str, target: Path) -> None:
-    """Copy what is below a prefix of the bucket."""
-    from dropforge import clients
-
-    bucket, _, prefix = source.removeprefix("gs://").partition("/")
-
-    def fetch(blob: Any) -> None:
-        path = target / blob.name.removeprefix(f"{prefix}/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        blob.download_to_filename(path)
-
-    found = [one for one in clients.storage().list_blobs(bucket, prefix=f"{prefix}/") if not one.name.endswith("/")]
-    with ThreadPoolExecutor(TRANSFERS) as pool:
-        list(pool.map(fetch, found))
-
-
-def _blob(uri: str) -> Any:
-    from dropforge import clients
-
-    bucket, _, name = uri.removeprefix("gs://").partition("/")
-    return clients.storage().bucket(bucket).blob(name)
 
 
 def lost(why: str) -> JobError:

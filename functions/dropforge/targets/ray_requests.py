@@ -76,7 +76,7 @@ def _head(launch: Launch) -> Object:
         "ephemeral-storage": f"{target.head_storage_gib}Gi",
     }
     variables = container_variables(launch) | _slice_variables(launch)
-    variables["DROPFORGE_GRACE_SECONDS"] = str(GRACE_SECONDS)
+    variables["DROPFORGE_GRACE_SECONDS"] = variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(GRACE_SECONDS)  # Ray gives 3 s
     if launch.spec.secrets:
         variables["DROPFORGE_SECRETS"] = secret_references(launch)
     container = _container(launch, HEAD, variables, {"limits": amounts, "requests": amounts})
