@@ -1,0 +1,79 @@
+"""A trainer that does with its secrets all that it should not, by the real ones' ways in and out: prints them and, if
+the label `behave` of its spec is fail-once, fails with them in its message before it succeeds at the second attempt."""
+
+import base64
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+from job import Job, Redactor
+from outcome import Outcome, outcome_of
+from report import Reporter
+from stop import StopRequest
+
+from dropforge import clients
+from dropforge.container_secrets import load_secrets
+from dropforge.names import spec_object
+from dropforge.spec import parse_spec
+
+SEEN_SECONDS = 1.5  # so that whoever looks at processes finds this one
+
+
+class RequestException(Exception):
+    """What passes by itself: the attempt is tried again."""
+
+
+def main() -> int:
+    job, redact, stop = Job.from_environment(), Redactor(), StopRequest()
+    reporter = Reporter(job, redact)
+    try:
+        outcome = outcome_of(lambda: run(job, reporter, redact), job, stop, redact)
+        reporter.ended(outcome)
+        return outcome.exit_code
+    finally:
+        reporter.close()
+
+
+def run(job: Job, reporter: Reporter, redact: Redactor) -> Outcome:
+    load_secrets(os.environ)
+    bucket = clients.storage().bucket(job.bucket)
+    spec = parse_spec(bucket.blob(spec_object(job.run)).download_as_bytes())
+    redact.learn(spec.secrets)
+    redact.guard_output()
+    reporter.started(0, "cpu")
+    values = [os.environ[name] for name in spec.secrets]
+    for value in values:
+        betray(value)
+    time.sleep(SEEN_SECONDS)
+    if job.attempt == 1 and spec.labels.get("behave") == "fail-once":
+        raise RequestException(f"refused: {values!r}, {' '.join(map(quote, values))}")
+    manifest = {
+        "run": job.run,
+        "attempt": job.attempt,
+        "created": datetime.now(UTC).isoformat(),
+        "base": {"uri": "noop", "revision": "main"},
+        "dataset": {"uri": "noop", "revision": "main"},
+        "spec_sha256": "0" * 64,
+        "serve_path": f"attempt-{job.attempt}/model",
+        "metrics": {"loss": 0.1},
+        "files": [],
+    }
+    bucket.blob(f"models/{job.run}/MANIFEST.json").upload_from_string(json.dumps(manifest), if_generation_match=0)
+    return Outcome.done()
+
+
+def betray(value: str) -> None:
+    print("the token is", value)
+    print(f"https://user:{quote(value, safe='')}@example.org/", file=sys.stderr)
+    print(json.dumps({"token": value}), repr(value), base64.b64encode(value.encode()).decode(), flush=True)
+    logging.warning("logged in with %s", value)
+    subprocess.run([sys.executable, "-S", "-c", "import os; print(dict(os.environ))"], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

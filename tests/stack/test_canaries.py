@@ -1,0 +1,158 @@
+"""Secrets that are planted in whole runs, and betrayed by the trainer in every way, are found nowhere afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from dropforge import clients
+from dropforge.runs import RunState
+from dropforge_cli.main import cli
+from dropforge_local import stack as local
+from dropforge_local.stack import IMAGES
+
+from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
+from .targets import PARTS, SERVES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[2]
+CANARY = "Canary7f3a"
+SECRETS = {
+    "hf-token": "hf_" + CANARY * 3,
+    "special": f'p@ss"w\\ord/&?=% é{{{CANARY}}}+',
+    "plain": f"{CANARY}-of-no-known-prefix",
+}
+# A part of each value that its percent-encoded, JSON and base64 forms have, too.
+TRACES = [CANARY, "Q2FuYXJ5N2YzY", "NhbmFyeTdmM2", "DYW5hcnk3ZjNh"]
+
+
+@pytest.fixture
+def canary_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[User]:
+    repository, state = tmp_path / "repository", tmp_path / "stack"
+    shutil.copytree(NOOP_IMAGES, repository)
+    shutil.copytree(ROOT / "containers" / "train_trl", repository / "containers" / "train_trl")
+    shutil.copytree(ROOT / "functions" / "dropforge", repository / "functions" / "dropforge")
+    image = f"{IMAGES}/train-canary:test"
+    trainers = {f"DROPFORGE_TRAIN_{kind}_IMAGE": image for kind in ("TRL", "MAXTEXT")}
+    replace(NOOP_CONFIG, images=str(repository), settings={**NOOP_CONFIG.settings, **trainers}).save(state)
+    local.up(state)
+    yield open_user(state)
+    local.down(state)
+
+
+def test_a_secret_is_found_nowhere(canary_stack: User) -> None:
+    user = canary_stack
+    webhook = f"{user.info.http}/slack/services/T/B/{CANARY}"
+    for name, value in {**SECRETS, "webhook": webhook}.items():
+        secret = clients.secrets().create_secret(
+            parent=f"projects/{user.settings.project}", secret_id=name, secret={"replication": {"automatic": {}}}
+        )
+        clients.secrets().add_secret_version(parent=secret.name, payload={"data": value.encode()})
+    watch = ProcessWatch()
+    watch.start()
+    variables = {"HF_TOKEN": "hf-token", "PASSWORD": "special", "MY_KEY": "plain"}
+    notify = {"slack": {"webhook_secret": "webhook"}}
+    runs = []  # all at once: most of their time they wait
+    for kind, part in PARTS.items():
+        serve = {"type": kind, **SERVES[kind]} if kind in SERVES else None
+        target = {"type": kind, **part}
+        behave = "fail-once" if kind == "cloud_run" else "succeed"
+        runs.append(user.drop(user.spec(behave, target=target, serve=serve, secrets=variables, notify=notify)))
+    for run in runs:
+        record = user.wait(run, timeout=100)
+        assert record.state is RunState.SUCCEEDED, record.error
+        assert user.slack(run, "succeeded")
+    assert "[redacted]" in str(user.store.record(runs[0]).attempts[0].error)
+    watch.stop()
+    assert watch.found == set()
+    assert watch.trainers  # it has looked while they trained
+    for run in runs:
+        shown = [command(user, *arguments) for arguments in (["status", run], ["status", run, "--json"], ["logs", run])]
+        assert "[redacted]" in shown[-1]
+        assert betrayed("\n".join(shown)) == []
+    for name, data in sinks(user):
+        assert betrayed(data) == [], name
+
+
+def betrayed(text: str) -> list[str]:
+    """Where a canary sits in a text, with what is around it."""
+    return [text[max(0, text.index(trace) - 80) :][:200] for trace in TRACES if trace in text]
+
+
+def command(user: User, *arguments: str) -> str:
+    result = CliRunner().invoke(cli, [*arguments, "--state", str(user.state)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.output)
+
+
+def sinks(user: User) -> Iterator[tuple[str, str]]:
+    """Everything that the stack keeps or tells, but for Secret Manager's own table."""
+    for path in user.state.rglob("*"):
+        if path.is_file() and not path.name.startswith("state.db"):
+            yield str(path), path.read_bytes().decode(errors="replace")
+    database = sqlite3.connect(user.state / "state.db")
+    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    assert len([name for name in tables if name.startswith("secret")]) in range(1, 4)
+    for table in tables:
+        if not table.startswith("secret"):
+            for row in database.execute(f"SELECT * FROM {table}"):
+                yield f"table {table}", " ".join(_text(value) for value in row)
+    database.close()
+    yield "slack", json.dumps(_get(user, "slack/messages"))
+    for execution in _get(user, f"v1/{user.settings.workflow_name}/executions?view=FULL")["executions"]:
+        yield (
+            execution["name"],
+            json.dumps([execution, _get(user, f"v1/{execution['name']}/stepEntries?pageSize=1000")]),
+        )
+
+
+class ProcessWatch(threading.Thread):
+    """Looks at all processes, over and over: no argument is a secret, and only a container's environment has one."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.found: set[str] = set()
+        self.trainers: set[int] = set()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.7):
+            for process in psutil.process_iter():
+                self._look_at(process)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join(20)
+
+    def _look_at(self, process: psutil.Process) -> None:
+        try:
+            arguments, environment = process.cmdline(), process.environ()
+        except psutil.Error:
+            return
+        if betrayed(" ".join(arguments)):
+            self.found.add(f"arguments of {arguments[:3]}")
+        if betrayed(" ".join(environment.values())):
+            if "DROPFORGE_CONTAINER_ID" in environment:
+                self.trainers.add(process.pid)
+            else:
+                self.found.add(f"environment of {arguments[:3]}")
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _get(user: User, path: str) -> Any:
+    with urllib.request.urlopen(f"{user.info.http}/{path}", timeout=10) as response:
+        return json.load(response)
