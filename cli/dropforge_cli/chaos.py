@@ -3,60 +3,78 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import click
 
 from dropforge_local.chaos.checker import Problem, check
+from dropforge_local.chaos.faults import STRIKES, Strike
 from dropforge_local.chaos.history import History
-from dropforge_local.chaos.simulation import run
+from dropforge_local.chaos.simulation import run, run_struck
 
-SHOWN = 10  # problems of a seed: what follows the first is often its consequence
+SHOWN = 10  # problems of a life: what follows the first is often its consequence
+Life = tuple[str, Callable[[], History]]  # the options that replay it, and itself
 
 
 @click.command()
 @click.option("--seed", type=click.IntRange(0), help="Replay this one.")
-@click.option("--seeds", type=click.IntRange(1), default=100, show_default=True, help="How many, without --seed.")
+@click.option("--seeds", type=click.IntRange(1), default=100, show_default=True, help="How many, if none is named.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
-@click.option("--verbose", is_flag=True, help="Print the whole history of --seed.")
-def chaos(seed: int | None, seeds: int, first: int, verbose: bool) -> None:
+@click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run that nothing but this fault strikes.")
+@click.option("--each", is_flag=True, help="Strike that run at each of its effects with each fault, one at a time.")
+@click.option("--verbose", is_flag=True, help="Print the whole history.")
+def chaos(seed: int | None, seeds: int, first: int, strike: str | None, each: bool, verbose: bool) -> None:
     """Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed.
 
     Nothing is started and nothing waits: hours pass in a fraction of a second. The same seed is the same life, in any
     process: its digest says so. Ends with 1 when a promise was broken.
     """
-    broken = _replay(seed, verbose) if seed is not None else _many(range(first, first + seeds))
+    began = time.monotonic()
+    lives, broken = 0, 0
+    named = seed is not None or strike is not None
+    for options, live in _lives(range(first, first + seeds) if seed is None else range(seed, seed + 1), strike, each):
+        history = live()
+        problems = check(history)
+        lives, broken = lives + 1, broken + bool(problems)
+        if verbose:
+            for fact in history.facts:
+                click.echo(str(fact))
+        if named or problems:
+            _report(options, history, problems)
+        if problems and not named:
+            click.echo(f"  replay: dropforge chaos {options} --verbose")
+    if not named:
+        rate = lives / (time.monotonic() - began) * 60
+        click.echo(f"{lives} lives, {broken} with broken promises, {rate:.0f} per minute")
     if broken:
         raise SystemExit(1)
 
 
-def _replay(seed: int, verbose: bool) -> bool:
-    history = run(seed)
-    problems = check(history)
-    if verbose:
-        for fact in history.facts:
-            click.echo(str(fact))
-    _report(history, problems)
-    return bool(problems)
+def _lives(seeds: range, strike: str | None, each: bool) -> Iterator[Life]:
+    if strike is not None:
+        yield _struck(_strike(strike))
+    elif each:
+        effects = run_struck(Strike(0, STRIKES[0])).facts[-1].data["effects"]
+        yield from (_struck(Strike(effect, fault)) for effect in range(1, effects + 1) for fault in STRIKES)
+    else:
+        yield from ((f"--seed {seed}", lambda seed=seed: run(seed)) for seed in seeds)
 
 
-def _report(history: History, problems: list[Problem]) -> None:
+def _struck(strike: Strike) -> Life:
+    return f"--strike {strike.effect}:{strike.fault}", lambda: run_struck(strike)
+
+
+def _strike(text: str) -> Strike:
+    effect, _, fault = text.partition(":")
+    if not effect.isdecimal() or fault not in STRIKES:
+        raise click.BadParameter(f"{text!r} is not EFFECT:FAULT; the faults are {', '.join(STRIKES)}")
+    return Strike(int(effect), fault)
+
+
+def _report(options: str, history: History, problems: list[Problem]) -> None:
     runs = len({fact.data["run"] for fact in history.of("dropped")})
-    click.echo(f"seed {history.seed}: {len(history.facts)} facts of {runs} runs, digest {history.digest}")
+    click.echo(f"{options}: {len(history.facts)} facts of {runs} runs, digest {history.digest}")
     for problem in problems[:SHOWN]:
         click.echo(f"  {problem}")
     if len(problems) > SHOWN:
         click.echo(f"  and {len(problems) - SHOWN} more")
-
-
-def _many(seeds: range) -> bool:
-    broken = 0
-    began = time.monotonic()
-    for seed in seeds:
-        history = run(seed)
-        if problems := check(history):
-            broken += 1
-            _report(history, problems)
-            click.echo(f"  replay: dropforge chaos --seed {seed} --verbose")
-    minutes = (time.monotonic() - began) / 60
-    click.echo(f"{len(seeds)} seeds, {broken} with broken promises, {len(seeds) / minutes:.0f} seeds per minute")
-    return bool(broken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ class Faults:
                 rates[field.name] = most * rate
         return cls(**rates)
 
+
+class Strike(NamedTuple):
+    """The one fault of a life that has no other: which, and at which effect of all functions, counted from 1."""
+
+    effect: int
+    fault: str
+
+
+STRIKES = ("killed_before", "killed_after", "refused", "lost", "late", "stalled", "cancel", "restart", "sweep")
 
 _MOST = {
     "refused": 0.06,

@@ -39,16 +39,20 @@ class _Worker(threading.Thread):
         super().__init__(daemon=True, name="chaos")
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.work: Callable[[], Process] | None = None
+        self.first: tuple[Scheduler, Process] | None = None
         self.start()
 
     def run(self) -> None:
         while True:
             self.turn.acquire()
-            assert self.work is not None, "a worker is woken with work"
-            following = self.work()
+            assert self.first is not None, "a worker is woken with work"
+            scheduler, process = self.first
+            following = scheduler.live(process)
+            while following.turn is None:  # its turn comes on this stack: handing it over costs more than most effects
+                following.turn = self.turn
+                following = scheduler.live(following)
+            self.first = None
             _IDLE.append(self)
-            assert following.turn is not None, "who is next has a thread"
             following.turn.release()
 
 
@@ -119,21 +123,18 @@ class Scheduler:
         """Take events until it is `mine`'s turn; that of `main` comes when nothing more is due."""
         following = self._next()
         if following is not mine:
-            assert following.turn is not None, "it has a thread"
-            assert mine.turn is not None, "likewise"
-            following.turn.release()
+            assert mine.turn is not None, "it runs"
+            (following.turn or self._begin(following)).release()
             mine.turn.acquire()
         self.current = mine
 
     def _next(self) -> Process:
-        """Take events up to the turn of a process, which has a thread then."""
+        """Take events up to the turn of a process, which may not have begun."""
         while self.failure is None and self._queue and self._queue[0][0] <= self._horizon:
             self.now, _, event = heapq.heappop(self._queue)
             if isinstance(event, Process):
-                if event.turn is not None:
+                if event.turn is not None or not event.dead:
                     return event
-                if not event.dead:
-                    return self._begin(event)
                 self._living.pop(event, None)
                 continue
             self.current = self.main
@@ -143,14 +144,14 @@ class Scheduler:
                 self.failure = failure
         return self.main
 
-    def _begin(self, process: Process) -> Process:
+    def _begin(self, process: Process) -> threading.Lock:
         worker = _IDLE.pop() if _IDLE else _Worker()
-        worker.work = lambda: self._live(process)
+        worker.first = self, process
         process.turn = worker.turn
-        return process
+        return worker.turn
 
-    def _live(self, process: Process) -> Process:
-        """The life of a process, on its worker; answers whose turn is next."""
+    def live(self, process: Process) -> Process:
+        """The life of a process, on its worker's stack; answers whose turn is next."""
         self.current = process
         try:
             process.body()

@@ -1,8 +1,9 @@
-"""One seed from its first event to its last: `run(seed)`."""
+"""One life from its first event to its last: of a seed, or of one run that one fault strikes."""
 
 from __future__ import annotations
 
 from .cloud import Cloud, deployment
+from .faults import Strike
 from .history import History
 from .scheduler import START
 from .seam import seam
@@ -19,15 +20,29 @@ def run(seed: int) -> History:
     cloud = Cloud(world)
     Workload(world, cloud).begin()
     world.calm = START + world.random.uniform(2400, 5400)
-    end = world.calm + SETTLE_SECONDS
-    _plan_sweeps(world, cloud, end)
     _plan_restarts(world, cloud)
+    return _live(world, cloud, world.calm + SETTLE_SECONDS)
+
+
+def run_struck(strike: Strike) -> History:
+    """The history of one run that is preempted, trains again and serves, and that one fault strikes."""
+    world = World(0, strike)
+    cloud = Cloud(world)
+    workload = Workload(world, cloud)
+    workload.begin_one()
+    world.calm = START + 3600
+    world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}
+    return _live(world, cloud, world.calm + 3600)
+
+
+def _live(world: World, cloud: Cloud, end: float) -> History:
+    _plan_sweeps(world, cloud, end)
     with seam(world, cloud.clients(), deployment()):
         try:
             world.scheduler.run(world.calm)
             world.fact("calm")
             world.scheduler.run(end)
-            world.fact("end", living=cloud.run.living())
+            world.fact("end", living=cloud.run.living(), effects=world.effects)
         finally:
             world.scheduler.close()
     return world.history

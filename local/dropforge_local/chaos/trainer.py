@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ class Work:
     total: float
     metric: float
     saved: float = 0.0
+    fates: list[str] = field(default_factory=list)  # of the first attempts, where they are not left to chance
 
 
 class Trainer:
@@ -58,22 +59,26 @@ class _Attempt:
         self.sequence = 0
 
     def begin(self) -> None:
-        world, faults = self.world, self.world.faults
         self._tell("started", resumed_step=int(self.work.saved))
-        if world.happens(faults.stuck):
-            world.fact("fault", what="stuck", run=self.run, attempt=self.number)
-            return self._at(self.deadline, self._stop)
         left = self.work.total - self.work.saved
-        halfway = self.began + left * world.random.random()
-        if world.happens(faults.preempted):
-            return self._at(halfway, self._stop)
-        if world.happens(faults.lost_machine):
-            return self._at(halfway, self._vanish)
-        if world.happens(faults.code_error):
-            return self._at(halfway, self._break)
-        self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
-        self._at(self.began + left, self._commit)
+        halfway = self.began + left * self.world.random.random()
+        fate = self.work.fates.pop(0) if self.work.fates else self._fate()
+        endings = {"preempted": self._stop, "lost_machine": self._vanish, "code_error": self._break}
+        if fate in endings:
+            self._at(halfway, endings[fate])
+        elif fate == "stuck":
+            self.world.fact("fault", what="stuck", run=self.run, attempt=self.number)
+        else:
+            self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
+            self._at(self.began + left, self._commit)
         self._at(self.deadline, self._stop)
+
+    def _fate(self) -> str:
+        """How this attempt goes wrong; "": it does not."""
+        for fate in ("stuck", "preempted", "lost_machine", "code_error"):
+            if self.world.happens(getattr(self.world.faults, fate)):
+                return fate
+        return ""
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         """Do it then, if the container still runs."""

@@ -22,11 +22,28 @@ class Workload:
     def __init__(self, world: World, cloud: Cloud) -> None:
         self.world = world
         self.cloud = cloud
+        self.dropped: list[str] = []
 
     def begin(self) -> None:
         """Plan everything that they will do."""
         for number in range(1 + self.world.random.randrange(4)):
             self._plan(number)
+
+    def begin_one(self) -> None:
+        """One run with everything in it: two placements, a preemption, a gate, an endpoint, a budget."""
+        spec = {
+            **_base("job-0", [{"region": "us-central1"}, {"region": "europe-west4"}]),
+            "evaluation": {"gate": {"metric": "exact_match", "min": 0.5}},
+            "serve": _endpoint("20m", "20m"),
+            "limits": {"max_duration": "40m", "max_attempts": 3, "max_cost_usd": 2.0},
+        }
+        work = Work(total=300.0, metric=0.9, fates=["preempted"])
+        self.world.after(1, lambda: self._drop("specs/job-0.json", json.dumps(spec).encode(), True, spec, work))
+
+    def cancel_all(self) -> None:
+        """Somebody asks for the end of every run that was dropped."""
+        for run in self.dropped:
+            self._cancel(run)
 
     def _plan(self, number: int) -> None:
         draw = self.world.random
@@ -48,6 +65,7 @@ class Workload:
         run = names.run_id_of_object(SPECS, name, generation)
         self.cloud.trainer.work[run] = work
         self.world.fact("dropped", run=run, valid=valid, spec=spec)
+        self.dropped.append(run)
         self._perhaps_cancel(run, 0)
 
     def _request(self, key: str, data: bytes, valid: bool, spec: dict[str, Any], work: Work) -> None:
@@ -73,25 +91,32 @@ class Workload:
         placements: list[dict[str, Any]] = [{"region": region} for region in regions]
         if draw.random() < 0.3:
             placements[0]["max_wait"] = "5m"
-        spec: dict[str, Any] = {
-            "api_version": "dropforge/v1",
-            "name": f"job-{number}",
-            "model": {"source": "acme/tiny"},
-            "dataset": {"source": "acme/rows"},
-            "target": {"type": "cloud_run", "placements": placements, "price_usd_per_hour": TRAINING_USD},
-            "serve": None,
-            "limits": {"max_duration": draw.choice(("10m", "20m", "40m")), "max_attempts": 1 + draw.randrange(4)},
-            "notify": {"slack": {"webhook_secret": "slack-webhook"}},
-        }
+        spec = _base(f"job-{number}", placements)
+        spec["limits"] = {"max_duration": draw.choice(("10m", "20m", "40m")), "max_attempts": 1 + draw.randrange(4)}
         if draw.random() < 0.3:
             spec["limits"]["max_cost_usd"] = draw.choice((0.3, 0.6, 1.0))
         if draw.random() < 0.3:
             spec["evaluation"] = {"gate": {"metric": "exact_match", "min": 0.5}}
         if draw.random() < 0.5:
-            ttl = draw.choice(("20m", "1h"))
-            spec["serve"] = {"type": "cloud_run", "ttl": ttl, "startup_timeout": draw.choice(("5m", "20m"))}
-            spec["serve"]["price_usd_per_hour"] = ENDPOINT_USD
+            spec["serve"] = _endpoint(draw.choice(("20m", "1h")), draw.choice(("5m", "20m")))
         valid = draw.random() >= 0.1
         if not valid:
             spec["epochs"] = 3
         return spec, valid
+
+
+def _base(name: str, placements: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "api_version": "dropforge/v1",
+        "name": name,
+        "model": {"source": "acme/tiny"},
+        "dataset": {"source": "acme/rows"},
+        "target": {"type": "cloud_run", "placements": placements, "price_usd_per_hour": TRAINING_USD},
+        "serve": None,
+        "notify": {"slack": {"webhook_secret": "slack-webhook"}},
+    }
+
+
+def _endpoint(ttl: str, startup_timeout: str) -> dict[str, Any]:
+    serve = {"type": "cloud_run", "ttl": ttl, "startup_timeout": startup_timeout}
+    return {**serve, "price_usd_per_hour": ENDPOINT_USD}

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .faults import Faults
+from .faults import Faults, Strike
 from .history import History
-from .scheduler import Killed, Scheduler
+from .scheduler import Killed, Process, Scheduler
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 30.0  # what our clients wait for a reply
@@ -17,13 +17,16 @@ LOCATION = "us-central1"
 
 
 class World:
-    """One seed's life."""
+    """One life: the faults of a seed or, with a strike, that one and no other."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, strike: Strike | None = None) -> None:
         self.random = random.Random(seed)
         self.history = History(seed)
         self.scheduler = Scheduler()
-        self.faults = Faults.drawn(self.random)
+        self.faults = Faults() if strike else Faults.drawn(self.random)
+        self.strike = strike
+        self.actions: dict[str, Callable[[], None]] = {}  # strikes that are not faults of a call
+        self.effects = 0
         self.calm = float("inf")  # from here on nothing goes wrong any more
         self._ids = 0
 
@@ -61,28 +64,41 @@ class World:
         if process is self.scheduler.main:
             return action()
         process.effects += 1
+        struck = self._struck(process)
         self._die(name, False)
-        if self.happens(self.faults.stalled):
+        if struck == "stalled" or self.happens(self.faults.stalled):
             pause = self.random.uniform(30, 900)
             self.fact("fault", what="stalled", call=name, process=process.name, seconds=pause)
             self.scheduler.wait(pause)
         self.scheduler.wait(self.random.uniform(0.002, 0.05))
         faults, fail = self.faults, error or unavailable
-        if self.happens(faults.refused):
+        if struck == "refused" or self.happens(faults.refused):
             self.fact("fault", what="refused", call=name, process=process.name)
             raise fail(False)
-        if changes and self.happens(faults.late):
+        if changes and (struck == "late" or self.happens(faults.late)):
             self._do_late(name, action)
             self.scheduler.wait(TIMEOUT_SECONDS)
             raise fail(True)
         answer = _answer(action)
         self._die(name, True)
-        if self.happens(faults.lost):
+        if struck == "lost" or self.happens(faults.lost):
             self.fact("fault", what="lost", call=name, process=process.name)
             self.scheduler.wait(TIMEOUT_SECONDS)
             raise fail(True)
         self.scheduler.wait(self.random.uniform(0.002, 0.05))
         return answer()
+
+    def _struck(self, process: Process) -> str:
+        """The one fault of this life, when this is the effect that it strikes."""
+        self.effects += 1
+        if self.strike is None or self.strike.effect != self.effects:
+            return ""
+        fault = self.strike.fault
+        if fault in ("killed_before", "killed_after"):
+            process.kill_at = (process.effects, fault == "killed_after")
+        elif fault in self.actions:
+            self.after(0, self.actions[fault])
+        return fault
 
     def _die(self, name: str, done: bool) -> None:
         process = self.scheduler.current

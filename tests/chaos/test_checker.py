@@ -1,0 +1,403 @@
+"""The checker finds each broken promise: a good history passes, and with one thing wrong it does not."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge_local.chaos import checker
+from dropforge_local.chaos.checker import RULES, check
+from dropforge_local.chaos.history import Fact, History
+
+RUN = "job-0123456789ab"
+JOB = f"projects/p/locations/us-central1/jobs/df-{RUN}-a"
+SERVICE = f"projects/p/locations/us-central1/services/df-{RUN}-serve"
+SPEC = {
+    "target": {"price_usd_per_hour": 3.6},
+    "limits": {"max_duration": "10m", "max_cost_usd": 0.5, "max_attempts": 3},
+}
+
+
+class Story:
+    """A history that is written fact by fact; each fact comes a second after the one before, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+        self.now = 1_000_000.0
+        self.record: dict[str, Any] = {
+            "state": "",
+            "created": _iso(self.now),
+            "history": [],
+            "execution": None,
+            "cancel_requested": None,
+            "attempts": [],
+            "endpoint": None,
+            "error": None,
+        }
+        self.entries: list[dict[str, Any]] = []
+
+    def tell(self, kind: str, after: float = 1.0, **data: Any) -> None:
+        self.now += after
+        self.facts.append(Fact(self.now, kind, copy.deepcopy(data)))
+
+    def write(self, name: str, content: Any, replaced: int) -> None:
+        self.tell("write", bucket="b", name=f"runs/{RUN}/{name}", generation=1, replaced=replaced, content=content)
+
+    def change(self, state: str = "", **changes: Any) -> None:
+        """Write the record, in a new state if one is given; that is told, too."""
+        first = not self.record["history"]
+        self.record |= changes
+        if state:
+            moved = {"state": state, "time": _iso(self.now + 1), "attempt": len(self.record["attempts"])}
+            self.record |= {"state": state, "history": [*self.record["history"], moved]}
+        self.write("record.json", self.record, 0 if first else 1)
+        if state:
+            self.publish(state)
+
+    def publish(self, state: str) -> None:
+        entered = next(moved for moved in self.record["history"] if moved["state"] == state)
+        id_ = f"{RUN}/{entered['attempt']}/{state.lower()}"
+        self.tell("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": entered["time"]})
+        self.tell("slack", event=id_, text=state, status=200)
+
+    def ledger(self, name: str, state: str) -> None:
+        self.entries = [*[entry for entry in self.entries if entry["name"] != name], {"name": name, "state": state}]
+        self.write("ledger.json", {"run": RUN, "entries": self.entries}, 1)
+
+    def attempt(self, number: int, error_class: str | None, seconds: float = 60.0) -> None:
+        """One attempt, from its opening to its teardown."""
+        opened = {"number": number, "started": _iso(self.now), "ended": None, "error": None}
+        self.change(attempts=[*self.record["attempts"], opened])
+        self.ledger(f"{JOB}{number}", "intended")
+        self.tell("created", type="job", name=f"{JOB}{number}", labels={"dropforge-run": RUN})
+        self.tell("running", name=f"{JOB}{number}")
+        self.tell("ended", after=seconds, name=f"{JOB}{number}", exit_code=0)
+        error = error_class and {"error_class": error_class}
+        closed = self.record["attempts"][-1] | {"ended": _iso(self.now), "error": error}
+        self.change(attempts=[*self.record["attempts"][:-1], closed])
+        self.tell("gone", name=f"{JOB}{number}")
+        self.ledger(f"{JOB}{number}", "gone")
+
+    def history(self) -> History:
+        return History(0, [*self.facts, Fact(self.now + 1, "calm", {}), Fact(self.now + 9000, "end", {"living": []})])
+
+
+def served() -> Story:
+    """A preempted attempt, one that succeeds, an endpoint until its ttl."""
+    story = Story()
+    story.tell("dropped", run=RUN, valid=True, spec=SPEC)
+    story.change("ACCEPTED")
+    story.tell("execution", id="e1", run=RUN)
+    story.change(execution="e1")
+    story.change("PROVISIONING")
+    story.attempt(1, "preempted")
+    story.attempt(2, None)
+    story.change("DEPLOYING")
+    story.ledger(SERVICE, "intended")
+    story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
+    story.change(endpoint={"expires": _iso(story.now + 600)})
+    story.change("TEARING_DOWN")
+    story.change("SUCCEEDED")
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+    story.tell("gone", after=700, name=SERVICE)
+    story.ledger(SERVICE, "gone")
+    return story
+
+
+def cancelled() -> Story:
+    """Somebody asks for the end in the middle of training."""
+    story = Story()
+    story.tell("dropped", run=RUN, valid=True, spec=SPEC)
+    story.change("ACCEPTED")
+    story.tell("execution", id="e1", run=RUN)
+    story.change(execution="e1")
+    story.tell("cancel", run=RUN, message="m1")
+    story.tell("call", instance="on_spec_message-1", message="m1")
+    story.change(cancel_requested=_iso(story.now))
+    story.tell("answer", instance="on_spec_message-1", status=200, body=None)
+    story.change("TEARING_DOWN")
+    story.change("CANCELLED")
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "CANCELLED"})
+    return story
+
+
+def rejected() -> Story:
+    """A spec that is not valid."""
+    story = Story()
+    story.tell("dropped", run=RUN, valid=False, spec=SPEC)
+    story.change("REJECTED")
+    return story
+
+
+@pytest.mark.parametrize("story", [served, cancelled, rejected])
+def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
+    assert check(story().history()) == []
+
+
+# What is done to a story that is good, and the rule that must find it.
+def _twice_created(story: Story) -> None:
+    story.write("record.json", story.record, 0)
+
+
+def _lost(story: Story) -> None:
+    story.tell("dropped", run="other-0123456789ab", valid=True, spec=SPEC)
+
+
+def _invented(story: Story) -> None:
+    story.facts = [fact for fact in story.facts if fact.kind != "dropped"]
+
+
+def _accepted_though_invalid(story: Story) -> None:
+    _alter(story, "dropped", 0, valid=False)
+
+
+def _without_end(story: Story) -> None:
+    story.facts = story.facts[: _index(story, "execution_ended") - 3]
+
+
+def _endless_execution(story: Story) -> None:
+    story.tell("execution", id="e2", run=RUN)
+
+
+def _second_end(story: Story) -> None:
+    story.record = story.record | {"error": {"error_class": "code"}}
+    story.change()
+
+
+def _rewritten(story: Story) -> None:
+    story.record["history"] = story.record["history"][1:]
+    story.change()
+
+
+def _open_attempt(story: Story) -> None:
+    for fact in story.facts:
+        for attempt in (fact.data.get("content") or {}).get("attempts", []):
+            attempt["ended"] = None
+
+
+def _stolen(story: Story) -> None:
+    at = _index(story, "created")
+    record = copy.deepcopy(next(f for f in reversed(story.facts[:at]) if "record" in f.data.get("name", "")))
+    record.data["content"]["execution"] = "e2"
+    story.facts.insert(at, record)
+    story.facts.insert(at, Fact(record.time, "execution", {"id": "e2", "run": RUN}))
+    ended = {"id": "e2", "run": RUN, "state": "SUCCEEDED", "result": {"status": "SUPERSEDED"}}
+    story.facts.insert(at + 1, Fact(record.time, "execution_ended", ended))
+
+
+def _busy_stranger(story: Story) -> None:
+    story.tell("execution", id="e2", run=RUN)
+    story.tell("execution_ended", id="e2", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+
+
+def _executed(story: Story) -> None:
+    story.tell("execution", id="e1", run=RUN)
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUPERSEDED"})
+
+
+def _unannounced(story: Story) -> None:
+    story.facts.insert(_index(story, "created") - 1, story.facts.pop(_index(story, "created")))
+
+
+def _again_after_teardown(story: Story) -> None:
+    at = _index(story, "created", 1)
+    again = [Fact(story.facts[at].time, kind, {"name": f"{JOB}1"}) for kind in ("gone",)]
+    created = Fact(story.facts[at].time, "created", {"name": f"{JOB}9", "labels": {"dropforge-run": RUN}})
+    story.facts[at:at] = [created, *[Fact(f.time, f.kind, {"name": f"{JOB}9"}) for f in again]]
+
+
+def _two_at_once(story: Story) -> None:
+    gone = story.facts.pop(_index(story, "gone"))
+    story.facts.insert(_index(story, "created", 1) + 1, gone)
+
+
+def _left_over(story: Story) -> None:
+    story.facts.pop(_index(story, "gone", 1))
+
+
+def _there_at_the_end(story: Story) -> None:
+    gone = story.facts.pop(_index(story, "gone", 1))
+    story.facts.append(Fact(story.now, "gone", gone.data))
+
+
+def _late_and_long(story: Story) -> None:
+    name = f"{JOB}3"
+    story.tell("late", call="run.create_job", delay=1)
+    story.tell("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
+    story.ledger(name, "intended")
+    story.tell("calm")
+    story.tell("gone", after=3000, name=name)
+
+
+def _endpoint_for_ever(story: Story) -> None:
+    at = _index(story, "gone", 2)
+    story.facts.insert(at, Fact(story.facts[at - 1].time, "calm", {}))
+    story.facts[at + 1] = Fact(story.now + 3000, "gone", {"name": SERVICE})
+    story.now += 3000
+
+
+def _cancel_lost(story: Story) -> None:
+    for fact in story.facts:
+        if fact.kind == "write":
+            fact.data["content"]["cancel_requested"] = None
+
+
+def _cancel_ignored(story: Story) -> None:
+    _end_as(story, "FAILED")
+
+
+def _cancel_unanswered(story: Story) -> None:
+    story.facts = [fact for fact in story.facts if fact.kind != "answer"]
+
+
+def _cancel_from_nowhere(story: Story) -> None:
+    _end_as(story, "CANCELLED")
+
+
+def _expensive(story: Story) -> None:
+    _delay(story, _index(story, "ended", 1), 1200)
+
+
+def _too_long(story: Story) -> None:
+    _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "1m", "max_attempts": 3}})
+    _delay(story, _index(story, "ended", 1), 1200)
+
+
+def _loop(story: Story) -> None:
+    for fact in story.facts:
+        for attempt in (fact.data.get("content") or {}).get("attempts", []):
+            if attempt["error"]:
+                attempt["error"]["error_class"] = "code"
+
+
+def _too_many(story: Story) -> None:
+    _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "10m", "max_attempts": 1}})
+
+
+def _untold(story: Story) -> None:
+    story.facts = [f for f in story.facts if not (f.kind == "published" and f.data["id"].endswith("succeeded"))]
+
+
+def _silent(story: Story) -> None:
+    story.facts = [f for f in story.facts if not (f.kind == "slack" and f.data["event"].endswith("succeeded"))]
+
+
+def _untold_on_the_way(story: Story) -> None:
+    story.facts = [f for f in story.facts if not (f.kind == "published" and f.data["id"].endswith("deploying"))]
+
+
+def _told_too_early(story: Story) -> None:
+    id_ = f"{RUN}/2/cancelled"
+    story.tell("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": _iso(story.now)})
+
+
+def _told_otherwise(story: Story) -> None:
+    found = story.facts[_index(story, "published", 3)]
+    event = found.data["event"] | {"time": _iso(found.time + 100)}
+    story.tell("published", topic="run-events", id=event["id"], event=event)
+
+
+def _told_wrongly_in_slack(story: Story) -> None:
+    story.tell("slack", event=f"{RUN}/0/rejected", text="", status=200)
+
+
+def _defect(story: Story) -> None:
+    story.tell("answer", instance="inspect-7", status=500, body={"error": "KeyError: 'run'"})
+
+
+def _refused(story: Story) -> None:
+    story.tell("answer", instance="inspect-7", status=400, body={"error": "malformed"})
+
+
+MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
+    ("one_run", served, _twice_created),
+    ("one_run", served, _lost),
+    ("one_run", served, _invented),
+    ("one_run", served, _accepted_though_invalid),
+    ("ends", served, _without_end),
+    ("ends", served, _endless_execution),
+    ("terminal_once", served, _second_end),
+    ("terminal_once", served, _rewritten),
+    ("attempts_are_closed", served, _open_attempt),
+    ("one_owner", served, _stolen),
+    ("one_owner", served, _busy_stranger),
+    ("rejected_does_nothing", rejected, _executed),
+    ("intent_first", served, _unannounced),
+    ("intent_first", served, _again_after_teardown),
+    ("one_at_a_time", served, _two_at_once),
+    ("nothing_left", served, _left_over),
+    ("nothing_left", served, _there_at_the_end),
+    ("nothing_left", served, _late_and_long),
+    ("endpoint_ends", served, _endpoint_for_ever),
+    ("cancel_wins", cancelled, _cancel_lost),
+    ("cancel_wins", cancelled, _cancel_ignored),
+    ("cancel_wins", cancelled, _cancel_unanswered),
+    ("cancel_wins", served, _cancel_from_nowhere),
+    ("within_budget", served, _expensive),
+    ("within_duration", served, _too_long),
+    ("attempts_end", served, _loop),
+    ("attempts_end", served, _too_many),
+    ("everybody_is_told", served, _untold),
+    ("everybody_is_told", served, _silent),
+    ("everybody_is_told", served, _untold_on_the_way),
+    ("everybody_is_told", served, _told_too_early),
+    ("everybody_is_told", served, _told_otherwise),
+    ("everybody_is_told", served, _told_wrongly_in_slack),
+    ("no_defects", served, _defect),
+    ("no_defects", served, _refused),
+]
+
+
+@pytest.mark.parametrize(("rule", "story", "mutate"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS])
+def test_a_broken_promise_is_found(rule: str, story: Callable[[], Story], mutate: Callable[[Story], None]) -> None:
+    told = story()
+    mutate(told)
+    assert rule in {problem.rule for problem in check(told.history())}
+
+
+def test_every_rule_has_a_mutation() -> None:
+    assert {rule.__name__ for rule in RULES} <= {rule for rule, _, _ in MUTATIONS}
+
+
+def test_the_checker_reads_nothing_but_the_history() -> None:
+    tree = ast.parse(Path(checker.__file__).read_text())
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
+    siblings = {node.module for node in imported if isinstance(node, ast.ImportFrom) and node.level}
+    others = {node.module.split(".")[0] for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
+    assert siblings == {"history"}
+    assert others <= set(sys.stdlib_module_names)
+    assert not any(isinstance(node, ast.Import) for node in imported)
+
+
+def _index(story: Story, kind: str, which: int = 0) -> int:
+    return [index for index, fact in enumerate(story.facts) if fact.kind == kind][which]
+
+
+def _alter(story: Story, kind: str, which: int, **changes: Any) -> None:
+    story.facts[_index(story, kind, which)].data.update(changes)
+
+
+def _delay(story: Story, index: int, seconds: float) -> None:
+    """Let more time pass before a fact, and after it everything as before."""
+    story.facts[index:] = [fact._replace(time=fact.time + seconds) for fact in story.facts[index:]]
+    story.now += seconds
+
+
+def _end_as(story: Story, state: str) -> None:
+    """The same life with another end."""
+    was = story.record["state"]
+    for fact in story.facts:
+        if fact.kind == "write" and fact.data["content"].get("state") == was:
+            fact.data["content"]["state"] = state
+            fact.data["content"]["history"][-1]["state"] = state
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
