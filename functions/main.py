@@ -24,7 +24,7 @@ from dropforge.log import log
 from dropforge.names import is_run_id, is_spec_object
 from dropforge.notify import notify as notify_run
 from dropforge.provision import provision as provision_run
-from dropforge.runs import RunError, RunState
+from dropforge.runs import Outcome, RunError, RunState
 from dropforge.submit import submit_message, submit_object, submit_uri
 from dropforge.sweep import sweep as sweep_all
 from dropforge.teardown import teardown as teardown_run
@@ -98,11 +98,13 @@ def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 @functions_framework.http
 def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, scope, keep_endpoint} → GONE | PENDING | SUPERSEDED"""
+    """{run, execution, scope, keep_endpoint, outcome?} → GONE | PENDING | SUPERSEDED"""
     return _stage(
         request,
         "teardown",
-        lambda body: partial(teardown_run, *_owned(body), str(body["scope"]), bool(body["keep_endpoint"])),
+        lambda body: partial(
+            teardown_run, *_owned(body), str(body["scope"]), bool(body["keep_endpoint"]), _outcome(body.get("outcome"))
+        ),
     )
 
 
@@ -165,3 +167,7 @@ def _request_of(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return request if isinstance(request, dict) else {}
+def _outcome(value: Any) -> Outcome | None:
+    return None if value is None else Outcome.model_validate(value)
+
+

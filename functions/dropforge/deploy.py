@@ -61,8 +61,10 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         return failed(ErrorClass.BUDGET, f"nothing is left for the endpoint: {message}", hint)
     deployment = Deployment(record.run, spec, settings(), expires, launch_of(record, spec))
     resources = server.resources(deployment)
+    entries = [(resource.kind, resource.name) for resource in resources]
+    if not store.intend_all(record.run, entries, record.attempt, lambda found: found.state is RunState.DEPLOYING):
+        return superseded(store.record(record.run))
     for resource in resources:
-        store.intend(record.run, resource.kind, resource.name, record.attempt)
         if not names.is_endpoint(resource.name, record.run):
             store.keep(record.run, resource.name)
     url = server.deploy(deployment)

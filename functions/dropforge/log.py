@@ -12,4 +12,5 @@ from .spec import redact
 def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
     """Print one redacted log line."""
     line = {"severity": severity, "message": message, "stage": stage, "run": run, **fields}
-    print(redact(json.dumps(line, default=str)), file=sys.stderr, flush=True)
+    sys.stderr.write(redact(json.dumps(line, default=str)) + "\n")  # at once: several threads may log
+    sys.stderr.flush()

@@ -16,6 +16,7 @@ EXPIRES_LABEL = "dropforge-expires"
 DEPLOYMENT_LABEL = "dropforge-deployment"
 
 SPECS_PREFIX = "specs/"
+OPEN_PREFIX = "runs/open/"
 
 
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
@@ -67,6 +68,11 @@ def deployment_id(runs_bucket: str) -> str:
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:
     """Ownership labels, with the user's own underneath."""
     return {**user, MANAGED_BY: "dropforge", RUN_LABEL: run, **extra}
+
+
+def open_object(run: str) -> str:
+    """A mark that a run is not over, or has left something: what the sweep looks at."""
+    return f"{OPEN_PREFIX}{run}"
 
 
 def record_object(run: str) -> str:

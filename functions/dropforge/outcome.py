@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import ErrorClass
-from .runs import Record, RunError
+from .runs import Outcome, Record, RunError, RunState
 from .spec import JobSpec, Limits
 
 
@@ -44,6 +44,16 @@ def retries(limits: Limits, error_class: ErrorClass) -> int:
     if error_class is ErrorClass.STUCK and limits.on_stuck != "restart":
         return 0
     return int(getattr(limits.retry, error_class, 0))
+
+
+def outcome_of(record: Record) -> Outcome:
+    """How a run that is being torn down ends. Without a note of that, by what is known of it."""
+    if record.outcome is not None:
+        return record.outcome
+    if record.cancel_requested:
+        return Outcome(state=RunState.CANCELLED)
+    lost = RunError(error_class=ErrorClass.INFRASTRUCTURE, message="the run's execution was lost while it tore down")
+    return Outcome(state=RunState.FAILED, error=(record.attempts[-1].error if record.attempts else None) or lost)
 
 
 def error(error_class: ErrorClass, message: str, hint: str = "") -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -11,8 +12,8 @@ from .errors import CloudError, ErrorClass
 from .limits import paid_seconds
 from .log import log
 from .notify import announce
-from .outcome import failed, retry_or_fail, superseded, waiting
-from .runs import Attempt, Limit, Record, RunError, RunState, RunStore, open_store, utc_now
+from .outcome import failed, outcome_of, retry_or_fail, superseded, waiting
+from .runs import Attempt, Limit, Record, ResourceState, RunError, RunState, RunStore, open_store, utc_now
 from .settings import settings
 from .spec import JobSpec, seconds
 from .targets import get_target
@@ -26,19 +27,31 @@ _TRAINS = frozenset({RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING
 def provision(run: str, execution: str, attempt: int) -> dict[str, Any]:
     """Make attempt `attempt` of a run exist, or report why it cannot. Raises NotFound for an unknown run.
 
-    Answers {"status": "RUNNING" | "PENDING" | "FAILED" | "CANCELLED" | "SUPERSEDED", ...}; see outcome.py.
+    An execution that takes over a run begins with attempt 1: the answer says which one the run is at, or how it ended.
+    Answers {"status": "RUNNING" | "PENDING" | "SUCCEEDED" | "FAILED" | "CANCELLED" | "SUPERSEDED", "attempt": int,
+    ...}; see outcome.py.
     """
     store = open_store()
     spec = store.spec(run)
     record = store.update(run, lambda found: _claim(found, execution, attempt, spec))
-    if record.execution != execution or record.state not in _TRAINS or record.attempt > attempt:
-        return superseded(record)  # also a call that comes late: after teardown, it would make what nobody deletes
+    if record.execution != execution or record.state.is_terminal:
+        return superseded(record)
+    if record.state not in _TRAINS:  # also a call that comes late, which makes nothing
+        return _gone_on(record)
+    attempt = max(attempt, record.attempt)
+    return {**_advance(store, record, spec, attempt), "attempt": attempt}
+
+
+def _advance(store: RunStore, record: Record, spec: JobSpec, attempt: int) -> dict[str, Any]:
+    run = record.run
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, "cancelled while provisioning")
     if record.attempt != attempt:
         return _not_opened(record, spec)
     if ended := record.attempts[-1].error:
         return retry_or_fail(record, spec, ended)  # the reply was lost
+    if record.attempts[-1].ended:
+        return _running(record.attempts[-1])  # it has succeeded, as `inspect` will say again
     announce(record, RunState.PROVISIONING)
     try:
         return _launch(store, launch_of(record, spec), record.attempts[-1])
@@ -50,6 +63,30 @@ def provision(run: str, execution: str, attempt: int) -> dict[str, Any]:
         # Noted, because the class decides where the next attempt goes, and because this one costs nothing any more.
         record = store.update(run, lambda found: found.with_end(attempt, why, utc_now()))
         return retry_or_fail(record, spec, why)
+
+
+def _gone_on(record: Record) -> dict[str, Any]:
+    """What an execution that takes over a run needs to go on from where it is."""
+    if record.state is RunState.DEPLOYING:
+        return {**_running(record.attempts[-1]), "attempt": record.attempt}
+    outcome = outcome_of(record)
+    error = outcome.error.model_dump(mode="json") if outcome.error else None
+    # Past its gate, and past serving: what is left is to tear down, and to tell.
+    return {"status": outcome.state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
+
+
+def _goes_on(launch: Launch) -> Callable[[Record], bool]:
+    """Whether an attempt is still the one that a run is to train by."""
+
+    def goes_on(record: Record) -> bool:
+        latest = record.attempts[-1]
+        return record.state in _TRAINS and latest.number == launch.attempt and latest.ended is None
+
+    return goes_on
+
+
+def _running(attempt: Attempt) -> dict[str, Any]:
+    return {"status": "RUNNING", "deadline": attempt.deadline.timestamp()}
 
 
 def launch_of(record: Record, spec: JobSpec) -> Launch:
@@ -68,8 +105,9 @@ def launch_of(record: Record, spec: JobSpec) -> Launch:
 
 def _launch(store: RunStore, launch: Launch, attempt: Attempt) -> dict[str, Any]:
     target = get_target(launch.spec.target.type)
-    for resource in target.resources(launch):
-        store.intend(launch.run, resource.kind, resource.name, launch.attempt)
+    resources = target.resources(launch)
+    if not store.intend_all(launch.run, [(r.kind, r.name) for r in resources], launch.attempt, _goes_on(launch)):
+        return superseded(store.record(launch.run))
     if not target.provision(launch):
         # A cluster of the attempt's own, or a machine that is made at once, takes its time: max_wait is for capacity.
         waited = (utc_now() - attempt.started).total_seconds()
@@ -78,16 +116,18 @@ def _launch(store: RunStore, launch: Launch, attempt: Attempt) -> dict[str, Any]
             message = f"attempt {attempt.number} was not launched in {attempt.region} within {waited:.0f} s"
             raise CloudError(ErrorClass.STOCKOUT, message, "add placements in other regions")
         return {**waiting("PENDING", seconds=2), "deadline": attempt.deadline.timestamp()}
+    for one in resources:
+        if one.request:  # a node that a queue makes comes later
+            store.note(launch.run, one.name, ResourceState.CREATED)
     log("launched", stage="provision", run=launch.run, attempt=launch.attempt)
-    return {"status": "RUNNING", "deadline": attempt.deadline.timestamp()}
+    return _running(attempt)
 
 
 def _claim(record: Record, execution: str, attempt: int, spec: JobSpec) -> Record:
     """Take the run for `execution` and open the attempt, unless either is settled already."""
-    if record.state.is_terminal or record.execution not in (None, execution):
-        return record  # over, or owned by another execution: a duplicate start, which ends here
-    if record.execution is None:
-        record = record.model_copy(update={"execution": execution})
+    record = record.claimed(execution)
+    if record.state.is_terminal or record.execution != execution or record.state not in _TRAINS:
+        return record  # past this, or owned by another execution: a duplicate start, which ends here
     if record.cancel_requested:
         return record
     now = utc_now()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from .spec import JobSpec
 M = TypeVar("M", bound=BaseModel)
 Limit = Literal["max_duration", "max_cost_usd"]  # of a spec's `limits`
 UPDATE_TRIES = 12
+KEPT_IDS = 100  # of executions that were superseded: none of an older one can still be under way
 
 
 class RunState(StrEnum):
@@ -122,6 +124,13 @@ class Endpoint(Stored):
     ended: datetime | None = None
 
 
+class Outcome(Stored):
+    """How a run ends once its resources are gone: decided before the teardown begins."""
+
+    state: RunState
+    error: RunError | None = None
+
+
 class Record(Stored):
     """Everything that is known about a run. `history` starts with ACCEPTED or REJECTED."""
 
@@ -132,11 +141,13 @@ class Record(Stored):
     created: datetime
     history: list[Transition]
     execution: str | None = None
+    superseded: list[str] = []
     callback_url: str | None = None
     cancel_requested: datetime | None = None
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
+    outcome: Outcome | None = None
     serving_usd_per_hour: float | None = None  # of all instances that the endpoint may have
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
@@ -158,6 +169,22 @@ class Record(Stored):
             raise Conflict(f"run {self.run} is {self.state}; it cannot become {state}")
         moved = Transition(state=state, time=now, attempt=self.attempt)
         return self.model_copy(update={"state": state, "history": [*self.history, moved]})
+
+    def claimed(self, execution: str) -> Record:
+        """This record, owned by `execution` if nobody owns it; one that was superseded never owns it again."""
+        if self.execution is not None or execution in self.superseded or self.state.is_terminal:
+            return self
+        return self.model_copy(update={"execution": execution})
+
+    def released(self, execution: str) -> Record:
+        """This record without the execution that owns it: one that has ended and left the run open."""
+        if self.execution != execution or self.state.is_terminal:
+            return self
+        return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+
+    def with_notice(self, key: str) -> Record:
+        """This record with the note that people were told something."""
+        return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
 
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
         """This record with the end of an attempt; what was noted of that end first stays."""
@@ -274,7 +301,9 @@ class RunStore:
         self.bucket = client.bucket(bucket)
 
     def create(self, record: Record) -> bool:
-        """Write a new run's record; False when the run exists already."""
+        """Write a new run's record; False when the run exists already. One that is not over is marked first."""
+        if not record.state.is_terminal:
+            self.mark_open(record)
         return self.put_new(names.record_object(record.run), record.model_dump_json().encode())
 
     def record(self, run: str) -> Record:
@@ -304,15 +333,30 @@ class RunStore:
         except NotFound:
             return Ledger(run=run)
 
-    def intend(self, run: str, kind: str, name: str, attempt: int) -> None:
-        """Note that a resource is about to be created. Returns only once that is durable."""
+    def intend(self, run: str, kind: str, name: str, attempt: int) -> bool:
+        """Note that a resource is about to be created; False: that was noted. Returns only once it is durable."""
         entry = LedgerEntry(kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=utc_now())
 
         def change(ledger: Ledger) -> Ledger:
             found = ledger.find(name)
             return ledger if found and found.state is not ResourceState.GONE else ledger.with_entry(entry)
 
-        self._change_ledger(run, change)
+        return self._change_ledger(run, change).find(name) is entry
+
+    def intend_all(
+        self, run: str, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
+    ) -> bool:
+        """Note kinds and names of resources that are about to be created; False: they must not be, any more.
+
+        The record is read after the ledger was written, and teardown reads the ledger after it has written the record:
+        one of both sees the other.
+        """
+        news = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
+        if is_wanted(self.record(run)):
+            return True
+        for name in news:  # none of them was made: they may be in nobody's way
+            self.note(run, name, ResourceState.GONE)
+        return False
 
     def keep(self, run: str, name: str) -> None:
         """Note that a resource which has trained serves from now on. Returns only once that is durable."""
@@ -380,11 +424,32 @@ class RunStore:
         """Every run's id."""
         blobs = self.bucket.client.list_blobs(self.bucket, prefix="runs/", delimiter="/")
         for page in blobs.pages:
-            yield from sorted(prefix.split("/")[1] for prefix in page.prefixes)
+            yield from filter(names.is_run_id, sorted(prefix.split("/")[1] for prefix in page.prefixes))
 
-    def _change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> None:
+    def exists(self, run: str) -> bool:
+        """Whether a run has a record."""
+        return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
+
+    def open_runs(self) -> Iterator[tuple[str, datetime]]:
+        """The ids of the runs that are not over, or have left something, each with the time since when."""
+        fields = "items(name,timeCreated),nextPageToken"
+        for blob in self.bucket.client.list_blobs(self.bucket, prefix=names.OPEN_PREFIX, fields=fields):
+            yield blob.name.removeprefix(names.OPEN_PREFIX), blob.time_created
+
+    def mark_open(self, record: Record) -> None:
+        """Mark a run as one that the sweep looks at."""
+        self.put_new(names.open_object(record.run), record.source.encode(), "text/plain")
+
+    def close(self, run: str) -> None:
+        """Take the mark from a run that is over and has left nothing."""
+        from google.api_core.exceptions import NotFound as Missing
+
+        with suppress(Missing):
+            self.bucket.blob(names.open_object(run)).delete(timeout=TIMEOUT_SECONDS)
+
+    def _change_ledger(self, run: str, change: Callable[[Ledger], Ledger]) -> Ledger:
         name = names.ledger_object(run)
-        self._change(name, Ledger, change, new=Ledger(run=run))
+        return self._change(name, Ledger, change, new=Ledger(run=run))
 
     def _change(self, name: str, model: type[M], change: Callable[[M], M], new: M | None = None) -> M:
         for attempt in range(UPDATE_TRIES):

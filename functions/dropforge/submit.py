@@ -33,7 +33,7 @@ def submit_object(bucket: str, name: str, generation: str, size: int) -> Record:
     source = f"gs://{bucket}/{name}#{generation}"
     store = open_store()
     if found := store.find(run):
-        return _resume(store, found)
+        return resume(store, found)
     try:
         data = read_spec(bucket, name, generation, size)
     except InvalidSpec as error:
@@ -46,7 +46,7 @@ def submit_message(data: bytes, idempotency_key: str) -> Record:
     run = names.run_id_of_message(idempotency_key)
     store = open_store()
     if found := store.find(run):
-        return _resume(store, found)
+        return resume(store, found)
     return _submit(store, run, f"message {idempotency_key}", data)
 
 
@@ -55,7 +55,7 @@ def submit_uri(uri: str, idempotency_key: str) -> Record:
     run = names.run_id_of_message(idempotency_key)
     store = open_store()
     if found := store.find(run):
-        return _resume(store, found)
+        return resume(store, found)
     if not _URI.fullmatch(uri):
         problem = SpecProblem("/spec_uri", "not a gs:// URI", redact(repr(uri))[:120], "gs://bucket/path")
         return _reject(store, run, f"message {idempotency_key}", [problem], b"")
@@ -64,6 +64,13 @@ def submit_uri(uri: str, idempotency_key: str) -> Record:
     except InvalidSpec as error:
         return _reject(store, run, uri, error.problems, b"")
     return _submit(store, run, uri, data)
+
+
+def accept_again(run: str) -> Record:
+    """Make the record of a run whose spec was accepted and kept, by somebody who died of it."""
+    store = open_store()
+    source = store.read(names.open_object(run)).data.decode()
+    return _submit(store, run, source, store.read(names.spec_object(run)).data)
 
 
 def read_spec(bucket: str, name: str, generation: str | None, size: int) -> bytes:
@@ -117,12 +124,12 @@ def _submit(store: RunStore, run: str, source: str, data: bytes) -> Record:
         history=[Transition(state=RunState.ACCEPTED, time=now)],
     )
     if not store.create(record):
-        return _resume(store, store.record(run))
+        return resume(store, store.record(run))
     log("accepted", stage="submit", run=run, source=source)
     return _begin(store, record, spec, None)
 
 
-def _resume(store: RunStore, record: Record) -> Record:
+def resume(store: RunStore, record: Record) -> Record:
     """A run that exists: nothing to do, unless whoever made it died before its execution was started."""
     if record.execution or record.state is not RunState.ACCEPTED:
         if record.state is RunState.REJECTED:
@@ -140,21 +147,18 @@ def _begin(store: RunStore, record: Record, spec: JobSpec, execution: str | None
     In that order: a run whose execution has begun is not looked at again, and nobody would tell of it.
     """
     notify.tell(record, spec)
-    return _start(store, record, execution or start_execution(record.run, settings()))
+    return note_execution(store, record, execution or start_execution(record.run, settings()))
 
 
-def _start(store: RunStore, record: Record, execution: str) -> Record:
+def note_execution(store: RunStore, record: Record, execution: str) -> Record:
     """Note the execution; the first one noted owns the run, and `provision` turns any other away."""
 
-    def change(found: Record) -> Record:
-        return found if found.execution else found.model_copy(update={"execution": execution})
-
-    return store.update(record.run, change)
+    return store.update(record.run, lambda found: found.claimed(execution))
 
 
 def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:
     if found := store.find(run):
-        return _resume(store, found)  # another delivery has accepted what this one could not read any more
+        return resume(store, found)  # another delivery has accepted what this one could not read any more
     now = utc_now()
     source = redact(source)
     listed: list[dict[str, JsonValue]] = [
@@ -172,7 +176,7 @@ def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem],
     errors = {"run": run, "source": source, "errors": listed}
     store.put_new(names.errors_object(run), json.dumps(errors, indent=2, ensure_ascii=False).encode())
     if not store.create(record):
-        return _resume(store, store.record(run))
+        return resume(store, store.record(run))
     log("rejected", stage="submit", run=run, source=source, severity="WARNING", problems=[str(p) for p in problems])
     notify.tell(record)
     return record

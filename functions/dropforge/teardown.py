@@ -9,7 +9,7 @@ from .errors import CloudError
 from .log import log
 from .notify import announce
 from .outcome import superseded, waiting
-from .runs import LedgerEntry, Record, ResourceState, RunState, RunStore, open_store, utc_now
+from .runs import LedgerEntry, Outcome, Record, ResourceState, RunState, RunStore, open_store, utc_now
 from .serving import get_server
 from .serving.base import Server
 from .targets import get_target
@@ -36,15 +36,18 @@ _OWNERS: dict[str, Callable[[], Target | Server]] = {
 }
 
 
-def teardown(run: str, execution: str, scope: str, keep_endpoint: bool) -> dict[str, Any]:
+def teardown(
+    run: str, execution: str, scope: str, keep_endpoint: bool, outcome: Outcome | None = None
+) -> dict[str, Any]:
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError for what may pass.
 
     `scope` is "attempt" between two attempts (the run goes on) or "run" at its end; `keep_endpoint` spares the
-    endpoint, which then lives for its ttl; a cancelled run keeps none. Answers {"status": "GONE" | "PENDING" |
-    "SUPERSEDED", "cancelled": bool, ...}.
+    endpoint, which then lives for its ttl; a cancelled run keeps none. `outcome` is how the run ends after it: kept, so
+    that another execution can end the run if this one does not. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED",
+    "cancelled": bool, ...}.
     """
     store = open_store()
-    record = store.update(run, lambda found: _enter(found, execution, scope))
+    record = store.update(run, lambda found: _enter(found, execution, scope, outcome))
     if record.execution != execution:
         return superseded(record)
     if scope == "run" and record.state is RunState.TEARING_DOWN:
@@ -70,7 +73,7 @@ def delete_remaining(store: RunStore, run: str, *, keep_endpoint: bool = False) 
         if keep_endpoint and entry.is_endpoint(run):
             continue
         try:
-            gone = _delete(entry)
+            gone = delete_resource(entry.kind, entry.name)
         except CloudError as error:
             refusals.append(error)
             continue
@@ -101,13 +104,14 @@ def _note_endpoint_gone(store: RunStore, run: str) -> None:
     store.update(run, change)
 
 
-def _delete(entry: LedgerEntry) -> bool:
-    return _OWNERS[entry.kind]().teardown(entry.kind, entry.name)
+def delete_resource(kind: str, name: str) -> bool:
+    """Push one resource towards gone; True once it was seen not to exist. Raises CloudError."""
+    return _OWNERS[kind]().teardown(kind, name)
 
 
-def _enter(record: Record, execution: str, scope: str) -> Record:
-    if record.execution not in (None, execution) or record.state.is_terminal:
+def _enter(record: Record, execution: str, scope: str, outcome: Outcome | None) -> Record:
+    record = record.claimed(execution)
+    if record.execution != execution or record.state.is_terminal or scope != "run":
         return record
-    if record.execution is None:
-        record = record.model_copy(update={"execution": execution})
-    return record.entered(RunState.TEARING_DOWN, utc_now()) if scope == "run" else record
+    moved = record.entered(RunState.TEARING_DOWN, utc_now())
+    return moved if moved.outcome or outcome is None else moved.model_copy(update={"outcome": outcome})

@@ -123,7 +123,8 @@ class StackConfig:
     `images` is the repository whose containers/ the images are made from; `settings` overrides the functions'
     environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
     GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` has the calls of functions and
-    containers written to <state>/calls.jsonl (recording.py); such a stack is started once.
+    containers written to <state>/calls.jsonl (recording.py); such a stack is started once. `sweep_seconds` is what
+    Cloud Scheduler's schedule is in a deployment.
     """
 
     images: str = str(ROOT)
@@ -134,6 +135,7 @@ class StackConfig:
     tpu: dict[str, Any] = field(default_factory=dict)
     compute: dict[str, Any] = field(default_factory=dict)
     record: bool = False
+    sweep_seconds: float = 60.0
 
     @classmethod
     def of(cls, state: Path) -> StackConfig:

@@ -68,7 +68,6 @@ WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 NAMESPACE, TRAINER, SERVER = "dropforge", "dropforge-trainer", "dropforge-server"
 ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # who calls, by the account's name
-SWEEP_SECONDS = 60.0
 BIND_SECONDS = 3.0
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
@@ -319,7 +318,7 @@ class Stack:
         headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep')}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
-                await asyncio.sleep(SWEEP_SECONDS)
+                await asyncio.sleep(self.config.sweep_seconds)
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.post(self.functions_url + "sweep", json={}):
                         pass

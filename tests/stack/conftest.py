@@ -8,6 +8,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +58,7 @@ NOOP_CONFIG = StackConfig(
 _CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 
 
+SELDOM = 86400.0  # tests sweep themselves: a sweep takes over every run that no execution goes on with
 class User:
     """Somebody who drops specs and looks at what becomes of them, through ordinary clients."""
 
@@ -229,7 +231,7 @@ def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One stack for every test that does not break it."""
     state = tmp_path_factory.mktemp("stack")
-    NOOP_CONFIG.save(state)
+    replace(NOOP_CONFIG, sweep_seconds=SELDOM).save(state)
     local.up(state)
     yield state
     local.down(state)

@@ -1,0 +1,108 @@
+"""Part of stage `sweep`: work that was lost. A spec without a run, a run that no execution goes on with, an end that
+nobody was told of."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from . import clients, names
+from .clients import TIMEOUT_SECONDS
+from .errors import RetryLater
+from .executions import LIVE, find_execution, start_execution, state_of
+from .log import log
+from .notify import notify
+from .runs import Record, RunState, RunStore
+from .settings import Settings
+from .submit import accept_again, note_execution, resume, submit_object
+from .teardown import delete_remaining, end_endpoint
+
+LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
+LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
+END_TOLD = "end"  # among the notices of a record
+
+
+def specs(settings: Settings) -> list[Any]:
+    """Every spec object in the inbox, as a Blob with its generation, size and time."""
+    fields = "items(name,generation,size,timeCreated),nextPageToken"
+    blobs = clients.storage().list_blobs(
+        settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
+    )
+    return [blob for blob in blobs if names.is_spec_object(blob.name)]
+
+
+def submit(store: RunStore, blob: Any, settings: Settings, now: datetime) -> str:
+    """Submit a spec that should have a run by now; the run, or "" when there is nothing to do."""
+    generation = str(blob.generation)
+    run = names.run_id_of_object(settings.specs_bucket, blob.name, generation)
+    if not LOST_AFTER < now - blob.time_created < LOST_FOR or store.exists(run):
+        return ""
+    log("a spec that was dropped and has no run", stage="sweep", run=run, severity="WARNING", resource=blob.name)
+    submit_object(settings.specs_bucket, blob.name, generation, int(blob.size or 0))
+    return run
+
+
+def accept(store: RunStore, run: str, since: datetime, now: datetime) -> str:
+    """Make the record of a run that was about to be accepted; the run, or "" when it may yet be without us."""
+    if now - since < LOST_AFTER:
+        return ""
+    log("a run that was to be accepted and has no record", stage="sweep", run=run, severity="WARNING")
+    accept_again(run)
+    return run
+
+
+def restart(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
+    """Have an execution go on with a run that is not over; False when one does, or is about to.
+
+    The one that has ended never owns the run again. Whoever dies in here leaves a run without one, for the next sweep.
+    """
+    run, old = record.run, record.execution
+    if old in live or (old and state_of(old, settings) in LIVE):  # it may have started since they were listed
+        return False
+    if old:
+        record = store.update(run, lambda found: found.released(old))
+        if record.execution or record.state.is_terminal:
+            return False  # it came to its end after all, or another sweep was faster
+    if record.state is RunState.ACCEPTED:
+        try:
+            return resume(store, record).execution is not None
+        except RetryLater:
+            return False
+    log("a run that no execution goes on with", stage="sweep", run=run, severity="WARNING", state=record.state)
+    execution = find_execution(run, record.created, settings) or start_execution(run, settings)
+    note_execution(store, record, execution)
+    return True
+
+
+def settle(store: RunStore, record: Record, live: frozenset[str] | None, settings: Settings, now: datetime) -> None:
+    """What a run that is over has left goes, but for its endpoint, and its end is told; then it is open no more.
+
+    `live` is None when nobody knows which executions are.
+    """
+    endpoint, is_told = record.endpoint, False
+    try:
+        if record.state is RunState.SUCCEEDED and endpoint and not endpoint.ended and endpoint.expires >= now:
+            delete_remaining(store, record.run, keep_endpoint=True)
+            is_over = False
+        else:
+            is_over = end_endpoint(store, record.run)
+    finally:
+        is_told = live is not None and _tell(store, record, live, settings)
+    if is_over and is_told:
+        store.close(record.run)
+
+
+def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
+    """Tell of an end whose execution died before it had; False while one is about it. An event's id is its state's."""
+    execution = record.execution
+    if execution is None or END_TOLD in record.notices:
+        return True
+    if execution in live or (state := state_of(execution, settings)) in LIVE:
+        return False
+    if state == "SUCCEEDED":
+        return True
+    log("an end that may not have been told", stage="sweep", run=record.run, severity="WARNING", state=record.state)
+    if notify(record.run, execution, record.state, record.error)["status"] != "NOTIFIED":
+        return False
+    store.update(record.run, lambda found: found.model_copy(update={"notices": [*found.notices, END_TOLD]}))
+    return True
