@@ -35,7 +35,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds Ray's modules as always, and has some patched once they are loaded."""
 
     def __init__(self) -> None:
-        self.patches = {"ray._private.services": make_small}
+        self.patches = {"ray._private.services": make_small, "jax._src.lib": keep_jax_here}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -66,6 +66,20 @@ def make_small(services: Any) -> None:
     services.start_ray_process = start_ray_process
     services.resolve_ip_for_localhost = lambda host: host
     services.get_node_ip_address = lambda address=None: LOOPBACK
+
+
+def keep_jax_here(lib: Any) -> None:
+    """Have JAX's coordinator listen on the loopback, and gloo, which asks for this host's name."""
+    serve, connect = lib._jax.get_distributed_runtime_service, lib._jax.make_gloo_tcp_collectives
+
+    def get_distributed_runtime_service(address: str, *args: Any, **kwargs: Any) -> Any:
+        return serve(f"{LOOPBACK}:{address.rpartition(':')[2]}", *args, **kwargs)
+
+    def make_gloo_tcp_collectives(*args: Any, **kwargs: Any) -> Any:
+        return connect(*args, **{"hostname": LOOPBACK, **kwargs})
+
+    lib._jax.get_distributed_runtime_service = get_distributed_runtime_service
+    lib._jax.make_gloo_tcp_collectives = make_gloo_tcp_collectives
 
 
 def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
