@@ -20,6 +20,8 @@ from dropforge_local.stack import StackInfo
 APIS = {
     "batch/jobs": "apis/batch/v1",
     "apps/deployments": "apis/apps/v1",
+    "ray.io/rayjobs": "apis/ray.io/v1",
+    "ray.io/rayclusters": "apis/ray.io/v1",
     "services": "api/v1",
     "pods": "api/v1",
     "autoscaling/horizontalpodautoscalers": "apis/autoscaling/v2",

@@ -30,6 +30,7 @@ NOOP_IMAGES = Path(__file__).resolve().parents[1] / "images"
 NOOP_SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:test",
     "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-noop:test",
+    "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/ray-noop:test",
     "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
     "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-noop:test",
     "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
@@ -44,6 +45,8 @@ NOOP_CONFIG = StackConfig(
         "node_idle_seconds": 5.0,
         "job_backoff_seconds": 0.1,
         "preemption_grace_seconds": 2.0,
+        "ray_probe_seconds": 0,
+        "ray_poll_seconds": 0.2,
     },
     tpu={
         "create_seconds": 0.1,
@@ -55,10 +58,10 @@ NOOP_CONFIG = StackConfig(
     },
     compute={"create_seconds": 0.05, "delete_seconds": 0.05, "disk_gb_per_zone": 100_000},
 )
+SELDOM = 86400.0  # tests sweep themselves: a sweep takes over every run that no execution goes on with
 _CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 
 
-SELDOM = 86400.0  # tests sweep themselves: a sweep takes over every run that no execution goes on with
 class User:
     """Somebody who drops specs and looks at what becomes of them, through ordinary clients."""
 
@@ -153,7 +156,7 @@ class User:
 
     def training(self, run: str) -> str:
         """The resource in which a run trains."""
-        return next(name for name in self.resources(run) if "/jobs/" in name or "/queuedResources/" in name)
+        return next(name for name in self.resources(run) if "jobs/" in name or "/queuedResources/" in name)
 
     def machine(self, run: str) -> str:
         """The TPU VM of a run."""

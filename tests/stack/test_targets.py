@@ -25,9 +25,8 @@ Part = dict[str, Any]
 
 
 def test_everything_that_the_stack_has_is_tested(user: User) -> None:
-    # A Ray cluster takes a minute to start: it has tests of its own (emulators/kubernetes/test_ray.py), few and long.
     # A machine that is kept goes with one target only: see test_tpu_vm.py.
-    there = (set(TARGETS) - {"ray"}, set(SERVERS) - {"training_vm"})
+    there = (set(TARGETS), set(SERVERS) - {"training_vm"})
     assert there == (set(PARTS), set(SERVES)), "see tests/stack/targets.py"
 
 
@@ -86,6 +85,8 @@ def test_a_preempted_attempt_is_followed_by_another(user: User, target: Part) ->
 
 
 def test_a_machine_that_is_taken_away_is_replaced(user: User, target: Part) -> None:
+    if target["type"] == "ray":
+        pytest.skip("the Ray operator replaces it within the attempt: see test_ray.py")
     run = user.drop(user.spec("hang-once", target=target))
     user.wait(run, "TRAINING")
     user.preempt(run)

@@ -1,13 +1,19 @@
-"""RayJobs: real Ray in the pods, the real Jobs API, KubeRay's states. Clusters are dear (20 s), so each does much."""
+"""RayJobs: real Ray in the pods, the real Jobs API, KubeRay's states. Clusters are dear (20 s), so each does much.
+
+What tests/stack runs in Ray's place (tests/images/containers/ray_noop) is held here to the same.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import shutil
 import subprocess
 import textwrap
 import time
+import urllib.error
+import urllib.request
 import uuid
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -29,7 +35,7 @@ TPU = "google.com/tpu"
 WAIT_SECONDS = 90.0
 
 DRIVER = """
-    import os, sys, time, ray
+    import os, sys, time
     what = sys.argv[1]
     print("driver", what, "of", os.environ["RAY_CLUSTER_NAME"], flush=True)
     if what == "exit":
@@ -37,6 +43,7 @@ DRIVER = """
     if what == "sleep":
         time.sleep(float(sys.argv[2]))
     if what == "hosts":
+        import ray
         @ray.remote(num_cpus=1, resources={"TPU": 4})
         class Host:
             def who(self):
@@ -53,11 +60,18 @@ LABEL dev.dropforge.environments="/opt/maxtext=maxtext"
 ENV PATH=/opt/maxtext/bin:/usr/bin:/bin
 ENTRYPOINT ["python", "driver.py"]
 """
+NOOP = "ray-noop"
+NOOP_DOCKERFILE = """
+FROM python:3.11
+WORKDIR /app
+COPY containers/ray_noop/ray.py /app/bin/ray
+COPY containers/train_ray_test/driver.py /app/driver.py
+ENV PATH=/app/bin:/usr/bin:/bin
+ENTRYPOINT ["python", "driver.py"]
+"""
 
-pytestmark = [
-    pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: run `make maxtext`"),
-    pytest.mark.timeout(300),
-]
+installed = pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: run `make maxtext`")
+pytestmark = pytest.mark.timeout(300)
 
 
 def write_ray_image(repo: Path) -> None:
@@ -65,12 +79,14 @@ def write_ray_image(repo: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "Dockerfile").write_text(DOCKERFILE)
     (folder / "driver.py").write_text(textwrap.dedent(DRIVER))
+    shutil.copytree(ROOT / "tests" / "images" / "containers" / "ray_noop", repo / "containers" / "ray_noop")
+    (repo / "containers" / "ray_noop" / "Dockerfile").write_text(NOOP_DOCKERFILE)
     (repo / "build").mkdir()
     (repo / "build" / "maxtext").symlink_to(ENVIRONMENT)
 
 
-def ray_job(name: str, *words: str, hosts: int = 0, **spec: Any) -> dict[str, Any]:
-    container = {"name": "ray", "image": f"{REGISTRY}/train-ray-test:v1"}
+def ray_job(name: str, *words: str, hosts: int = 0, image: str = "train-ray-test", **spec: Any) -> dict[str, Any]:
+    container = {"name": "ray", "image": f"{REGISTRY}/{image}:v1"}
     head = {**container, "resources": {"limits": {"cpu": "1", "memory": "8Gi"}}}
     worker = {**container, "resources": {"limits": {"cpu": "1", "memory": "8Gi", TPU: "4"}}}
     selector = {"cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice", "cloud.google.com/gke-tpu-topology": "2x4"}
@@ -101,13 +117,16 @@ def ray_job(name: str, *words: str, hosts: int = 0, **spec: Any) -> dict[str, An
 class Ray:
     """RayJobs of one cluster's default namespace."""
 
-    def __init__(self, kube: Kube) -> None:
+    def __init__(self, kube: Kube, image: str = "train-ray-test") -> None:
         self.kube = kube
+        self.image = image
         self.where = ("ray.io", "v1", kube.namespace)
 
     def create(self, *words: str, **more: Any) -> str:
         name = f"j{uuid.uuid4().hex[:6]}"
-        self.kube.custom.create_namespaced_custom_object(*self.where, "rayjobs", ray_job(name, *words, **more))
+        self.kube.custom.create_namespaced_custom_object(
+            *self.where, "rayjobs", ray_job(name, *words, image=self.image, **more)
+        )
         return name
 
     def status(self, name: str) -> dict[str, Any]:
@@ -129,6 +148,22 @@ class Ray:
 
     def delete(self, name: str) -> None:
         self.kube.custom.delete_namespaced_custom_object(*self.where, "rayjobs", name)
+
+    def call(self, name: str, method: str, path: str = "", body: Any = None, token: str = "") -> tuple[int, bytes]:
+        """A request to the Jobs API of a job's cluster: status and answer."""
+        environment = self.environment(name)
+        headers = {"Authorization": f"Bearer {token or environment['RAY_AUTH_TOKEN']}"}
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{environment['RAY_ADDRESS']}/api/jobs/{path}"
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, data, headers | {"Content-Type": "application/json"}, method=method),
+                timeout=20,
+            ) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
 
     def environment(self, name: str) -> dict[str, str]:
         """What the ray command line needs to reach a job's cluster from outside."""
@@ -153,15 +188,22 @@ def until(look: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     return found
 
 
+@pytest.fixture(params=[pytest.param("train-ray-test", marks=installed), NOOP])
+def image(request: pytest.FixtureRequest) -> str:
+    """Ray, and what stands for it in other tests."""
+    return str(request.param)
+
+
 @pytest.fixture
-def ray(stack: Stack) -> Iterator[Ray]:
+def ray(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Ray]:
     write_ray_image(stack.home / "repo")
-    yield Ray(stack.start())
+    yield Ray(stack.start(), request.getfixturevalue("image") if "image" in request.fixturenames else "train-ray-test")
     # Whatever the test has left: no process of a Ray cluster outlives its containers.
     end_all(stack.home / "containers", grace_seconds=0)
     assert not find_members(stack.home / "containers")
 
 
+@installed
 @pytest.mark.slow
 def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: Ray, stack: Stack) -> None:
     name = ray.create("hosts", hosts=2, ttlSecondsAfterFinished=600)
@@ -194,12 +236,13 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
 
 
 @pytest.mark.slow
-def test_a_driver_that_fails_and_a_head_that_dies(ray: Ray) -> None:
+def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(image: str, ray: Ray) -> None:
     name = ray.create("exit", "65")
     until(lambda: ray.states(name) == ("Failed", "FAILED"))
     status = ray.status(name)
     assert (status["reason"], status["failed"]) == ("AppFailed", 1)
-    assert "exit code 65" in status["message"]
+    assert "Job entrypoint command failed with exit code 65, last available logs" in status["message"]
+    assert "driver exit of" in status["message"]
     until(lambda: not ray.pods())
 
     name = ray.create("sleep", "600")
@@ -211,13 +254,23 @@ def test_a_driver_that_fails_and_a_head_that_dies(ray: Ray) -> None:
     head = ray.pods()[0].metadata.name
     until(lambda: ray.kube.core.read_namespaced_pod(head, "default").status.container_statuses[0].restart_count == 1)
     until(lambda: ray.states(name) == ("Running", "RUNNING") and driver_count(ray) == 1)
-    ray.delete(name)
+    until(lambda: ray.kube.core.read_namespaced_pod(head, "default").status.container_statuses[0].ready)
+    submitted = {"entrypoint": "python driver.py exit 0", "submission_id": ray.status(name)["jobId"]}
+    assert ray.call(name, "POST", body=submitted)[0] == 500  # there is a job of that name: none runs twice
+    assert driver_count(ray) == 1
+    assert ray.call(name, "GET", "another")[0] == 404
+    assert ray.call(name, "GET", submitted["submission_id"], token="x" * 32)[0] in (401, 403)
+    # Somebody stops it by hand.
+    status, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
+    assert (status, json.loads(answer)) == (200, {"stopped": True})
+    until(lambda: ray.states(name) == ("Complete", "STOPPED"))
     until(lambda: not ray.pods() and not ray.clusters())
-    with pytest.raises(exceptions.NotFoundException):
-        ray.status(name)
+    ray.delete(name)
+    until(lambda: gone(ray, name))
     assert not find_members(ray.kube.directory)
 
 
+@installed
 @pytest.mark.slow
 def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> None:
     name = ray.create("sleep", "600", activeDeadlineSeconds=40)
@@ -232,6 +285,7 @@ def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> No
     until(lambda: not ray.pods())
 
 
+@installed
 def test_what_the_operator_refuses_is_told_in_the_status(ray: Ray) -> None:
     def refused(**spec: Any) -> str:
         name = ray.create("x", **spec)
@@ -263,8 +317,18 @@ def test_what_the_api_refuses(kube: Kube, spec: dict[str, Any], code: int) -> No
     assert kube.call("POST", path, ray_job("r", **spec))[0] == code
 
 
+def gone(ray: Ray, name: str) -> bool:
+    try:
+        ray.status(name)
+    except exceptions.NotFoundException:
+        return True
+    return False
+
+
 def head_processes(ray: Ray) -> list[psutil.Process]:
-    return [process for process in processes(ray) if "gcs_server" in " ".join(process.cmdline()[:1])]
+    """What the rest of the head ends with."""
+    name = "bin/ray" if ray.image == NOOP else "gcs_server"
+    return [process for process in processes(ray) if name in " ".join(process.cmdline()[:2])]
 
 
 def driver_count(ray: Ray) -> int:

@@ -58,6 +58,7 @@ class KubernetesConfig:
     preemption_grace_seconds: float = 15.0  # what a spot node's shutdown leaves to its pods at most
     autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
     watch_history: int = 2000  # changes that a watch can start from; older ones are 410 Gone
+    ray_probe_seconds: int = 10  # before a Ray pod is first asked whether it is ready, as in KubeRay
     ray_poll_seconds: float = 1.0  # between two looks at a Ray job; 3 in KubeRay
     ray_status_seconds: float = 30.0  # a Ray head that does not answer fails its job after this; 300 in KubeRay
     event_seconds: float = 3600.0  # events are forgotten after this, as in Kubernetes

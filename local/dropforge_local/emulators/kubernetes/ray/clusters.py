@@ -106,7 +106,7 @@ class RayClusterController:
         failure = ""
         heads = [pod for pod in there if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD]
         if not heads:
-            failure = self._make(cluster, *pods.head_pod(cluster))
+            failure = self._make(cluster, *pods.head_pod(cluster, self._tools.config.ray_probe_seconds))
         for group in cluster["spec"].get("workerGroupSpecs", ()):
             failure = self._fill_group(cluster, group, there) or failure
         return failure
@@ -121,7 +121,8 @@ class RayClusterController:
             members = [pod for pod in of_group if pod["metadata"]["labels"][pods.REPLICA] == str(replica)]
             if not members:
                 for host in range(hosts):
-                    failure = self._make(cluster, *pods.worker_pod(cluster, group, replica, host)) or failure
+                    made = pods.worker_pod(cluster, group, replica, host, self._tools.config.ray_probe_seconds)
+                    failure = self._make(cluster, *made) or failure
             elif len(members) < hosts or any("deletionTimestamp" in pod["metadata"] for pod in members):
                 self._delete(cluster, members)
         surplus = [pod for pod in of_group if int(pod["metadata"]["labels"][pods.REPLICA]) >= wanted]

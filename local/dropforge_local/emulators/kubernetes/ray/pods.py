@@ -17,7 +17,7 @@ REPLICA, HOST = "ray.io/worker-group-replica-index", "ray.io/replica-host-index"
 GCS, DASHBOARD, CLIENT, METRICS, AGENT = 6379, 8265, 10001, 8080, 52365
 TOKEN_KEY = "auth_token"
 LIVENESS = {"initialDelaySeconds": 30, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 120}
-READINESS = {"initialDelaySeconds": 10, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 10}
+READINESS = {"timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 10}
 # What `ray start` calls the accelerators that a container is limited to.
 GPU_OPTION, TPU_RESOURCE = "num-gpus", "TPU"
 
@@ -34,7 +34,7 @@ def service_host(name: str, namespace: str) -> str:
     return f"{name}.{namespace}.svc.cluster.local"
 
 
-def head_pod(cluster: Object) -> tuple[Object, Object]:
+def head_pod(cluster: Object, probe_seconds: int) -> tuple[Object, Object]:
     """Template and metadata of the head's pod."""
     group = cluster["spec"]["headGroupSpec"]
     template = copy.deepcopy(group["template"])
@@ -44,11 +44,11 @@ def head_pod(cluster: Object) -> tuple[Object, Object]:
     _add_ports(container, {"gcs-server": GCS, "dashboard": DASHBOARD, "client": CLIENT, "metrics": METRICS})
     _start_ray(container, HEAD, params)
     _add_environment(container, cluster, "127.0.0.1")
-    _add_probes(container)
+    _add_probes(container, probe_seconds)
     return template, _metadata(name, HEAD, HEAD_GROUP, f"{name[:40]}-head-")
 
 
-def worker_pod(cluster: Object, group: Object, replica: int, host: int) -> tuple[Object, Object]:
+def worker_pod(cluster: Object, group: Object, replica: int, host: int, probe_seconds: int) -> tuple[Object, Object]:
     """Template and metadata of one host of one replica of a worker group."""
     template = copy.deepcopy(group["template"])
     metadata, spec = cluster["metadata"], template["spec"]
@@ -60,7 +60,7 @@ def worker_pod(cluster: Object, group: Object, replica: int, host: int) -> tuple
     spec["initContainers"] = [*spec.get("initContainers", ()), _wait_for_head(container, address)]
     _start_ray(container, WORKER, params)
     _add_environment(container, cluster, address)
-    _add_probes(container)
+    _add_probes(container, probe_seconds)
     made = _metadata(name, WORKER, group["groupName"], f"{name[:35]}-{group['groupName'][:15]}-worker-")
     made["labels"] |= {REPLICA: str(replica), HOST: str(host)}
     _add_tpu(template, cluster, group, replica, host)
@@ -139,9 +139,10 @@ def token_secret(cluster: Object) -> str:
     return str(cluster["spec"].get("authOptions", {}).get("secretName") or cluster["metadata"]["name"])
 
 
-def _add_probes(container: Object) -> None:
+def _add_probes(container: Object, probe_seconds: int) -> None:
     action = {"path": "/api/healthz", "port": AGENT}
-    for name, values in (("livenessProbe", LIVENESS), ("readinessProbe", READINESS)):
+    readiness = {"initialDelaySeconds": probe_seconds, **READINESS}
+    for name, values in (("livenessProbe", LIVENESS), ("readinessProbe", readiness)):
         container.setdefault(name, {**values, "successThreshold": 1, "httpGet": action})
 
 
