@@ -157,6 +157,13 @@ def hang_at_first_boot() -> int:
     return hang()
 
 
+def hang_at_first_start() -> int:
+    """Hangs where no container of the run has been before, this attempt's included."""
+    name = quoted(f"checkpoints/{RUN}/trace")
+    path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}&ifGenerationMatch=0"
+    return succeed() if request("POST", path)[0] == 412 else hang()
+
+
 def slow() -> int:
     publish("started")
     time.sleep(3)
@@ -194,6 +201,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "hang": hang,
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "hang-at-first-boot": hang_at_first_boot,
+    "hang-at-first-start": hang_at_first_start,
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
     "lie": lie,  # reports success, leaves nothing
