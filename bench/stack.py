@@ -2,36 +2,62 @@
 
 upload → execution started     from the storage client's call to the execution's start time
 last job event → terminal      from the publication of `succeeded` to the record's terminal transition, train only
-no-op runs per second          N specs dropped at once, until the last is terminal
-memory                         of the stack's two processes, idle and with N runs waiting for their containers
+no-op runs per second          N specs dropped at once, until the last is terminal (`python -m bench.stack --runs N`)
+CPU per run                    of all processes of the stack; other work on the machine spoils it less than it does time
+
+A no-op run is real in everything but the training: two processes for its container (the shim and the trainer), four job
+events, a manifest, its Cloud Run job made and deleted. Every run is checked: succeeded, one execution, nothing left.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from dropforge_local import stack as local
-from dropforge_local.stack import IMAGES, StackConfig
+from dropforge_local.stack import IMAGES, StackConfig, StackInfo
 
 ROOT = Path(__file__).resolve().parents[1]
-SEQUENTIAL, TOGETHER, WAITING = 40, 100, int(os.environ.get("BENCH_WAITING", "1000"))
+SEQUENTIAL, TOGETHER = 40, 100
+RUN_SECONDS = 3.0  # what a run may take of a busy laptop before the benchmark gives up
 SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:bench",
     "DROPFORGE_SLACK_WEBHOOK_SECRET": "",
     "DROPFORGE_CHECK_INTERVAL_SECONDS": "300",  # as in the cloud; a laptop's stack looks every five seconds
+    "DROPFORGE_PROVISION_DEADLINE_SECONDS": "86400",
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.stack")
+    parser.add_argument("--one-by-one", type=int, default=SEQUENTIAL, metavar="N", help="runs for the latencies")
+    parser.add_argument("--runs", type=int, default=TOGETHER, metavar="N", help="runs at once, for the rate")
+    wanted = parser.parse_args(arguments)
+    with running_stack() as (state, info):
+        user = User(info)
+        user.wait([user.drop("warm-up")])
+        print(f"memory idle: {describe_memory(info)}")
+        measure_latency(user, wanted.one_by_one)
+        measure_rate(user, wanted.runs)
+        check_nothing_left(state)
+
+
+@contextmanager
+def running_stack() -> Iterator[tuple[Path, StackInfo]]:
+    """A stack of its own, with as many GPUs as anybody asks for; its state directory and where it is."""
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory) / "stack"
         config = StackConfig(images=str(ROOT / "tests" / "images"), settings=SETTINGS, cloud_run={"gpu_quota": 10**6})
@@ -39,107 +65,189 @@ def main() -> None:
         info = local.up(state)
         os.environ.update(info.environment)
         try:
-            measure(info)
+            yield state, info
         finally:
             local.down(state)
 
 
-def measure(info: local.StackInfo) -> None:
-    from dropforge import clients
-    from dropforge.runs import RunStore
-    from dropforge.settings import settings
+class User:
+    """Drops specs and reads run events, through ordinary clients."""
 
-    store = RunStore(clients.storage(), settings().runs_bucket)
-    wait_for(store, [drop("warm-up")])
-    print(f"memory idle: {memory(info):.0f} MB")
+    def __init__(self, info: StackInfo) -> None:
+        from google.cloud import pubsub_v1
+
+        from dropforge import clients
+        from dropforge.runs import RunStore
+        from dropforge.settings import settings
+
+        self.info = info
+        self.settings = settings()
+        self.store = RunStore(clients.storage(), self.settings.runs_bucket)
+        self.told: Counter[tuple[str, str]] = Counter()  # (run, state) → how many event ids, duplicates left out
+        self._ids: set[str] = set()
+        self._subscriber = pubsub_v1.SubscriberClient()
+        self._subscription = f"projects/{self.settings.project}/subscriptions/bench"
+        topic = self.settings.topic(self.settings.run_events_topic)
+        self._subscriber.create_subscription(name=self._subscription, topic=topic)
+
+    def drop(self, name: str, behave: str = "succeed") -> str:
+        """Upload a train-only spec; its run id."""
+        from dropforge import clients, names
+
+        spec = {
+            "api_version": "dropforge/v1",
+            "name": "noop",
+            "model": {"source": "owner/tiny-1m"},
+            "dataset": {"source": "owner/data"},
+            "training": {"adapter": {"type": "none"}},
+            "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+            "serve": None,
+            "labels": {"behave": behave},
+        }
+        blob = clients.storage().bucket(self.settings.specs_bucket).blob(f"specs/{name}.json")
+        blob.upload_from_string(json.dumps(spec), "application/json")
+        return names.run_id_of_object(self.settings.specs_bucket, blob.name, blob.generation)
+
+    def drop_all(self, names: Sequence[str]) -> list[str]:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(self.drop, names))
+
+    def cancel_all(self, runs: Sequence[str]) -> None:
+        from dropforge import clients
+
+        topic = self.settings.topic(self.settings.requests_topic)
+        sent = [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in runs]
+        for future in sent:
+            future.result(120)
+
+    def wait(self, runs: Sequence[str], *states: str, seconds_each: float = RUN_SECONDS) -> None:
+        """Until a run event has told of every run that it is in one of `states` (default: the terminal ones)."""
+        wanted = states or ("SUCCEEDED", "FAILED", "CANCELLED", "REJECTED")
+        left, deadline = set(runs), time.monotonic() + 60 + seconds_each * len(runs)
+        while left := {run for run in left if not any((run, state) in self.told for state in wanted)}:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"LOST: {len(left)} of {len(runs)} runs never became {wanted}: {sorted(left)[:5]}")
+            self._pull()
+
+    def check_ended(self, runs: Sequence[str], state: str) -> None:
+        """Every run is in `state` by its record, told it once, and had one execution."""
+        found = Counter(str(self.store.record(run).state) for run in runs)
+        if found != {state: len(runs)}:
+            raise SystemExit(f"expected {len(runs)} runs {state}; found {dict(found)}")
+        if twice := [run for run in runs if self.told[run, state] != 1]:
+            raise SystemExit(f"{len(twice)} runs told {state} under more than one event id: {twice[:5]}")
+        executions = self.executions()
+        if wrong := [run for run in runs if executions[run] != 1]:
+            raise SystemExit(f"{len(wrong)} runs have not exactly one execution: {wrong[:5]}")
+
+    def executions(self, state: str = "") -> Counter[str]:
+        """How many executions the workflow has, by run; those in `state` only, if given."""
+        from google.cloud.workflows import executions_v1
+
+        from dropforge import clients, names
+
+        request = executions_v1.ListExecutionsRequest(
+            parent=self.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
+        )
+        found = clients.workflow_executions().list_executions(request)
+        return Counter(one.labels[names.RUN_LABEL] for one in found if state in ("", one.state.name))
+
+    def _pull(self) -> None:
+        answer = self._subscriber.pull(subscription=self._subscription, max_messages=1000, timeout=60)
+        for received in answer.received_messages:
+            event = json.loads(received.message.data)
+            if event["id"] not in self._ids:
+                self._ids.add(event["id"])
+                self.told[event["run"], event["state"]] += 1
+        if ack_ids := [received.ack_id for received in answer.received_messages]:
+            self._subscriber.acknowledge(subscription=self._subscription, ack_ids=ack_ids)
+            time.sleep(0.1)  # a client that asks without a pause would be part of the load
+
+
+def measure_latency(user: User, count: int) -> None:
     started, ended = [], []
-    for number in range(SEQUENTIAL):
+    for number in range(count):
         began = time.time()
-        run = drop(f"one-{number}")
-        wait_for(store, [run])
-        started.append(execution_start(store.record(run)) - began)
-        ended.append(terminal_delay(store, run))
-    show("upload → execution started", started)
-    show("last job event → terminal", ended)
-    began = time.monotonic()
-    wait_for(store, [drop(f"many-{number}") for number in range(TOGETHER)], timeout=300)
-    print(f"no-op runs per second: {TOGETHER / (time.monotonic() - began):.1f} ({TOGETHER} at once)")
-    wait_for_waiting(store, [drop(f"wait-{number}", behave="hang") for number in range(WAITING)])
-    before = cpu_seconds(info)
-    time.sleep(10)
-    percent = (cpu_seconds(info) - before) * 10
-    print(f"memory with {WAITING} runs waiting: {memory(info):.0f} MB, {percent:.1f} % of a core")
+        run = user.drop(f"one-{number}")
+        user.wait([run])
+        started.append(_execution_start(user, run) - began)
+        ended.append(_terminal_delay(user, run))
+    if count:
+        show("upload → execution started", started)
+        show("last job event → terminal", ended)
 
 
-def drop(name: str, behave: str = "succeed") -> str:
-    """Upload a train-only spec with the ordinary client; its run id."""
-    from dropforge import clients, names
-    from dropforge.settings import settings
-
-    spec = {
-        "api_version": "dropforge/v1",
-        "name": "noop",
-        "model": {"source": "owner/tiny-1m"},
-        "dataset": {"source": "owner/data"},
-        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
-        "serve": None,
-        "labels": {"behave": behave},
-    }
-    blob = clients.storage().bucket(settings().specs_bucket).blob(f"specs/{name}.json")
-    blob.upload_from_string(json.dumps(spec), "application/json")
-    return names.run_id_of_object(settings().specs_bucket, blob.name, blob.generation)
+def measure_rate(user: User, count: int) -> None:
+    """`count` specs at once, until the last run is terminal."""
+    before, began = Cpu.now(user.info), time.monotonic()
+    runs = user.drop_all([f"many-{number}" for number in range(count)])
+    user.wait(runs)
+    seconds = time.monotonic() - began
+    user.check_ended(runs, "SUCCEEDED")
+    print(f"{count} no-op runs at once: all succeeded in {seconds:.1f} s, {count / seconds:.1f} per second")
+    print(f"CPU per run: {Cpu.now(user.info).since(before, count)}; memory: {describe_memory(user.info)}")
 
 
-def wait_for(store: Any, runs: list[str], timeout: float = 60) -> None:
-    left, deadline = set(runs), time.monotonic() + timeout
-    while left and time.monotonic() < deadline:
-        left = {run for run in left if (record := store.find(run)) is None or not record.state.is_terminal}
-        time.sleep(0.02)
-    if left:
-        raise SystemExit(f"{len(left)} runs did not end, among them {store.find(left.pop())}")
+class Cpu(NamedTuple):
+    """Seconds of CPU that the stack's processes have used."""
+
+    stack: float
+    functions: float
+    containers: float
+
+    @classmethod
+    def now(cls, info: StackInfo) -> Cpu:
+        stack, functions = processes(info)
+        times = stack.cpu_times()
+        ended = times.children_user + times.children_system  # the stack's ended children are containers
+        return cls(sum(times[:2]), sum(sum(one.cpu_times()[:2]) for one in functions), ended)
+
+    def since(self, before: Cpu, runs: int) -> str:
+        each = [(now - then) / runs * 1000 for now, then in zip(self, before, strict=True)]
+        parts = ", ".join(f"{name} {value:.0f}" for name, value in zip(self._fields, each, strict=True))
+        return f"{sum(each):.0f} ms ({parts})"
 
 
-def wait_for_waiting(store: Any, runs: list[str]) -> None:
-    """Until every run waits for its container, which has reported that it started."""
-    left, deadline = set(runs), time.monotonic() + 900
-    while left and time.monotonic() < deadline:
-        left = {run for run in left if (record := store.find(run)) is None or record.state != "TRAINING"}
-        time.sleep(1)
-    if left:
-        print(f"  ({len(left)} of them had not started)")
-
-
-def execution_start(record: Any) -> float:
-    from dropforge import clients
-    from dropforge.settings import settings
-
-    name = f"{settings().workflow_name}/executions/{record.execution}"
-    return float(clients.workflow_executions().get_execution(name=name).start_time.timestamp())
-
-
-def terminal_delay(store: Any, run: str) -> float:
-    """Seconds from the container's `succeeded` to the terminal state."""
-    event = next(name for name in store.names(f"runs/{run}/events/") if name.endswith("-succeeded.json"))
-    published = datetime.fromisoformat(json.loads(store.read(event).data)["time"])
-    return float((store.record(run).history[-1].time - published).total_seconds())
-
-
-def memory(info: local.StackInfo) -> float:
-    """Megabytes (RSS) of the stack and the functions, without containers."""
-    return sum(process.memory_info().rss for process in processes(info)) / 1e6
-
-
-def cpu_seconds(info: local.StackInfo) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes(info))
-
-
-def processes(info: local.StackInfo) -> list[psutil.Process]:
-    """The stack and the functions' master and worker; containers are children of nobody."""
+def processes(info: StackInfo) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The stack's process, and the functions' master and worker."""
     stack = psutil.Process(info.pid)
-    return [stack, *(p for p in stack.children(recursive=True) if "functions_host" in " ".join(p.cmdline()))]
+    return stack, [one for one in stack.children(recursive=True) if "functions_host" in " ".join(one.cmdline())]
+
+
+def describe_memory(info: StackInfo) -> str:
+    """RSS of both, without containers."""
+    stack, functions = processes(info)
+    mebibytes = [one.memory_info().rss / 2**20 for one in (stack, *functions)]
+    return f"stack {mebibytes[0]:.0f} MiB, functions {sum(mebibytes[1:]):.0f} MiB"
+
+
+def check_nothing_left(state: Path) -> None:
+    left = local.leftovers(state).resources
+    if left:
+        raise SystemExit(f"{len(left)} resources are left: {left[:5]}")
 
 
 def show(what: str, seconds: list[float]) -> None:
     ordered = sorted(seconds)
     p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
     print(f"{what}: p50 {statistics.median(ordered) * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms (n={len(ordered)})")
+
+
+def _execution_start(user: User, run: str) -> float:
+    from dropforge import clients
+
+    name = f"{user.settings.workflow_name}/executions/{user.store.record(run).execution}"
+    return float(clients.workflow_executions().get_execution(name=name).start_time.timestamp())
+
+
+def _terminal_delay(user: User, run: str) -> float:
+    """Seconds from the container's `succeeded` to the terminal state."""
+    event = next(name for name in user.store.names(f"runs/{run}/events/") if name.endswith("-succeeded.json"))
+    published: Any = datetime.fromisoformat(json.loads(user.store.read(event).data)["time"])
+    return float((user.store.record(run).history[-1].time - published).total_seconds())
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
