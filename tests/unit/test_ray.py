@@ -79,6 +79,9 @@ def test_a_slice_that_gke_does_not_make_is_refused(target: dict[str, Any], point
 
 
 def test_the_tutorial_is_one_slice_of_four_hosts_that_ends_with_its_job() -> None:
+    training, dataset = spec().training, spec().dataset
+    assert (training.method, dataset.source) == ("pretrain", "synthetic")
+    assert (training.max_steps, training.max_length, training.per_device_train_batch_size) == (100, 4096, 1)
     wanted = ray_job_manifest(launch())["spec"]
     assert (wanted["backoffLimit"], wanted["shutdownAfterJobFinishes"], wanted["activeDeadlineSeconds"]) == (
         0,
@@ -99,6 +102,7 @@ def test_the_tutorial_is_one_slice_of_four_hosts_that_ends_with_its_job() -> Non
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     told = {one["name"]: one["value"] for one in head["env"]}
     assert (told["DROPFORGE_TPU_HOSTS"], told["DROPFORGE_TPU_CHIPS_PER_HOST"]) == ("4", "4")
+    assert told["RAY_JOB_STOP_WAIT_TIME_S"] == told["DROPFORGE_GRACE_SECONDS"]  # of Ray, 3: too short to save anything
     assert json.loads(told["DROPFORGE_SECRETS"]) == {"HF_TOKEN": "projects/x/secrets/hf-token/versions/latest"}
     # A token's reference is for the head alone: the workers read nothing that needs one.
     assert not any(one["name"] == "DROPFORGE_SECRETS" for one in pod["containers"][0]["env"])
@@ -192,6 +196,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
         (job("Failed", "FAILED", reason="AppFailed", message=FAILED), Phase.FAILED, ErrorClass.DATA, 65),
         (job("Failed", "FAILED", reason="AppFailed", message="died"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "RUNNING", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),
+        (job("Failed", "", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),  # before it ran
         (job("Failed", "", reason="PreRunningDeadlineExceeded"), Phase.FAILED, ErrorClass.STOCKOUT, None),
         (job("Failed", "", reason="SubmissionFailed"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "", reason="JobStatusCheckTimeoutExceeded"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
@@ -211,6 +216,20 @@ def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
     going = job("Running", "RUNNING")
     going["metadata"]["deletionTimestamp"] = "2026-11-20T12:00:00Z"
     assert status_of_ray_job(going).phase is Phase.GONE
+
+
+def test_an_operator_that_drops_what_it_does_not_know_still_runs_the_job() -> None:
+    """Fields of KubeRay's CRD that came late: without them the cluster asks for no token, and all else is as with."""
+    wanted = ray_job_manifest(launch())["spec"]
+    late = {"authOptions"} & wanted["rayClusterSpec"].keys()
+    # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: not even GKE's add-on is known to have them.
+    assert wanted["submissionMode"] == "HTTPMode"
+    assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & wanted.keys()
+    assert late == {"authOptions"}
+    status = status_of_ray_job(job("Running", "RUNNING"))  # as an operator without `reason` has it
+    assert status.phase is Phase.RUNNING
+    old = status_of_ray_job(job("Failed", "FAILED", message=FAILED))
+    assert (old.error_class, old.exit_code) == (ErrorClass.DATA, 65)
 
 
 def test_an_unknown_price_is_said_to_be_unknown() -> None:
