@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import flask
 import functions_framework
 
-from dropforge.cancel import cancel
+from dropforge.cancel import cancel, cancel_deleted
 from dropforge.deploy import deploy as deploy_run
 from dropforge.errors import CloudError, Conflict, ErrorClass, NotFound
 from dropforge.events import pubsub_message, uploaded_object
@@ -38,6 +38,14 @@ def on_spec_uploaded(event: Any) -> None:
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
         submit_object(upload.bucket, upload.name, str(upload.generation), upload.size)
+
+
+@functions_framework.cloud_event
+def on_spec_deleted(event: Any) -> None:
+    """Cloud Storage `deleted` in the specs bucket: also of objects that were overwritten."""
+    upload = _read(uploaded_object, event, "submit")
+    if upload and is_spec_object(upload.name):
+        cancel_deleted(upload.bucket, upload.name, str(upload.generation))
 
 
 @functions_framework.cloud_event

@@ -12,6 +12,13 @@ locals {
       }
       topics = []
     }
+    on_spec_deleted = {
+      filters = {
+        type   = "google.cloud.storage.object.v1.deleted"
+        bucket = google_storage_bucket.specs.name
+      }
+      topics = []
+    }
     on_spec_message = {
       filters = { type = local._published }
       topics  = [google_pubsub_topic.requests.id]

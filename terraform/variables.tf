@@ -122,7 +122,7 @@ variable "soft_delete_days" {
 }
 
 variable "spec_days" {
-  description = "How many days dropped specs are kept in the specs bucket; runs keep their own copy."
+  description = "How many days dropped specs are kept in the specs bucket; runs keep their own copy. Longer than a run may take: one whose spec is deleted is cancelled."
   type        = number
   default     = 90
 }

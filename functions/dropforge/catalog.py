@@ -237,7 +237,5 @@ def gke_price(accelerator: str, gpus: int, region: str, capacity: str) -> Hourly
     price = GKE_PRICES.get((accelerator, _BOOKED.get(capacity, capacity)))
     if price is None or region not in price.regions:
         where = f"{accelerator} in {region} as {capacity}"
-        return HourlyPrice(
-            None, None, f"no price for GKE {where} in dropforge/catalog.py; set price_usd_per_hour"
-        )
+        return HourlyPrice(None, None, f"no price for GKE {where} in dropforge/catalog.py; set price_usd_per_hour")
     return HourlyPrice(round(price.usd_per_hour * gpus, 4), price.as_of, price.source)

@@ -125,7 +125,7 @@ def parse_job_event(data: bytes) -> JobEvent:
 
 
 class Upload(BaseModel):
-    """The part of a Cloud Storage `finalized` CloudEvent's data that tells which object it is."""
+    """The part of a Cloud Storage `finalized` or `deleted` CloudEvent's data that tells which object it is."""
 
     bucket: str = Field(min_length=3)
     name: str = Field(min_length=1)

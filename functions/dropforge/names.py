@@ -87,6 +87,11 @@ def ledger_object(run: str) -> str:
     return f"runs/{run}/ledger.json"
 
 
+def cancel_object(run: str) -> str:
+    """A request to end a run that came before the run existed."""
+    return f"runs/{run}/cancel.json"
+
+
 def errors_object(run: str) -> str:
     return f"runs/{run}/errors.json"
 

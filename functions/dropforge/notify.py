@@ -44,14 +44,21 @@ def notify(run: str, execution: str, state: RunState, error: RunError | None) ->
     if record.execution != execution or record.state is not state:
         return superseded(record)
     spec = store.spec(run)
-    if state.is_terminal:
-        store.put_new(names.report_object(run), json.dumps(report(record, spec), indent=2).encode())
     try:
-        tell(record, spec)
+        if state.is_terminal:
+            conclude(store, record, spec)
+        else:
+            tell(record, spec)
     except CloudError:
         return {"status": "UNTOLD", "state": record.state}
     log(state.lower(), stage="notify", run=run)
     return {"status": "NOTIFIED", "state": record.state}
+
+
+def conclude(store: RunStore, record: Record, spec: JobSpec) -> None:
+    """Write the report of a run that is over, and tell everybody. Raises CloudError when trying again may help."""
+    store.put_new(names.report_object(record.run), json.dumps(report(record, spec), indent=2).encode())
+    tell(record, spec)
 
 
 def report(record: Record, spec: JobSpec) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def warn(store: RunStore, record: Record, spec: JobSpec, notice: Notice) -> Reco
     _, may_pass = _send(notice_message(record, notice), record, spec)
     if untold or may_pass:
         return record  # told again at the next look
-    return store.update(record.run, lambda found: _with_notice(found, notice.key))
+    return store.update(record.run, lambda found: found.with_notice(notice.key))
 
 
 def tell_people(record: Record, spec: JobSpec | None = None) -> None:
@@ -194,7 +201,3 @@ def _cancel_wins(record: Record, execution: str, state: RunState) -> bool:
     """Whether somebody has asked for the end of a run that is about to have succeeded."""
     asked = record.cancel_requested is not None and not record.state.is_terminal
     return asked and record.execution == execution and state is RunState.SUCCEEDED
-
-
-def _with_notice(record: Record, key: str) -> Record:
-    return record if key in record.notices else record.model_copy(update={"notices": [*record.notices, key]})

@@ -132,7 +132,7 @@ class Outcome(Stored):
 
 
 class Record(Stored):
-    """Everything that is known about a run. `history` starts with ACCEPTED or REJECTED."""
+    """Everything that is known about a run. `history` starts with ACCEPTED; with an end, if there was no more."""
 
     run: str
     name: str
@@ -181,6 +181,10 @@ class Record(Stored):
         if self.execution != execution or self.state.is_terminal:
             return self
         return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+
+    def with_notice(self, key: str) -> Record:
+        """This record with the note that people were told something."""
+        return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
 
     def with_notice(self, key: str) -> Record:
         """This record with the note that people were told something."""

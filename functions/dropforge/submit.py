@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from . import admission, clients, names, notify
+from .cancel import cancel, tell_unstarted, was_cancelled
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, RetryLater, SpecProblem
 from .executions import find_execution, start_execution
@@ -37,6 +38,8 @@ def submit_object(bucket: str, name: str, generation: str, size: int) -> Record:
     try:
         data = read_spec(bucket, name, generation, size)
     except InvalidSpec as error:
+        if was_cancelled(store, run):
+            return _cancel_unread(store, run, source)
         return _reject(store, run, source, error.problems, b"")
     return _submit(store, run, source, data)
 
@@ -134,6 +137,7 @@ def resume(store: RunStore, record: Record) -> Record:
     if record.execution or record.state is not RunState.ACCEPTED:
         if record.state is RunState.REJECTED:
             notify.tell(record)  # the first delivery may have died before it told anybody; the event id is the same
+        tell_unstarted(store, record)
         return record
     if utc_now() - record.created < timedelta(seconds=START_SECONDS):
         raise RetryLater(f"run {record.run} is being submitted by another delivery; it is looked at again")
@@ -146,6 +150,9 @@ def _begin(store: RunStore, record: Record, spec: JobSpec, execution: str | None
 
     In that order: a run whose execution has begun is not looked at again, and nobody would tell of it.
     """
+    if was_cancelled(store, record.run):
+        cancel(record.run)
+        return store.record(record.run)
     notify.tell(record, spec)
     return note_execution(store, record, execution or start_execution(record.run, settings()))
 
@@ -154,6 +161,20 @@ def note_execution(store: RunStore, record: Record, execution: str) -> Record:
     """Note the execution; the first one noted owns the run, and `provision` turns any other away."""
 
     return store.update(record.run, lambda found: found.claimed(execution))
+
+
+def _cancel_unread(store: RunStore, run: str, source: str) -> Record:
+    """The run of a spec that was deleted, or cancelled, before it could be read: it has ended before it began."""
+    now = utc_now()
+    history = [Transition(state=RunState.CANCELLED, time=now)]
+    record = Record(
+        run=run, name="", source=redact(source), state=RunState.CANCELLED, created=now, history=history
+    ).model_copy(update={"cancel_requested": now})
+    if not store.create(record):
+        return _resume(store, store.record(run))
+    log("cancelled before it was read", stage="submit", run=run, source=source)
+    tell_unstarted(store, record)
+    return record
 
 
 def _reject(store: RunStore, run: str, source: str, problems: list[SpecProblem], data: bytes) -> Record:

@@ -332,6 +332,7 @@ def _triggers() -> list[tuple[str, str, dict[str, str]]]:
     published = "google.cloud.pubsub.topic.v1.messagePublished"
     return [
         ("on-spec-uploaded", "google.cloud.storage.object.v1.finalized", {"bucket": SPECS_BUCKET}),
+        ("on-spec-deleted", "google.cloud.storage.object.v1.deleted", {"bucket": SPECS_BUCKET}),
         ("on-spec-message", published, {"topic": f"projects/{PROJECT}/topics/{REQUESTS}"}),
         ("on-job-event", published, {"topic": f"projects/{PROJECT}/topics/{JOB_EVENTS}"}),
     ]

@@ -20,14 +20,14 @@ def test_every_function_that_the_workflow_calls_is_an_entry_point() -> None:
 
 
 def test_every_entry_point_is_called_or_triggered() -> None:
-    triggered = {"on_spec_uploaded", "on_spec_message", "on_job_event", "sweep"}
+    triggered = {"on_spec_uploaded", "on_spec_deleted", "on_spec_message", "on_job_event", "sweep"}
     called = {"provision", "inspect", "deploy", "teardown", "notify"}
     assert set(entry_points()) == triggered | called
 
 
 def test_entry_points_follow_the_flow() -> None:
     assert entry_points() == [
-        "on_spec_uploaded", "on_spec_message", "on_job_event",
+        "on_spec_uploaded", "on_spec_deleted", "on_spec_message", "on_job_event",
         "provision", "inspect", "deploy", "notify", "teardown", "sweep",
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dropforge import clients, names
+from dropforge import names
 from dropforge.runs import RunState
 
 from .conftest import User
@@ -17,13 +17,6 @@ def test_events_in_any_order_change_nothing(user: User) -> None:
     assert record.state is RunState.SUCCEEDED, record.error
     assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
     assert_clean(user, run)
-
-
-def test_a_spec_deleted_after_it_was_accepted_changes_nothing(user: User) -> None:
-    run = user.drop(user.spec("slow"), "specs/deleted.json")
-    user.wait_for(run, lambda record: True)
-    clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()
-    assert user.wait(run).state is RunState.SUCCEEDED
 
 
 @pytest.mark.parametrize("overwritten", [False, True])

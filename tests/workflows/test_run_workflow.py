@@ -14,7 +14,7 @@ from dropforge_local.workflows.simulate import Simulation, simulate
 SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
 URL = "https://functions.example/dropforge-"
 
-RUNNING = {"status": "RUNNING"}
+RUNNING = {"status": "RUNNING", "deadline": 2e9}  # later than the virtual clock gets
 TRAINED = {"status": "SUCCEEDED", "started": True, "serve": True, "gate": {"passed": True}}
 TRAINED_ONLY = {**TRAINED, "serve": False}
 WAITING = {"status": "WAITING", "started": True, "wait_seconds": 300}
@@ -169,6 +169,13 @@ def test_cancel_wins_even_after_the_endpoint_is_ready() -> None:
     assert run.stages[-1] == "notify CANCELLED"
 
 
+def test_cancel_wins_between_the_teardown_and_the_end() -> None:
+    run = Run(notify=[NOTIFIED, {"status": "CANCELLED"}, NOTIFIED])
+    assert run.status == "CANCELLED"
+    assert run.stages[-4:] == ["teardown run", "notify SUCCEEDED", "teardown run", "notify CANCELLED"]
+    assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, False]
+
+
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
@@ -190,10 +197,41 @@ def test_what_may_pass_is_tried_again(where: str, fault: dict[str, Any]) -> None
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 @pytest.mark.parametrize("fault", [{"code": 400}, {"code": 404}, {"code": 503}])
 def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, fault: dict[str, Any]) -> None:
-    run = Run(**{where: [fault]})
+    answers = {"provision": [{**RUNNING, "deadline": 0}]}
+    run = Run(**{**answers, where: [fault]})
     assert run.error_class == "infrastructure"
     assert str(fault["code"]) in run.simulation.result["error"]["message"]
     assert run.stages[-2:] == FAIL
+
+
+OUTAGE = [{"code": 503}] * 9 * 10  # ten times as many as one call is tried
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_an_outage_of_a_function_does_not_end_a_healthy_run(where: str) -> None:
+    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY}[where]
+    run = Run(**{where: [*OUTAGE, good]})
+    assert run.status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("code", [400, 404])
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_what_cannot_pass_ends_the_run_at_once(where: str, code: int) -> None:
+    run = Run(**{where: [{"code": code}]})
+    assert run.stages.count(where) == 1
+    assert run.stages[-2:] == FAIL
+
+
+def test_an_outage_is_not_waited_for_past_the_deadline_of_the_attempt() -> None:
+    run = Run(provision=[{**RUNNING, "deadline": 0}], inspect=[{"code": 503}])
+    assert run.error_class == "infrastructure"
+    assert run.stages.count("inspect") == 9
+
+
+def test_a_callback_ends_the_wait_of_an_outage() -> None:
+    run = Run([{"body": {}, "times": "always"}], inspect=[*OUTAGE[:9], TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("inspect") == 10
 
 
 def test_teardown_never_gives_up_while_something_may_be_running() -> None:

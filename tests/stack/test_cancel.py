@@ -1,0 +1,179 @@
+"""Cancelling, by each way to ask for it and at each moment: nothing is lost, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import requests
+
+from dropforge import clients, names
+from dropforge.cancel import cancel, cancel_deleted
+from dropforge.deploy import deploy
+from dropforge.inspect import inspect
+from dropforge.notify import notify
+from dropforge.provision import provision
+from dropforge.runs import RunState, utc_now
+from dropforge.teardown import teardown
+
+from .conftest import User
+from .test_crash_windows import ME, URL, accepted, end, eventually, launched
+from .test_runs import assert_clean, deliver_upload, states
+
+Part = dict[str, Any]
+SERVE = {"type": "cloud_run", "ttl": "1h"}
+
+
+def test_deleting_the_spec_cancels_its_run(user: User, target: Part) -> None:
+    name = f"specs/deleted-{time.time_ns()}.json"
+    run = user.drop(user.spec("hang", target=target), name)
+    user.wait(run, "TRAINING")
+    clients.storage().bucket(user.settings.specs_bucket).blob(name).delete()
+    assert user.wait(run).state is RunState.CANCELLED
+    assert_clean(user, run)
+    assert user.slack(run, "cancelled")[-1].endswith("cancelled")
+
+
+def test_deleting_the_spec_of_a_finished_run_ends_nothing(user: User) -> None:
+    """The inbox may be tidied up, by people and by the bucket's lifecycle rule."""
+    bucket, name = clients.storage().bucket(user.settings.specs_bucket), f"specs/tidied-{time.time_ns()}.json"
+    run = user.drop(user.spec(serve=SERVE), name)
+    before = user.wait(run)
+    generation = str(bucket.get_blob(name).generation)
+    bucket.blob(name).delete()
+    cancel_deleted(user.settings.specs_bucket, name, generation)  # as the event does, once more
+    assert user.store.record(run) == before
+    assert before.endpoint is not None
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    after = user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    assert after.endpoint is not None
+    assert after.endpoint.expires < before.endpoint.expires  # the sweep would have ended it, had nobody else
+    assert_clean(user, run)
+
+
+def test_overwriting_a_spec_cancels_nothing(user: User) -> None:
+    name = f"specs/overwritten-{time.time_ns()}.json"
+    first = user.drop(user.spec("hang"), name)
+    user.wait(first, "TRAINING")
+    generation = str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
+    second = user.drop(user.spec("hang"), name)
+    cancel_deleted(user.settings.specs_bucket, name, generation)
+    assert user.store.record(first).cancel_requested is None
+    for run in (first, second):
+        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        assert user.wait(run).state is RunState.CANCELLED
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "elsewhere/a.json", "specs/readme.md"])
+def test_deleting_what_is_no_spec_is_nothing(user: User, name: str) -> None:
+    assert deliver_delete(user, user.settings.specs_bucket, name, "1234567") == 200
+    run = names.run_id_of_object(user.settings.specs_bucket, name, "1234567")
+    assert list(user.store.names(f"runs/{run}/")) == []
+
+
+def test_a_cancel_that_overtakes_its_message_is_kept(user: User) -> None:
+    key = f"overtaken-{time.time_ns()}"
+    run = names.run_id_of_message(key)
+    for _ in range(2):
+        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.until(lambda: list(user.store.names(names.cancel_object(run))))
+    user.publish("dropforge-requests", json.dumps(user.spec()).encode(), idempotency_key=key)
+    record = user.wait(run)
+    assert states(record) == ["ACCEPTED", "CANCELLED"]
+    assert [h.rsplit(" ", 1)[-1] for h in user.slack(run, "cancelled")] == ["cancelled"]
+    assert user.executions(run) == []
+    assert user.store.ledger(run).entries == []
+
+
+def test_a_deletion_that_overtakes_its_upload_is_kept(user: User) -> None:
+    bucket, name, generation = user.settings.specs_bucket, f"specs/gone-{time.time_ns()}.json", "1234567"
+    run = names.run_id_of_object(bucket, name, generation)
+    assert deliver_delete(user, bucket, name, generation) == 200
+    assert deliver_upload(user, bucket, name, generation) == 204
+    record = user.wait(run)
+    assert states(record) == ["CANCELLED"]
+    assert len(user.slack(run, "cancelled")) == 1
+    assert deliver_delete(user, bucket, name, generation) == 200
+    assert deliver_upload(user, bucket, name, generation) == 204
+    assert len(user.slack(run, "cancelled")) == 1
+
+
+def test_a_run_of_which_nothing_was_made_has_ended_at_once(user: User) -> None:
+    run = accepted(user)
+    cancel(run)
+    record = user.store.record(run)
+    assert states(record) == ["ACCEPTED", "CANCELLED"]
+    cancel(run)
+    assert len(user.slack(run, "cancelled")) == 1
+    assert json.loads(user.store.read(names.report_object(run)).data)["cost_usd"]["total_at_most"] == 0
+    assert provision(run, ME, 1)["status"] == "SUPERSEDED"
+    assert_clean(user, run)
+
+
+def test_a_cancel_between_two_steps_wins_at_the_next(user: User) -> None:
+    """While capacity is waited for, between two attempts, and before the endpoint is made."""
+    run = launched(user)
+    cancel(run)
+    for answer in (provision(run, ME, 1), provision(run, ME, 2), inspect(run, ME, 1, URL), deploy(run, ME)):
+        assert answer["status"] == "CANCELLED"
+    end(user, run)
+    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
+
+
+def test_a_cancel_during_teardown_wins_over_a_success_that_is_not_written(user: User) -> None:
+    run = launched(user, "silent", serve=SERVE)
+    assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
+    assert eventually(lambda: deploy(run, ME))["status"] == "READY"
+    assert eventually(lambda: teardown(run, ME, "run", True)) == {"status": "GONE", "cancelled": False}
+    assert len(user.resources(run)) == 1
+    cancel(run)
+    assert notify(run, ME, RunState.SUCCEEDED, None)["status"] == "CANCELLED"
+    assert user.store.record(run).state is RunState.TEARING_DOWN
+    end(user, run)
+    assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
+    assert user.store.record(run).state is RunState.CANCELLED
+
+
+def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the_next_round(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every placement has refused: nothing is asked for, and a look comes every few seconds all the same."""
+    from dropforge.errors import CloudError, ErrorClass
+    from dropforge.targets.cloud_run import CloudRunJobs
+
+    def refuse(*_: Any) -> bool:
+        raise CloudError(ErrorClass.STOCKOUT, "none left")
+
+    monkeypatch.setattr(CloudRunJobs, "provision", refuse)
+    run = accepted(user)
+    assert [provision(run, ME, number)["retry"] for number in (1, 2)] == [True, True]
+    answer = provision(run, ME, 3)
+    assert answer["status"] == "PENDING"
+    assert 0 < answer["wait_seconds"] <= 15
+    later = utc_now() + timedelta(seconds=user.settings.capacity_pause_seconds + 1)
+    monkeypatch.setattr("dropforge.provision.utc_now", lambda: later)
+    assert provision(run, ME, 3)["retry"] is True
+    assert user.store.record(run).attempts[-1].region == "us-central1"
+    cancel(run)
+    assert provision(run, ME, 4)["status"] == "CANCELLED"
+    end(user, run)
+
+
+def deliver_delete(user: User, bucket: str, name: str, generation: str) -> int:
+    """The status of a delivery by hand, as Eventarc would deliver the event of a deletion."""
+    from dropforge_local.identity import Identity
+
+    url = user.info.functions + "on_spec_deleted"
+    token = Identity((user.state / "identity").read_text()).token("OIDC", url)
+    headers = {
+        "Authorization": f"Bearer {token}",
+        "ce-id": "by-hand",
+        "ce-source": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
+        "ce-type": "google.cloud.storage.object.v1.deleted",
+        "ce-specversion": "1.0",
+    }
+    body = {"bucket": bucket, "name": name, "generation": generation, "size": "100"}
+    return requests.post(url, json=body, headers=headers, timeout=30).status_code
