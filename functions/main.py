@@ -168,6 +168,10 @@ def _error(value: Any) -> RunError | None:
     return None if value is None else RunError.model_validate(value)
 
 
+def _outcome(value: Any) -> Outcome | None:
+    return None if value is None else Outcome.model_validate(value)
+
+
 def _request_of(data: bytes) -> dict[str, Any]:
     """The request as a map; what is none of ours is left to `submit`, which says what is wrong with it."""
     try:
@@ -175,7 +179,3 @@ def _request_of(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return request if isinstance(request, dict) else {}
-def _outcome(value: Any) -> Outcome | None:
-    return None if value is None else Outcome.model_validate(value)
-
-

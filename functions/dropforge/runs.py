@@ -186,10 +186,6 @@ class Record(Stored):
         """This record with the note that people were told something."""
         return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
 
-    def with_notice(self, key: str) -> Record:
-        """This record with the note that people were told something."""
-        return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
-
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
         """This record with the end of an attempt; what was noted of that end first stays."""
         return self._with_attempt(

@@ -171,7 +171,7 @@ def _cancel_unread(store: RunStore, run: str, source: str) -> Record:
         run=run, name="", source=redact(source), state=RunState.CANCELLED, created=now, history=history
     ).model_copy(update={"cancel_requested": now})
     if not store.create(record):
-        return _resume(store, store.record(run))
+        return resume(store, store.record(run))
     log("cancelled before it was read", stage="submit", run=run, source=source)
     tell_unstarted(store, record)
     return record
