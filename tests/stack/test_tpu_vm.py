@@ -80,12 +80,24 @@ def test_a_machine_that_is_rebooted_goes_on_with_its_disk(user: User) -> None:
 def test_a_script_that_is_killed_does_not_end_the_training(user: User) -> None:
     run = user.drop(user.spec("slow", target=TARGET))
     user.wait(run, "TRAINING")
-    machine = user.machine(run).rsplit("/", 1)[1]
-    (script,) = [p for p in psutil.process_iter() if _is_script(p, machine)]
-    script.kill()
+    _script(user, run).kill()
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
+    assert_clean(user, run)
+
+
+def test_a_machine_on_which_all_is_killed_is_stuck(user: User) -> None:
+    """Nobody is left who could tell, and the node is READY."""
+    limits = {"stuck_after": "5s", "on_stuck": "restart"}
+    run = user.drop(user.spec("hang-once", target=TARGET, limits=limits))
+    user.wait(run, "TRAINING")
+    script = _script(user, run)
+    for process in [script, *script.children(recursive=True)]:
+        process.kill()
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert [a.error.error_class if a.error else None for a in record.attempts] == ["stuck", None]
     assert_clean(user, run)
 
 
@@ -132,6 +144,13 @@ def test_what_does_not_pass_its_gate_is_never_served(user: User) -> None:
 def _node(user: User, run: str) -> str:
     """The name of a run's node, which is gone."""
     return next(entry.name for entry in user.store.ledger(run).entries if "/nodes/" in entry.name)
+
+
+def _script(user: User, run: str) -> psutil.Process:
+    """The startup script of a run's machine."""
+    machine = user.machine(run).rsplit("/", 1)[1]
+    (script,) = [process for process in psutil.process_iter() if _is_script(process, machine)]
+    return script
 
 
 def _is_script(process: psutil.Process, machine: str) -> bool:
