@@ -159,7 +159,7 @@ class Record(Stored):
         return self.attempts[-1].number if self.attempts else 0
 
     def entered(self, state: RunState, now: datetime) -> Record:
-        """This record in `state`. Entering the present state again changes nothing.
+        """This record in `state`. Entering the present state again changes nothing; a terminal one ends every attempt.
 
         Raises Conflict when `state` cannot follow: above all, when this one is terminal.
         """
@@ -168,7 +168,10 @@ class Record(Stored):
         if state not in _ALLOWED.get(self.state, ()):
             raise Conflict(f"run {self.run} is {self.state}; it cannot become {state}")
         moved = Transition(state=state, time=now, attempt=self.attempt)
-        return self.model_copy(update={"state": state, "history": [*self.history, moved]})
+        attempts = self.attempts
+        if state.is_terminal:  # one that was cancelled, say: its resources are gone, and it costs nothing any more
+            attempts = [a.model_copy(update={"ended": a.ended or now}) for a in attempts]
+        return self.model_copy(update={"state": state, "history": [*self.history, moved], "attempts": attempts})
 
     def claimed(self, execution: str) -> Record:
         """This record, owned by `execution` if nobody owns it; one that was superseded never owns it again."""
@@ -187,7 +190,7 @@ class Record(Stored):
         return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
 
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
-        """This record with the end of an attempt; what was noted of that end first stays."""
+        """This record with the end of an attempt; what was noted of that end first stays, and a terminal record."""
         return self._with_attempt(
             attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
         )
@@ -201,6 +204,8 @@ class Record(Stored):
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
 
     def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
+        if self.state.is_terminal:  # a call that comes late
+            return self
         attempts = [change(a) if a.number == number else a for a in self.attempts]
         return self.model_copy(update={"attempts": attempts})
 

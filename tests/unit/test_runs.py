@@ -39,6 +39,15 @@ def test_a_terminal_state_is_written_once(terminal: RunState, state: RunState) -
             ended.entered(state, NOW)
 
 
+def test_the_end_of_a_run_ends_its_attempts_and_no_late_call_changes_them() -> None:
+    running = record(RunState.TEARING_DOWN).model_copy(
+        update={"attempts": [attempt(1, 1.0, 60), attempt(2, 1.0, None)]}
+    )
+    over = running.entered(RunState.CANCELLED, NOW + timedelta(seconds=90))
+    assert [(a.ended - NOW).total_seconds() for a in over.attempts if a.ended] == [60, 90]
+    assert over.with_end(2, RunError(error_class=ErrorClass.PREEMPTED, message="late"), NOW) is over
+
+
 def test_every_state_is_reachable_and_every_path_can_end() -> None:
     reached, frontier = {RunState.ACCEPTED}, [record()]
     while frontier:
