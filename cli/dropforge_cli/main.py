@@ -8,6 +8,7 @@ import click
 
 from dropforge import __version__
 
+from .audit import audit
 from .demo import demo
 from .local import down, up
 from .logs import logs
@@ -52,5 +53,5 @@ def cli() -> None:
     """
 
 
-for command in (demo, up, down, validate, plan, submit, runs, status, logs, cancel):
+for command in (demo, up, down, validate, plan, submit, runs, status, logs, cancel, audit):
     cli.add_command(command)

@@ -119,21 +119,25 @@ def listed(settings: Settings, look: Look, *, is_used: bool) -> Iterator[Listed]
     running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
     usable = [cluster for cluster in answer.clusters if cluster.status in running and has_endpoint(cluster)]
 
-    def look_into(cluster: Any) -> Iterable[Found]:
-        return look(connect(cluster), cluster_name(settings.project, cluster.location, cluster.name), settings)
+    def look_into(cluster: Any) -> Iterator[Found]:
+        name = cluster_name(settings.project, cluster.location, cluster.name)
+        try:
+            yield from look(connect(cluster), name, settings)
+        except CloudError as error:
+            yield CloudError(error.error_class, f"{name}: {error.message}", error.hint)
 
     yield from each(usable, look_into)
     settle(unreachable(answer.missing_zones, "clusters"), is_used=is_used)
 
 
 def orphans(items: Iterable[Object], kind: str, owners: Iterable[Object]) -> list[Object]:
-    """Those of the items that an object of `kind` has made which is not among the owners.
+    """Those of the items that nothing owns, or an object of `kind` that is not among the owners.
 
     List the items first: an owner that ends in between then costs nothing but a second look.
     """
     live = {owner["metadata"]["uid"] for owner in owners}
-    made = [(one, owner) for one in items for owner in one["metadata"].get("ownerReferences", ())]
-    return [one for one, owner in made if owner["kind"] == kind and owner["uid"] not in live]
+    made = [(one, one["metadata"].get("ownerReferences") or []) for one in items]
+    return [one for one, by in made if all(owner["kind"] == kind and owner["uid"] not in live for owner in by)]
 
 
 def listed_of(cluster: str, item: Object) -> Listed:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from . import clients, names
+from .cancel import END_TOLD, tell_unstarted
 from .clients import TIMEOUT_SECONDS
 from .errors import RetryLater
 from .executions import LIVE, find_execution, start_execution, state_of
@@ -19,7 +20,6 @@ from .teardown import delete_remaining, end_endpoint
 
 LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
 LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
-END_TOLD = "end"  # among the notices of a record
 
 
 def specs(settings: Settings) -> list[Any]:
@@ -94,6 +94,7 @@ def settle(store: RunStore, record: Record, live: frozenset[str] | None, setting
 
 def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
     """Tell of an end whose execution died before it had; False while one is about it. An event's id is its state's."""
+    tell_unstarted(store, record)
     execution = record.execution
     if execution is None or END_TOLD in record.notices:
         return True
@@ -104,5 +105,5 @@ def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Setti
     log("an end that may not have been told", stage="sweep", run=record.run, severity="WARNING", state=record.state)
     if notify(record.run, execution, record.state, record.error)["status"] != "NOTIFIED":
         return False
-    store.update(record.run, lambda found: found.model_copy(update={"notices": [*found.notices, END_TOLD]}))
+    store.update(record.run, lambda found: found.with_notice(END_TOLD))
     return True

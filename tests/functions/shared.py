@@ -14,7 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dropforge import clients, names
+import pytest
+
+from dropforge import clients, lost_work, names, orphans, sweep
 from dropforge.runs import Attempt, Record, RunState, RunStore, Transition, utc_now
 from dropforge.settings import settings
 from dropforge.spec import JobSpec
@@ -162,3 +164,13 @@ def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
     emulators = ("STORAGE", "GKE", "TPU", "COMPUTE")
     hosts = {**{f"{name}_EMULATOR_HOST": http for name in emulators}, "PUBSUB_EMULATOR_HOST": grpc}
     return {**{f"DROPFORGE_{name}": value for name, value in variables.items()}, **hosts}
+
+
+def sweep_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the sweep look at targets and endpoints of one kind, in a project whose executions all go on."""
+    monkeypatch.setattr(orphans, "TARGETS", [kind])
+    monkeypatch.setattr(orphans, "SERVERS", [kind])
+    monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(sweep, "live_executions", lambda _: frozenset())
+    monkeypatch.setattr(lost_work, "state_of", lambda *_: "ACTIVE")
+    monkeypatch.setattr(lost_work, "specs", lambda _: [])

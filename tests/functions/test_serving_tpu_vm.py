@@ -30,7 +30,17 @@ from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.server import BackgroundServer
 from dropforge_local.workflows.clock import SystemClock
 
-from .shared import ME, environment, eventually, forget_clients, make_run, switch_faults, write_servers, write_trainer
+from .shared import (
+    ME,
+    environment,
+    eventually,
+    forget_clients,
+    make_run,
+    sweep_only,
+    switch_faults,
+    write_servers,
+    write_trainer,
+)
 
 ZONE = "us-west1-c"
 SOON = {"startup_timeout": "1s"}
@@ -129,7 +139,7 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
 def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "SERVERS", ["tpu_vm"])
+    sweep_only("tpu_vm", monkeypatch)
     queued, taken = cloud.run(), cloud.run(queued=False, capacity="spot")
     assert [cloud.deploy(run)["status"] for run in (queued, taken)] == ["READY", "READY"]
     assert deploy(queued, ME)["status"] == "READY"  # called again, it makes nothing twice
@@ -194,13 +204,13 @@ def test_a_project_without_tpus_is_swept_all_the_same(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is told once."""
-    monkeypatch.setattr(sweep, "SERVERS", ["tpu_vm"])
+    sweep_only("tpu_vm", monkeypatch)
     monkeypatch.delenv("DROPFORGE_SERVE_VLLM_TPU_IMAGE", raising=False)
     settings.cache_clear()
     message = "Cloud TPU API has not been used in project p1 before or it is disabled."
     fault = {"method": "list_queued_resources", "status": "PERMISSION_DENIED", "message": message, "count": 2}
     cloud.faults(fail_next=fault)
-    assert [sweep.sweep(), sweep.sweep()] == [{"status": "SWEPT", "deleted": []}] * 2
+    assert [sweep.sweep()["deleted"], sweep.sweep()["deleted"]] == [[], []]
     assert capsys.readouterr().err.count(message) == 1
 
 

@@ -1,0 +1,268 @@
+"""The sweep against a whole stack: what nobody owns goes, what a live run owns stays, and what was lost goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import requests
+from click.testing import CliRunner, Result
+from google.api_core.exceptions import ServiceUnavailable
+
+from dropforge import clients, lost_work, names, orphans
+from dropforge import sweep as swept
+from dropforge.provision import launch_of
+from dropforge.runs import RunState, RunStore, utc_now
+from dropforge.submit import submit_message
+from dropforge.sweep import sweep
+from dropforge.targets import get_target
+from dropforge.targets.base import Launch
+from dropforge_cli.main import cli
+
+from .conftest import User
+from .test_crash_windows import accepted
+from .test_runs import assert_clean, states
+
+Part = dict[str, Any]
+SERVE = {"type": "cloud_run", "ttl": "1h"}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is lost: nobody else is about it in these tests."""
+    monkeypatch.setattr(lost_work, "LOST_AFTER", timedelta(0))
+    monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.2)
+
+
+def make(user: User, launch: Launch) -> list[str]:
+    """Create an attempt's resources with what creates them, whatever its run has come to; those of them that exist."""
+    user.until(lambda: get_target(launch.spec.target.type).provision(launch))
+    wanted = {resource.name for resource in get_target(launch.spec.target.type).resources(launch)}
+    found: list[str] = []
+    user.until(lambda: found.extend(sorted(wanted & set(user.resources(launch.run)))) or found)
+    return found
+
+
+def attempt_of(user: User, run: str) -> Launch:
+    return launch_of(user.store.record(run), user.store.spec(run))
+
+
+def end(user: User, *runs: str) -> None:
+    for run in runs:
+        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    for run in runs:
+        user.wait(run)
+        assert_clean(user, run)
+
+
+def end_execution(user: User, run: str) -> None:
+    """As somebody does in the console."""
+    execution = user.store.record(run).execution
+    name = f"{user.settings.workflow_name}/executions/{execution}"
+    clients.workflow_executions().cancel_execution({"name": name})
+    user.until(lambda: clients.workflow_executions().get_execution({"name": name}).state.name == "CANCELLED")
+
+
+@contextmanager
+def refused(user: User, method: str) -> Iterator[None]:
+    """Cloud Run refuses a method for a while."""
+    fault = {"method": method, "status": "UNAVAILABLE", "count": 10_000}
+    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": [fault]}, timeout=10)
+    yield
+    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": []}, timeout=10)
+
+
+def audit(*options: str) -> Result:
+    return CliRunner().invoke(cli, ["audit", *options])
+
+
+def differences(run: str) -> list[tuple[str, str]]:
+    """What the audit says of a run's resources."""
+    result = audit("--json")
+    found = [(one["difference"], one["name"]) for one in json.loads(result.stdout)["differences"] if one["run"] == run]
+    assert result.exit_code == (1 if json.loads(result.stdout)["differences"] else 0)
+    return sorted(found)
+
+
+def test_what_lands_after_the_teardown_is_found_and_a_live_run_keeps_all_it_has(
+    user: User, target: Part, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live, over = user.drop(user.spec("hang", target=target)), user.drop(user.spec(target=target))
+    assert user.wait(over).state is RunState.SUCCEEDED
+    user.wait(live, "TRAINING")
+    kept = sorted(user.resources(live))
+    # Of another attempt: a TPU VM's disk is not made twice for the same request.
+    late = make(user, replace(attempt_of(user, over), attempt=2))
+    assert {difference for difference, _ in differences(over)} == {"unowned"}
+    assert set(late) <= {name for _, name in differences(over)}
+    answer = sweep()
+    assert set(late) <= set(answer["deleted"]), answer
+    assert user.resources(over) == []
+    assert sorted(user.resources(live)) == kept
+    assert differences(over) == differences(live) == []
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    orphans = {line["resource"]: line["severity"] for line in told if "left by a run that is over" in line["message"]}
+    assert set(late) <= set(orphans)
+    assert set(orphans.values()) == {"WARNING"}
+    end(user, live)
+
+
+def test_what_an_older_attempt_left_is_found_while_the_run_goes_on(user: User) -> None:
+    run = user.drop(user.spec("hang"))
+    user.wait(run, "TRAINING")
+    first = attempt_of(user, run)
+    user.preempt(run)
+    user.wait_for(run, lambda record: record.attempt == 2 and record.state is RunState.TRAINING)
+    late = make(user, first)
+    kept = sorted(set(user.resources(run)) - set(late))
+    assert set(sweep()["deleted"]) >= set(late)
+    assert sorted(user.resources(run)) == kept
+    end(user, run)
+
+
+def test_a_run_that_does_not_exist_owns_nothing_but_other_deployments_may(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = user.drop(user.spec())
+    user.wait(run)
+    launch = attempt_of(user, run)
+    ghost = replace(launch, run="ghost-0123456789ab")
+    other = replace(launch, run="other-0123456789ab", settings=replace(user.settings, runs_bucket="of-another"))
+    mine, theirs = make(user, ghost), make(user, other)
+    assert not set(mine) & set(sweep()["deleted"])  # its record may be about to be written
+    later = timedelta(seconds=user.settings.check_interval_seconds + 1)
+    monkeypatch.setattr(swept, "utc_now", lambda: utc_now() + later)
+    assert set(mine) <= set(sweep()["deleted"])
+    assert user.resources(ghost.run) == []
+    assert user.resources(other.run) == theirs
+    user.delete(theirs[0])
+
+
+def test_a_run_goes_on_when_its_execution_was_ended_while_it_trained(user: User) -> None:
+    run = user.drop(user.spec("slow"))
+    user.wait(run, "TRAINING")
+    end_execution(user, run)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [future.result() for future in [pool.submit(sweep), pool.submit(sweep)]]
+    assert run in [one for answer in answers for one in answer["restarted"]]
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+    assert len(record.superseded) == 1
+    assert states(record)[-1:] == ["SUCCEEDED"]
+    assert states(record).count("TRAINING") == 1
+    ended = [json.loads(one.result)["status"] for one in user.executions(run) if one.state.name == "SUCCEEDED"]
+    assert sorted(set(ended)) in (["SUCCEEDED"], ["SUCCEEDED", "SUPERSEDED"])
+    assert ended.count("SUCCEEDED") == 1
+    assert_clean(user, run)
+    assert run not in sweep()["restarted"]
+    assert run not in dict(user.store.open_runs())
+
+
+@pytest.mark.parametrize(("behave", "error_class"), [("succeed", None), ("fail-data", "data")])
+def test_a_run_ends_as_it_was_to_end_when_its_execution_was_ended_while_it_tore_down(
+    user: User, behave: str, error_class: str | None
+) -> None:
+    with refused(user, "delete_job"):
+        run = user.drop(user.spec(behave))
+        user.wait(run, "TEARING_DOWN")
+        end_execution(user, run)
+    assert sweep()["restarted"].count(run) == 1
+    record = user.wait(run)
+    assert record.error == (record.outcome.error if record.outcome else None)
+    assert (record.error.error_class if record.error else None) == error_class
+    assert record.state is (RunState.FAILED if error_class else RunState.SUCCEEDED)
+    assert_clean(user, run)
+
+
+def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed(user: User) -> None:
+    with refused(user, "create_service"):
+        run = user.drop(user.spec(serve=SERVE))
+        user.wait(run, "DEPLOYING")
+        end_execution(user, run)
+    sweep()
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(user.resources(run)) == 1
+    assert differences(run) == []
+    assert run in dict(user.store.open_runs())  # what it serves is looked at until its ttl
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    sweep()
+    assert run not in dict(user.store.open_runs())
+
+
+def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spec whose event never came, one whose record was never written, and one whose execution never started."""
+    inbox = clients.storage().create_bucket(f"inbox-{time.time_ns()}")
+    blob = inbox.blob("specs/lost.json")
+    blob.upload_from_string(json.dumps(user.spec()), "application/json")
+    dropped = names.run_id_of_object(inbox.name, blob.name, blob.generation)
+    deployment = replace(user.settings, specs_bucket=inbox.name)
+    monkeypatch.setattr(swept, "settings", lambda: deployment)
+
+    key = f"unrecorded-{time.time_ns()}"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "write", _dying_before_the_record(RunStore.write))
+        with pytest.raises(ServiceUnavailable):
+            submit_message(json.dumps(user.spec()).encode(), key)
+    unrecorded = names.run_id_of_message(key)
+    unstarted = accepted(user, "succeed", age=timedelta(minutes=1))
+    user.store.update(unstarted, lambda record: record.model_copy(update={"execution": None}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lost_work, "LOST_FOR", timedelta(0))
+        assert dropped not in sweep()["resubmitted"]  # too old
+    answer = sweep()
+    assert dropped in answer["resubmitted"]
+    for run in (dropped, unrecorded, unstarted):
+        record = user.wait(run)
+        assert record.state is RunState.SUCCEEDED, record.error
+        assert len(user.executions(run)) == 1
+        assert_clean(user, run)
+    assert sweep()["resubmitted"] == []
+
+
+def _dying_before_the_record(write: Any) -> Any:
+    def dying(store: RunStore, name: str, *arguments: Any) -> bool:
+        if name.endswith("/record.json"):
+            raise ServiceUnavailable("killed")
+        return bool(write(store, name, *arguments))
+
+    return dying
+
+
+def test_an_end_that_nobody_was_told_of_is_told(user: User) -> None:
+    run = accepted(user, "succeed")
+    user.store.update(run, lambda record: record.entered(RunState.TEARING_DOWN, utc_now()))
+    user.store.update(run, lambda record: record.entered(RunState.FAILED, utc_now()))
+    sweep()
+    assert user.slack(run, "failed")
+    assert user.store.read(names.report_object(run))
+    count = len(user.slack(run, "failed"))
+    sweep()
+    assert len(user.slack(run, "failed")) == count
+
+
+def test_the_audit_tells_what_ledgers_and_cloud_do_not_agree_on(user: User) -> None:
+    live = user.drop(user.spec("hang"))
+    user.wait(live, "TRAINING")
+    assert differences(live) == []
+    job = user.training(live)
+    over = user.drop(user.spec())
+    user.wait(over)
+    user.store.intend(over, "run.googleapis.com/Job", never := job.replace(live, over), 1)
+    assert differences(over) == [("missing", never), ("remaining", never)]
+    assert never in audit().output
+    sweep()
+    assert differences(over) == []  # looked at, and seen not to exist
+    end(user, live)
