@@ -15,8 +15,8 @@ import pytest
 
 from dropforge import names
 from dropforge.catalog import CLOUD_RUN_MACHINES
-from dropforge.serving.tpu_vm import PORT, TAG
 from dropforge.settings import Settings
+from dropforge.tpu import SERVER_PORT, SERVER_TAG
 from dropforge_local import stack_process as stack
 from dropforge_local.functions_host import entry_points
 
@@ -180,7 +180,7 @@ def test_every_region_with_a_gpu_has_a_subnetwork() -> None:
 
 def test_the_firewall_lets_requests_through_to_endpoints_on_tpu_vms() -> None:
     rule = resources()["google_compute_firewall", "servers"]
-    assert (rule["target_tags"], rule["allow"]) == ([TAG], [{"protocol": "tcp", "ports": [str(PORT)]}])
+    assert (rule["target_tags"], rule["allow"]) == ([SERVER_TAG], [{"protocol": "tcp", "ports": [str(SERVER_PORT)]}])
 
 
 def test_providers_are_pinned_exactly() -> None:
