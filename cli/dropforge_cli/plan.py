@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dropforge import names
 from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
-from dropforge.limits import training_seconds
+from dropforge.limits import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, training_seconds
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings
@@ -66,12 +66,13 @@ class Plan:
 
     @property
     def worst_case_usd(self) -> float | None:
-        """Of everything; None when a part is unknown."""
-        parts = [placement.worst_case_usd for placement in self.placements]
-        training = None if None in parts else max(part for part in parts if part is not None)
-        if self.endpoint is None or training is None:
-            return training
-        return None if self.endpoint.worst_case_usd is None else training + self.endpoint.worst_case_usd
+        """Of everything, at most the budget; None when a part is unknown."""
+        training = [placement.worst_case_usd for placement in self.placements]
+        serving = 0.0 if self.endpoint is None else self.endpoint.worst_case_usd
+        if None in training or serving is None:
+            return None
+        total = max(part for part in training if part is not None) + serving
+        return min(total, self.spec.limits.max_cost_usd or total)
 
 
 @click.command()
@@ -159,10 +160,10 @@ def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:
     spec, serve = launch.spec, launch.spec.serve
     assert serve is not None, "planned only for specs that serve"
     server = get_server(serve.type)
-    lifetime = seconds(serve.startup_timeout) + seconds(serve.ttl)
+    price = server.price(spec)
+    lifetime = endpoint_seconds(spec, price.times(serve.max_instances).usd_per_hour)
     expires = now + timedelta(seconds=lifetime)
     deployment = EndpointDeployment(launch.run, spec, launch.settings, expires, launch)
-    price = server.price(spec)
     return EndpointPlan(
         server.region(deployment),
         lifetime,
@@ -197,11 +198,16 @@ def _show_budget(plan: Plan, out: Console) -> None:
     if limits.max_cost_usd is None:
         out.print(f"budget: none; the time limit is {limits.max_duration} for the whole run")
         return
-    prices = [placement.price.usd_per_hour or 0.0 for placement in plan.placements]
-    bought = duration(limits.max_cost_usd / max(prices) * SECONDS_PER_HOUR)
+    paid = [paid_seconds(plan.spec, placement.price) or 0 for placement in plan.placements]
+    bought = duration(min(paid))
     binding = "the budget" if plan.placements[0].timeout_seconds < seconds(limits.max_duration) else "max_duration"
     text = f"budget: {usd(limits.max_cost_usd)} buys {bought} of training; max_duration is {limits.max_duration}"
     out.print(f"{text}; {binding} ends it first")
+    if plan.endpoint is not None:
+        kept = duration(MIN_ENDPOINT_SECONDS)
+        out.print(
+            f"the endpoint lives on what training leaves, at the price of all its instances; {kept} are kept back"
+        )
 
 
 def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:

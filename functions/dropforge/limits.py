@@ -59,15 +59,23 @@ def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
     return allowed if paid is None else min(allowed, paid)
 
 
+def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float = 0.0) -> int:
+    """How long the endpoint may live, from when it is begun: to start and for its ttl, or what the budget pays for.
+
+    `usd_per_hour` is for all of its instances: one that has scaled to zero costs less, which is not known beforehand.
+    """
+    assert spec.serve is not None, "asked only of specs that serve"
+    allowed = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
+    if spec.limits.max_cost_usd is None or not usd_per_hour:
+        return allowed
+    left = max(0.0, spec.limits.max_cost_usd - spent_usd)
+    return min(allowed, int(left / usd_per_hour * SECONDS_PER_HOUR))
+
+
 def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
-    """Until when the endpoint may live: for its ttl, and as long as the budget pays for all of its instances."""
-    assert spec.serve is not None, "the workflow deploys only runs that serve"
-    expires = began + timedelta(seconds=seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl))
-    budget, hourly = spec.limits.max_cost_usd, record.serving_usd_per_hour
-    if budget is None or hourly is None:
-        return expires
-    left = max(0.0, budget - (record.training_cost(began) or 0.0))
-    return min(expires, began + timedelta(hours=left / hourly))
+    """Until when the endpoint of a run may live that was begun at `began`, at the price that was pinned then."""
+    spent = record.training_cost(began) or 0.0
+    return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
 
 
 def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:

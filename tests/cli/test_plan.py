@@ -70,6 +70,7 @@ def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_where_it_ends(dropforge: Ru
     document = json.loads(EXAMPLE.read_text())
     document["serve"] = {"type": "tpu_vm", "zone": "us-west1-c", "startup_timeout": "1h", "ttl": "4h"}
     document["serve"]["price_usd_per_hour"] = 9.6
+    document["limits"] = {"max_duration": "2h"}
     Path("tpu.json").write_text(json.dumps(document))
     output = dropforge("plan", "tpu.json").output
     shown = output[output.index("\nendpoint") :]
@@ -94,9 +95,9 @@ def test_a_budget_shortens_the_time_and_bounds_the_cost(dropforge: Run) -> None:
     Path("spec.json").write_text(
         json.dumps({**json.loads(EXAMPLE.read_text()), "limits": {"max_duration": "2h", "max_cost_usd": 0.5}})
     )
-    assert "$0.5000 buys 21 min of training; max_duration is 2h; the budget ends it first" in dropforge(
-        "plan", "spec.json"
-    ).output.replace("\n", " ")
+    output = dropforge("plan", "spec.json").output.replace("\n", " ")
+    assert "$0.5000 buys 11 min of training; max_duration is 2h; the budget ends it first" in output
+    assert "10 min are kept back" in output
 
 
 def test_an_endpoint_is_counted_for_all_instances_and_all_its_life() -> None:
@@ -105,6 +106,14 @@ def test_an_endpoint_is_counted_for_all_instances_and_all_its_life() -> None:
     assert plan.endpoint is not None
     assert plan.endpoint.worst_case_usd == pytest.approx(3 * 11 * 1.4209, abs=0.01)
     assert plan.worst_case_usd == pytest.approx(34 * 1.4209, abs=0.01)
+
+
+def test_a_budget_ends_the_endpoint_before_its_ttl() -> None:
+    serve = {"type": "cloud_run", "max_instances": 3, "ttl": "10h"}
+    plan = plan_of(serve=serve, limits={"max_duration": "1h", "max_cost_usd": 10})
+    assert plan.endpoint is not None
+    assert plan.endpoint.lifetime_seconds == pytest.approx(10 / (3 * 1.4209) * 3600, abs=1)
+    assert plan.worst_case_usd == 10
 
 
 def test_an_unknown_price_is_called_unknown_never_0(dropforge: Run) -> None:

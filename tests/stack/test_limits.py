@@ -1,0 +1,147 @@
+"""Money, time and progress on the stack: what people are told, once, and what ends by itself."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from dropforge import names
+from dropforge.deploy import deploy
+from dropforge.inspect import inspect
+from dropforge.provision import launch_of, provision
+from dropforge.runs import Record, RunState, utc_now
+from dropforge.targets import get_target
+from dropforge.targets.base import Phase
+
+from .conftest import User
+from .test_crash_windows import ME, URL, end, eventually, launched
+from .test_runs import assert_clean
+
+SERVE = {"type": "cloud_run", "ttl": "24h", "price_usd_per_hour": 2.0, "max_instances": 2}
+
+
+def look(run: str) -> dict[str, Any]:
+    return inspect(run, ME, 1, URL)
+
+
+def runs_since(user: User, run: str, minutes: float) -> None:
+    """Have an attempt that was launched just now run for so long already."""
+
+    def change(record: Record) -> Record:
+        since = utc_now() - timedelta(minutes=minutes)
+        attempt = record.attempts[-1].model_copy(update={"started": since, "launched": since, "running": since})
+        return record.model_copy(update={"attempts": [*record.attempts[:-1], attempt]})
+
+    user.store.update(run, change)
+
+
+def told(user: User, run: str, words: str) -> list[str]:
+    """The headlines of the messages about a run, once the last of them ends with `words`."""
+    return [headline for headline in user.slack(run, words) if headline.startswith(":warning:")]
+
+
+def priced(user: User, usd_per_hour: float) -> dict[str, Any]:
+    return {**user.spec()["target"], "price_usd_per_hour": usd_per_hour}
+
+
+def test_the_budget_is_warned_of_at_50_and_80_percent_once_each(user: User) -> None:
+    run = launched(user, "hang", target=priced(user, 10), limits={"max_cost_usd": 10, "max_duration": "9h"})
+    answer = eventually(lambda: {"status": "x"} if (found := look(run))["started"] else found)
+    assert answer["status"] == "x"
+    for minutes, notices in [
+        (1, []),
+        (31, ["budget-50"]),
+        (32, ["budget-50"]),
+        (49, ["budget-50", "budget-80"]),
+        (50, ["budget-50", "budget-80"]),
+    ]:
+        runs_since(user, run, minutes)
+        assert look(run)["status"] == "WAITING"
+        assert user.store.record(run).notices == notices
+    assert told(user, run, "80 % of its budget") == [
+        ":warning: noop has used 50 % of its budget",
+        ":warning: noop has used 80 % of its budget",
+    ]
+    end(user, run)
+
+
+def test_the_cloud_ends_what_the_budget_no_longer_pays_for(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when nobody of ours is there to end it; and the next attempt is not opened."""
+    monkeypatch.setattr("dropforge.provision.MIN_ATTEMPT_SECONDS", 1)
+    run = launched(user, "hang", target=priced(user, 3600), limits={"max_cost_usd": 3})
+    record, spec = user.store.record(run), user.store.spec(run)
+    assert record.attempts[0].limit == "max_cost_usd"
+    target = get_target("cloud_run")
+    user.until(lambda: target.inspect(launch_of(record, spec)).phase is Phase.FAILED)
+    answer = eventually(lambda: look(run))
+    assert (answer["error"]["error_class"], answer["retry"]) == ("budget", False)
+    assert "max_cost_usd" in answer["error"]["hint"]
+    answer = provision(run, ME, 2)
+    assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", "budget")
+    end(user, run)
+
+
+def test_the_endpoint_lives_on_what_training_has_left(user: User) -> None:
+    limits = {"max_cost_usd": 5.0}
+    run = launched(user, "silent", serve=SERVE, target=priced(user, 1), limits=limits)
+    runs_since(user, run, 60)
+    assert eventually(lambda: look(run))["status"] == "SUCCEEDED"
+    assert eventually(lambda: deploy(run, ME))["status"] == "READY"
+    record = user.store.record(run)
+    assert record.endpoint is not None
+    began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
+    assert (record.endpoint.expires - began).total_seconds() == pytest.approx(3600, abs=30)  # 4 USD, 2 instances, 2 USD
+    assert record.cost(record.endpoint.expires) == pytest.approx(5, abs=0.05)
+    end(user, run)
+
+
+def test_a_run_s_report_has_its_cost_by_part(user: User) -> None:
+    run = user.drop(user.spec("preempted-once", serve=SERVE, target=priced(user, 100), limits={"max_cost_usd": 50}))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert record.endpoint is not None
+    user.slack(run, "succeeded")
+    cost = json.loads(user.store.read(names.report_object(run)).data)["cost_usd"]
+    assert len(cost["attempts"]) == 2
+    assert cost["training"] == pytest.approx(sum(cost["attempts"]), abs=1e-4)
+    assert cost["endpoint_at_most"] < 1 < cost["endpoint_until_it_expires"]
+    assert cost["total_at_most"] == pytest.approx(cost["training"] + cost["endpoint_until_it_expires"], abs=1e-4)
+    assert cost["total_at_most"] <= 50
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    assert_clean(user, run)
+
+
+@pytest.mark.parametrize(
+    ("on_stuck", "answers"), [("notify", ("WAITING", None)), ("restart", ("FAILED", True)), ("fail", ("FAILED", False))]
+)
+def test_no_progress_is_told_once_and_then_the_spec_decides(
+    user: User, on_stuck: str, answers: tuple[str, bool | None]
+) -> None:
+    run = launched(user, "hang", limits={"max_duration": "9h", "stuck_after": "30m", "on_stuck": on_stuck})
+    started = eventually(lambda: {"status": "x"} if (found := look(run))["started"] else found)
+    assert started["status"] == "x"
+    for name in user.store.names(names.events_prefix(run)):
+        user.store.bucket.blob(name).delete()  # what it reported was long ago
+    runs_since(user, run, 31)
+    for _ in range(2):
+        answer = look(run)
+        assert (answer["status"], answer.get("retry")) == answers
+    assert user.store.record(run).notices == ["stuck-a1"]
+    assert told(user, run, "is stuck") == [":warning: noop is stuck"]
+    end(user, run)
+
+
+def test_a_failure_that_somebody_else_reports_ends_nothing(user: User) -> None:
+    """Every trainer may publish job events, of any run: the cloud does not agree, and training goes on."""
+    run = user.drop(user.spec("slow"))
+    user.wait(run, "TRAINING")
+    forged = {"type": "failed", "run": run, "attempt": 1, "sequence": 10**15 - 1, "time": "2020-01-01T00:00:00Z"}
+    user.publish("dropforge-job-events", json.dumps({**forged, "error_class": "config", "message": "forged"}).encode())
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert len(record.attempts) == 1
+

@@ -1,0 +1,203 @@
+"""Retries by class, money and time: what is left, what is warned of, and what counts as stuck."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dropforge.admission import MIN_ATTEMPT_SECONDS, budget_problems
+from dropforge.errors import ErrorClass
+from dropforge.events import Started
+from dropforge.inspect import Heard, Report, _stuck
+from dropforge.limits import due, endpoint_expiry, seconds_to_warning
+from dropforge.outcome import retry_or_fail
+from dropforge.provision import _open_attempt, pause_seconds
+from dropforge.runs import Attempt, Record, RunError, RunState, Transition, Versioned
+from dropforge.settings import Settings
+from dropforge.spec import JobSpec
+from dropforge.targets.base import Phase, Status
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+RUN = "r-0123456789ab"
+RUNNING = Status(Phase.RUNNING)
+
+
+def spec(limits: dict[str, Any], placements: int = 1, serve: dict[str, Any] | None = None, price: float = 1) -> JobSpec:
+    where = [{"region": region} for region in ("us-central1", "europe-west4", "us-east4")[:placements]]
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "a/b"},
+        "dataset": {"source": "a/b"},
+        "serve": serve,
+        "target": {"type": "cloud_run", "placements": where, "price_usd_per_hour": price},
+        "limits": limits,
+    }
+    return JobSpec.model_validate_json(json.dumps(document))
+
+
+def record(*ends: str, hours: float = 1, usd: float = 1) -> Record:
+    """A run whose attempts ended so, each after running for `hours`; "" is one that still runs."""
+    attempts, now = [], NOW
+    for number, end in enumerate(ends, 1):
+        error = RunError(error_class=ErrorClass(end), message="x") if end else None
+        after = now + timedelta(hours=hours)
+        times = {"started": now, "running": now, "ended": after if end else None, "deadline": NOW + timedelta(days=1)}
+        attempts.append(Attempt(number=number, placement=0, region="r", usd_per_hour=usd, error=error, **times))
+        now = after
+    history = [Transition(state=RunState.ACCEPTED, time=NOW)]
+    state = RunState.TRAINING
+    return Record(run=RUN, name="n", source="s", state=state, created=NOW, history=history, attempts=attempts)
+
+
+@pytest.mark.parametrize(
+    ("ends", "limits", "retry"),
+    [
+        (["preempted"] * 10, {}, True),
+        (["preempted"] * 11, {}, False),
+        (["preempted"] * 9 + ["infrastructure"] * 3, {}, True),  # counted apart
+        (["preempted"] * 9 + ["infrastructure"] * 4, {}, False),
+        (["preempted"], {"retry": {"preempted": 0}}, False),
+        (["preempted"] * 3, {"max_attempts": 3}, False),  # the bound of all of them together
+        (["code"], {}, False),
+        (["code"], {"retry": {"code": 1}}, True),
+        (["preempted", "code", "code"], {"retry": {"code": 1}}, False),
+        (["out_of_memory"], {}, False),
+        (["data"], {"retry": {"code": 5, "transient": 5}}, False),
+        (["stuck"], {}, False),
+        (["stuck"], {"on_stuck": "restart"}, True),
+        (["stuck"] * 3, {"on_stuck": "restart"}, False),
+        (["stuck"], {"on_stuck": "fail"}, False),
+    ],
+)
+def test_another_attempt_follows_as_the_class_and_the_spec_say(
+    ends: list[str], limits: dict[str, Any], retry: bool
+) -> None:
+    run = record(*ends)
+    failure = run.attempts[-1].error
+    assert failure is not None
+    answer = retry_or_fail(run, spec(limits), failure)
+    assert (answer["status"], answer["retry"]) == ("FAILED", retry)
+    if not retry and len(ends) > 1:
+        assert "limits." in answer["error"]["message"], "people must be told which limit that was"
+
+
+@pytest.mark.parametrize(
+    ("ends", "placements", "minutes"),
+    [
+        (["stockout"], 1, 1),
+        (["stockout"], 2, 0),  # there is another placement to ask
+        (["stockout", "quota"], 2, 1),
+        (["stockout"] * 3, 1, 4),  # after each round twice as long
+        (["stockout"] * 8, 1, 10),  # but not for hours
+        (["stockout", "preempted"], 1, 0),
+        ([], 1, 0),
+    ],
+)
+def test_it_pauses_when_every_placement_has_refused(
+    ends: list[str], placements: int, minutes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dropforge.provision.settings", lambda: Settings(*["x"] * 12))
+    job, run = spec({}, placements), record(*ends)
+    ended = run.attempts[-1].ended if ends else NOW
+    assert ended is not None
+    assert pause_seconds(run, job, ended) == minutes * 60
+    assert pause_seconds(run, job, ended + timedelta(minutes=minutes)) == 0
+
+
+money = st.floats(0.01, 100)
+
+
+@given(money, money, money, st.integers(1, 4), st.floats(0, 1))
+def test_training_and_endpoint_together_cost_no_more_than_the_budget(
+    budget: float, price: float, serving: float, instances: int, share: float
+) -> None:
+    serve = {"type": "cloud_run", "max_instances": instances, "price_usd_per_hour": serving, "ttl": "30d"}
+    job = spec({"max_cost_usd": budget, "max_duration": "12h"}, serve=serve, price=price)
+    run = record()
+    attempt = _open_attempt(run, 1, job, NOW)
+    assert (attempt is None) == bool(budget_problems(job)), "what is accepted can be started, and nothing else is"
+    if attempt is None:
+        return
+    ended = NOW + (attempt.deadline - NOW) * share
+    run = run.model_copy(update={"attempts": [attempt], "serving_usd_per_hour": serving * instances})
+    run = run.with_running(1, NOW).with_end(1, None, ended)
+    expires = endpoint_expiry(run, job, ended)
+    hours = (expires - ended).total_seconds() / 3600
+    assert hours * 3600 > MIN_ATTEMPT_SECONDS, "something is left for the endpoint"
+    assert (run.training_cost(ended) or 0) + hours * serving * instances <= budget + 1e-5
+
+
+def test_a_budget_needs_the_endpoint_s_price_too() -> None:
+    serve = {"type": "gke", "accelerator": "nvidia-l4", "cluster": "c", "region": "us-central1"}
+    [problem] = budget_problems(spec({"max_cost_usd": 100}, serve=serve))
+    assert problem.pointer == "/limits/max_cost_usd"
+    assert "serve.price_usd_per_hour" in str(problem.expected)
+    assert budget_problems(spec({"max_cost_usd": 100}, serve={**serve, "price_usd_per_hour": 1})) == []
+
+
+def test_each_warning_comes_once_and_in_time() -> None:
+    job, run = spec({"max_cost_usd": 10, "max_duration": "10h"}), record("", usd=1)
+    hours = [0, 4.9, 5, 6, 7.9, 8, 9]
+    told: list[tuple[float, str]] = []
+    for hour in hours:
+        now = NOW + timedelta(hours=hour)
+        for notice in due(run, job, now):
+            told.append((hour, notice.key))
+            run = run.with_notice(notice.key)
+        left = seconds_to_warning(run, job, now)
+        assert left == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
+    assert told == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
+
+
+def test_a_warning_that_was_slept_through_is_not_given_after_the_next_one() -> None:
+    job, run = spec({"max_cost_usd": 10, "max_duration": "12h"}), record("", usd=1)
+    assert [notice.key for notice in due(run, job, NOW + timedelta(hours=9))] == ["budget-80"]
+
+
+class Events:
+    """A store that holds progress events by their names, and counts what is read."""
+
+    def __init__(self, steps: dict[str, int]) -> None:
+        self.steps = steps
+        self.reads = 0
+
+    def read(self, name: str) -> Versioned:
+        self.reads += 1
+        event = {"type": "progress", "run": RUN, "attempt": 1, "sequence": 1, "time": NOW.isoformat(), "total_steps": 9}
+        return Versioned(json.dumps({**event, "step": self.steps[name]}).encode(), 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "cloud", "stuck"),
+    [
+        ({}, RUNNING, True),  # not even a first step
+        ({100: 1, 70: 2}, RUNNING, True),  # no event for longer than that
+        ({100: 1, 70: 2, 10: 3}, RUNNING, False),
+        ({100: 7, 70: 7, 10: 7, 1: 7}, RUNNING, True),  # it goes on telling the same step
+        ({20: 1, 10: 1}, RUNNING, False),  # it began to train within the hour
+        ({100: 1}, Status(Phase.PENDING), False),
+        ({100: 1}, Status(Phase.FAILED), False),
+        ({100: 1}, None, False),
+    ],
+)
+def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
+    steps: dict[int, int], cloud: Status | None, stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`steps` by the minutes since they were told; the attempt has been running for two hours."""
+    now = NOW + timedelta(hours=2)
+    monkeypatch.setattr("dropforge.inspect.utc_now", lambda: now)
+    events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
+    heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
+    found = _stuck(events, record(""), spec({}), cloud, heard)
+    assert (found is not None) is stuck
+    assert events.reads <= 2
+    assert _stuck(events, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
+    begun = Started(run=RUN, attempt=1, sequence=1, time=now, resumed_step=0)
+    restarted = Heard([Report(begun, now - timedelta(minutes=30))], heard.progress)
+    assert _stuck(events, record(""), spec({}), cloud, restarted) is None
