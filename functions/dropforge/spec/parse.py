@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -76,12 +77,19 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+_NAMES = "the name of a Secret Manager secret (see `secrets`); revoke the credential, it has been stored"
+_LENGTH = re.compile(r"(\w+) should have (.+?)(?: after validation)?(?:, not \S+)?")
+
+
 def _literal_secrets(pointer: str, value: JsonValue) -> Iterator[SpecProblem]:
     """Every string that looks like a credential; the credential itself is never repeated."""
     if isinstance(value, dict):
         for key, item in value.items():
             if TOKEN.search(key):
-                yield SpecProblem(pointer, "a field name looks like a credential; a spec never holds one")
+                found = f"a secret-like field name of {len(key)} characters"
+                yield SpecProblem(
+                    pointer, "a field name looks like a credential; a spec never holds one", found, _NAMES
+                )
             else:
                 yield from _literal_secrets(f"{pointer}/{_escape(key)}", item)
     elif isinstance(value, list):
@@ -92,7 +100,7 @@ def _literal_secrets(pointer: str, value: JsonValue) -> Iterator[SpecProblem]:
             pointer,
             "this looks like a credential; a spec never holds one",
             f"a secret-like string of {len(value)} characters",
-            "the name of a Secret Manager secret (see `secrets`); revoke the credential, it has been stored",
+            _NAMES,
         )
 
 
@@ -120,7 +128,9 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     if error["msg"].startswith("Input should be "):
         message = "wrong type" if kind.endswith("_type") else "wrong value"
         return SpecProblem(pointer, message, shown(error["input"]), error["msg"].removeprefix("Input should be "))
-    return SpecProblem(pointer, error["msg"], shown(error["input"]), None)
+    length = _LENGTH.fullmatch(error["msg"])
+    expected = f"a {length[1].lower()} of {length[2]}" if length else "what the schema of a job spec allows"
+    return SpecProblem(pointer, error["msg"], shown(error["input"]), expected)
 
 
 def _merged(problems: list[SpecProblem]) -> list[SpecProblem]:
