@@ -136,7 +136,10 @@ def _stage(
 ) -> flask.typing.ResponseReturnValue:
     """Run a stage. Bad requests are 400, unknown runs 404, what may pass 503, which the workflow tries again, as it
     does 500; it gives up on 400, so nothing that goes wrong later may look like one."""
-    body = request.get_json(silent=True)
+    try:
+        body = request.get_json(silent=True)
+    except RecursionError:  # nested more deeply than Python's reader goes
+        body = None
     if not isinstance(body, dict):
         return {"error": f"expected a JSON object as the body of {stage}"}, 400
     try:
