@@ -19,6 +19,7 @@ locals {
     server_service_account     = google_service_account.account["server"].email
     network                    = local.network
     subnetwork                 = local.subnetwork
+    nodes_service_account      = length(var.ephemeral_cluster_regions) == 0 ? "" : google_service_account.account["nodes"].email
     gke_cluster                = length(var.cluster_regions) == 0 ? "" : var.prefix
     kubernetes_namespace       = var.prefix
     kubernetes_trainer_account = "${var.prefix}-trainer"

@@ -2,7 +2,8 @@
 
 locals {
   _switched_off = concat(
-    length(var.cluster_regions) == 0 ? ["clusters"] : [],
+    length(setunion(var.cluster_regions, var.ephemeral_cluster_regions)) == 0 ? ["clusters"] : [],
+    length(var.ephemeral_cluster_regions) == 0 ? ["nodes_account", "own_clusters"] : [],
     length(var.tpu_regions) == 0 ? ["tpus"] : [],
   )
 
@@ -38,7 +39,7 @@ locals {
     artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
   }
 
-  project_scopes = ["project", "clusters", "tpus"]
+  project_scopes = ["project", "clusters", "own_clusters", "tpus"]
 
   secret_scopes = {
     training_secrets = var.training_secrets
@@ -53,6 +54,7 @@ locals {
   account_scopes = {
     trainer_account = google_service_account.account["trainer"].name
     server_account  = google_service_account.account["server"].name
+    nodes_account   = google_service_account.account["nodes"].name
   }
 }
 

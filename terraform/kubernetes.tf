@@ -51,9 +51,9 @@ locals {
   )
 }
 
-# The project's identity pool comes with its first cluster.
+# The project's identity pool comes with its first cluster: without cluster_regions, somebody must have made one.
 resource "google_service_account_iam_member" "pods" {
-  for_each = length(var.cluster_regions) == 0 ? {} : local._pods
+  for_each = contains(local._switched_off, "clusters") ? {} : local._pods
 
   service_account_id = google_service_account.account[each.key].name
   role               = "roles/iam.workloadIdentityUser"

@@ -6,7 +6,7 @@ locals {
   subnetwork = var.network == null ? var.prefix : var.network.subnetwork
 
   # Where machines have no address on the internet.
-  private_regions = setunion(var.cluster_regions, var.tpu_regions)
+  private_regions = setunion(var.cluster_regions, var.ephemeral_cluster_regions, var.tpu_regions)
 }
 
 resource "google_compute_network" "network" {
@@ -58,7 +58,7 @@ resource "google_compute_firewall" "servers" {
   description   = "Requests to endpoints on TPU VMs."
   network       = google_compute_network.network[0].id
   source_ranges = values(var.subnetwork_ranges)
-  target_tags   = ["dropforge-server"] # functions/dropforge/serving/tpu_vm.py
+  target_tags   = ["dropforge-server"] # functions/dropforge/tpu.py
 
   allow {
     protocol = "tcp"

@@ -34,6 +34,12 @@ variable "deletion_protection" {
   default     = true
 }
 
+variable "ephemeral_cluster_regions" {
+  description = "Regions in which runs may make clusters for themselves (target.cluster.create). It lets functions make and delete clusters, and act in all clusters of the project: use a project of its own."
+  type        = set(string)
+  default     = []
+}
+
 variable "images" {
   description = "Image of each container role, by digest; `make images` builds them, and tools/deploy.sh reads what it built."
   type        = map(string)
@@ -150,7 +156,7 @@ variable "subnetwork_ranges" {
       setunion(local.private_regions, length(local.private_regions) == 0 ? [] : [var.region]),
       keys(var.subnetwork_ranges)
     )) == 0
-    error_message = "With cluster_regions or tpu_regions, subnetwork_ranges must have a range for each of them, and for region."
+    error_message = "With cluster_regions, ephemeral_cluster_regions or tpu_regions, subnetwork_ranges must have a range for each of them, and for region."
   }
 }
 

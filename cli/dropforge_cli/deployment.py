@@ -95,6 +95,7 @@ def placeholders() -> Settings:
     values = {name: f"YOUR-{name.upper().replace('_', '-')}" for name in required}
     optional = {
         "gke_cluster": "YOUR-CLUSTER",
+        "nodes_service_account": "YOUR-NODES-SERVICE-ACCOUNT",
         "serve_vllm_tpu_image": "YOUR-SERVE-VLLM-TPU-IMAGE",
         "train_maxtext_image": "YOUR-TRAIN-MAXTEXT-IMAGE",
         "train_ray_image": "YOUR-TRAIN-RAY-IMAGE",

@@ -115,6 +115,9 @@ def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
     ):
         expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
         problems.append(SpecProblem("/target/cluster/name", "no cluster is named", None, expected))
+    if isinstance(target, GkeTarget | RayTarget) and target.cluster.create and not settings.nodes_service_account:
+        expected = "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
+        problems.append(SpecProblem("/target/cluster/create", "runs may not make clusters here", "true", expected))
     if isinstance(serve, GkeServe) and not (serve.cluster or _standing(target) or settings.gke_cluster):
         expected = "a standing cluster's name: this deployment has no cluster of its own"
         problems.append(SpecProblem("/serve/cluster", "no cluster is named", None, expected))

@@ -32,6 +32,7 @@ class Settings:
     train_ray_image: str = ""
     network: str = "default"
     subnetwork: str = "default"
+    nodes_service_account: str = ""  # of nodes of clusters that runs make for themselves; "": none may
     gke_cluster: str = ""  # the standing cluster; the same name in every region that has one
     kubernetes_namespace: str = "dropforge"
     kubernetes_trainer_account: str = "dropforge-trainer"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import http.client
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ HEADER = "x-dropforge-caller"
 FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
 CALLERS = (FUNCTIONS, TRAINER, SERVER)
 FILE = "calls.jsonl"
+_ACCOUNT = re.compile(rb'"([\w.-]+@[\w-]+\.iam\.gserviceaccount\.com)"')
 
 caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="")
 
@@ -30,7 +32,7 @@ caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="
 class Recorder:
     """Writes a line of JSON for each call: caller, call, status, and what tells which permission it needs.
 
-    Never a value that was sent, because secrets are sent too: only the names of the fields.
+    Never a value that was sent, because secrets are sent too: only the names of fields, and service accounts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,10 +49,10 @@ class Recorder:
         if name := headers.get(HEADER, ""):
             self.note(name, "invoke")
 
-    def note_kubernetes(self, headers: Mapping[str, str], verb: str, resource: str) -> None:
+    def note_kubernetes(self, headers: Mapping[str, str], cluster: str, verb: str, resource: str) -> None:
         """`resource` as a Role has it, with its group before it: batch/jobs."""
         if name := headers.get(HEADER, ""):
-            self.note(name, f"kubernetes {verb}", resource=resource)
+            self.note(name, f"kubernetes {verb}", cluster=cluster, resource=resource)
 
     def middleware(self, callers: Mapping[int, str]) -> Any:
         """For an aiohttp application; `callers` are those of its ports, and may still grow."""
@@ -64,10 +66,11 @@ class Recorder:
             if not name:
                 return await handler(request)
             # The body of an upload is a stream, and may be large.
-            fields = [] if "/storage/" in request.path else _fields_of(await request.read())
+            body = b"" if "/storage/" in request.path else await request.read()
             response = await handler(request)
             stored = {"object": _name_in(response)} if "/upload/" in request.path else {}
-            self.note(name, f"{request.method} {request.raw_path}", response.status, fields=fields, **stored)
+            facts = {"fields": _fields_of(body), "acts_as": [one.decode() for one in set(_ACCOUNT.findall(body))]}
+            self.note(name, f"{request.method} {request.raw_path}", response.status, **facts, **stored)
             return response
 
         return record

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
 WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
-NAMESPACE, TRAINER, SERVER = "dropforge", "dropforge-trainer", "dropforge-server"
+NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # who calls, by the account's name
 BIND_SECONDS = 3.0
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
@@ -209,6 +209,7 @@ class Stack:
             "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-vllm-tpu:local",
             "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"{SERVER}@{PROJECT}.iam.gserviceaccount.com",
+            "DROPFORGE_NODES_SERVICE_ACCOUNT": f"{NODES}@{PROJECT}.iam.gserviceaccount.com",
             "DROPFORGE_GKE_CLUSTER": CLUSTER.rsplit("/", 1)[1],
             "DROPFORGE_KUBERNETES_NAMESPACE": NAMESPACE,
             "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
@@ -247,9 +248,9 @@ class Stack:
             self.recorder.note_endpoint(headers)
         return self.identity.is_known(headers)
 
-    def _note_kubernetes(self, headers: Mapping[str, str], verb: str, resource: str) -> None:
+    def _note_kubernetes(self, headers: Mapping[str, str], cluster: str, verb: str, resource: str) -> None:
         if self.recorder:
-            self.recorder.note_kubernetes(headers, verb, resource)
+            self.recorder.note_kubernetes(headers, cluster, verb, resource)
 
     def _deploy(self) -> None:
         """What Terraform does in a project, idempotent; ports are known, nothing is served yet."""

@@ -31,6 +31,7 @@ VARIABLES = {
     "billing_account": "000000-111111-222222",
     "cluster_regions": [REGION],
     "data_buckets": ["datasets"],
+    "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
     "project_id": PROJECT,
     "region": REGION,
@@ -278,6 +279,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
     where = {
         "project": [PROJECT],
         "clusters": [PROJECT],
+        "own_clusters": [PROJECT],
         "tpus": [PROJECT],
         "runs_bucket": [stack.RUNS_BUCKET],
         **{
@@ -291,6 +293,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "training_secrets": ["hf-token"],
         "webhook_secrets": ["slack-webhook", "team-webhook"],
         "trainer_account": [f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"],
+        "nodes_account": [f"dropforge-nodes@{PROJECT}.iam.gserviceaccount.com"],
         "server_account": [f"dropforge-server@{PROJECT}.iam.gserviceaccount.com"],
         "registry": ["dropforge"],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ PUBLISHED = ROOT.parent / "shared" / "data" / "k8s-1.35-subset-strict.json"
 SCHEMAS = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}
 MODELS = {"Job": client.V1Job, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"
-SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", network="net", subnetwork="sub")
+SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
 END = "2026-11-20T12:00:00Z"
 FULL = {
     "accelerator": "nvidia-b200",
@@ -184,6 +185,8 @@ def test_a_cluster_of_its_own_is_named_after_the_attempt_and_private() -> None:
     assert cluster.release_channel.channel == container_v1.ReleaseChannel.Channel.RAPID
     assert cluster.resource_labels["dropforge-run"] == RUN
     assert (cluster.network, cluster.subnetwork) == ("net", "sub")
+    nodes = cluster.autoscaling.autoprovisioning_node_pool_defaults
+    assert nodes.service_account == SETTINGS.nodes_service_account
     assert cluster.control_plane_endpoints_config.dns_endpoint_config.allow_external_traffic
     kinds = [resource.kind for resource in gke.GkeJobs().resources(attempt)]
     assert kinds == ["container.googleapis.com/Cluster", "batch.k8s.io/Job"]
@@ -204,6 +207,9 @@ def test_a_cluster_must_be_named_somewhere() -> None:
     [problem] = cluster_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
     assert not cluster_problems(spec(), SETTINGS)
+    [problem] = cluster_problems(spec({"cluster": {"create": True}}), bare)
+    assert problem.pointer == "/target/cluster/create"
+    bare = replace(bare, nodes_service_account="nodes@x.iam.gserviceaccount.com")
     assert not cluster_problems(spec({"cluster": {"create": True}}), bare)
     serve = {"type": "gke"}
     [problem] = cluster_problems(spec({"cluster": {"create": True}}, serve=serve), bare)

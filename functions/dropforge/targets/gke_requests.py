@@ -58,6 +58,12 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
         "subnetwork": launch.settings.subnetwork,
         "ipAllocationPolicy": {"useIpAliases": True},
         "networkConfig": {"defaultEnablePrivateNodes": True},
+        "autoscaling": {
+            "autoprovisioningNodePoolDefaults": {
+                "serviceAccount": launch.settings.nodes_service_account,
+                "oauthScopes": ["https://www.googleapis.com/auth/cloud-platform"],
+            }
+        },
         **({"addonsConfig": RAY_OPERATOR} if isinstance(launch.spec.target, RayTarget) else {}),
         "controlPlaneEndpointsConfig": {
             "dnsEndpointConfig": {"allowExternalTraffic": True},

@@ -35,8 +35,8 @@ ORPHANS = (
 )
 
 
-# Of each request that is let in: its headers, its verb, and what it is about as a Role names that (batch/jobs).
-Note = Callable[[Mapping[str, str], str, str], None]
+# Of each request that is let in: its headers, cluster and verb, and what it is about as a Role names that (batch/jobs).
+Note = Callable[[Mapping[str, str], str, str, str], None]
 
 
 class Node(Protocol):
@@ -132,7 +132,7 @@ class ApiServer:
             return web.json_response(document)
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._clock.now())
-        self._note(request.headers, call.verb, call.target.resource)
+        self._note(request.headers, self._cluster, call.verb, call.target.resource)
         rule = self._faults.take(self._cluster, call.verb, call.target.kind.plural)
         await suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):

@@ -47,7 +47,7 @@ class KubernetesEmulator:
         directory: Path,
         platform_env: Callable[[str], Mapping[str, str]],
         authorize: Callable[[Mapping[str, str]], bool],
-        note: Note = lambda headers, verb, resource: None,
+        note: Note = lambda headers, cluster, verb, resource: None,
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
     ) -> None:
         db.connection.executescript(SCHEMA)

@@ -1,0 +1,235 @@
+"""What the recorded calls of a local stack need, in the terms of terraform/permissions.yaml.
+
+A stack with `record` in its config writes the calls (dropforge_local.recording); methods.yaml says what each asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+from dropforge_local import stack_process as stack
+
+from .configuration import permissions
+
+PLACE = r"projects/[^/]+/locations/[^/:]+"
+ZONE = r"/compute/v1/projects/[^/]+/zones/[^/]+"
+EXECUTIONS = "google.cloud.workflows.executions.v1.Executions"
+STARTED = "workflowexecutions.projects.locations.workflows.executions"
+CALLBACK = rf"POST /v1/{PLACE}/workflows/[^/]+/executions/[^/]+/callbacks/[^/]+"
+# The paths of the API's methods, but for those of Cloud Storage.
+PATHS = {
+    rf"GET /v2/{PLACE}/jobs": "run.projects.locations.jobs.list",
+    rf"POST /v2/{PLACE}/jobs": "run.projects.locations.jobs.create",
+    rf"GET /v2/{PLACE}/jobs/[^/]+": "run.projects.locations.jobs.get",
+    rf"DELETE /v2/{PLACE}/jobs/[^/]+": "run.projects.locations.jobs.delete",
+    rf"GET /v2/{PLACE}/jobs/[^/]+/executions": "run.projects.locations.jobs.executions.list",
+    rf"GET /v2/{PLACE}/jobs/[^/]+/executions/[^/]+": "run.projects.locations.jobs.executions.get",
+    rf"POST /v2/{PLACE}/jobs/[^/]+/executions/[^/]+:cancel": "run.projects.locations.jobs.executions.cancel",
+    rf"GET /v2/{PLACE}/jobs/[^/]+/executions/[^/]+/tasks": "run.projects.locations.jobs.executions.tasks.list",
+    rf"GET /v2/{PLACE}/operations/[^/]+": "run.projects.locations.operations.get",
+    rf"GET /v2/{PLACE}/services": "run.projects.locations.services.list",
+    rf"POST /v2/{PLACE}/services": "run.projects.locations.services.create",
+    rf"GET /v2/{PLACE}/services/[^/]+": "run.projects.locations.services.get",
+    rf"DELETE /v2/{PLACE}/services/[^/]+": "run.projects.locations.services.delete",
+    rf"GET /v1/{PLACE}/clusters": "container.projects.locations.clusters.list",
+    rf"POST /v1/{PLACE}/clusters": "container.projects.locations.clusters.create",
+    rf"GET /v1/{PLACE}/clusters/[^/]+": "container.projects.locations.clusters.get",
+    rf"DELETE /v1/{PLACE}/clusters/[^/]+": "container.projects.locations.clusters.delete",
+    rf"GET /v1/{PLACE}/operations/[^/]+": "container.projects.locations.operations.get",
+    rf"GET /v2/{PLACE}/nodes": "tpu.projects.locations.nodes.list",
+    rf"POST /v2/{PLACE}/nodes": "tpu.projects.locations.nodes.create",
+    rf"GET /v2/{PLACE}/nodes/[^/]+": "tpu.projects.locations.nodes.get",
+    rf"DELETE /v2/{PLACE}/nodes/[^/]+": "tpu.projects.locations.nodes.delete",
+    rf"GET /v2/{PLACE}/operations": "tpu.projects.locations.operations.list",
+    rf"GET /v2/{PLACE}/queuedResources": "tpu.projects.locations.queuedResources.list",
+    rf"POST /v2/{PLACE}/queuedResources": "tpu.projects.locations.queuedResources.create",
+    rf"GET /v2/{PLACE}/queuedResources/[^/]+": "tpu.projects.locations.queuedResources.get",
+    rf"DELETE /v2/{PLACE}/queuedResources/[^/]+": "tpu.projects.locations.queuedResources.delete",
+    r"GET /compute/v1/projects/[^/]+/aggregated/disks": "compute.disks.aggregatedList",
+    rf"GET {ZONE}/disks": "compute.disks.list",
+    rf"POST {ZONE}/disks": "compute.disks.insert",
+    rf"GET {ZONE}/disks/[^/]+": "compute.disks.get",
+    rf"DELETE {ZONE}/disks/[^/]+": "compute.disks.delete",
+    rf"GET {ZONE}/operations/[^/]+": "compute.zoneOperations.get",
+    rf"POST {ZONE}/operations/[^/]+/wait": "compute.zoneOperations.wait",
+    r"GET /v1/projects/[^/]+/secrets/[^/]+/versions/[^/:]+": "secretmanager.projects.secrets.versions.get",
+    r"GET /v1/projects/[^/]+/secrets/[^/]+/versions/[^/:]+:access": "secretmanager.projects.secrets.versions.access",
+    r"POST /v1/projects/[^/]+/topics/[^/]+:publish": "pubsub.projects.topics.publish",
+    CALLBACK: "a POST to the callback URL of the waiting execution",
+    r"/google.pubsub.v1.Publisher/Publish": "pubsub.projects.topics.publish",
+    f"/{EXECUTIONS}/CreateExecution": f"{STARTED}.create",
+    f"/{EXECUTIONS}/GetExecution": f"{STARTED}.get",
+    f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
+    r"invoke": "a POST to the endpoint",
+}
+NO_API = re.compile(r"POST /slack/")  # Slack's own
+BELOW = {
+    "run_objects": re.compile(r"runs/"),
+    "event_objects": re.compile(r"runs/[^/]+/events/"),
+    "machine_objects": re.compile(r"runs/[^/]+/machine/"),
+    "artifact_objects": re.compile(r"(checkpoints|models)/"),
+}
+WRITES = {"storage.objects.create", "storage.objects.delete"}
+ANYWHERE = ("project", "clusters", "own_clusters", "tpus")  # scopes that are all the project's
+ENDERS = ("on_spec_message", "sweep", "teardown")  # dropforge.teardown.delete_remaining
+WEBHOOKS = {"slack-webhook"}
+
+
+class Need(NamedTuple):
+    """A permission that a call asked for, on what, and the call's method. `on` of Kubernetes is "kubernetes"."""
+
+    account: str
+    on: str
+    permission: str
+    method: str
+
+
+class Grant(NamedTuple):
+    account: str
+    scope: str
+    permission: str
+
+
+def needs(path: Path) -> set[Need]:
+    """Everything that the calls recorded in that file asked for."""
+    found: set[Need] = set()
+    for line in path.read_text().splitlines():
+        found.update(_needs_of(json.loads(line)))
+    return found
+
+
+def grants() -> set[Grant]:
+    """Everything that permissions.yaml grants; Kubernetes' verbs as `verb resource`."""
+    found = set()
+    for account, held in permissions()["accounts"].items():
+        found |= {Grant(account, scope, one) for scope, names in held["grants"].items() for one in names}
+        rules = held.get("kubernetes", {}).items()
+        found |= {Grant(account, "kubernetes", f"{verb} {resource}") for resource, verbs in rules for verb in verbs}
+    return found
+
+
+def covers(grant: Grant, need: Need) -> bool:
+    """Whether the grant is one that the need is met by."""
+    if (grant.account, grant.permission) != (need.account, need.permission):
+        return False
+    bucket, _, name = need.on.partition("/")
+    if bucket == "runs_bucket" and need.permission in WRITES:
+        # A write that was refused does not say of which object it was.
+        return grant.scope in BELOW and (not name or BELOW[grant.scope].match(name) is not None)
+    return grant.scope == bucket or (need.on == "project" and grant.scope in ANYWHERE)
+
+
+def unmet(found: Iterable[Need], held: set[Grant]) -> set[Need]:
+    return {need for need in found if not any(covers(grant, need) for grant in held)}
+
+
+def unused(found: set[Need], held: set[Grant], accounts: Iterable[str]) -> set[Grant]:
+    """What those accounts hold and no call has asked for.
+
+    ENDERS delete what any ledger lists, by the same code: what one of them was seen to need, the others may. So it is
+    with clusters: what was called in a standing one is called in one of an attempt's own as well.
+    """
+    found = found | {need._replace(account=one) for need in found if need.account in ENDERS for one in ENDERS}
+    found = found | {_in_own_cluster(need) for need in found if need.on == "kubernetes"}
+    mine = {grant for grant in held if grant.account in accounts}
+    return {grant for grant in mine if not any(covers(grant, need) for need in found)}
+
+
+@cache
+def methods() -> dict[str, list[str]]:
+    """The permissions of each method of methods.yaml."""
+    pages = yaml.safe_load((Path(__file__).with_name("methods.yaml")).read_text())
+    return {method: needed for page in pages for method, needed in page["methods"].items()}
+
+
+def _needs_of(call: dict[str, Any]) -> Iterator[Need]:
+    account = call["caller"]
+    if call["call"].startswith("kubernetes "):
+        verb, resource = call["call"].partition(" ")[2], call["resource"]
+        if call["cluster"] == stack.CLUSTER:
+            yield Need(account, "kubernetes", f"{verb} {resource}", call["call"])
+        else:  # no Role is in a cluster that has just been made: IAM decides
+            yield _in_own_cluster(Need(account, "kubernetes", f"{verb} {resource}", ""))
+        yield Need(account, "project", "container.clusters.connect", "every call of the Kubernetes API")
+        return
+    if NO_API.match(call["call"]):
+        return
+    on, *found = _methods_of(call)
+    for method in found:
+        for permission in methods()[method]:
+            for where in _where(permission, on, call):
+                yield Need(account, where, permission, method)
+
+
+def _in_own_cluster(need: Need) -> Need:
+    """The same call where IAM decides (https://cloud.google.com/kubernetes-engine/docs/reference/api-permissions)."""
+    verb, _, resource = need.permission.partition(" ")
+    group, _, plural = resource.rpartition("/")
+    collection = "thirdPartyObjects" if "." in group else {"serviceaccounts": "serviceAccounts"}.get(plural, plural)
+    return Need(need.account, "project", f"container.{collection}.{verb}", f"{need.permission} (own cluster)")
+
+
+def _methods_of(call: dict[str, Any]) -> list[str]:
+    """What a call was on, and its methods: one, and those that say what more it asked for."""
+    verb, _, target = call["call"].partition(" ")
+    path = urlsplit(target).path
+    if "/storage/v1/" in path:
+        return _storage_methods(call, verb, path)
+    line = f"{verb} {path}" if path else verb
+    found = [method for pattern, method in PATHS.items() if re.fullmatch(pattern, line)]
+    assert found, f"{call['call']} of {call['caller']} is no method that tests/contract/calls.py knows"
+    if "startExecutionToken" in call.get("fields", ()):
+        found.append(f"{found[0]} (with startExecutionToken)")
+    if "dataDisks" in call.get("fields", ()):
+        found.append("tpu.projects.locations.nodes.create (with a data disk)")
+    return [path + call.get("on", ""), *found]
+
+
+def _storage_methods(call: dict[str, Any], verb: str, path: str) -> list[str]:
+    bucket, _, rest = path.partition("/b/")[2].partition("/")
+    name = unquote(rest.removeprefix("o").removeprefix("/"))
+    on = f"{_bucket(bucket)}/{name or call.get('object', '')}"
+    if not rest:
+        return [on, "storage.buckets.get"]
+    if "/upload/" in path:
+        match = parse_qs(urlsplit(call["call"].partition(" ")[2]).query).get("ifGenerationMatch")
+        replaces = "overwrite" if match != ["0"] else "exists already"
+        always = [on, "storage.objects.insert"]
+        return always if match == ["0"] and call["status"] != 412 else [*always, f"storage.objects.insert ({replaces})"]
+    if not name:
+        return [on, "storage.objects.list"]
+    if verb == "GET":
+        return [on, "storage.objects.get" + (" (missing)" if call["status"] == 404 else "")]
+    assert verb == "DELETE", call
+    return [on, "storage.objects.delete"]
+
+
+def _bucket(name: str) -> str:
+    return {stack.SPECS_BUCKET: "specs_bucket", stack.RUNS_BUCKET: "runs_bucket"}.get(name, "data_buckets")
+
+
+def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
+    """The scopes in which a permission is asked for."""
+    if permission.startswith("storage."):
+        return [on]
+    if permission == "iam.serviceAccounts.actAs":
+        roles = {address: f"{address.partition('@')[0].rpartition('-')[2]}_account" for address in call["acts_as"]}
+        assert roles, call
+        return sorted(roles.values())
+    if permission.startswith("artifactregistry."):
+        return ["registry"]
+    if permission.startswith("secretmanager."):
+        name = on.partition("/secrets/")[2].partition("/")[0]
+        return ["webhook_secrets" if name in WEBHOOKS else "training_secrets"]
+    if permission.startswith("pubsub."):
+        topic = re.sub(r":publish.*", "", on.rpartition("/topics/")[2])
+        return [{stack.RUN_EVENTS: "run_events_topic", stack.JOB_EVENTS: "job_events_topic"}.get(topic, topic)]
+    return ["project"]

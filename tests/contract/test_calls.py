@@ -1,0 +1,239 @@
+"""Every call of the functions and the containers is granted by terraform/permissions.yaml, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import requests
+
+from dropforge import clients, names
+from dropforge.runs import Record, RunState, Transition, utc_now
+from dropforge.spec import JobSpec
+from dropforge_local import stack as local
+from dropforge_local.functions_host import entry_points
+from dropforge_local.identity import Identity
+from dropforge_local.recording import FILE, TRAINER
+
+from ..stack.conftest import NOOP_CONFIG, User, user_of
+from ..stack.targets import PARTS, SERVES
+from .calls import ENDERS, Grant, Need, grants, methods, needs, unmet, unused
+from .configuration import permissions
+
+DATA = "recorded-data"
+HALVES = {"on_spec_uploaded": "finalized", "on_spec_deleted": "deleted", "on_spec_message": ""}
+OWN_CLUSTER = {"type": "gke", **PARTS["gke"], "cluster": {"create": True}}
+NOT_QUEUED = {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "queued": False}
+STARTED = '{"type": "started", "run": "RUN", "attempt": 1, "sequence": 1, "time": "2026-11-22T00:00:00Z"}'
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # whoever asks first waits for all of the runs
+
+
+# What no run of this test asks for, and why it is held all the same.
+NOT_STARTED = "asked for when a pod does not start"
+WARNS = "asked for when a run has used half of its budget, or is stuck"
+FOUND_MADE = "asked for when an earlier call has made it whose answer was lost"
+# Nothing that the local stack has: the platform's own log, and a machine's docker.
+ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
+STAYS = "asked for when it stays after what owned it was deleted"
+UNUSED = {
+    **{Grant(account, "kubernetes", "delete pods"): STAYS for account in ENDERS},
+    **{
+        Grant(account, "kubernetes", f"{verb} ray.io/rayclusters"): STAYS
+        for account in ENDERS
+        for verb in ("delete", "get")
+    },
+    Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): FOUND_MADE,
+    Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): FOUND_MADE,
+    Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
+    Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
+    Grant("inspect", "run_events_topic", "pubsub.topics.publish"): WARNS,
+    Grant("inspect", "webhook_secrets", "secretmanager.versions.access"): WARNS,
+    Grant("provision", "tpus", "compute.zoneOperations.get"): "asked for when a disk's creation ends without a disk",
+}
+
+
+def test_methods_need_what_google_says() -> None:
+    """Every reason of permissions.yaml is a method, and asks for that permission."""
+    reasons = {
+        (call, permission)
+        for account in permissions()["accounts"].values()
+        for scope, held in account["grants"].items()
+        for permission, calls in held.items()
+        for call in calls
+    }
+    known = methods()
+    wrong = {(call, permission) for call, permission in reasons if permission not in known.get(call, [permission])}
+    assert wrong == set()
+    assert {call for call, _ in reasons if call not in known} == ELSEWHERE | {
+        call for call, _ in reasons if call.endswith(" (own cluster)")
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
+    """What the calls of a stack ask for on which runs have ended in every way."""
+    state = tmp_path_factory.mktemp("recorded")
+    replace(NOOP_CONFIG, record=True).save(state)
+    info = local.up(state)
+    try:
+        with patch.dict(os.environ, info.environment):
+            live(user_of(state))
+    finally:
+        local.down(state)
+    return needs(state / FILE)
+
+
+def test_every_call_is_granted(found: set[Need]) -> None:
+    assert unmet(found, grants()) == set()
+
+
+def test_every_function_and_container_has_called(found: set[Need]) -> None:
+    assert {need.account for need in found} == {*entry_points(), TRAINER}
+
+
+def test_nothing_is_granted_that_nobody_needs(found: set[Need]) -> None:
+    left = unused(found, grants(), entry_points())
+    assert {grant for grant in left if grant not in UNUSED} == set()
+    assert set(UNUSED) <= left, "which is asked for by now"
+
+
+def live(user: User) -> None:
+    """Runs on every target that succeed, serve, fail, and are cancelled; endpoints that are cancelled and swept."""
+    prepare(user)
+    unaccepted = kept_and_marked(user)
+    swept = {kind: user.drop(spec(user, kind, "repeat", serve=True)) for kind in SERVES}
+    cancelled = {kind: user.drop(spec(user, kind, serve=True)) for kind in SERVES}
+    hanging = [publish(user, json.dumps(spec(user, kind, "hang")).encode()) for kind in PARTS]
+    hanging.append(user.drop(spec(user, "cloud_run", "hang"), "specs/deleted.json"))
+    buckets = (DATA, user.settings.specs_bucket)
+    failing = [publish(user, stored(user, bucket, user.spec("exit-3"))) for bucket in buckets]
+    failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, NOT_QUEUED)]
+    rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
+    rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
+    late_and_unknown(user)
+    lost = [submitted_by_halves(user, function) for function in HALVES]
+    for run in hanging:
+        record = user.wait(run, "TRAINING")
+        again = {"run": run, "execution": record.execution, "attempt": 1}
+        assert call(user, "provision", again), "whose first answer might have been lost"
+        if run == hanging[-1]:
+            clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()
+        else:
+            user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    for run in [*swept.values(), *cancelled.values()]:
+        record = user.wait(run, timeout=100)
+        assert record.state is RunState.SUCCEEDED, record.error
+    for run in cancelled.values():
+        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    for run in swept.values():
+        user.store.update(run, out_of_time)
+    assert {user.wait(run).state for run in rejected} == {RunState.REJECTED}
+    ended = [user.wait(run, timeout=100).state for run in [*hanging, *failing, *lost]]
+    assert set(ended) == {RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED}
+    for run in cancelled.values():
+        user.wait_for(run, lambda record: bool(record.endpoint and record.endpoint.ended))
+    user.until(lambda: call(user, "sweep", {}) and not any(map(user.resources, swept.values())))
+    user.until(lambda: call(user, "sweep", {}) and user.store.find(unaccepted))
+    assert user.wait(unaccepted).state is RunState.SUCCEEDED
+
+
+def prepare(user: User) -> None:
+    """A bucket with data, and a secret."""
+    bucket = clients.storage().create_bucket(DATA)
+    bucket.blob("rows.jsonl").upload_from_string("{}")
+    project, secrets = f"projects/{user.settings.project}", clients.secrets()
+    secrets.create_secret(parent=project, secret_id="hf-token", secret={"replication": {"automatic": {}}})
+    secrets.add_secret_version(parent=f"{project}/secrets/hf-token", payload={"data": b"value"})
+
+
+def spec(user: User, kind: str, behave: str = "succeed", *, serve: bool = False) -> dict[str, Any]:
+    at_once = {"queued": False} if (kind, behave) == ("tpu_vm", "repeat") else {}
+    nodes = {"nodes": 2} if (kind, behave) == ("gke", "hang") else {}
+    return user.spec(
+        behave,
+        target={"type": kind, **PARTS[kind], **nodes},
+        serve={"type": kind, **SERVES[kind], **at_once} if serve else None,
+        dataset={"source": f"gs://{DATA}/rows.jsonl"},
+        secrets={"HF_TOKEN": "hf-token"},
+        notify={"slack": {"webhook_secret": "slack-webhook"}},
+    )
+
+
+def stored(user: User, bucket: str, spec: dict[str, Any]) -> bytes:
+    """A message that names a spec in a bucket."""
+    clients.storage().bucket(bucket).blob("stored.json").upload_from_string(json.dumps(spec))
+    return json.dumps({"spec_uri": f"gs://{bucket}/stored.json"}).encode()
+
+
+def publish(user: User, message: bytes) -> str:
+    """The run of a spec that is asked for by a message."""
+    key = uuid.uuid4().hex
+    user.publish("dropforge-requests", message, idempotency_key=key)
+    return names.run_id_of_message(key)
+
+
+def kept_and_marked(user: User) -> str:
+    """A run of which only the spec and the mark were made, before whoever made them died."""
+    run = names.run_id_of_message(uuid.uuid4().hex)
+    wanted = JobSpec.model_validate(spec(user, "cloud_run"))
+    user.store.put_new(names.spec_object(run), wanted.model_dump_json(by_alias=True).encode())
+    user.store.put_new(names.open_object(run), b"message of the test", "text/plain")
+    return run
+
+
+def late_and_unknown(user: User) -> None:
+    """A spec that is gone before it is read, and calls about a run that nobody knows."""
+    run = "unknown-0123456789ab"
+    event = {"bucket": user.settings.specs_bucket, "name": "specs/gone.json", "generation": "1", "size": "9"}
+    for function, change in (("on_spec_deleted", "deleted"), ("on_spec_uploaded", "finalized")):
+        headers = cloud_event(f"google.cloud.storage.object.v1.{change}")
+        user.until(lambda function=function, headers=headers: call(user, function, event, headers))
+    user.publish("dropforge-job-events", STARTED.replace("RUN", run).encode())
+    assert not call(user, "notify", {"run": run, "execution": "e", "state": "FAILED"})
+    assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})
+
+
+def cloud_event(kind: str) -> dict[str, str]:
+    return {"ce-specversion": "1.0", "ce-id": uuid.uuid4().hex, "ce-source": "//test", "ce-type": kind}
+
+
+def submitted_by_halves(user: User, function: str) -> str:
+    """A run whose first delivery died before it started an execution: delivered again, or deleted."""
+    bucket, name, key = user.settings.specs_bucket, f"specs/{function}.json", uuid.uuid4().hex
+    if change := HALVES[function]:
+        run = names.run_id_of_object(bucket, name, 1)
+        event: dict[str, Any] = {"bucket": bucket, "name": name, "generation": "1", "size": "9"}
+        kind = f"google.cloud.storage.object.v1.{change}"
+    else:
+        run = names.run_id_of_message(key)
+        message = {"data": "e30=", "messageId": "1", "attributes": {"idempotency_key": key}}
+        event = {"message": message, "subscription": "s"}
+        kind = "google.cloud.pubsub.topic.v1.messagePublished"
+    when = utc_now() - timedelta(minutes=1)
+    history = [Transition(state=RunState.ACCEPTED, time=when)]
+    wanted = JobSpec.model_validate(user.spec())
+    user.store.put_new(names.spec_object(run), wanted.model_dump_json(by_alias=True).encode())
+    record = Record(run=run, name="n", source="s", state=RunState.ACCEPTED, created=when, history=history)
+    assert user.store.create(record)
+    user.until(lambda: call(user, function, event, cloud_event(kind)))
+    return run
+
+
+def out_of_time(record: Record) -> Record:
+    assert record.endpoint is not None
+    return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"expires": record.created})})
+
+
+def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bool:
+    """Call a function as Eventarc or Cloud Scheduler does; whether it succeeds."""
+    url = user.info.functions + function
+    token = Identity((user.state / "identity").read_text()).token("OIDC", url)
+    sent = {"Authorization": f"Bearer {token}", **(headers or {})}
+    return requests.post(url, json=body, headers=sent, timeout=60).ok
