@@ -176,6 +176,13 @@ def test_cancel_wins_between_the_teardown_and_the_end() -> None:
     assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, False]
 
 
+def test_cancel_wins_over_a_failure_that_it_met_on_the_way() -> None:
+    run = Run(inspect=[failed("code")], teardown=[{"status": "GONE", "cancelled": True}])
+    assert run.status == "CANCELLED"
+    assert run.error_class == "code"
+    assert run.stages[-1] == "notify CANCELLED"
+
+
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
@@ -271,3 +278,27 @@ def test_the_end_of_a_run_that_does_not_exist_is_not_asked_for_again() -> None:
 def test_a_year_of_waiting_takes_no_time() -> None:
     run = Run(inspect=[*[{**WAITING, "wait_seconds": 43200}] * 700, TRAINED_ONLY])
     assert run.status == "SUCCEEDED"
+
+
+def test_an_execution_that_takes_over_goes_on_with_the_attempt_that_the_run_is_at() -> None:
+    run = Run(provision=[{**RUNNING, "attempt": 3}, {**RUNNING, "attempt": 4}], inspect=[PREEMPTED, TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert [body["attempt"] for body in run.bodies("provision")] == [1, 4]
+    assert [body["attempt"] for body in run.bodies("inspect")] == [3, 4]
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
+def test_an_execution_that_takes_over_a_teardown_ends_the_run_as_it_was_to_end(state: str) -> None:
+    error = None if state == "SUCCEEDED" else error_of("code")
+    ended = {"status": state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
+    run = Run(provision=[ended])
+    assert run.stages == ["provision", "teardown run", f"notify {state}"]
+    assert run.bodies("teardown")[0]["keep_endpoint"] is (state == "SUCCEEDED")
+    assert run.bodies("notify")[0]["error"] == error
+
+
+def test_teardown_is_told_how_the_run_ends_and_between_attempts_nothing() -> None:
+    run = Run(inspect=[PREEMPTED, failed("code")])
+    attempt, last = run.bodies("teardown")
+    assert attempt["outcome"] is None
+    assert last["outcome"] == {"state": "FAILED", "error": error_of("code")}
