@@ -71,9 +71,15 @@ class Database:
         else:
             callback()
 
-    async def durable(self) -> None:
-        """Return once everything that was committed so far would outlive a power cut. Raises OSError."""
+    async def durable(self, *, alone: bool = False) -> None:
+        """Return once everything that was committed so far would outlive a power cut. Raises OSError.
+
+        `alone`: nobody else has anything to do meanwhile, so that the way to a thread and back would be lost time.
+        """
         wanted = self._commits
+        if alone and self._sync is None and self._synced < wanted:
+            _fsync(self._log)
+            self._synced = wanted
         while self._synced < wanted:
             if self._sync is None:
                 self._sync = asyncio.create_task(self._write_through())

@@ -809,7 +809,7 @@ class Engine:
         id_, thread, seq = key
         name = f"{id_}-{thread}-{seq}"
         try:
-            await self._db.durable()
+            await self._db.durable(alone=len(self._tasks) == 1)
             outcome = await effects.perform(self, wait, name)
         except WorkflowError as error:
             self._log_call(id_, wait, error)

@@ -78,7 +78,7 @@ class MemoryDatabase:
         else:
             callback()
 
-    async def durable(self) -> None:
+    async def durable(self, *, alone: bool = False) -> None:
         """Nothing here outlives the process."""
 
 
