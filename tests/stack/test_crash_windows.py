@@ -138,10 +138,8 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
 def test_a_stockout_after_the_provisioning_deadline_moves_on(user: User, faults: Any) -> None:
     faults(stockout=["us-central1"])
     run = launched(user)
-    later = utc_now() - timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    user.store.update(
-        run, lambda r: r.model_copy(update={"attempts": [r.attempts[0].model_copy(update={"started": later})]})
-    )
+    long_ago = utc_now() - timedelta(seconds=user.settings.provision_deadline_seconds + 1)
+    user.store.update(run, lambda r: r.with_launch(1, long_ago))
     assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "stockout"
     assert eventually(lambda: teardown(run, ME, "attempt", True))["status"] == "GONE"
     assert eventually(lambda: provision(run, ME, 2))["status"] == "RUNNING"
