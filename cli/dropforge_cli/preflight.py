@@ -1,0 +1,351 @@
+"""`dropforge preflight`: what would keep a spec from running, asked of the project before money is spent.
+
+Each answer is a Finding: ok, failed, a warning, or not asked, which is never taken for ok.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import click
+
+from dropforge import clients
+from dropforge.admission import check as check_admission
+from dropforge.classify import client_errors
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.errors import InvalidSpec
+from dropforge.settings import Settings
+from dropforge.spec import (
+    CloudRunServe,
+    CloudRunTarget,
+    GkeServe,
+    GkeTarget,
+    JobSpec,
+    RayTarget,
+    TpuVmServe,
+    TpuVmTarget,
+)
+from dropforge.targets import get_target
+
+from . import google_apis
+from .deployment import connect
+from .display import stdout, table
+from .google_apis import NotAsked, Refused
+from .options import SPEC_FILE, json_option, state_option
+from .problems import FAILED
+from .specs import read_spec
+
+OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
+STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
+# What every deployment uses, and what a target or an endpoint adds; terraform/apis.tf switches all of them on.
+ALWAYS = (
+    "artifactregistry", "cloudfunctions", "eventarc", "pubsub", "run", "secretmanager", "storage",
+    "workflowexecutions", "workflows",
+)  # fmt: skip
+ADDED = {"gke": ("container",), "ray": ("container",), "tpu_vm": ("compute", "tpu"), "training_vm": ("compute", "tpu")}
+# Of who runs the command: to see that the deployment is there, and to drop specs.
+ON_PROJECT = ("resourcemanager.projects.get", "serviceusage.services.get")
+ON_SPECS_BUCKET = ("storage.objects.create", "storage.objects.delete")
+ON_RUNS_BUCKET = ("storage.objects.get", "storage.objects.list")
+# Compute Engine's metrics; of other GPUs the quota is by family, and not in a region's list.
+METRICS = {
+    "nvidia-l4": "NVIDIA_L4_GPUS",
+    "nvidia-tesla-t4": "NVIDIA_T4_GPUS",
+    "nvidia-tesla-a100": "NVIDIA_A100_GPUS",
+    "nvidia-a100-80gb": "NVIDIA_A100_80GB_GPUS",
+}
+IMAGE = re.compile(
+    r"(?P<location>[a-z0-9-]+)-docker\.pkg\.dev/(?P<project>[^/]+)/(?P<repository>[^/]+)/(?P<image>[^@]+@.+)"
+)
+
+
+class Finding(NamedTuple):
+    """One answer. `mend` is a command, or what to change, when it is not ok."""
+
+    status: str
+    what: str
+    message: str
+    mend: str = ""
+
+
+class Wanted(NamedTuple):
+    """GPUs that a target or an endpoint asks for in a region."""
+
+    type: str
+    accelerator: str
+    gpus: int
+    region: str
+    spot: bool = False
+
+
+@click.command()
+@click.argument("specs", nargs=-1, type=SPEC_FILE, metavar="[SPEC...]")
+@json_option
+@state_option
+def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
+    """Ask a deployment whether specs could run there, before anything is spent; exit 1 if they could not."""
+    jobs = {path.name: read_spec(path) for path in specs}
+    settings = connect(state).settings
+    found = list(findings(settings, jobs))
+    if as_json:
+        click.echo(json.dumps([one._asdict() for one in found], indent=2))
+    else:
+        _show(found)
+    if any(one.status == NO for one in found):
+        raise SystemExit(FAILED)
+
+
+def findings(settings: Settings, specs: dict[str, JobSpec]) -> Iterator[Finding]:
+    """Everything there is to say of a deployment, and of specs by their names."""
+    kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
+    yield from _asked("APIs", lambda: _services(settings.project, kinds))
+    yield from _asked("project", lambda: _project_permissions(settings.project))
+    for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
+        yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(bucket, needed))  # type: ignore[misc]
+    for name, image in sorted(_images(settings).items()):
+        yield from _asked(f"image {name}", lambda name=name, image=image: _image(name, image))  # type: ignore[misc]
+    for name, spec in specs.items():
+        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(name, spec, settings))  # type: ignore[misc]
+        for wanted in gpus_of(spec):
+            ask = _cloud_run_quota if wanted.type == "cloud_run" else _compute_quota
+            what = f"{wanted.gpus} {wanted.accelerator} in {wanted.region}"
+            yield from _asked(f"quota for {what}", lambda ask=ask, wanted=wanted: ask(settings.project, wanted))  # type: ignore[misc]
+        for accelerator, zone in tpus_of(spec):
+            what = f"{accelerator} in {zone}"
+            yield from _asked(what, lambda a=accelerator, z=zone: _tpu_type(settings.project, a, z))  # type: ignore[misc]
+        yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(settings, spec))  # type: ignore[misc]
+
+
+def gpus_of(spec: JobSpec) -> list[Wanted]:
+    """The GPUs that a spec may ask for, each kind in each region once."""
+    target, serve, found = spec.target, spec.serve, []
+    if isinstance(target, CloudRunTarget):
+        found += [Wanted(target.type, target.accelerator, 1, one.region) for one in target.placements]
+    if isinstance(target, GkeTarget):
+        count = target.accelerator_count * target.nodes
+        for one in target.placements:
+            found.append(Wanted(target.type, target.accelerator, count, one.region, one.capacity == "spot"))
+    if isinstance(serve, CloudRunServe):
+        region = serve.region or get_region(spec)
+        found.append(Wanted(serve.type, serve.accelerator, serve.max_instances, region))
+    if isinstance(serve, GkeServe):
+        count = serve.accelerator_count * serve.max_instances
+        found.append(
+            Wanted(serve.type, serve.accelerator, count, serve.region or get_region(spec), serve.capacity == "spot")
+        )
+    return list(dict.fromkeys(found))
+
+
+def get_region(spec: JobSpec) -> str:
+    """Where an endpoint is that names no region: where the first placement is."""
+    first = get_target(spec.target.type).regions(spec)[0]
+    return first if first[-1].isdigit() else first.rpartition("-")[0]  # a zone's name ends with a letter
+
+
+def tpus_of(spec: JobSpec) -> list[tuple[str, str]]:
+    """(accelerator type, zone) of the TPU VMs that a spec may ask for."""
+    found = []
+    if isinstance(spec.target, TpuVmTarget):
+        found += [(spec.target.accelerator_type, one.zone) for one in spec.target.placements]
+    if isinstance(spec.serve, TpuVmServe):
+        found.append((spec.serve.accelerator_type, spec.serve.zone or get_target(spec.target.type).regions(spec)[0]))
+    return list(dict.fromkeys(found))
+
+
+def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """What `ask` finds; a refusal is a finding too, and silence is never ok."""
+    try:
+        return list(ask())
+    except NotAsked as error:
+        return [Finding(NOT_ASKED, what, str(error))]
+    except Refused as error:
+        return [Finding(NO, what, f"Google answered {error.status}: {error}", "see docs/security.md, Who may do what")]
+    except client_errors() as error:
+        if getattr(error, "code", None) == 501:
+            return [Finding(NOT_ASKED, what, "the local stack does not emulate it")]
+        return [Finding(NO, what, str(error)[:300], "see docs/security.md, Who may do what")]
+
+
+def _services(project: str, kinds: set[str]) -> Iterator[Finding]:
+    """https://cloud.google.com/service-usage/docs/reference/rest/v1/services/batchGet (at most 30 names)"""
+    wanted = sorted({*ALWAYS, *(name for kind in kinds for name in ADDED.get(kind, ()))})
+    names = [f"projects/{project}/services/{name}.googleapis.com" for name in wanted]
+    answer = google_apis.get("serviceusage", f"v1/projects/{project}/services:batchGet", names=names)
+    states = {found["name"].rpartition("/")[2]: found.get("state") for found in answer.get("services", ())}
+    for name in wanted:
+        api = f"{name}.googleapis.com"
+        if states.get(api) == "ENABLED":
+            yield Finding(OK, "APIs", f"{api} is on")
+        else:
+            mend = f"gcloud services enable {api} --project={project}"
+            yield Finding(NO, "APIs", f"{api} is {str(states.get(api, 'unknown')).lower()}", mend)
+
+
+def _project_permissions(project: str) -> Iterator[Finding]:
+    """https://cloud.google.com/resource-manager/reference/rest/v1/projects/testIamPermissions"""
+    path, body = f"v1/projects/{project}:testIamPermissions", {"permissions": list(ON_PROJECT)}
+    held = google_apis.post("cloudresourcemanager", path, body).get("permissions", ())
+    yield _held(f"project {project}", ON_PROJECT, held, f"grant yourself roles/viewer on project {project}")
+
+
+def _bucket(name: str, needed: tuple[str, ...]) -> Iterator[Finding]:
+    from google.api_core.exceptions import NotFound
+
+    try:
+        held = clients.storage().bucket(name).test_iam_permissions(list(needed), timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        yield Finding(NO, f"bucket {name}", "it does not exist", "make deploy PROJECT_ID=… REGION=…")
+        return
+    mend = "put yourself among the submitters of terraform/terraform.tfvars, then make deploy"
+    yield _held(f"bucket {name}", needed, held, mend)
+
+
+def _held(what: str, needed: Iterable[str], held: Iterable[str], mend: str) -> Finding:
+    missing = sorted(set(needed) - set(held))
+    if missing:
+        return Finding(NO, what, f"you lack {', '.join(missing)}", mend)
+    return Finding(OK, what, "you may do what it takes")
+
+
+def _images(settings: Settings) -> dict[str, str]:
+    return {name: value for name, value in vars(settings).items() if name.endswith("_image") and value}
+
+
+def _image(name: str, uri: str) -> Iterator[Finding]:
+    """https://cloud.google.com/artifact-registry/docs/reference/rest/v1/projects.locations.repositories.dockerImages/get"""
+    found, what = IMAGE.fullmatch(uri), f"image {name}"
+    if found is None or "@sha256:" not in uri:
+        mend = "make images, then make deploy"
+        yield Finding(WARNING, what, f"{uri} is no digest in Artifact Registry: it can change", mend)
+        return
+    parent = f"v1/projects/{found['project']}/locations/{found['location']}/repositories/{found['repository']}"
+    try:
+        google_apis.get("artifactregistry", f"{parent}/dockerImages/{quote(found['image'], safe='@:')}")
+    except Refused as error:
+        if error.status != 404:
+            raise
+        yield Finding(NO, what, f"{uri} is not there", "make images, then make deploy")
+    else:
+        yield Finding(OK, what, "its digest is there")
+
+
+def _admission(name: str, spec: JobSpec, settings: Settings) -> Iterator[Finding]:
+    """Everything that would have the spec rejected: images, clusters, secrets, sources, time and budget."""
+    try:
+        check_admission(spec, settings)
+    except InvalidSpec as error:
+        for problem in error.problems:
+            yield Finding(NO, f"spec {name}", str(problem), problem.expected or "")
+    else:
+        yield Finding(OK, f"spec {name}", "it would be accepted; its secrets and sources are there")
+
+
+def _compute_quota(project: str, wanted: Wanted) -> Iterator[Finding]:
+    """https://cloud.google.com/compute/docs/reference/rest/v1/regions/get, and where there are such GPUs at all"""
+    what = f"quota for {wanted.gpus} {wanted.accelerator} in {wanted.region}"
+    mend = f"add placements, or ask for quota: https://console.cloud.google.com/iam-admin/quotas?project={project}"
+    path = f"compute/v1/projects/{project}"
+    region = google_apis.get("compute", f"{path}/regions/{wanted.region}")
+    offered = google_apis.get("compute", f"{path}/aggregated/acceleratorTypes", filter=f"name={wanted.accelerator}")
+    zones = {
+        place.rpartition("/")[2] for place, kinds in offered.get("items", {}).items() if kinds.get("acceleratorTypes")
+    }
+    if not any(zone.startswith(f"{wanted.region}-") for zone in zones):
+        mend_region = f"gcloud compute accelerator-types list --filter=name={wanted.accelerator} --project={project}"
+        yield Finding(NO, what, f"{wanted.region} has no {wanted.accelerator}", mend_region)
+        return
+    if wanted.accelerator not in METRICS:
+        yield Finding(NOT_ASKED, what, f"the quota of {wanted.accelerator} is by GPU family", mend)
+        return
+    metric = f"PREEMPTIBLE_{METRICS[wanted.accelerator]}" if wanted.spot else METRICS[wanted.accelerator]
+    quotas = {one["metric"]: one for one in region.get("quotas", ())}
+    limit, usage = (float(quotas.get(metric, {}).get(key, 0)) for key in ("limit", "usage"))
+    yield _enough(what, wanted.gpus, limit, usage, metric, mend)
+
+
+def _cloud_run_quota(project: str, wanted: Wanted) -> Iterator[Finding]:
+    """https://cloud.google.com/docs/quotas/reference/rest/v1/projects.locations.services.quotaInfos/list
+
+    Of the quotas that name the GPU, the one without zonal redundancy is what jobs and our endpoints take.
+    """
+    what = f"quota for {wanted.gpus} {wanted.accelerator} in {wanted.region}"
+    mend = f"add placements, or ask for quota: https://console.cloud.google.com/iam-admin/quotas?project={project}"
+    word = wanted.accelerator.replace("-", "_")
+    limits, token = [], ""
+    while True:
+        path = f"v1/projects/{project}/locations/global/services/run.googleapis.com/quotaInfos"
+        page = google_apis.get("cloudquotas", path, pageSize="500", **({"pageToken": token} if token else {}))
+        for quota in page.get("quotaInfos", ()):
+            metric = quota.get("metric", "")
+            if word in metric and "no_zonal_redundancy" in metric:
+                limits += [one for one in quota.get("dimensionsInfos", ()) if _applies(one, wanted.region)]
+        token = page.get("nextPageToken", "")
+        if not token:
+            break
+    if not limits:
+        yield Finding(NO, what, f"Cloud Run has no quota of {wanted.accelerator} there", mend)
+        return
+    limit = max(float(one.get("details", {}).get("value", 0)) for one in limits)
+    yield _enough(what, wanted.gpus, limit if limit >= 0 else float("inf"), 0.0, "Cloud Run's limit", mend)
+
+
+def _applies(dimensions: dict[str, Any], region: str) -> bool:
+    return (
+        region in dimensions.get("applicableLocations", ()) or dimensions.get("dimensions", {}).get("region") == region
+    )
+
+
+def _enough(what: str, count: int, limit: float, usage: float, name: str, mend: str) -> Finding:
+    told = f"{name} is {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
+    if limit < count:
+        return Finding(NO, what, told, mend)
+    return Finding(WARNING if limit - usage < count else OK, what, told, mend if limit - usage < count else "")
+
+
+def _tpu_type(project: str, accelerator: str, zone: str) -> Iterator[Finding]:
+    from google.api_core.exceptions import NotFound
+
+    name, what = f"projects/{project}/locations/{zone}/acceleratorTypes/{accelerator}", f"{accelerator} in {zone}"
+    try:
+        clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        mend = f"gcloud compute tpus accelerator-types list --zone={zone} --project={project}"
+        yield Finding(NO, what, "the zone has none", mend)
+    else:
+        yield Finding(OK, what, "the zone has them")
+        mend = f"gcloud beta quotas info list --service=tpu.googleapis.com --project={project}"
+        yield Finding(NOT_ASKED, f"quota for {what}", "which quota counts it is not known", mend)
+
+
+def _locations(settings: Settings, spec: JobSpec) -> Iterator[Finding]:
+    """Whether the runs bucket and the spec's own are where it trains: elsewhere, every read crosses regions."""
+    regions = (
+        {get_region(spec)} if not isinstance(spec.target, RayTarget) else {one.region for one in spec.target.placements}
+    )
+    uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # synthetic data have no source
+    sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
+    for name in dict.fromkeys([settings.runs_bucket, *sources]):
+        bucket = clients.storage().get_bucket(name, timeout=TIMEOUT_SECONDS)
+        place, what = str(bucket.location).lower(), f"bucket {name}"
+        far = sorted(region for region in regions if bucket.location_type == "region" and place != region)
+        if far:
+            message = f"it is in {place}, and the run may train in {', '.join(far)}: reads cross regions, and cost"
+            yield Finding(WARNING, what, message, f"prefer placements in {place}")
+        else:
+            yield Finding(OK, what, f"it is in {place}")
+
+
+def _show(found: list[Finding]) -> None:
+    out, rows = stdout(), table("", "what", "answer")
+    for one in found:
+        rows.add_row(one.status, one.what, one.message, style=STYLES[one.status])
+    out.print(rows)
+    for mend in dict.fromkeys(one.mend for one in found if one.mend):
+        out.print(f"mend: {mend}", soft_wrap=True)
+    counts = {status: sum(one.status == status for one in found) for status in STYLES}
+    out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
