@@ -20,8 +20,9 @@ from dropforge import clients, kubernetes
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.settings import Settings
 from dropforge.spec import parse_spec
-from dropforge.targets.base import Launch, Phase
+from dropforge.targets.base import Launch, Phase, Resource
 from dropforge.targets.gke import JOB, GkeJobs
+from dropforge.targets.ray import RayJobs
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.db import Database
@@ -245,6 +246,31 @@ def test_death_between_cluster_and_job_leaves_nothing(cloud: Cloud, calls: int) 
     STAGES.tear_down(list(reversed(TARGET.resources(attempt))))
     assert not [name for name in cloud.live() if attempt.run in name]
     assert kubernetes.find_cluster(TARGET.resources(attempt)[0].name) is None
+
+
+def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "PAGE", 1)
+    attempt, other = launch("sleep", nodes=2), launch("sleep", cluster={"create": True})
+    STAGES.provision(attempt)
+    until(lambda: TARGET.inspect(attempt), lambda status: status.phase is Phase.RUNNING)
+    TARGET.provision(other)
+    found = {one.name: one for one in TARGET.listed(SETTINGS) if one.run in (attempt.run, other.run)}
+    wanted = [*TARGET.resources(attempt), TARGET.resources(other)[0]]  # no pods: their Job is there
+    assert {(one.kind, one.name) for one in found.values()} == {(one.kind, one.name) for one in wanted}
+    assert {one.attempt for one in found.values()} == {1}
+    assert all(one.created and abs((datetime.now(UTC) - one.created).total_seconds()) < 60 for one in found.values())
+    assert list(RayJobs().listed(SETTINGS)) == []
+
+    job = wanted[1]
+    path = f"/apis/batch/v1/namespaces/{SETTINGS.kubernetes_namespace}/jobs/{job.name.rpartition('/')[2]}"
+    cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
+    until(lambda: cloud.api.get(job.name), lambda one: one is None)
+    left = [one for one in TARGET.listed(SETTINGS) if one.run == attempt.run and one.kind == "k8s.io/Pod"]
+    assert len(left) == 2
+    STAGES.tear_down([*(Resource(one.kind, one.name) for one in left), wanted[0], *reversed(TARGET.resources(other))])
+    assert not [one for one in TARGET.listed(SETTINGS) if one.run in (attempt.run, other.run)]
 
 
 @pytest.mark.parametrize("code", [500, 503, 429, 409])

@@ -16,7 +16,7 @@ from dropforge.errors import CloudError, ErrorClass
 from dropforge.spec import parse_spec
 from dropforge.targets.base import Launch, Phase
 from dropforge.targets.gke_requests import cluster_of
-from dropforge.targets.ray import RayJobs
+from dropforge.targets.ray import RAY_CLUSTER, RayJobs
 from dropforge.targets.ray_requests import ray_job_manifest, requests
 
 from .shared import until
@@ -86,6 +86,13 @@ def test_ray_clusters_that_a_rayjob_has_left_go_with_it(attempt: Launch) -> None
     found = api.find(namespace, "rayclusters", "ray.io")
     assert [one["metadata"]["name"] for one in found] == ["another-s"]
     assert TARGET.inspect(attempt).phase is Phase.GONE
+
+    api.create(left)  # made by an operator that had not heard of the end
+    [listed] = [one for one in TARGET.listed(RAY) if one.kind == RAY_CLUSTER]
+    assert (listed.run, listed.attempt) == (attempt.run, attempt.attempt)
+    until(lambda: TARGET.teardown(listed.kind, listed.name), bool)
+    found = api.find(namespace, "rayclusters", "ray.io")
+    assert [one["metadata"]["name"] for one in found] == ["another-s"]
 
 
 def test_what_never_was_is_gone(cloud: Cloud) -> None:

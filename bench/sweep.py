@@ -1,0 +1,99 @@
+"""One sweep over many live runs: each with a mark, a record and a Cloud Run job, and all owned by one live execution.
+
+sweep, nothing to do     everything listed and every record read, and all of it right (`python -m bench.sweep --runs N`)
+sweep with orphans       the same, when the records of some say that they are over: their jobs are deleted and seen gone
+
+The sweep runs in this process, as it does in its function; the stack, which is the cloud, shares the cores with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
+from typing import Any
+
+from .stack import User, running_stack
+
+RUNS, ORPHANS, SWEEPS, WORKERS = 10_000, 200, 3, 16
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.sweep")
+    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="live runs with a resource each")
+    parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of them are over at last")
+    wanted = parser.parse_args(arguments)
+    with running_stack() as (_, info):
+        from dropforge.sweep import sweep
+
+        user = User(info)
+        execution = _live_execution(user)
+        runs = [f"swept-{number:012x}" for number in range(wanted.runs)]
+        began = time.perf_counter()
+        _for_each(lambda run: _make(user, run, execution), runs)
+        print(f"made {wanted.runs} runs in {time.perf_counter() - began:.0f} s")
+        spent = [_timed(sweep, deleted=0) for _ in range(SWEEPS)]
+        print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {wanted.runs} runs and jobs")
+        _for_each(lambda run: _end(user, run), runs[: wanted.orphans])
+        seconds = _timed(sweep, deleted=wanted.orphans)
+        print(f"sweep with orphans       {seconds:6.1f} s   {wanted.orphans} of them deleted")
+
+
+def _live_execution(user: User) -> str:
+    """The execution of a run that goes on for as long as the benchmark does."""
+    run = user.drop("owner", "hang")
+    while not (record := user.store.find(run)) or record.state != "TRAINING" or not record.execution:
+        time.sleep(0.1)
+    return record.execution
+
+
+def _make(user: User, run: str, execution: str) -> None:
+    from dropforge import clients, names
+    from dropforge.runs import Attempt, Record, RunState, Transition, utc_now
+
+    now = utc_now()
+    attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
+    history = [Transition(state=state, time=now) for state in (RunState.ACCEPTED, RunState.TRAINING)]
+    record = Record(
+        run=run, name="swept", source="bench", state=RunState.TRAINING, created=now, history=history,
+        execution=execution, attempts=[attempt],
+    )  # fmt: skip
+    user.store.create(record)
+    owner = {names.ATTEMPT_LABEL: "1", names.DEPLOYMENT_LABEL: user.settings.deployment}
+    job: dict[str, Any] = {"labels": names.labels(run, owner)}
+    job["template"] = {"template": {"containers": [{"image": user.settings.train_trl_image}]}}
+    parent = f"projects/{user.settings.project}/locations/us-central1"
+    clients.run_jobs().create_job(parent=parent, job=job, job_id=names.training_name(run, 1))
+
+
+def _end(user: User, run: str) -> None:
+    from dropforge.runs import RunState, utc_now
+
+    for state in (RunState.TEARING_DOWN, RunState.FAILED):
+        user.store.update(run, lambda record, state=state: record.entered(state, utc_now()))  # type: ignore[misc]
+
+
+def _timed(sweep: Callable[[], dict[str, Any]], deleted: int) -> float:
+    with redirect_stderr(io.StringIO()):
+        began = time.perf_counter()
+        answer = sweep()
+        spent = time.perf_counter() - began
+    found = {key: len(answer[key]) for key in ("deleted", "deleting", "restarted", "resubmitted", "problems")}
+    assert found == dict.fromkeys(found, 0) | {"deleted": deleted}, json.dumps(answer)[:2000]
+    return spent
+
+
+def _for_each(call: Callable[[str], None], runs: Iterable[str]) -> None:
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(call, runs))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
