@@ -1,0 +1,93 @@
+"""Target tpu_vm on a laptop: seconds of each stage, of the run and in MaxText's container, and what was learnt.
+
+The laptop's example, trained only, through a stack of its own. Needs `make maxtext`; some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dropforge_local import stack as local
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "local" / "tpu_vm.json"
+RUN_SECONDS = 1200.0
+LOSSES = ("loss_before", "loss", "probe_loss_before", "probe_loss", "probe_loss_exported", "exact_match")
+
+
+def main() -> None:
+    if not (ROOT / "build" / "maxtext" / ".installed").exists():
+        print("build/maxtext is not there: run `make maxtext`, which needs Python 3.12")
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        state = Path(directory) / "stack"
+        info = local.up(state)
+        os.environ.update(info.environment)
+        try:
+            measure(info.http)
+        finally:
+            local.down(state)
+
+
+def measure(http: str) -> None:
+    """Run the example and print what it took."""
+    from dropforge.runs import open_store
+    from dropforge_cli.logs import read_log
+
+    run, store = drop(), open_store()
+    record = ended(store, run)
+    if record.state != "SUCCEEDED":
+        raise SystemExit(f"run {run} ended {record.state}: {record.error}")
+    node = next(entry.name for entry in store.ledger(run).entries if "/nodes/" in entry.name)
+    print("run        ", told(record.stage_seconds(record.history[-1].time).items()))
+    print("container  ", told(stages(read_log(http, node) or "")))
+    print("metrics    ", ", ".join(f"{name} {record.metrics[name]:.4f}" for name in LOSSES))
+
+
+def drop() -> str:
+    """Upload the example, without its endpoint, and what it reads; its run id."""
+    from dropforge import clients, names
+    from dropforge.settings import settings
+    from dropforge_cli.demo import upload_source
+
+    spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}}
+    for uri in (spec["model"]["source"], spec["dataset"]["source"]):
+        upload_source(uri)
+    bucket = settings().specs_bucket
+    blob = clients.storage().bucket(bucket).blob(f"specs/maxtext-{time.time_ns()}.json")
+    blob.upload_from_string(json.dumps(spec), "application/json")
+    return names.run_id_of_object(bucket, blob.name, blob.generation)
+
+
+def ended(store: Any, run: str) -> Any:
+    """The record, once it is terminal."""
+    from dropforge.errors import NotFound
+
+    deadline = time.monotonic() + RUN_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(NotFound):
+            record = store.record(run)
+            if record.state.is_terminal:
+                return record
+        time.sleep(0.5)
+    raise SystemExit(f"run {run} did not end in {RUN_SECONDS:.0f} s")
+
+
+def stages(log: str) -> Iterator[tuple[str, float]]:
+    """What the container's log says of its stages, as the driver has measured them."""
+    for line in log.splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "seconds" in entry and entry.get("message") == "done":
+                yield entry["stage"], entry["seconds"]
+
+
+def told(seconds: Any) -> str:
+    return ", ".join(f"{name.lower()} {value:.1f} s" for name, value in seconds)
