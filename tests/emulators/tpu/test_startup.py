@@ -306,6 +306,20 @@ def test_a_machine_that_loses_power_goes_on(lab: Lab) -> None:
     assert lab.events() == []
 
 
+def test_a_disk_with_what_nobody_knows_is_not_formatted(lab: Lab) -> None:
+    name = lab.disk("d1")
+    lab.train("0", disks=[name])
+    lab.ended()
+    lab.delete()
+    (content,) = (lab.home / "disks").rglob("filesystem")
+    content.write_text('TYPE="ext4"\nTYPE="LVM2_member"\n')
+    lab.train("0", "n2", [name], **{"dropforge-attempt": "2"})
+    status = lab.ended("n2", attempt=2)
+    assert (status["error_class"], status["step"]) == (ErrorClass.INFRASTRUCTURE, "disk")
+    assert "it was not formatted" in status["message"]
+    assert "LVM2_member" in content.read_text()
+
+
 def test_a_script_that_is_killed_leaves_its_container(lab: Lab) -> None:
     """The container reports itself, so that nothing is lost but the script's own log."""
     lab.train("sleep")
