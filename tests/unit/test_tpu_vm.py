@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tpu-vm-qwen3-4b.json"
+KEPT = Path(__file__).parents[2] / "schemas" / "examples" / "valid" / "tpu-vm-that-is-kept.json"
 NAME = "projects/YOUR-PROJECT/locations/us-west1-c/nodes/n"
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 Node, Queued = tpu_v2.Node, tpu_v2.QueuedResourceState
@@ -87,6 +88,34 @@ def test_tutorial_002_is_one_spec() -> None:
         "dropforge-data-disk": "persistent-disk-1",
     }
     assert sum(len(key) + len(value) for key, value in asked["metadata"].items()) < 2**18
+
+
+def test_a_machine_that_is_kept_knows_what_it_is_to_serve() -> None:
+    spec = parse_spec(KEPT.read_bytes().replace(b"on_demand", b"guaranteed"))
+    run = "kept-0123456789ab"
+    wanted = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
+    latest = str(int((NOW + timedelta(hours=8, minutes=20)).timestamp()))
+    assert wanted.labels[names.EXPIRES_LABEL] == latest
+    assert wanted.tags == ("dropforge-server",)
+    assert wanted.use_seconds == 600 + 8 * 3600 + 20 * 60
+    told = {key: value for key, value in wanted.metadata.items() if "server" in key}
+    assert told == {
+        "dropforge-server-image": "YOUR-SERVE-VLLM-TPU-IMAGE",
+        "dropforge-server-env": "\n".join(
+            [
+                f"DROPFORGE_MODEL_URI=gs://YOUR-RUNS-BUCKET/models/{run}",
+                "DROPFORGE_SERVED_MODEL_NAME=qwen3-sql",
+                "DROPFORGE_MAX_MODEL_LEN=1024",
+                "DROPFORGE_MAX_NUM_SEQS=16",
+                "DROPFORGE_TENSOR_PARALLEL_SIZE=8",
+                "DROPFORGE_WORK_DIRECTORY=/work",
+                "PORT=8000",
+            ]
+        ),
+        "dropforge-server-deadline": latest,
+    }
+    documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
+    assert all(f"#   {key} " in documented for key in told)
 
 
 @pytest.mark.parametrize(
