@@ -44,7 +44,7 @@ def measure(http: str) -> None:
     run, store = drop(), open_store()
     record = ended(store, run)
     if record.state != "SUCCEEDED":
-        raise SystemExit(f"run {run} ended {record.state}: {record.error}")
+        raise SystemExit(f"run {run} ended {record.state}: {record.error or record.problems}")
     node = next(entry.name for entry in store.ledger(run).entries if "/nodes/" in entry.name)
     print("run        ", told(record.stage_seconds(record.history[-1].time).items()))
     print("container  ", told(stages(read_log(http, node) or "")))
@@ -52,12 +52,12 @@ def measure(http: str) -> None:
 
 
 def drop() -> str:
-    """Upload the example, without its endpoint, and what it reads; its run id."""
+    """Upload the example, without its endpoint and its secrets, and what it reads; its run id."""
     from dropforge import clients, names
     from dropforge.settings import settings
     from dropforge_cli.demo import upload_source
 
-    spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}}
+    spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}, "secrets": {}}
     for uri in (spec["model"]["source"], spec["dataset"]["source"]):
         upload_source(uri)
     bucket = settings().specs_bucket
