@@ -8,6 +8,7 @@ VENV := build/venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= examples/local/cloud_run.json
+TARGET ?= cloud_run
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +46,9 @@ schemas: $(STAMP) ## regenerate schemas/ from the pydantic models
 bench: $(STAMP) ## measure; prints medians
 	@$(BIN)/python -m bench
 
+crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (hours)
+	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all
+
 lock: $(STAMP) ## regenerate functions/requirements.txt from lock.txt
 	@$(BIN)/python tools/lock.py
 
@@ -73,4 +77,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext demo test check format schemas bench lock registry images deploy destroy tables checkov clean
+.PHONY: help setup maxtext demo test check format schemas bench crash lock registry images deploy destroy tables checkov clean
