@@ -12,7 +12,7 @@ from .clients import TIMEOUT_SECONDS
 from .errors import RetryLater
 from .executions import LIVE, find_execution, start_execution, state_of
 from .log import log
-from .notify import notify
+from .notify import notify, tell
 from .runs import Record, RunState, RunStore
 from .settings import Settings
 from .submit import accept_again, note_execution, resume, submit_object
@@ -38,7 +38,13 @@ def submit(store: RunStore, blob: Any, settings: Settings, now: datetime) -> str
     if not LOST_AFTER < now - blob.time_created < LOST_FOR or store.exists(run):
         return ""
     log("a spec that was dropped and has no run", stage="sweep", run=run, severity="WARNING", resource=blob.name)
-    submit_object(settings.specs_bucket, blob.name, generation, int(blob.size or 0))
+    # No event comes again for it: until people have been told that it is refused, the sweep must look at it.
+    store.put_new(
+        names.open_object(run), f"gs://{settings.specs_bucket}/{blob.name}#{generation}".encode(), "text/plain"
+    )
+    record = submit_object(settings.specs_bucket, blob.name, generation, int(blob.size or 0))
+    if record.state is RunState.REJECTED:
+        store.update(run, lambda found: found.with_notice(END_TOLD))
     return run
 
 
@@ -95,6 +101,9 @@ def settle(store: RunStore, record: Record, live: frozenset[str] | None, setting
 def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
     """Tell of an end whose execution died before it had; False while one is about it. An event's id is its state's."""
     tell_unstarted(store, record)
+    if record.state is RunState.REJECTED and END_TOLD not in record.notices:
+        tell(record)
+        store.update(record.run, lambda found: found.with_notice(END_TOLD))
     execution = record.execution
     if execution is None or END_TOLD in record.notices:
         return True
