@@ -261,7 +261,9 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
     if life.over is None:
         return
     asked = next((found for found in life.records if found.value["cancel_requested"]), None)
-    if asked is not None and life.over.value["state"] != "CANCELLED":
+    # Later it asks for the end of the endpoint.
+    obeyed = asked is not None and asked.value["state"] not in (*TERMINAL, "TEARING_DOWN")
+    if obeyed and life.over.value["state"] != "CANCELLED":
         yield life.over.time, f"its cancel was recorded, and it ended {life.over.value['state']}"
     if life.over.value["state"] == "CANCELLED" and asked is None:
         yield life.over.time, "it ended CANCELLED, and nobody asked"
@@ -341,7 +343,8 @@ def everybody_is_told(life: Life) -> Iterator[tuple[float, str]]:
             yield life.end.time, f"no event {final} was published"
         if final not in in_slack:
             yield life.end.time, f"Slack was never told {final}"
-    if not life.publish_faults:
+    unstarted = [entry["state"] for entry in life.last["history"]] == ["ACCEPTED", "CANCELLED"]
+    if not life.publish_faults and not unstarted:  # cancelled before anybody was told that it had begun
         for id_, time in reached.items():
             if id_ not in by_event:
                 yield time, f"no event {id_} was published, and publishing never failed"

@@ -49,6 +49,7 @@ class Cloud:
         self.events = Events(world, self.functions, SUBSCRIBERS)
         self.storage = Storage(world, (SPECS, RUNS))
         self.storage.uploaded = self._uploaded
+        self.storage.deleted = self._deleted
         self.run = CloudRun(world)
         self.workflows = Workflows(world, self.functions.post)
         self.trainer = Trainer(world, self.run, self.storage, self.events, RUNS)
@@ -83,6 +84,11 @@ class Cloud:
         if bucket == SPECS:
             data = {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
             self.events.send("on_spec_uploaded", data, {"object": name}, may_drop=True)
+
+    def _deleted(self, bucket: str, name: str, generation: int) -> None:
+        if bucket == SPECS:
+            data = {"bucket": bucket, "name": name, "generation": str(generation), "size": "0"}
+            self.events.send("on_spec_deleted", data, {"object": name, "message": f"deleted {generation}"})
 
     def _secret(self, name: str, timeout: float) -> Any:
         from google.api_core.exceptions import NotFound

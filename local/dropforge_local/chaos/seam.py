@@ -21,7 +21,7 @@ from typing import Any
 from uuid import UUID
 
 import dropforge
-from dropforge import clients, log, runs, settings
+from dropforge import clients, log, runs, serving, settings, targets
 
 from ..workflows import machine
 from .functions import entry_points
@@ -35,8 +35,13 @@ CLIENTS = tuple(
 
 
 @contextmanager
-def seam(world: World, fakes: dict[str, Callable[..., Any]], deployment: settings.Settings) -> Iterator[None]:
-    """While it is open, dropforge's modules see this world, and the clients of `fakes` by their names in clients.py."""
+def seam(
+    world: World, fakes: dict[str, Callable[..., Any]], deployment: settings.Settings, **others: Any
+) -> Iterator[None]:
+    """While it is open, dropforge's modules see this world, and the clients of `fakes` by their names in clients.py.
+
+    `others` stand in for get_target, get_server, TARGETS and SERVERS, where those are not to be the real ones.
+    """
     replacements: dict[str, Any] = {name: fakes.get(name, _no_client(name)) for name in CLIENTS}
     replacements |= {
         "time": SimpleNamespace(
@@ -49,6 +54,7 @@ def seam(world: World, fakes: dict[str, Callable[..., Any]], deployment: setting
         "ThreadPoolExecutor": _OneThread,
         "uuid": SimpleNamespace(uuid4=lambda: UUID(int=world.random.getrandbits(128), version=4)),
     }
+    replacements = {**_originals(), **replacements, **others}
     places = _places()
     for module, name, key in places:
         setattr(module, name, replacements[key])
@@ -73,6 +79,10 @@ def _originals() -> dict[str, Any]:
         "log": log.log,
         "ThreadPoolExecutor": ThreadPoolExecutor,
         "uuid": uuid,
+        "get_target": targets.get_target,
+        "get_server": serving.get_server,
+        "TARGETS": targets.TARGETS,
+        "SERVERS": serving.SERVERS,
     }
 
 

@@ -40,7 +40,7 @@ def _live(world: World, cloud: Cloud, end: float) -> History:
     with seam(world, cloud.clients(), deployment()):
         try:
             world.scheduler.run(world.calm)
-            world.fact("calm")
+            world.fact("calm", effects=world.effects)
             world.scheduler.run(end)
             world.fact("end", living=cloud.run.living(), effects=world.effects)
         finally:

@@ -14,7 +14,9 @@ from .world import World
 _JSON = ("record.json", "ledger.json", "MANIFEST.json")
 
 
-class _Object(NamedTuple):
+class StoredObject(NamedTuple):
+    """One generation of an object."""
+
     data: bytes
     generation: int
     created: float
@@ -25,7 +27,7 @@ class Storage:
 
     def __init__(self, world: World, buckets: tuple[str, ...]) -> None:
         self.world = world
-        self.objects: dict[str, dict[str, _Object]] = {bucket: {} for bucket in buckets}
+        self.objects: dict[str, dict[str, StoredObject]] = {bucket: {} for bucket in buckets}
         self.uploaded: Callable[[str, str, int, int], None] = lambda *_: None
         self.deleted: Callable[[str, str, int], None] = lambda *_: None
         self._generation = 1_700_000_000_000_000
@@ -78,14 +80,14 @@ class Storage:
         if if_generation_match is not None and if_generation_match != present:
             raise PreconditionFailed(f"generation is {present}")
         self._generation += 1
-        objects[name] = _Object(data, self._generation, self.world.now)
+        objects[name] = StoredObject(data, self._generation, self.world.now)
         leaf = name.rsplit("/", 1)[-1]
         shown = json.loads(data) if leaf in _JSON else len(data)
         self.world.fact("write", bucket=bucket, name=name, generation=self._generation, replaced=present, content=shown)
         self.uploaded(bucket, name, self._generation, len(data))
         return self._generation
 
-    def get(self, bucket: str, name: str, generation: int | None = None) -> _Object:
+    def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
         from google.api_core.exceptions import NotFound
 
         found = self._bucket(bucket).get(name)
@@ -99,7 +101,7 @@ class Storage:
         self.world.fact("delete", bucket=bucket, name=name, generation=found.generation)
         self.deleted(bucket, name, found.generation)
 
-    def _bucket(self, name: str) -> dict[str, _Object]:
+    def _bucket(self, name: str) -> dict[str, StoredObject]:
         from google.api_core.exceptions import NotFound
 
         if name not in self.objects:
@@ -176,7 +178,7 @@ class Blob:
     def client(self) -> Storage:
         return self._client
 
-    def seen(self, found: _Object) -> None:
+    def seen(self, found: StoredObject) -> None:
         self.generation, self.size = found.generation, len(found.data)
         self.crc32c = b64encode(zlib.crc32(found.data).to_bytes(4, "big")).decode()
         self.time_created = self.updated = datetime.fromtimestamp(found.created, UTC)

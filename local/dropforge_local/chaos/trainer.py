@@ -108,9 +108,9 @@ class _Attempt:
         """The manifest is written last, once; another attempt's stays."""
         from google.api_core.exceptions import PreconditionFailed
 
-        manifest = _manifest(self.run, self.number, self.world.now, self.work.metric)
+        data = manifest(self.run, self.number, self.world.now, self.work.metric)
         try:
-            self.trainer.storage.put(self.trainer.bucket, f"models/{self.run}/MANIFEST.json", manifest, 0)
+            self.trainer.storage.put(self.trainer.bucket, f"models/{self.run}/MANIFEST.json", data, 0)
         except PreconditionFailed:
             self._tell("failed", error_class="code", message="another attempt has committed")
             return self._end(CODE_ERROR)
@@ -137,8 +137,9 @@ class _Attempt:
         self.trainer.events.job_event(event)
 
 
-def _manifest(run: str, attempt: int, now: float, metric: float) -> bytes:
-    manifest = {
+def manifest(run: str, attempt: int, now: float, metric: float) -> bytes:
+    """The commit marker that an attempt writes last."""
+    content = {
         "version": 1,
         "run": run,
         "attempt": attempt,
@@ -150,7 +151,7 @@ def _manifest(run: str, attempt: int, now: float, metric: float) -> bytes:
         "metrics": {"exact_match": metric},
         "files": [],
     }
-    return json.dumps(manifest).encode()
+    return json.dumps(content).encode()
 
 
 def _iso(seconds: float) -> str:

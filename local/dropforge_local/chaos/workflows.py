@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -74,8 +75,14 @@ class Workflows:
         return self.world.effect("executions.get", lambda: self._shown(self._find(str(wanted))))
 
     def list_executions(self, request: Any = None, timeout: float = 0, **_: Any) -> Iterator[Any]:
-        newest_first = list(self.executions.values())
-        return iter(self.world.effect("executions.list", lambda: [self._shown(e) for e in reversed(newest_first)]))
+        """Newest first; of filters only `state="…"`."""
+        wanted = re.fullmatch(r'state="(\w+)"', getattr(request, "filter", ""))
+
+        def read() -> list[Any]:
+            newest_first = reversed(self.executions.values())
+            return [self._shown(e) for e in newest_first if wanted is None or e.state == wanted[1]]
+
+        return iter(self.world.effect("executions.list", read))
 
     def cancel_execution(self, name: Any = None, request: Any = None, timeout: float = 0, **_: Any) -> Any:
         wanted = name or request["name"]
@@ -107,7 +114,7 @@ class Workflows:
         waiting = next((w for w in execution.waits.values() if w.kind == "callback" and w.ref == ref), None)
         value = effects.callback_value("POST", {}, {}, {}, url, self.world.now)
         if waiting is not None:
-            self._answer(execution, waiting, value, False)
+            self.answer(execution, waiting, value, False)
         elif execution.early[ref] is not None:
             return SimpleNamespace(status_code=429)
         else:
@@ -116,6 +123,36 @@ class Workflows:
 
     # The engine
 
+    def begin(self, execution: Execution) -> None:
+        """Take the first steps of an execution that has just been created."""
+        self._go(execution)
+
+    def revive(self, execution: Execution) -> None:
+        """Go on from what was written, as an engine that has restarted."""
+        assert execution.snapshot is not None, "written before anything is waited for"
+        execution.machine = self._machine(execution.name)
+        execution.machine.restore(*execution.snapshot)
+
+    def request_of(self, wait: Wait) -> tuple[str, dict[str, Any]]:
+        """The function that an http wait calls, and the body."""
+        request = wait.detail
+        return request["url"].removeprefix(FUNCTIONS_URL), json.loads(base64.b64decode(request["body"]))
+
+    def reply(self, execution: Execution, wait: Wait, reply: Reply) -> None:
+        """What a function has answered, or (None) that the connection broke."""
+        if reply is None:
+            self._fail(execution, wait, "ConnectionError")
+        else:
+            self._reply(execution, wait, *reply)
+
+    def answer(self, execution: Execution, wait: Wait, value: Value, failed: bool) -> None:
+        """What was waited for has come; nothing if that was answered already."""
+        if execution.state != "ACTIVE" or execution.waits.get(wait.thread) is not wait:
+            return
+        del execution.waits[wait.thread]
+        if execution.machine.complete(wait.thread, wait.seq, value, failed):
+            self._go(execution)
+
     def restart(self) -> None:
         """Kill the engine, and go on from what it had written."""
         self.epoch += 1
@@ -123,9 +160,7 @@ class Workflows:
         for execution in list(self.executions.values()):
             if execution.state != "ACTIVE" or execution.snapshot is None:
                 continue
-            machine = self._machine(execution.name)
-            machine.restore(*execution.snapshot)
-            execution.machine = machine
+            self.revive(execution)
             for wait in list(execution.waits.values()):
                 if wait.kind == "http" and self.world.random.random() < 0.5:
                     self._send(execution, wait)
@@ -180,47 +215,35 @@ class Workflows:
             self._send(execution, wait)
         elif wait.kind == "callback" and execution.early.get(wait.ref or "") is not None:
             value, execution.early[wait.ref or ""] = execution.early[wait.ref or ""], None
-            self._answer(execution, wait, value, False)
+            self.answer(execution, wait, value, False)
         else:
             assert wait.due is not None, "sleeps and callbacks have an end"
-            self.world.scheduler.at(wait.due, lambda: self._answer(execution, wait, *effects.timer_result(wait)))
+            self.world.scheduler.at(wait.due, lambda: self.answer(execution, wait, *effects.timer_result(wait)))
 
     def _send(self, execution: Execution, wait: Wait) -> None:
         """POST to a function; the answer counts if the engine that sent it still runs when it comes."""
-        request, epoch = wait.detail, self.epoch
-        body = json.loads(base64.b64decode(request["body"]))
+        epoch = self.epoch
 
         def done(reply: Reply) -> None:
-            if self.epoch != epoch:
-                return
-            if reply is None:
-                self._fail(execution, wait, "ConnectionError")
-                return
-            self._reply(execution, wait, *reply)
+            if self.epoch == epoch:
+                self.reply(execution, wait, reply)
 
         def give_up() -> None:
             if self.epoch == epoch:
                 self._fail(execution, wait, "TimeoutError")
 
-        self.world.after(request["timeout"], give_up)
-        self.post(request["url"].removeprefix(FUNCTIONS_URL), body, done)
+        self.world.after(wait.detail["timeout"], give_up)
+        self.post(*self.request_of(wait), done)
 
     def _reply(self, execution: Execution, wait: Wait, status: int, body: Any) -> None:
         try:
             value, failed = http.checked({"body": body, "code": status, "headers": {}}), False
         except WorkflowError as error:
             value, failed = effects.error_value(error), True
-        self._answer(execution, wait, value, failed)
+        self.answer(execution, wait, value, failed)
 
     def _fail(self, execution: Execution, wait: Wait, tag: str) -> None:
-        self._answer(execution, wait, effects.error_value(system_error(tag, f"{wait.call}: {tag}")), True)
-
-    def _answer(self, execution: Execution, wait: Wait, value: Value, failed: bool) -> None:
-        if execution.state != "ACTIVE" or execution.waits.get(wait.thread) is not wait:
-            return  # answered already
-        del execution.waits[wait.thread]
-        if execution.machine.complete(wait.thread, wait.seq, value, failed):
-            self._go(execution)
+        self.answer(execution, wait, effects.error_value(system_error(tag, f"{wait.call}: {tag}")), True)
 
     def _end(self, execution: Execution, state: str, value: Any) -> None:
         execution.state = state

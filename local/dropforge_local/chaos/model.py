@@ -1,0 +1,502 @@
+"""The life of one run, explored to the end: every order of what can happen, with a bound on the faults.
+
+A state is what is durable: the runs bucket, the cloud, the snapshots of executions, and messages on their way.
+A transition is the real code: a function called whole, or killed before one of its effects; a step of the workflow; an
+event of the cloud. So nothing of the control plane is modelled but time, which stands still, and two functions at once,
+which are left to the seeds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
+
+from dropforge import names
+from dropforge.catalog import HourlyPrice
+from dropforge.errors import CloudError, DropforgeError, ErrorClass
+from dropforge.listing import Listed
+from dropforge.settings import Settings
+from dropforge.spec import JobSpec
+from dropforge.targets.base import Launch, Phase, Resource, Status
+
+from ..workflows import effects
+from ..workflows.machine import Wait
+from ..workflows.values import restore, store
+from .cloud import RUNS, SPECS, deployment
+from .faults import Strike
+from .functions import entry_points
+from .scheduler import START, Killed
+from .seam import seam
+from .storage import Storage, StoredObject
+from .trainer import manifest
+from .workflows import Execution, Reply, Workflows
+from .world import World
+
+T = TypeVar("T")
+JOB, SERVICE = "run.googleapis.com/Job", "run.googleapis.com/Service"
+OBJECT = "specs/job.json"
+MOST_EFFECTS = 400
+SWEEP_AFTER = 60.0  # seconds: what is to be found lost is old enough
+LATE_SWEEP_AFTER = 5 * 86400.0  # every endpoint is past its ttl
+MAX_ATTEMPTS = 2
+RUN = names.run_id_of_object(SPECS, OBJECT, 1)
+CANCEL = base64.b64encode(json.dumps({"cancel": RUN}).encode()).decode()
+SPEC = json.dumps(
+    {
+        "api_version": "dropforge/v1",
+        "name": "job",
+        "model": {"source": "acme/tiny"},
+        "dataset": {"source": "acme/rows"},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": {"type": "cloud_run", "ttl": "1h"},
+        "limits": {"max_duration": "2h", "max_attempts": MAX_ATTEMPTS},
+    }
+).encode()
+# Time stands still: a pause would never end.
+SETTINGS = replace(deployment(), capacity_pause_seconds=0)
+TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
+
+
+class State(NamedTuple):
+    """Everything that outlives a call. `told` are the ids of run events that were published."""
+
+    objects: tuple[tuple[str, bytes], ...] = ()
+    cloud: tuple[tuple[str, str], ...] = ()  # name and phase
+    executions: tuple[tuple[str, str, str, str], ...] = ()  # id, state, snapshot, wait
+    mail: tuple[str, ...] = ()
+    told: frozenset[str] = frozenset()
+    faults: int = 0
+    late: bool = False  # every endpoint is past its ttl
+    asked: bool = False  # for the run's end, before its teardown began
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The run's record; empty while there is none."""
+        found = next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")
+        return dict(json.loads(found))
+
+    @property
+    def ledger(self) -> dict[str, str]:
+        """The state of each resource in the run's ledger, by its name."""
+        found = next((data for name, data in self.objects if name.endswith("/ledger.json")), b'{"entries": []}')
+        return {entry["name"]: entry["state"] for entry in json.loads(found)["entries"]}
+
+
+class Step(NamedTuple):
+    """What can happen in a state, in words, and whether it is a fault."""
+
+    name: str
+    take: Callable[[Stage], None]
+    fault: bool = False
+
+
+class Stage(World):
+    """The world of one transition: made from a state, acted on, and read into the next state."""
+
+    def __init__(self, state: State, waits: dict[str, Wait], kill_at: int | None = None) -> None:
+        super().__init__(0, Strike(0, ""))
+        self.state = state
+        self.waits = waits
+        self.kill_at = kill_at
+        self.count = 0
+        self.refuse = False
+        self.slept = 0.0
+        self.offset = LATE_SWEEP_AFTER if state.late else 0.0
+        self.cloud = dict(state.cloud)
+        self.mail = list(state.mail)
+        self.soon: list[Callable[[], None]] = []
+        self.scheduler.wait = self.sleep  # type: ignore[method-assign]  # time passes for the one call only
+        self.storage = Storage(self, (SPECS, RUNS))
+        self.storage.objects[RUNS] = {name: StoredObject(data, 1, START) for name, data in state.objects}
+        self.storage.objects[SPECS] = {OBJECT: StoredObject(SPEC, 1, START)}
+        self.workflows = Workflows(self, lambda *_: None)
+        for id_, found, snapshot, wait in state.executions:
+            self.workflows.executions[id_] = self._execution(id_, found, snapshot, wait)
+        self._ids = len(state.executions)
+
+    @property
+    def now(self) -> float:
+        return START + self.offset + self.slept
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def after(self, delay: float, event: Callable[[], None]) -> None:
+        if delay < 1:
+            self.soon.append(event)
+
+    def effect(
+        self,
+        name: str,
+        action: Callable[[], T],
+        *,
+        changes: bool = False,
+        error: Callable[[bool], Exception] | None = None,
+    ) -> T:
+        """One effect of the function that is called: where it may die."""
+        self.count += 1
+        if self.count == self.kill_at:
+            raise Killed(name)
+        return action()
+
+    def call(self, name: str, body: dict[str, Any]) -> Reply:
+        """A stage by HTTP, on this stack."""
+        request = SimpleNamespace(get_json=lambda silent: body)
+        try:
+            found: Any = getattr(entry_points(), name)(request)
+        except Killed:
+            return None
+        except Exception as error:  # noqa: BLE001  # as functions-framework does
+            return 500, {"error": repr(error)}
+        content, status = found if isinstance(found, tuple) else (found, 200)
+        return status, json.loads(json.dumps(content))
+
+    def deliver(self, name: str, data: dict[str, Any]) -> bool:
+        """An event; whether it was acknowledged."""
+        try:
+            getattr(entry_points(), name)(SimpleNamespace(data=data))
+        except (Killed, DropforgeError):
+            return False
+        return True
+
+    def next(self, fault: bool) -> State:
+        """The state that this transition has led to."""
+        while self.soon:
+            self.soon.pop(0)()
+        facts = self.history.of("published")
+        found = State(
+            tuple(sorted((name, found.data) for name, found in self.storage.objects[RUNS].items())),
+            tuple(sorted(self.cloud.items())),
+            tuple(self._frozen(execution) for execution in self.workflows.executions.values()),
+            tuple(self.mail),
+            self.state.told | {fact.data["id"] for fact in facts},
+            self.state.faults + fault,
+            self.state.late,
+            self.state.asked,
+        )
+        old, new = self.state.record, found.record
+        early = old.get("state") not in (*TERMINAL, "TEARING_DOWN")
+        return found._replace(asked=found.asked or (early and bool(new.get("cancel_requested"))))
+
+    def _execution(self, id_: str, state: str, snapshot: str, wait: str) -> Execution:
+        text, values = json.loads(snapshot)
+        restored = (text, {int(key): value for key, value in values.items()})
+        machine: Any = None
+        execution = Execution(id_, RUN, {names.RUN_LABEL: RUN}, START, machine, restored, state)
+        if wait:
+            found = self.waits[wait]
+            execution.waits[found.thread] = found
+            execution.early = {found.ref: None} if found.ref else {}
+        return execution
+
+    def _frozen(self, execution: Execution) -> tuple[str, str, str, str]:
+        """An execution as part of a state; counts and moments that decide nothing are left out, so that waits recur."""
+        wait = next(iter(execution.waits.values()), None)
+        if wait is None or execution.snapshot is None:
+            return execution.id, execution.state, json.dumps(["", {}]), ""
+        text, values = execution.snapshot
+        state = restore(text)
+        state |= {"steps": 0, "external_steps": 0}
+        for thread in state["threads"]:
+            thread["seq"] = 0
+        wait = replace(wait, seq=0, due=None)
+        key = repr(wait)
+        self.waits[key] = wait
+        return execution.id, execution.state, json.dumps([store(state), values]), key
+
+
+class ModelTarget:
+    """Target and server in one: a resource exists, is running or has ended, and is deleted at once."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        return ["us-central1"]
+
+    def region(self, deployment: Any) -> str:
+        return "us-central1"
+
+    def price(self, spec: JobSpec, placement: int = 0) -> HourlyPrice:
+        return HourlyPrice(1.0, None, "the model")
+
+    def resources(self, wanted: Any) -> list[Resource]:
+        if isinstance(wanted, Launch):
+            return [Resource(JOB, f"jobs/{names.training_name(wanted.run, wanted.attempt)}")]
+        return [Resource(SERVICE, f"services/{names.endpoint_name(wanted.run)}")]
+
+    def provision(self, launch: Launch) -> bool:
+        if self.stage.refuse:
+            raise CloudError(ErrorClass.STOCKOUT, "no more capacity")
+        return self._create(self.resources(launch)[0].name)
+
+    def inspect(self, launch: Launch) -> Status:
+        name = self.resources(launch)[0].name
+        phase = self.stage.effect("inspect", lambda: self.stage.cloud.get(name, "gone"))
+        if phase == "preempted":
+            return Status(Phase.FAILED, name, ErrorClass.PREEMPTED)
+        return Status(Phase(phase), name, ErrorClass.CODE if phase == "failed" else None)
+
+    def deploy(self, deployment: Any) -> str | None:
+        self._create(self.resources(deployment)[0].name)
+        return "https://endpoint.chaos"
+
+    def why_not_ready(self, deployment: Any) -> CloudError:
+        return CloudError(ErrorClass.CODE, "it is ready at once")
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        found = self.stage.effect("list", lambda: sorted(self.stage.cloud))
+        for name in found:
+            labels = names.labels(RUN, {}, **{names.DEPLOYMENT_LABEL: settings.deployment})
+            if name.startswith("jobs/"):
+                labels[names.ATTEMPT_LABEL] = name.rsplit("-a", 1)[1]
+            kind = JOB if name.startswith("jobs/") else SERVICE
+            yield Listed(kind, name, labels, datetime.fromtimestamp(START, UTC) - timedelta(days=1))
+
+    def teardown(self, kind: str, name: str) -> bool:
+        self.stage.effect("delete", lambda: self.stage.cloud.pop(name, None))
+        return True
+
+    def _create(self, name: str) -> bool:
+        self.stage.effect("create", lambda: self.stage.cloud.setdefault(name, "running"))
+        return True
+
+
+class Explorer:
+    """Breadth first through every state that `faults` faults, and one cancel, can lead to."""
+
+    def __init__(self, faults: int, cancel: bool) -> None:
+        self.faults = faults
+        self.waits: dict[str, Wait] = {}
+        self.first = State(mail=("spec", "cancel") if cancel else ("spec",))
+        self.came: dict[State, tuple[State, str] | None] = {self.first: None}
+        self.edges: dict[State, list[tuple[State, bool]]] = {}
+        self.problems: list[tuple[State, str]] = []
+
+    def explore(self) -> None:
+        """Visit everything. What breaks a rule is noted, with the way that led there."""
+        ahead = deque([self.first])
+        while ahead:
+            state = ahead.popleft()
+            self.edges[state] = []
+            for name, found, fault in self._successors(state):
+                self.edges[state].append((found, fault))
+                new = found not in self.came
+                if new:
+                    self.came[found] = state, name
+                    ahead.append(found)
+                if new or found.record != state.record or found.cloud != state.cloud:
+                    self.problems += [(found, problem) for problem in broken(state, found)]
+        self.problems += [(state, "it can never come to a good end from here") for state in self._hopeless()]
+
+    def way(self, state: State) -> list[str]:
+        """What happened, from the beginning to a state."""
+        steps: list[str] = []
+        at: State = state
+        while (came := self.came[at]) is not None:
+            at, name = came
+            steps.append(name)
+        return steps[::-1]
+
+    def _successors(self, state: State) -> Iterator[tuple[str, State, bool]]:
+        for step in steps(state):
+            if step.fault and state.faults >= self.faults:
+                continue
+            stage = self._take(step, state, None)
+            yield step.name, stage.next(step.fault), step.fault
+            if state.faults + step.fault >= self.faults:
+                continue
+            for at in range(1, min(stage.count, MOST_EFFECTS) + 1):
+                died = self._take(step, state, at)
+                yield f"{step.name}, killed at effect {at}", died.next(True), True
+
+    def _take(self, step: Step, state: State, kill_at: int | None) -> Stage:
+        stage = Stage(state, self.waits, kill_at)
+        target = ModelTarget(stage)
+        kinds = {"cloud_run": ""}
+        with seam(
+            stage,
+            _clients(stage),
+            SETTINGS,
+            get_target=lambda _: target,
+            get_server=lambda _: target,
+            TARGETS=kinds,
+            SERVERS=kinds,
+        ):
+            step.take(stage)
+            while stage.soon:
+                stage.soon.pop(0)()
+        return stage
+
+    def _hopeless(self) -> list[State]:
+        """States from which no way without further faults leads to a good end."""
+        back: dict[State, list[State]] = {}
+        for state, edges in self.edges.items():
+            for found, fault in edges:
+                if not fault:
+                    back.setdefault(found, []).append(state)
+        ahead = deque(state for state in self.edges if is_good_end(state))
+        hopeful = set(ahead)
+        while ahead:
+            for state in back.get(ahead.popleft(), []):
+                if state not in hopeful:
+                    hopeful.add(state)
+                    ahead.append(state)
+        return [state for state in self.edges if state not in hopeful]
+
+
+def steps(state: State) -> Iterator[Step]:
+    """Everything that can happen next."""
+    for kind in state.mail:
+        yield Step(f"{kind} arrives", _mail(kind, keep=False))
+        yield Step(f"{kind} arrives twice", _mail(kind, keep=True), fault=True)
+    for id_, found, _, wait in state.executions:
+        if found == "ACTIVE":
+            yield Step(f"{id_} goes on", _go_on(id_))
+            yield Step(f"{id_} is cancelled by hand", _cancel_execution(id_), fault=True)
+            if "/provision" in wait:
+                yield Step(f"{id_} goes on: no capacity", _go_on(id_, refuse=True), fault=True)
+            if "http" in wait:
+                yield Step(f"{id_} goes on: its reply is lost", _go_on(id_, lose=True), fault=True)
+    for name, phase in state.cloud:
+        if name.startswith("jobs/") and phase == "running":
+            yield Step(f"{name} succeeds", _train(name))
+            yield Step(f"{name} fails for good", _end(name, "failed"))
+            yield Step(f"{name} is preempted", _end(name, "preempted"), fault=True)
+    yield Step("a sweep", _sweep)
+    if not state.late and state.record.get("state") in TERMINAL:
+        yield Step("a week passes, and a sweep", _late_sweep)
+
+
+def broken(before: State, after: State) -> Iterator[str]:
+    """The rules that a transition breaks."""
+    old, new = before.record, after.record
+    over = new.get("state") in TERMINAL
+    if old.get("state") in TERMINAL and any(old[key] != new[key] for key in ("state", "error", "history", "attempts")):
+        yield f"a run that was {old['state']} was changed"
+    jobs = [name for name, _ in after.cloud if name.startswith("jobs/")]
+    if len(jobs) > 1:
+        yield f"two attempts have resources at once: {jobs}"
+    created = {name for name, _ in after.cloud} - {name for name, _ in before.cloud}
+    for name in created:
+        if after.ledger.get(name) not in ("intended", "created"):
+            yield f"{name} was created, and the ledger says {after.ledger.get(name)}"
+    if over and old.get("state") not in TERMINAL:
+        if jobs:
+            yield f"{jobs} existed when the run was {new['state']}"
+        if before.asked and new["state"] != "CANCELLED":
+            yield f"its cancel was recorded, and it ended {new['state']}"
+        if any(attempt["ended"] is None for attempt in new["attempts"]):
+            yield "an attempt has no end in the record of a run that is over"
+    if len(new.get("attempts", [])) > MAX_ATTEMPTS:
+        yield "more attempts than the spec allows"
+
+
+def is_good_end(state: State) -> bool:
+    """The run is over, its end was told, nothing is left, and nobody works any more."""
+    record = state.record
+    if record.get("state") not in TERMINAL or state.mail or not state.late:
+        return False
+    end = record["history"][-1]
+    told = f"{RUN}/{end['attempt']}/{end['state'].lower()}" in state.told
+    return told and not state.cloud and all(found != "ACTIVE" for _, found, _, _ in state.executions)
+
+
+def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
+    def arrive(stage: Stage) -> None:
+        if kind == "spec":
+            stage.slept += _age(stage)
+            data = {"bucket": SPECS, "name": OBJECT, "generation": "1", "size": str(len(SPEC))}
+            done = stage.deliver("on_spec_uploaded", data)
+        else:
+            done = stage.deliver("on_spec_message", {"message": {"data": CANCEL, "messageId": "cancel"}})
+        if done and not keep:
+            stage.mail.remove(kind)
+
+    return arrive
+
+
+def _go_on(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stage], None]:
+    """What the execution waits for comes: a function's answer, the end of a sleep, or of the wait for a callback."""
+
+    def go_on(stage: Stage) -> None:
+        execution = stage.workflows.executions[id_]
+        wait = next(iter(execution.waits.values()), None)
+        if wait is None:
+            stage.workflows.begin(execution)
+            return
+        stage.workflows.revive(execution)
+        if wait.kind != "http":
+            stage.workflows.answer(execution, wait, *effects.timer_result(wait))
+            return
+        stage.refuse = refuse
+        reply = stage.call(*stage.workflows.request_of(wait))
+        stage.workflows.reply(execution, wait, None if lose else reply)
+
+    return go_on
+
+
+def _cancel_execution(id_: str) -> Callable[[Stage], None]:
+    return lambda stage: stage.workflows.cancel(id_)
+
+
+def _train(name: str) -> Callable[[Stage], None]:
+    """The model is committed, by the first attempt that comes so far, and the container ends."""
+
+    def end(stage: Stage) -> None:
+        path = f"models/{RUN}/MANIFEST.json"
+        attempt = int(name.rsplit("-a", 1)[1])
+        data = manifest(RUN, attempt, START, 0.9)
+        stage.storage.objects[RUNS].setdefault(path, StoredObject(data, 1, START))
+        stage.cloud[name] = "succeeded"
+
+    return end
+
+
+def _end(name: str, phase: str) -> Callable[[Stage], None]:
+    return lambda stage: stage.cloud.update({name: phase})
+
+
+def _sweep(stage: Stage) -> None:
+    stage.slept += _age(stage)
+    stage.call("sweep", {})
+
+
+def _age(stage: Stage) -> float:
+    """How far time has gone on when somebody looks at the run again: what can be lost is lost by then."""
+    created = stage.state.record.get("created")
+    return SWEEP_AFTER + (datetime.fromisoformat(created).timestamp() - START if created else 0.0)
+
+
+def _late_sweep(stage: Stage) -> None:
+    stage.state = stage.state._replace(late=True)
+    stage.slept += LATE_SWEEP_AFTER
+    stage.call("sweep", {})
+
+
+def _clients(stage: Stage) -> dict[str, Callable[..., Any]]:
+    none = SimpleNamespace
+    secret = none(state=none(name="ENABLED"), payload=none(data=b"https://slack.chaos"))
+    answered = none(status_code=200, text="", body="ok", json=lambda: {"choices": [{"message": {}}]})
+
+    def publish(topic: str, data: bytes, timeout: float, **attributes: str) -> Any:
+        def result(timeout: float) -> None:
+            stage.effect("publish", lambda: stage.fact("published", id=attributes["ce-id"]))
+
+        return none(result=result)
+
+    return {
+        "storage": lambda: stage.storage,
+        "publisher": lambda: none(publish=publish),
+        "secrets": lambda: none(get_secret_version=lambda **_: secret, access_secret_version=lambda **_: secret),
+        "workflow_executions": lambda: stage.workflows,
+        "callbacks": lambda: none(post=lambda *_, **__: none(status_code=404)),
+        "endpoint": lambda audience: none(post=lambda *_, **__: answered),
+        "WebhookClient": lambda url, **_: none(send=lambda **_: answered),
+    }
