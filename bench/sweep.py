@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] = ()) -> None:
         runs = [f"swept-{number:012x}" for number in range(wanted.runs)]
         began = time.perf_counter()
         _for_each(lambda run: _make(user, run, execution), runs)
-        print(f"made {wanted.runs} runs in {time.perf_counter() - began:.0f} s")
+        print(f"made {wanted.runs} runs in {time.perf_counter() - began:.0f} s", flush=True)
         spent = [_timed(sweep, deleted=0) for _ in range(SWEEPS)]
-        print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {wanted.runs} runs and jobs")
+        print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {wanted.runs} runs and jobs", flush=True)
         _for_each(lambda run: _end(user, run), runs[: wanted.orphans])
         seconds = _timed(sweep, deleted=wanted.orphans)
         print(f"sweep with orphans       {seconds:6.1f} s   {wanted.orphans} of them deleted")

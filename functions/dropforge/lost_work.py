@@ -91,7 +91,7 @@ def settle(store: RunStore, record: Record, live: frozenset[str] | None, setting
             delete_remaining(store, record.run, keep_endpoint=True)
             is_over = False
         else:
-            is_over = end_endpoint(store, record.run)
+            is_over = end_endpoint(store, record.run) if endpoint else not delete_remaining(store, record.run)
     finally:
         is_told = live is not None and _tell(store, record, live, settings)
     if is_over and is_told:

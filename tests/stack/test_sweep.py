@@ -158,6 +158,7 @@ def test_a_run_goes_on_when_its_execution_was_ended_while_it_trained(user: User)
     assert len(record.superseded) == 1
     assert states(record)[-1:] == ["SUCCEEDED"]
     assert states(record).count("TRAINING") == 1
+    user.until(lambda: not any(one.state.name == "ACTIVE" for one in user.executions(run)))
     ended = [json.loads(one.result)["status"] for one in user.executions(run) if one.state.name == "SUCCEEDED"]
     assert sorted(set(ended)) in (["SUCCEEDED"], ["SUCCEEDED", "SUPERSEDED"])
     assert ended.count("SUCCEEDED") == 1
