@@ -43,7 +43,7 @@ def deploy(run: str, execution: str) -> dict[str, Any]:
     try:
         return _deploy(store, record, spec)
     except CloudError as error:
-        if error.error_class is ErrorClass.TRANSIENT:
+        if error.error_class is ErrorClass.TRANSIENT and utc_now() < _ends(record, spec):
             raise
         log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
         return failed(error.error_class, error.message, error.hint)
@@ -88,6 +88,13 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         return superseded(record)
     log("ready", stage="deploy", run=record.run, url=url)
     return {"status": "READY", "url": url}
+
+
+def _ends(record: Record, spec: JobSpec) -> datetime:
+    """When the endpoint must be ready."""
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
+    return began + timedelta(seconds=seconds(spec.serve.startup_timeout))
 
 
 def completion_problem(url: str, model: str) -> str:

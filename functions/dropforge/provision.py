@@ -56,7 +56,8 @@ def _advance(store: RunStore, record: Record, spec: JobSpec, attempt: int) -> di
     try:
         return _launch(store, launch_of(record, spec), record.attempts[-1])
     except CloudError as error:
-        if error.error_class is ErrorClass.TRANSIENT:
+        waited = (utc_now() - record.attempts[-1].started).total_seconds()
+        if error.error_class is ErrorClass.TRANSIENT and waited < settings().provision_deadline_seconds:
             raise
         log(error.message, stage="provision", run=run, severity="WARNING", error_class=error.error_class)
         why = RunError(error_class=error.error_class, message=error.message, hint=error.hint)

@@ -135,6 +135,22 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
     end(user, run)
 
 
+def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = accepted(user)
+
+    def refuse(*_: Any) -> bool:
+        raise CloudError(ErrorClass.TRANSIENT, "503")
+
+    monkeypatch.setattr(CloudRunJobs, "provision", refuse)
+    with pytest.raises(CloudError):
+        provision(run, ME, 1)
+    later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
+    monkeypatch.setattr("dropforge.provision.utc_now", lambda: later)
+    answer = provision(run, ME, 1)
+    assert (answer["error"]["error_class"], answer["retry"]) == ("transient", True)
+    end(user, run)
+
+
 def test_a_stockout_after_the_provisioning_deadline_moves_on(user: User, faults: Any) -> None:
     faults(stockout=["us-central1"])
     run = launched(user)
