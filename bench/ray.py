@@ -1,0 +1,153 @@
+"""Target ray on a laptop: how long a real Ray cluster takes to train, what it takes, and whether two hosts train what
+one does. Needs `make maxtext`; some minutes.
+
+RayJob → driver, first step    from the attempt's launch to the job events `started` and the first `progress` or later
+memory                         proportional set size of all processes of the cluster's pods, the largest seen
+loss                           of the same rows, 16 in each step: 8 on each of two hosts, or all on one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dropforge_local import stack as local
+from dropforge_local.containers.processes import find_members
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "local" / "ray.json"
+RUN_SECONDS = 1200.0
+LOOK_SECONDS = 2.0
+ROWS, STEPS = 16, 10
+TOPOLOGIES = {2: "2x2x2", 1: "2x2x1"}  # hosts of v5p
+
+
+def main() -> None:
+    if not (ROOT / "build" / "maxtext" / ".installed").exists():
+        raise SystemExit("build/maxtext is not there: run `make maxtext`, which needs Python 3.12")
+    with running_stack() as state:
+        cloud = Cloud()
+        losses = [measure(cloud, state, hosts) for hosts in TOPOLOGIES]
+    apart = abs(losses[0] - losses[1])
+    print(f"loss on 64 of the rows after {STEPS} steps: {losses[0]:.7f} and {losses[1]:.7f}, {apart:.1e} apart")
+
+
+@contextmanager
+def running_stack() -> Iterator[Path]:
+    """A stack of its own with the real images; its state directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        state = Path(directory) / "stack"
+        os.environ.update(local.up(state).environment)
+        try:
+            yield state
+        finally:
+            local.down(state)
+
+
+class Cloud:
+    """Drops specs and reads job events, through ordinary clients."""
+
+    def __init__(self) -> None:
+        from google.cloud import pubsub_v1
+
+        from dropforge import clients
+        from dropforge.runs import RunStore
+        from dropforge.settings import settings
+
+        self.settings = settings()
+        self.client = clients.storage()
+        self.store = RunStore(self.client, self.settings.runs_bucket)
+        self._subscriber = pubsub_v1.SubscriberClient()
+        self._subscription = f"projects/{self.settings.project}/subscriptions/bench"
+        topic = self.settings.topic(self.settings.job_events_topic)
+        self._subscriber.create_subscription(name=self._subscription, topic=topic)
+
+    def drop(self, spec: dict[str, Any]) -> str:
+        """Upload a spec, and what it reads; its run id."""
+        from dropforge import names
+        from dropforge_cli.demo import upload_source
+
+        for uri in (spec["model"]["source"], spec["dataset"]["source"]):
+            upload_source(uri)
+        blob = self.client.bucket(self.settings.specs_bucket).blob(f"specs/ray-{time.time_ns()}.json")
+        blob.upload_from_string(json.dumps(spec), "application/json")
+        return names.run_id_of_object(self.settings.specs_bucket, blob.name, blob.generation)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Job events that have come since the last call, in any order."""
+        answer = self._subscriber.pull(
+            subscription=self._subscription, max_messages=1000, return_immediately=True, timeout=60
+        )
+        if ack_ids := [received.ack_id for received in answer.received_messages]:
+            self._subscriber.acknowledge(subscription=self._subscription, ack_ids=ack_ids)
+        return [json.loads(received.message.data) for received in answer.received_messages]
+
+
+def measure(cloud: Cloud, state: Path, hosts: int) -> float:
+    """Train on so many hosts, and print what it took; the loss afterwards."""
+    run = cloud.drop(small_spec(hosts))
+    told, largest, processes, began = [], 0.0, 0, time.monotonic()
+    while not (ended := _ended(cloud, run)):
+        if time.monotonic() > began + RUN_SECONDS:
+            raise SystemExit(f"run {run} did not end in {RUN_SECONDS:.0f} s")
+        told += cloud.events()
+        found = memory(state)
+        largest, processes = max((largest, processes), found)
+        time.sleep(LOOK_SECONDS)
+    told += cloud.events()
+    if ended.state != "SUCCEEDED":
+        raise SystemExit(f"run {run} ended {ended.state}: {ended.error}")
+    launched = ended.attempts[-1].launched
+    first = [_first(told, kind) - launched for kind in ("started", "progress")]
+    seconds = (ended.history[-1].time - ended.created).total_seconds()
+    print(
+        f"{hosts} hosts: RayJob → driver {first[0].total_seconds():.0f} s, → first step told "
+        f"{first[1].total_seconds():.0f} s; upload → all gone {seconds:.0f} s; "
+        f"{largest / 2**30:.1f} GiB in {processes} processes"
+    )
+    return float(ended.metrics["probe_loss"])
+
+
+def small_spec(hosts: int) -> dict[str, Any]:
+    """The laptop's example, a few steps of it, and no endpoint."""
+    spec: dict[str, Any] = json.loads(EXAMPLE.read_text())
+    spec["training"] |= {"max_steps": STEPS, "checkpoint_steps": STEPS, "per_device_train_batch_size": ROWS // hosts}
+    spec["target"] |= {"topology": TOPOLOGIES[hosts]}
+    return {**spec, "evaluation": None, "serve": None, "notify": {}, "$schema": None}
+
+
+def memory(state: Path) -> tuple[float, int]:
+    """Bytes that the processes of all pods take, pages that they share counted once; and how many they are."""
+    total, count = 0.0, 0
+    for pids in find_members(state / "pods").values():
+        for pid in pids:
+            with suppress(psutil.Error):
+                total, count = total + psutil.Process(pid).memory_full_info().pss, count + 1
+    return total, count
+
+
+def _ended(cloud: Cloud, run: str) -> Any:
+    """The record, once it is terminal."""
+    from dropforge.errors import NotFound
+
+    with suppress(NotFound):
+        record = cloud.store.record(run)
+        return record if record.state.is_terminal else None
+    return None
+
+
+def _first(told: list[dict[str, Any]], kind: str) -> datetime:
+    return min(datetime.fromisoformat(event["time"]) for event in told if event["type"] == kind)
+
+
+if __name__ == "__main__":
+    main()
