@@ -40,7 +40,7 @@ class CrashSwitch:
         self._directories = directories
         self._kill_functions = kill_functions
         self._commits = 0
-        self._armed = {**_DEFAULTS, "commit": int(os.environ.get(VARIABLE, "0"))}
+        self._armed: dict[str, Any] = {**_DEFAULTS, "commit": int(os.environ.get(VARIABLE, "0"))}
         db.on_commit = self._on_commit
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
