@@ -17,6 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from dropforge_local.recording import FILE, SERVER, TRAINER
+
+from ..contract.calls import grants, needs, unmet, unused
 from .conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -39,6 +42,18 @@ from dropforge_cli.main import cli
 cli(prog_name="dropforge")
 """
 NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
+# The demo as it is, on a stack that records the calls of its containers.
+RECORDED = """
+from dropforge_local import stack
+start = stack.up
+def up(state, **options):
+    stack.StackConfig(record=True).save(state)
+    return start(state, **options)
+stack.up = up
+from dropforge_cli.main import cli
+cli(prog_name="dropforge")
+"""
+RECORDED_COMMAND = [sys.executable, "-c", RECORDED]
 COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
 
 
@@ -274,7 +289,7 @@ def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
     cache.mkdir(parents=True, exist_ok=True)
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "tiny").symlink_to(cache)  # pre-trained once
-    demo = start("demo", str(ROOT / "examples" / "local" / "cloud_run.json"), command=COMMAND)
+    demo = start("demo", str(ROOT / "examples" / "local" / "cloud_run.json"), command=RECORDED_COMMAND)
     assert demo.code(500) == 0, demo.text()
     output = demo.text()
     before, after = re.search(r"exact match +(\S+) +(\S+)", output).groups()  # type: ignore[union-attr]
@@ -284,6 +299,22 @@ def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
     assert "what is left  0 resources, 0 processes, 0 ports" in output
     assert canaries(tmp_path / "build" / "demo") == []
     assert "local-canary-" not in output
+    assert_containers_hold_what_they_need(tmp_path / "build" / "demo")
+
+
+def assert_containers_hold_what_they_need(state: Path) -> None:
+    """The real trainer and server are granted every call that they make, and little else."""
+    found = {need for need in needs(state / FILE) if need.account in (TRAINER, SERVER)}
+    assert unmet(found, grants()) == set()
+    left = {(grant.account, grant.scope) for grant in unused(found, grants(), (TRAINER, SERVER))}
+    assert left == NOT_ON_CLOUD_RUN
+
+
+# Cloud Run itself pulls images and reads secrets; a machine's log and status are a TPU VM's.
+NOT_ON_CLOUD_RUN = {
+    (TRAINER, "machine_objects"), (SERVER, "machine_objects"), (TRAINER, "registry"), (SERVER, "registry"),
+    (TRAINER, "training_secrets"),
+}  # fmt: skip
 
 
 def canaries(state: Path) -> list[Path]:
