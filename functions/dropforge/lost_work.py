@@ -85,7 +85,7 @@ def settle(store: RunStore, record: Record, live: frozenset[str] | None, setting
 
     `live` is None when nobody knows which executions are.
     """
-    endpoint, is_told = record.endpoint, False
+    endpoint = record.endpoint
     try:
         if record.state is RunState.SUCCEEDED and endpoint and not endpoint.ended and endpoint.expires >= now:
             delete_remaining(store, record.run, keep_endpoint=True)

@@ -15,7 +15,7 @@ from .classify import client_errors
 from .errors import DropforgeError
 from .executions import live_executions
 from .log import log
-from .orphans import Doomed
+from .orphans import Deletions, Doomed
 from .runs import open_store, utc_now
 from .settings import settings
 
@@ -31,60 +31,79 @@ def sweep() -> dict[str, Any]:
     Answers {"status": "SWEPT", "deleted", "deleting": names of resources, "restarted", "resubmitted": runs,
     "problems": what could not be looked at or done}; each of them is logged, too, as a WARNING unless it was expected.
     """
-    deployment, store, now = settings(), open_store(), utc_now()
-    found, problems = orphans.list_all(deployment)  # before the records: see orphans.py
-    marks = dict(store.open_runs())
-    runs = sorted({*marks, *(one.run for one in found)})
-    # A record that cannot be read is not here: its run is left alone.
-    records = dict(_each(problems, store.find, runs))
-
-    live = next((answer for _, answer in _each(problems, live_executions, [deployment])), None)
-    begun = [record for record in records.values() if record and not record.state.is_terminal]
-    restarted: list[str] = []
-    if live is not None:
-        answers = _each(problems, lambda record: lost_work.restart(store, record, live, deployment), begun)
-        restarted = [record.run for record, done in answers if done]
-
-    unaccepted = [run for run, since in marks.items() if run in records and records[run] is None]
-    accepted = _each(problems, lambda run: lost_work.accept(store, run, marks[run], now), unaccepted)
-    specs = [blob for _, blobs in _each(problems, lost_work.specs, [deployment]) for blob in blobs]
-    submitted = _each(problems, lambda blob: lost_work.submit(store, blob, deployment, now), specs)
-    resubmitted = [run for _, run in [*accepted, *submitted] if run]
-
-    judged = [Doomed(one, orphans.judge(one, records[one.run], deployment, now)) for one in found if one.run in records]
-    doomed = [one for one in judged if one.why]
-    deletions = orphans.delete(doomed, store)
-
-    gone = {one.name for one in deletions.gone}
-    unsettled = {one.found.run for one in doomed if one.found.name not in gone}
-    touched = {*marks, *(one.run for one in deletions.gone)} - unsettled
-    over = [record for run, record in records.items() if record and record.state.is_terminal and run in touched]
-    _each(problems, lambda record: lost_work.settle(store, record, live, deployment, now), over)
+    look = Look()
+    restarted, resubmitted = look.restart(), look.resubmit()
+    deletions = look.delete()
     answer = {
         "deleted": [one.name for one in deletions.gone],
         "deleting": [one.name for one in deletions.going],
         "restarted": restarted,
         "resubmitted": resubmitted,
-        "problems": [*problems, *deletions.problems],
+        "problems": look.problems,
     }
-    log("swept", stage="sweep", listed=len(found), counts={key: len(value) for key, value in answer.items()})
+    log("swept", stage="sweep", listed=len(look.found), counts={key: len(value) for key, value in answer.items()})
     return {"status": "SWEPT", **answer}
 
 
-def _each(problems: list[str], call: Callable[[T], U], items: Iterable[T]) -> list[tuple[T, U]]:
-    """What `call` answers for each item, with the item; one that fails is a problem, and spares the others."""
+class Look:
+    """One look at what the cloud lists, and then at the records of the runs that have something there or are open."""
+
+    def __init__(self) -> None:
+        self.settings, self.store, self.now = settings(), open_store(), utc_now()
+        self.found, self.problems = orphans.list_all(self.settings)  # before the records: see orphans.py
+        self.marks = dict(self.store.open_runs())
+        # A record that cannot be read is not here: its run is left alone.
+        self.records = dict(self._each(self.store.find, sorted({*self.marks, *(one.run for one in self.found)})))
+        # The executions that go on; None when nobody knows.
+        self.live = next((answer for _, answer in self._each(live_executions, [self.settings])), None)
+
+    def restart(self) -> list[str]:
+        """Have runs go on that no execution goes on with; which."""
+        live, begun = self.live, [one for one in self.records.values() if one and not one.state.is_terminal]
+        if live is None:
+            return []
+        answers = self._each(lambda record: lost_work.restart(self.store, record, live, self.settings), begun)
+        return [record.run for record, done in answers if done]
+
+    def resubmit(self) -> list[str]:
+        """Submit specs that have no run, and what died while it was; which runs that makes."""
+        unaccepted = [run for run in self.marks if run in self.records and self.records[run] is None]
+        accepted = self._each(lambda run: lost_work.accept(self.store, run, self.marks[run], self.now), unaccepted)
+        specs = [blob for _, blobs in self._each(lost_work.specs, [self.settings]) for blob in blobs]
+        submitted = self._each(lambda blob: lost_work.submit(self.store, blob, self.settings, self.now), specs)
+        return [run for _, run in [*accepted, *submitted] if run]
+
+    def delete(self) -> Deletions:
+        """Delete what nobody owns, and close the runs that are over and have left nothing."""
+        known = [one for one in self.found if one.run in self.records]
+        judged = [Doomed(one, orphans.judge(one, self.records[one.run], self.settings, self.now)) for one in known]
+        doomed = [one for one in judged if one.why]
+        deletions = orphans.delete(doomed, self.store)
+        self.problems += deletions.problems
+        gone = {one.name for one in deletions.gone}
+        unsettled = {one.found.run for one in doomed if one.found.name not in gone}
+        self._settle({*self.marks, *(one.run for one in deletions.gone)} - unsettled)
+        return deletions
+
+    def _settle(self, runs: set[str]) -> None:
+        over = [one for run, one in self.records.items() if one and one.state.is_terminal and run in runs]
+        self._each(lambda record: lost_work.settle(self.store, record, self.live, self.settings, self.now), over)
+
+    def _each(self, call: Callable[[T], U], items: Iterable[T]) -> list[tuple[T, U]]:
+        """What `call` answers for each item, with the item; one that fails is a problem, and spares the others."""
+        with ThreadPoolExecutor(WORKERS) as pool:
+            answers = list(pool.map(lambda item: _attempt(call, item), items))
+        self.problems += [answer for answer in answers if isinstance(answer, str)]
+        return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def _attempt(call: Callable[[T], U], item: T) -> tuple[T, U] | str:
+    """The item and the answer, or what went wrong."""
     failures: tuple[type[Exception], ...] = (*client_errors(), DropforgeError, ValueError)
-
-    def attempt(item: T) -> tuple[T, U] | str:
-        try:
-            return item, call(item)
-        except failures as error:
-            what = getattr(item, "run", None) or getattr(item, "name", None) or item
-            problem = f"{what if isinstance(what, str) else 'the sweep'}: {error!r}"[:500]
-            log(problem, stage="sweep", severity="ERROR")
-            return problem
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        answers = list(pool.map(attempt, items))
-    problems += [answer for answer in answers if isinstance(answer, str)]
-    return [answer for answer in answers if not isinstance(answer, str)]
+    try:
+        return item, call(item)
+    except failures as error:
+        what = getattr(item, "run", None) or getattr(item, "name", None) or item
+        problem = f"{what if isinstance(what, str) else 'the sweep'}: {error!r}"[:500]
+        log(problem, stage="sweep", severity="ERROR")
+        return problem
