@@ -41,7 +41,6 @@ RUNS, DATA = "runs-bucket", "data-bucket"
 BASE = f"gs://{DATA}/tiny-qwen3"
 CANARY = "canary-7b2e-not-a-known-prefix"
 STEPS, PERIOD = 60, 20
-NO_PYTHON = 3  # tools/maxtext_env.py
 # The same batches, the same arithmetic: what differs is how XLA compiled it.
 LOSS_TOLERANCE = 1e-4
 EXPORT_TOLERANCE = 1e-3  # MaxText rounds the tied embedding to bfloat16, transformers does not
@@ -186,18 +185,9 @@ def test_a_deadline_in_the_past_ends_at_once(driver: Driver, spec: Spec, base_qw
     assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
 
 
-def maxtext_python() -> None:
-    """Makes build/maxtext, or brings it up to date with its lock; skips where there is no Python 3.12 to make it of."""
-    made = subprocess.run([sys.executable, str(ROOT / "tools" / "maxtext_env.py")], capture_output=True, text=True)
-    if made.returncode == NO_PYTHON:
-        pytest.skip(made.stderr.strip())
-    assert made.returncode == 0, made.stderr
-
-
 @pytest.fixture(scope="session")
-def image_driver(cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """The container as the local stack starts it: the image's own files and command, MaxText's own environment."""
-    maxtext_python()
     directory = tmp_path_factory.mktemp("maxtext")
     process = (
         ImageStore(ROOT, directory / "images", Path(sys.executable))

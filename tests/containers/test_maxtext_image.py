@@ -12,8 +12,6 @@ import pytest
 
 from dropforge_local.containers.images import ImageStore
 
-from .test_maxtext import maxtext_python
-
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "containers" / "train_maxtext"
 
@@ -45,8 +43,8 @@ def test_no_module_hides_one_of_the_other_trainer() -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("maxtext_environment")
 def test_the_image_is_complete_and_its_entrypoint_names_what_is_missing(tmp_path: Path) -> None:
-    maxtext_python()
     store = ImageStore(ROOT, tmp_path / "images", Path(sys.executable))
     process = store.resolve("train-maxtext").unpack(tmp_path / "rootfs")
     environment = {**process.env, "PATH": os.environ["PATH"]}

@@ -31,7 +31,6 @@ from .test_maxtext import (
     Driver,
     Spec,
     base_qwen3,
-    maxtext_python,
     spec,
     wait_for_object,
     wait_for_step,
@@ -140,8 +139,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    maxtext_python()
+def cluster(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("ray")
     image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
     own = {name: value for name, value in cloud.environment().items() if name != "PATH"}

@@ -144,4 +144,3 @@ def test_a_failure_that_somebody_else_reports_ends_nothing(user: User) -> None:
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
-

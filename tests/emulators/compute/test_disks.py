@@ -96,7 +96,7 @@ def test_the_disks_of_all_zones_are_listed_by_label_and_page_by_page(compute: Co
     pages = [dict(page.items) for page in compute.client.aggregated_list(request).pages]
     found = [{zone: [one.name for one in scoped.disks] for zone, scoped in page.items()} for page in pages]
     assert found == [{"zones/us-west1-c": ["d1"]}, {"zones/us-west4-a": ["d3"]}]
-    with pytest.raises(refused.GoogleAPICallError, match="by labels.KEY=VALUE only"):
+    with pytest.raises(refused.GoogleAPICallError, match=r"by labels\.KEY=VALUE only"):
         list(compute.client.aggregated_list({**request, "filter": "sizeGb>10"}))
 
 
