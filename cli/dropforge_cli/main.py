@@ -16,6 +16,7 @@ from .plan import plan
 from .preflight import preflight
 from .problems import INTERRUPTED, explained
 from .runs import cancel, runs, status
+from .smoke import smoke
 from .specs import submit, validate
 
 
@@ -54,5 +55,5 @@ def cli() -> None:
     """
 
 
-for command in (demo, up, down, validate, plan, preflight, submit, runs, status, logs, cancel, audit):
+for command in (demo, up, down, validate, plan, preflight, smoke, submit, runs, status, logs, cancel, audit):
     cli.add_command(command)

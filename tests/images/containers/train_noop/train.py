@@ -80,7 +80,7 @@ def publish(kind: str, copies: int = 1, **fields: object) -> None:
     assert status == 200, answer
 
 
-def commit(exact_match: float) -> None:
+def commit(exact_match: float, files: tuple[dict, ...] = ()) -> None:
     """The manifest, written once."""
     manifest = {
         "run": RUN,
@@ -91,7 +91,7 @@ def commit(exact_match: float) -> None:
         "spec_sha256": "0" * 64,
         "serve_path": f"attempt-{ATTEMPT}/model",
         "metrics": {"exact_match": exact_match, "exact_match_before": 0.0, "loss": 0.1},
-        "files": [],
+        "files": list(files),
     }
     name = quoted(f"models/{RUN}/MANIFEST.json")
     path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}&ifGenerationMatch=0"
@@ -119,6 +119,31 @@ def backwards() -> int:
     publish("progress", step=2, total_steps=2, loss=1.0)
     publish("progress", step=1, total_steps=2, loss=2.0)
     publish("started")
+    return 0
+
+
+def put(name: str, body: bytes) -> dict:
+    """Write an object; what the bucket says of it."""
+    status, answer = request("POST", f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quoted(name)}", body)
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def whole() -> int:
+    """Leaves a checkpoint and a model, and takes two seconds."""
+    import hashlib
+
+    weights = b"weights"
+    publish("started", device="Nooptron")
+    publish("progress", step=1, total_steps=2, loss=2.0)
+    time.sleep(2)
+    marker = {"step": 1, "files": [], "extra": {}}
+    put(f"checkpoints/{RUN}/step-00000001/_COMPLETE", json.dumps(marker).encode())
+    path = f"attempt-{ATTEMPT}/model/model.safetensors"
+    found = put(f"models/{RUN}/{path}", weights)
+    sha256 = hashlib.sha256(weights).hexdigest()
+    commit(0.9, ({"path": path, "size": len(weights), "sha256": sha256, "crc32c": found["crc32c"]},))
+    publish("succeeded", manifest_uri=uri())
     return 0
 
 
@@ -202,6 +227,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "hang-at-first-boot": hang_at_first_boot,
     "hang-at-first-start": hang_at_first_start,
+    "whole": whole,  # leaves all that the real one leaves
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
     "lie": lie,  # reports success, leaves nothing
