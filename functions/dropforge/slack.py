@@ -68,8 +68,10 @@ def notice_message(record: Record, notice: Notice) -> Message:
 
 def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
     """Send a message. Answers ("", False), or what went wrong and whether trying again may help."""
+    # The package first: a thread that imports one of its modules does not wait for another that is importing the
+    # package, and the two then meet in half-made modules ("cannot import name 'WebhookClient'").
+    from slack_sdk import WebhookClient
     from slack_sdk.errors import SlackClientError
-    from slack_sdk.webhook import WebhookClient
 
     try:
         url = read_secret(secret, settings)

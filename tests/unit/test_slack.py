@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
@@ -121,3 +123,41 @@ def test_people_are_told_on_how_many_gpus_and_where_the_answer_can_be_asked_for(
         texts.append(json.dumps(message.blocks))
     assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[0]
     assert "at http://10.0.0.5:8000, inside the VPC only, until" in texts[1]
+
+
+# One thread is held in the middle of importing slack_sdk, with slack_sdk.errors done; another one sends. What the other
+# begins to import meanwhile is printed.
+_TWO_SENDERS = """
+import sys, threading
+from dropforge import slack
+
+held, go, early = threading.Event(), threading.Event(), []
+
+def hold(event, arguments):
+    name = arguments[0] if event == "import" else ""
+    if threading.current_thread().name == "first" and name == "slack_sdk.web.slack_response":
+        held.set()
+        go.wait(60)
+    if threading.current_thread().name == "second" and name.startswith("slack_sdk.") and not go.is_set():
+        early.append(name)
+
+sys.addaudithook(hold)
+slack.read_secret = lambda *_: "no URL"
+def send():
+    slack.send("s", slack.Message("", []), None)
+
+first, second = (threading.Thread(target=send, name=name) for name in ("first", "second"))
+first.start()
+assert held.wait(60)
+second.start()
+second.join(1)
+go.set()
+first.join()
+second.join()
+print(early)
+"""
+
+
+def test_a_sender_waits_until_another_has_imported_the_sdk() -> None:
+    done = subprocess.run([sys.executable, "-c", _TWO_SENDERS], capture_output=True, text=True, timeout=110)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -113,7 +113,7 @@ class Cloud:
         return self.world.effect("endpoint", answer, error=lambda _: requests.ConnectionError("reset"))
 
     def _webhook(self, url: str, **_: Any) -> Any:
-        """slack_sdk.webhook.WebhookClient."""
+        """slack_sdk.WebhookClient."""
 
         def accept(text: str, blocks: list[dict[str, Any]]) -> Any:
             down = self.world.happens(self.world.faults.slack_down)

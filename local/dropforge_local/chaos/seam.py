@@ -58,7 +58,7 @@ def seam(
     places = _places()
     for module, name, key in places:
         setattr(module, name, replacements[key])
-    slack: Any = importlib.import_module("slack_sdk.webhook")
+    slack: Any = importlib.import_module("slack_sdk")
     webhook, slack.WebhookClient = slack.WebhookClient, fakes["WebhookClient"]
     try:
         yield
