@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,9 @@ from rich.console import Console
 
 from dropforge import __version__, clients, names
 from dropforge.catalog import CLOUD_RUN_MACHINES, TPU_VMS
-from dropforge.runs import RunStore, open_store, utc_now
+from dropforge.clients import TIMEOUT_SECONDS
+from dropforge.listing import Unlisted
+from dropforge.runs import RunState, RunStore, open_store, utc_now
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec, parse_spec, seconds
 from dropforge.targets import TARGETS, get_target
@@ -151,10 +153,10 @@ def plan_runs(settings: Settings, options: Options, max_cost_usd: float) -> list
     stem = f"smoke-{secrets.token_hex(4)}"
     runs = [_planned(target, False, stem, settings, options) for target in chosen]
     runs.append(_planned(chosen[0], True, stem, settings, options))
-    total = sum(one.limit_usd for one in runs)
+    total = round(sum(one.limit_usd for one in runs), 2)
     if total > max_cost_usd:
         parts = ", ".join(f"{one.label} {usd(one.limit_usd)}" for one in runs)
-        hint = f"give --max-cost-usd {math.ceil(total * 100) / 100:.2f}, or fewer targets with --target"
+        hint = f"give --max-cost-usd {total:.2f}, or fewer targets with --target"
         raise CliError(f"{usd(max_cost_usd)} is too little: {parts} come to {usd(total)}", hint)
     return runs
 
@@ -227,6 +229,7 @@ class Smoke:
         self._store: RunStore = open_store()
         self._interrupted = threading.Event()
         self._followers: dict[str, Follower] = {}
+        self._refused: dict[str, float] = {}  # since when no look at a run has come through
 
     @property
     def has_failed(self) -> bool:
@@ -234,7 +237,7 @@ class Smoke:
 
     def run(self, out: Console) -> bool:
         """Start, follow and end everything, and check it; whether somebody interrupted."""
-        with _told(self._interrupted):
+        with _interrupts(self._interrupted):
             try:
                 self._guarded(lambda: self._follow(out))
             finally:
@@ -261,11 +264,24 @@ class Smoke:
                 if one.record is None and passed > self.deployment.patience_seconds:
                     self.problems.append(f"{one.run} did not appear within {self.deployment.patience_seconds:.0f} s")
                     return
-                self._look(one, out)
+                self._try_to_look(one, out)
             if passed > max(_allowed_seconds(one.spec) for one in self.runs) + SPARE_SECONDS:
                 self.problems.append("not all runs were over when their own limits had to have ended them")
                 return
             self._interrupted.wait(self.deployment.look_seconds)
+
+    def _try_to_look(self, one: Seen, out: Console) -> None:
+        """One refused look costs nothing; refused for as long as a run may take to appear, it ends the test."""
+        try:
+            self._look(one, out)
+        except refusals():
+            if (
+                time.monotonic() - self._refused.setdefault(one.run, time.monotonic())
+                > self.deployment.patience_seconds
+            ):
+                raise
+        else:
+            self._refused.pop(one.run, None)
 
     def _look(self, one: Seen, out: Console) -> None:
         if one.is_over or (snapshot := self._followers[one.run].look()) is None:
@@ -284,31 +300,42 @@ class Smoke:
 
     def _look_at_training(self, one: Seen) -> None:
         """See the resource that trains while it is there; have a run cancelled that is to be."""
+        is_training = one.record is not None and one.record.state is RunState.TRAINING
         made = [entry for entry in one.ledger.remaining() if entry.created and not entry.is_endpoint(one.run)]
         if not made:
             return
-        if one.cancels and not one.cancel_asked:
+        if one.cancels and not one.cancel_asked and is_training:
             request_cancel(self.deployment, one.run)
             one.cancel_asked = True
         if not one.training and not one.cancels:
-            listed = get_target(one.target).listed(self.deployment.settings)
-            one.training = [found for found in listed if found.run == one.run]
+            with suppress(Unlisted):  # of other places; what these list has been given before
+                for found in get_target(one.target).listed(self.deployment.settings):
+                    one.training += [found] if found.run == one.run else []
             if one.target == "cloud_run":
                 one.executions = _executions([entry.name for entry in made])
 
     def _end(self, out: Console) -> None:
         """Ask for the end of what is not over, and wait until everything is seen to be gone."""
-        left = [one for one in self.runs if one.run]
+        if self._interrupted.is_set():
+            out.print("interrupted: ending what was started")
+        self._guarded(self._find_dropped)
+        left = [one for one in self.runs if one.run and not self._guarded(lambda one=one: self._is_gone(one))]  # type: ignore[misc]
         patience = LOCAL_ENDING_SECONDS if self.deployment.stack else CLOUD_ENDING_SECONDS
         deadline = time.monotonic() + patience
         for one in left:
-            if not one.is_over:
-                out.print(f"ending {one.label}: {one.run}")
-                self._guarded(lambda one=one: request_cancel(self.deployment, one.run))  # type: ignore[misc]
+            out.print(f"ending {one.label}: {one.run}")
+            self._guarded(lambda one=one: request_cancel(self.deployment, one.run))  # type: ignore[misc]
         while left and time.monotonic() < deadline:
             left = [one for one in left if not self._guarded(lambda one=one: self._is_gone(one))]  # type: ignore[misc]
             time.sleep(self.deployment.look_seconds if left else 0)
         self.problems += [f"{one.run} was not gone after {patience:.0f} s" for one in left]
+
+    def _find_dropped(self) -> None:
+        """Know the runs whose upload succeeded and was not answered."""
+        bucket = clients.storage().bucket(self.deployment.settings.specs_bucket)
+        for one in self.runs if self.problems else []:
+            if not one.run and (blob := bucket.get_blob(one.object_name, timeout=TIMEOUT_SECONDS)) is not None:
+                one.run = names.run_id_of_object(bucket.name, one.object_name, blob.generation)
 
     def _guarded(self, act: Callable[[], T]) -> T | None:
         """One refusal must not keep the other runs from being ended."""
@@ -375,12 +402,11 @@ def _executions(jobs: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def _told(interrupted: threading.Event) -> Iterator[None]:
+def _interrupts(interrupted: threading.Event) -> Iterator[None]:
     """Ctrl-C and SIGTERM set the event and nothing else: no upload and no ending may be left half-way."""
 
     def tell(number: int, frame: object) -> None:
         interrupted.set()
-        click.echo("interrupted: ending what was started", err=True)
 
     before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

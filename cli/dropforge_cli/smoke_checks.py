@@ -89,7 +89,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Seen:
-    """What was seen of one run. `cancels`: it was to be cancelled as soon as it had something to lose."""
+    """What was seen of one run. `cancels`: it was to be cancelled as soon as it trained."""
 
     target: str
     spec: JobSpec
@@ -104,7 +104,6 @@ class Seen:
     executions: list[str] = field(default_factory=list)  # of its Cloud Run job
     answers: list[Result] = field(default_factory=list)
     cancel_asked: bool = False
-    served: bool = False
 
     @property
     def label(self) -> str:
@@ -187,6 +186,8 @@ def run_states(seen: Seen) -> Result:
     problem = "" if states == expected else f"{way}; expected {' → '.join(state.lower() for state in expected)}"
     if any(later.time < earlier.time for earlier, later in pairwise(history)):
         problem = f"the times of {way} do not grow"
+    if seen.record.problems:
+        problem += "; " + "; ".join(f"{one['pointer']}: {one['message']}" for one in seen.record.problems)
     if seen.record.error is not None:
         problem += f"; {seen.record.error.error_class}: {seen.record.error.message}"
     return seen.says("run-states", problem, way)
@@ -195,7 +196,9 @@ def run_states(seen: Seen) -> Result:
 def one_execution(seen: Seen, deployment: Deployment) -> Result:
     found = [one for one in executions_of(deployment) if one.labels.get(names.RUN_LABEL) == seen.run]
     ids = [one.name.rpartition("/")[2] for one in found]
-    return seen.says("one-execution", "" if len(ids) == 1 else f"{len(ids)}: {', '.join(ids)}", ", ".join(ids))
+    return seen.says(
+        "one-execution", "" if len(ids) == 1 else f"{len(ids)} executions {', '.join(ids)}", ", ".join(ids)
+    )
 
 
 def executions_listed(deployment: Deployment) -> Result:
@@ -302,7 +305,7 @@ def cost(seen: Seen) -> Result:
 def cancel_ends(seen: Seen) -> Result:
     assert seen.record is not None, "checked only of runs that have appeared"
     if not seen.cancel_asked:
-        return seen.silent("cancel-ends", f"it was {seen.record.state} before it had a resource to lose")
+        return seen.silent("cancel-ends", f"it was {seen.record.state} before it was seen to train")
     left = [entry.name for entry in seen.ledger.remaining()]
     problem = "" if seen.record.state is RunState.CANCELLED else f"it is {seen.record.state}"
     return seen.says("cancel-ends", f"left: {', '.join(left)}" if left else problem, "CANCELLED, all gone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from dropforge import clients
 from dropforge.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
-from dropforge.runs import utc_now
+from dropforge.runs import RunState, utc_now
 from dropforge.settings import settings
 from dropforge_cli import smoke, smoke_checks
 from dropforge_cli.deployment import connect
@@ -27,7 +26,7 @@ from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
 PRICES = [f"--price={target}=1" for target in ("gke", "ray", "tpu_vm")]
-document = smoke.document
+document, look_at_training = smoke.document, smoke.Smoke._look_at_training
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, str]]:
-    """Run the smoke test with containers that behave so; its result and its report."""
+    """Run the smoke test with containers that behave so; its result and its report. Who sees one hang hits Ctrl-C."""
 
     def tested(behave: str, *options: str) -> tuple[Result, str]:
         def with_behaviour(target: str, cancels: bool, *rest: Any) -> dict[str, Any]:
@@ -56,6 +55,15 @@ def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             given["labels"]["behave"] = "hang" if cancels else behave
             return given
 
+        def look_and_let_go(test: smoke.Smoke, one: smoke_checks.Seen) -> None:
+            look_at_training(test, one)
+            if one.training and one.record and one.record.state is RunState.TRAINING:
+                if one.spec.labels["behave"] == "hang":
+                    os.kill(os.getpid(), signal.SIGINT)
+                bucket = clients.storage().bucket(test.deployment.settings.runs_bucket)
+                bucket.blob(f"checkpoints/{one.run}/go").upload_from_string("")
+
+        monkeypatch.setattr(smoke.Smoke, "_look_at_training", look_and_let_go)
         monkeypatch.setattr(smoke, "document", with_behaviour)
         report = tmp_path / "report.md"
         words = ["smoke", "--state", str(stack), "--yes", "--output", str(report), *options]
@@ -72,6 +80,7 @@ def rows(report: str) -> dict[tuple[str, str], tuple[str, str]]:
     return {(promise, target): (status, message) for status, promise, target, message in found}
 
 
+@pytest.mark.slow
 def test_every_promise_is_kept_on_every_target(tested: Callable[..., tuple[Result, str]], stack: Path) -> None:
     result, report = tested("whole", "--max-cost-usd=5", *PRICES)
     assert result.exit_code == 0, result.output
@@ -95,12 +104,42 @@ def test_a_broken_promise_is_named(tested: Callable[..., tuple[Result, str]], st
 
 
 def test_ctrl_c_ends_what_was_started(tested: Callable[..., tuple[Result, str]], stack: Path) -> None:
-    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
     result, report = tested("hang", "--max-cost-usd=2", "--target=cloud_run")
-    timer.join()
     assert result.exit_code == 130, result.output
     assert rows(report)["audit-clean", ""][0] == "passed"
+    assert left(stack) == []
+
+
+@pytest.mark.slow
+def test_whatever_fails_all_is_ended(
+    tested: Callable[..., tuple[Result, str]], stack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload that was not answered, and an endpoint whose end was refused at first."""
+    uploads, cancels, upload, cancel = [], [], smoke.upload_spec, smoke.request_cancel
+
+    def upload_unanswered(*arguments: Any) -> str:
+        uploads.append(upload(*arguments))
+        if len(uploads) == 2:
+            raise ConnectionError("no answer")
+        return uploads[-1]
+
+    def cancel_refused(*arguments: Any) -> None:
+        cancels.append(arguments[1])
+        if len(cancels) == 1:
+            raise ConnectionError("refused")
+        cancel(*arguments)
+
+    monkeypatch.setattr(smoke, "request_cancel", cancel_refused)
+    result, report = tested("succeed", "--max-cost-usd=2", "--target=cloud_run")
+    assert (result.exit_code, len(cancels) > 2) == (1, True), result.output
+    assert rows(report)["ledger-gone", "cloud_run"][0] == "passed"
+
+    monkeypatch.setattr(smoke, "upload_spec", upload_unanswered)
+    result, report = tested("hang", "--max-cost-usd=2", "--target=cloud_run")
+    assert result.exit_code == 1
+    assert "- ConnectionError: no answer" in report
+    assert set(uploads) <= set(cancels)
+    assert rows(report)["audit-clean", ""] == ("passed", "2 ledgers agree with the cloud")
     assert left(stack) == []
 
 
