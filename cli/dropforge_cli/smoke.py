@@ -5,15 +5,12 @@ It costs money in a real project, at most what --max-cost-usd says. However it g
 
 from __future__ import annotations
 
-import json
 import math
-import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,21 +18,18 @@ import click
 from rich.console import Console
 
 from dropforge import __version__, clients, names
-from dropforge.catalog import CLOUD_RUN_MACHINES, TPU_VMS
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.listing import Unlisted
 from dropforge.runs import RunState, RunStore, open_store, utc_now
-from dropforge.settings import Settings
-from dropforge.spec import JobSpec, parse_spec, seconds
+from dropforge.spec import JobSpec, seconds
 from dropforge.targets import TARGETS, get_target
 
 from .deployment import Deployment, connect
 from .display import duration, stdout, table, titled, usd
 from .follow import Follower
 from .options import state_option
-from .plan import make_plan
 from .problems import FAILED as EXIT_FAILED
-from .problems import INTERRUPTED, CliError
+from .problems import INTERRUPTED
 from .runs import request_cancel
 from .smoke_checks import (
     BY_HAND,
@@ -53,23 +47,12 @@ from .smoke_checks import (
     refusals,
     safely,
 )
+from .smoke_plan import Options, plan_runs
 from .specs import upload_spec
 
 T = TypeVar("T")
-SPECS = Path(__file__).with_name("smoke_specs")
-CANCELLED_STEPS = 1_000_000  # of a run that is to be cancelled: more than it has time for
-CANCELLED_DURATION = "15m"
 SPARE_SECONDS = 1800.0  # beyond a run's own limits, before it counts as lost
 LOCAL_ENDING_SECONDS, CLOUD_ENDING_SECONDS = 60.0, 1200.0
-
-
-@dataclass
-class Options:
-    """What targets and prices the user gave, by target."""
-
-    targets: tuple[str, ...] = ()
-    prices: dict[str, float] | None = None
-    places: dict[str, str] | None = None
 
 
 def _by_target(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -132,79 +115,6 @@ def smoke(
         raise SystemExit(EXIT_FAILED)
 
 
-def enabled_targets(settings: Settings) -> list[str]:
-    """The targets whose image or cluster the deployment has."""
-    needs = {
-        "cloud_run": settings.train_trl_image,
-        "gke": settings.gke_cluster,
-        "ray": settings.gke_cluster and settings.train_ray_image,
-        "tpu_vm": settings.train_maxtext_image,
-    }
-    return [target for target in TARGETS if needs[target]]
-
-
-def plan_runs(settings: Settings, options: Options, max_cost_usd: float) -> list[Seen]:
-    """The runs, each with its share of the money. Raises CliError when a price is unknown, or it is too little."""
-    enabled = enabled_targets(settings)
-    for target in options.targets:
-        if target not in enabled:
-            raise CliError(f"the deployment does not have target {target}", f"it has {', '.join(enabled)}")
-    chosen = [target for target in enabled if not options.targets or target in options.targets]
-    stem = f"smoke-{secrets.token_hex(4)}"
-    runs = [_planned(target, False, stem, settings, options) for target in chosen]
-    runs.append(_planned(chosen[0], True, stem, settings, options))
-    total = round(sum(one.limit_usd for one in runs), 2)
-    if total > max_cost_usd:
-        parts = ", ".join(f"{one.label} {usd(one.limit_usd)}" for one in runs)
-        hint = f"give --max-cost-usd {total:.2f}, or fewer targets with --target"
-        raise CliError(f"{usd(max_cost_usd)} is too little: {parts} come to {usd(total)}", hint)
-    return runs
-
-
-def _planned(target: str, cancels: bool, stem: str, settings: Settings, options: Options) -> Seen:
-    """One run, limited to what its time limits come to."""
-    given = document(target, cancels, settings, options)
-    name = "cancel" if cancels else target.replace("_", "-")
-    object_name = f"{names.SPECS_PREFIX}{stem}/smoke-{name}.json"
-    worst = make_plan(_parsed(given), settings, object_name)
-    if worst.worst_case_usd is None:
-        prices = [*(one.price for one in worst.placements), *([worst.endpoint.price] if worst.endpoint else [])]
-        why = next(price.source for price in prices if price.usd_per_hour is None)
-        raise CliError(f"what {target} costs is unknown: {why}", f"give --price {target}=USD_PER_HOUR, or leave it out")
-    given["limits"]["max_cost_usd"] = math.ceil(worst.worst_case_usd * 100 + 1) / 100
-    return Seen(target, _parsed(given), given["limits"]["max_cost_usd"], object_name, cancels)
-
-
-def document(target: str, cancels: bool, settings: Settings, options: Options) -> dict[str, Any]:
-    """The spec for a target, without its share of the money."""
-    given: dict[str, Any] = json.loads((SPECS / f"{target}.json").read_text(encoding="utf-8"))
-    key = "zone" if target == "tpu_vm" else "region"
-    given["target"]["placements"][0][key] = (options.places or {}).get(target) or _place(given["target"], settings)
-    if target in (prices := options.prices or {}):
-        for part in filter(None, (given["target"], given["serve"])):
-            part["price_usd_per_hour"] = prices[target]
-    if cancels:
-        given["serve"] = None
-        given["training"] |= {"max_steps": CANCELLED_STEPS, "checkpoint_steps": CANCELLED_STEPS}
-        given["limits"]["max_duration"] = CANCELLED_DURATION
-    return given
-
-
-def _place(target: dict[str, Any], settings: Settings) -> str:
-    """Where the deployment is, if Google offers it there; else where the template says."""
-    offered = {
-        "cloud_run": lambda: CLOUD_RUN_MACHINES["nvidia-l4"].regions,
-        "tpu_vm": lambda: TPU_VMS[target["accelerator_type"]].zones,
-    }.get(target["type"], lambda: (settings.location,))()
-    near = [place for place in offered if place.startswith(settings.location)]
-    (placement,) = target["placements"]
-    return str(near[0] if near else placement.get("region") or placement["zone"])
-
-
-def _parsed(given: dict[str, Any]) -> JobSpec:
-    return parse_spec(json.dumps(given).encode())
-
-
 def show_estimate(runs: list[Seen], deployment: Deployment, max_cost_usd: float) -> None:
     """What would be started, and what it may cost at most."""
     out, rows = stdout(), table("target", "where", "limit", "at most", right=("at most",))
@@ -239,7 +149,7 @@ class Smoke:
         """Start, follow and end everything, and check it; whether somebody interrupted."""
         with _interrupts(self._interrupted):
             try:
-                self._guarded(lambda: self._follow(out))
+                self._guarded(self._follow, out)
             finally:
                 self._end(out)
         self._check()
@@ -275,10 +185,8 @@ class Smoke:
         try:
             self._look(one, out)
         except refusals():
-            if (
-                time.monotonic() - self._refused.setdefault(one.run, time.monotonic())
-                > self.deployment.patience_seconds
-            ):
+            since = self._refused.setdefault(one.run, time.monotonic())
+            if time.monotonic() - since > self.deployment.patience_seconds:
                 raise
         else:
             self._refused.pop(one.run, None)
@@ -287,9 +195,8 @@ class Smoke:
         if one.is_over or (snapshot := self._followers[one.run].look()) is None:
             return
         if one.record is None or one.record.state is not snapshot.record.state:
-            out.print(
-                f"{(utc_now() - self.began).total_seconds():7.1f} s  {one.label}: {snapshot.record.state.lower()}"
-            )
+            passed = (utc_now() - self.began).total_seconds()
+            out.print(f"{passed:7.1f} s  {one.label}: {snapshot.record.state.lower()}")
         one.record, one.ledger = snapshot.record, self._store.ledger(one.run)
         one.events |= {event.type: event for event in snapshot.events}
         if not one.is_over:
@@ -319,14 +226,14 @@ class Smoke:
         if self._interrupted.is_set():
             out.print("interrupted: ending what was started")
         self._guarded(self._find_dropped)
-        left = [one for one in self.runs if one.run and not self._guarded(lambda one=one: self._is_gone(one))]  # type: ignore[misc]
+        left = [one for one in self.runs if one.run and not self._guarded(self._is_gone, one)]
         patience = LOCAL_ENDING_SECONDS if self.deployment.stack else CLOUD_ENDING_SECONDS
         deadline = time.monotonic() + patience
         for one in left:
             out.print(f"ending {one.label}: {one.run}")
-            self._guarded(lambda one=one: request_cancel(self.deployment, one.run))  # type: ignore[misc]
+            self._guarded(request_cancel, self.deployment, one.run)
         while left and time.monotonic() < deadline:
-            left = [one for one in left if not self._guarded(lambda one=one: self._is_gone(one))]  # type: ignore[misc]
+            left = [one for one in left if not self._guarded(self._is_gone, one)]
             time.sleep(self.deployment.look_seconds if left else 0)
         self.problems += [f"{one.run} was not gone after {patience:.0f} s" for one in left]
 
@@ -337,10 +244,10 @@ class Smoke:
             if not one.run and (blob := bucket.get_blob(one.object_name, timeout=TIMEOUT_SECONDS)) is not None:
                 one.run = names.run_id_of_object(bucket.name, one.object_name, blob.generation)
 
-    def _guarded(self, act: Callable[[], T]) -> T | None:
+    def _guarded(self, act: Callable[..., T], *arguments: Any) -> T | None:
         """One refusal must not keep the other runs from being ended."""
         try:
-            return act()
+            return act(*arguments)
         except refusals() as error:
             problem = f"{type(error).__name__}: {str(error)[:300]}"
             self.problems += [problem] if problem not in self.problems else []

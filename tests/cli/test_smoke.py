@@ -17,7 +17,7 @@ from dropforge import clients
 from dropforge.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
 from dropforge.runs import RunState, utc_now
 from dropforge.settings import settings
-from dropforge_cli import smoke, smoke_checks
+from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
 from dropforge_local import stack as local
@@ -26,7 +26,7 @@ from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
 PRICES = [f"--price={target}=1" for target in ("gke", "ray", "tpu_vm")]
-document, look_at_training = smoke.document, smoke.Smoke._look_at_training
+document, look_at_training = smoke_plan.document, smoke.Smoke._look_at_training
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
                 bucket.blob(f"checkpoints/{one.run}/go").upload_from_string("")
 
         monkeypatch.setattr(smoke.Smoke, "_look_at_training", look_and_let_go)
-        monkeypatch.setattr(smoke, "document", with_behaviour)
+        monkeypatch.setattr(smoke_plan, "document", with_behaviour)
         report = tmp_path / "report.md"
         words = ["smoke", "--state", str(stack), "--yes", "--output", str(report), *options]
         with patch.dict(os.environ):
@@ -151,7 +151,7 @@ def left(stack: Path) -> list[str]:
 def test_the_limits_of_all_runs_together_are_within_the_limit(dropforge: Run) -> None:
     write_toml({**toml(), "gke_cluster": "dropforge", "train_ray_image": "r", "train_maxtext_image": "m"})
     known = connect(None).settings
-    runs = smoke.plan_runs(known, smoke.Options(prices={"gke": 1.2, "ray": 2.4, "tpu_vm": 1.2}), 5)
+    runs = smoke_plan.plan_runs(known, smoke_plan.Options(prices={"gke": 1.2, "ray": 2.4, "tpu_vm": 1.2}), 5)
     assert [one.target for one in runs] == ["cloud_run", "gke", "ray", "tpu_vm", "cloud_run"]
     assert [one.cancels for one in runs] == [False] * 4 + [True]
     assert [one.target for one in runs if one.spec.serve] == ["cloud_run"]
@@ -207,9 +207,19 @@ def test_a_model_is_what_its_manifest_says(
     made = {"run": run, "attempt": 1, "created": utc_now(), "spec_sha256": "", "base": source, "dataset": source}
     write_manifest(clients.storage(), bucket, Manifest(**made, serve_path="attempt-1", files=files))
     connected = connect(None)
-    (one, _) = smoke.plan_runs(connected.settings, smoke.Options(), 2)
+    (one, _) = smoke_plan.plan_runs(connected.settings, smoke_plan.Options(), 2)
     one.run = run
     assert smoke_checks.manifest(one, connected).status == status
+
+
+@pytest.mark.parametrize(("status", "shown"), [("passed", "passed"), ("failed", "not checked"), (None, "not checked")])
+def test_what_a_check_shows_by_the_way(deployed: Deployed, status: str | None, shown: str) -> None:
+    known = [] if status is None else [smoke_checks.Result(status, "endpoint-answers", "cloud_run", "")]
+    known.append(smoke_checks.Result("passed", "run-states", "gke", ""))
+    found = {one.promise: one.status for one in smoke_checks.implied(known, connect(None))}
+    assert found["startup-probe"] == shown
+    assert found["functions-token"] == "passed"
+    assert found["tpu-rights"] == "not checked"  # no run was on a TPU VM
 
 
 def test_the_checklist_names_every_promise_and_no_other() -> None:

@@ -1,0 +1,107 @@
+"""What `dropforge smoke` would start: the smallest real spec for each target, and its share of the money."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dropforge import names
+from dropforge.catalog import CLOUD_RUN_MACHINES, TPU_VMS
+from dropforge.settings import Settings
+from dropforge.spec import JobSpec, parse_spec
+from dropforge.targets import TARGETS
+
+from .display import usd
+from .plan import make_plan
+from .problems import CliError
+from .smoke_checks import Seen
+
+SPECS = Path(__file__).with_name("smoke_specs")
+CANCELLED_STEPS = 1_000_000  # of a run that is to be cancelled: more than it has time for
+CANCELLED_DURATION = "15m"
+
+
+@dataclass
+class Options:
+    """What the user chose: targets, and by target prices (US dollars per hour) and a region or zone."""
+
+    targets: tuple[str, ...] = ()
+    prices: dict[str, float] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def enabled_targets(settings: Settings) -> list[str]:
+    """The targets whose image or cluster the deployment has."""
+    needs = {
+        "cloud_run": settings.train_trl_image,
+        "gke": settings.gke_cluster,
+        "ray": settings.gke_cluster and settings.train_ray_image,
+        "tpu_vm": settings.train_maxtext_image,
+    }
+    return [target for target in TARGETS if needs[target]]
+
+
+def plan_runs(settings: Settings, options: Options, max_cost_usd: float) -> list[Seen]:
+    """The runs, each with its share of the money. Raises CliError when a price is unknown, or it is too little."""
+    enabled = enabled_targets(settings)
+    for target in options.targets:
+        if target not in enabled:
+            raise CliError(f"the deployment does not have target {target}", f"it has {', '.join(enabled)}")
+    chosen = [target for target in enabled if not options.targets or target in options.targets]
+    stem = f"smoke-{secrets.token_hex(4)}"
+    runs = [_planned(target, False, stem, settings, options) for target in chosen]
+    runs.append(_planned(chosen[0], True, stem, settings, options))
+    total = round(sum(one.limit_usd for one in runs), 2)
+    if total > max_cost_usd:
+        parts = ", ".join(f"{one.label} {usd(one.limit_usd)}" for one in runs)
+        hint = f"give --max-cost-usd {total:.2f}, or fewer targets with --target"
+        raise CliError(f"{usd(max_cost_usd)} is too little: {parts} come to {usd(total)}", hint)
+    return runs
+
+
+def _planned(target: str, cancels: bool, stem: str, settings: Settings, options: Options) -> Seen:
+    """One run, limited to what its time limits come to."""
+    given = document(target, cancels, settings, options)
+    name = "cancel" if cancels else target.replace("_", "-")
+    object_name = f"{names.SPECS_PREFIX}{stem}/smoke-{name}.json"
+    worst = make_plan(_parsed(given), settings, object_name)
+    if worst.worst_case_usd is None:
+        prices = [*(one.price for one in worst.placements), *([worst.endpoint.price] if worst.endpoint else [])]
+        why = next(price.source for price in prices if price.usd_per_hour is None)
+        raise CliError(f"what {target} costs is unknown: {why}", f"give --price {target}=USD_PER_HOUR, or leave it out")
+    given["limits"]["max_cost_usd"] = math.ceil(worst.worst_case_usd * 100 + 1) / 100
+    return Seen(target, _parsed(given), given["limits"]["max_cost_usd"], object_name, cancels)
+
+
+def document(target: str, cancels: bool, settings: Settings, options: Options) -> dict[str, Any]:
+    """The spec for a target, without its share of the money."""
+    given: dict[str, Any] = json.loads((SPECS / f"{target}.json").read_text(encoding="utf-8"))
+    key = "zone" if target == "tpu_vm" else "region"
+    given["target"]["placements"][0][key] = options.places.get(target) or _place(given["target"], settings)
+    if target in options.prices:
+        for part in filter(None, (given["target"], given["serve"])):
+            part["price_usd_per_hour"] = options.prices[target]
+    if cancels:
+        given["serve"] = None
+        given["training"] |= {"max_steps": CANCELLED_STEPS, "checkpoint_steps": CANCELLED_STEPS}
+        given["limits"]["max_duration"] = CANCELLED_DURATION
+    return given
+
+
+def _place(target: dict[str, Any], settings: Settings) -> str:
+    """Where the deployment is, if Google offers it there; else where the template says."""
+    offered = {
+        "cloud_run": lambda: CLOUD_RUN_MACHINES["nvidia-l4"].regions,
+        "tpu_vm": lambda: TPU_VMS[target["accelerator_type"]].zones,
+    }.get(target["type"], lambda: (settings.location,))()
+    near = [place for place in offered if place.startswith(settings.location)]
+    (placement,) = target["placements"]
+    return str(near[0] if near else placement.get("region") or placement["zone"])
+
+
+def _parsed(given: dict[str, Any]) -> JobSpec:
+    return parse_spec(json.dumps(given).encode())
