@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import click
 
 from dropforge import clients
 from dropforge.admission import check as check_admission
+from dropforge.catalog import TPU_VMS
 from dropforge.classify import client_errors
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import InvalidSpec
@@ -32,12 +33,13 @@ from dropforge.spec import (
 )
 from dropforge.targets import get_target
 
-from . import google_apis
+from . import google_apis, quotas
 from .deployment import connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
 from .options import SPEC_FILE, json_option, state_option
 from .problems import FAILED
+from .quotas import Accelerators, Quota
 from .specs import read_spec
 
 OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
@@ -52,13 +54,6 @@ ADDED = {"gke": ("container",), "ray": ("container",), "tpu_vm": ("compute", "tp
 ON_PROJECT = ("resourcemanager.projects.get", "serviceusage.services.get")
 ON_SPECS_BUCKET = ("storage.objects.create", "storage.objects.delete")
 ON_RUNS_BUCKET = ("storage.objects.get", "storage.objects.list")
-# Compute Engine's metrics; of other GPUs the quota is by family, and not in a region's list.
-METRICS = {
-    "nvidia-l4": "NVIDIA_L4_GPUS",
-    "nvidia-tesla-t4": "NVIDIA_T4_GPUS",
-    "nvidia-tesla-a100": "NVIDIA_A100_GPUS",
-    "nvidia-a100-80gb": "NVIDIA_A100_80GB_GPUS",
-}
 IMAGE = re.compile(
     r"(?P<location>[a-z0-9-]+)-docker\.pkg\.dev/(?P<project>[^/]+)/(?P<repository>[^/]+)/(?P<image>[^@]+@.+)"
 )
@@ -71,16 +66,6 @@ class Finding(NamedTuple):
     what: str
     message: str
     mend: str = ""
-
-
-class Wanted(NamedTuple):
-    """GPUs that a target or an endpoint asks for in a region."""
-
-    type: str
-    accelerator: str
-    gpus: int
-    region: str
-    spot: bool = False
 
 
 @click.command()
@@ -111,50 +96,58 @@ def findings(settings: Settings, specs: dict[str, JobSpec]) -> Iterator[Finding]
         yield from _asked(f"image {name}", lambda name=name, image=image: _image(name, image))  # type: ignore[misc]
     for name, spec in specs.items():
         yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(name, spec, settings))  # type: ignore[misc]
-        for wanted in gpus_of(spec):
-            ask = _cloud_run_quota if wanted.type == "cloud_run" else _compute_quota
-            what = f"{wanted.gpus} {wanted.accelerator} in {wanted.region}"
-            yield from _asked(f"quota for {what}", lambda ask=ask, wanted=wanted: ask(settings.project, wanted))  # type: ignore[misc]
-        for accelerator, zone in tpus_of(spec):
-            what = f"{accelerator} in {zone}"
-            yield from _asked(what, lambda a=accelerator, z=zone: _tpu_type(settings.project, a, z))  # type: ignore[misc]
+        for wanted in accelerators_of(spec):
+            if wanted.kind == "tpu_vm":
+                what = f"{wanted.name} in {wanted.place}"
+                yield from _asked(what, lambda wanted=wanted: _tpu_type(settings.project, wanted))  # type: ignore[misc]
+            elif wanted.kind == "gke":
+                yield from _asked(f"{wanted}", lambda wanted=wanted: _gpu_region(settings.project, wanted))  # type: ignore[misc]
+            yield from _asked(f"quota for {wanted}", lambda wanted=wanted: _quota(settings.project, wanted))  # type: ignore[misc]
         yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(settings, spec))  # type: ignore[misc]
 
 
-def gpus_of(spec: JobSpec) -> list[Wanted]:
-    """The GPUs that a spec may ask for, each kind in each region once."""
+def accelerators_of(spec: JobSpec) -> list[Accelerators]:
+    """The accelerators that a spec may ask for, each kind at each place once."""
     target, serve, found = spec.target, spec.serve, []
-    if isinstance(target, CloudRunTarget):
-        found += [Wanted(target.type, target.accelerator, 1, one.region) for one in target.placements]
-    if isinstance(target, GkeTarget):
-        count = target.accelerator_count * target.nodes
-        for one in target.placements:
-            found.append(Wanted(target.type, target.accelerator, count, one.region, one.capacity == "spot"))
-    if isinstance(serve, CloudRunServe):
-        region = serve.region or get_region(spec)
-        found.append(Wanted(serve.type, serve.accelerator, serve.max_instances, region))
-    if isinstance(serve, GkeServe):
-        count = serve.accelerator_count * serve.max_instances
-        found.append(
-            Wanted(serve.type, serve.accelerator, count, serve.region or get_region(spec), serve.capacity == "spot")
-        )
+    match target:
+        case CloudRunTarget():
+            redundant = target.zonal_redundancy
+            for place in target.placements:
+                wanted = Accelerators("cloud_run", target.accelerator, 1, place.region, zonal_redundancy=redundant)
+                found.append(wanted)
+        case GkeTarget():
+            count = target.accelerator_count * target.nodes
+            for one in target.placements:
+                found.append(Accelerators("gke", target.accelerator, count, one.region, one.capacity))
+        case TpuVmTarget():
+            chips = TPU_VMS[target.accelerator_type].chips
+            for zonal in target.placements:
+                found.append(Accelerators("tpu_vm", target.accelerator_type, chips, zonal.zone, zonal.capacity))
+        case RayTarget():
+            chips = target.slice.hosts * target.slice.chips
+            for one in target.placements:
+                found.append(Accelerators("ray", target.accelerator, chips, one.region, one.capacity))
+    match serve:
+        case CloudRunServe():
+            region = serve.region or get_region(spec)
+            found.append(Accelerators("cloud_run", serve.accelerator, serve.max_instances, region))
+        case GkeServe():
+            count, region = serve.accelerator_count * serve.max_instances, serve.region or get_region(spec)
+            found.append(Accelerators("gke", serve.accelerator, count, region, serve.capacity))
+        case TpuVmServe():
+            zone = serve.zone or get_target(target.type).regions(spec)[0]
+            chips = TPU_VMS[serve.accelerator_type].chips
+            found.append(Accelerators("tpu_vm", serve.accelerator_type, chips, zone, serve.capacity))
     return list(dict.fromkeys(found))
 
 
 def get_region(spec: JobSpec) -> str:
     """Where an endpoint is that names no region: where the first placement is."""
-    first = get_target(spec.target.type).regions(spec)[0]
-    return first if first[-1].isdigit() else first.rpartition("-")[0]  # a zone's name ends with a letter
+    return _region(get_target(spec.target.type).regions(spec)[0])
 
 
-def tpus_of(spec: JobSpec) -> list[tuple[str, str]]:
-    """(accelerator type, zone) of the TPU VMs that a spec may ask for."""
-    found = []
-    if isinstance(spec.target, TpuVmTarget):
-        found += [(spec.target.accelerator_type, one.zone) for one in spec.target.placements]
-    if isinstance(spec.serve, TpuVmServe):
-        found.append((spec.serve.accelerator_type, spec.serve.zone or get_target(spec.target.type).regions(spec)[0]))
-    return list(dict.fromkeys(found))
+def _region(place: str) -> str:
+    return place if place[-1].isdigit() else place.rpartition("-")[0]  # a zone's name ends with a letter
 
 
 def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -245,88 +238,61 @@ def _admission(name: str, spec: JobSpec, settings: Settings) -> Iterator[Finding
         yield Finding(OK, f"spec {name}", "it would be accepted; its secrets and sources are there")
 
 
-def _compute_quota(project: str, wanted: Wanted) -> Iterator[Finding]:
-    """https://cloud.google.com/compute/docs/reference/rest/v1/regions/get, and where there are such GPUs at all"""
-    what = f"quota for {wanted.gpus} {wanted.accelerator} in {wanted.region}"
-    mend = f"add placements, or ask for quota: https://console.cloud.google.com/iam-admin/quotas?project={project}"
-    path = f"compute/v1/projects/{project}"
-    region = google_apis.get("compute", f"{path}/regions/{wanted.region}")
-    offered = google_apis.get("compute", f"{path}/aggregated/acceleratorTypes", filter=f"name={wanted.accelerator}")
+def _gpu_region(project: str, wanted: Accelerators) -> Iterator[Finding]:
+    """https://cloud.google.com/compute/docs/reference/rest/v1/acceleratorTypes/aggregatedList"""
+    path = f"compute/v1/projects/{project}/aggregated/acceleratorTypes"
+    offered = google_apis.get("compute", path, filter=f"name={wanted.name}")
     zones = {
         place.rpartition("/")[2] for place, kinds in offered.get("items", {}).items() if kinds.get("acceleratorTypes")
     }
-    if not any(zone.startswith(f"{wanted.region}-") for zone in zones):
-        mend_region = f"gcloud compute accelerator-types list --filter=name={wanted.accelerator} --project={project}"
-        yield Finding(NO, what, f"{wanted.region} has no {wanted.accelerator}", mend_region)
+    if any(zone.startswith(f"{wanted.place}-") for zone in zones):
+        yield Finding(OK, f"{wanted}", "the region has them")
+    else:
+        mend = f"gcloud compute accelerator-types list --filter=name={wanted.name} --project={project}"
+        yield Finding(NO, f"{wanted}", f"{wanted.place} has no {wanted.name}", mend)
+
+
+def _quota(project: str, wanted: Accelerators) -> Iterator[Finding]:
+    """What is in use is known only of the quotas that Compute Engine lists with a region."""
+    what, quota = f"quota for {wanted}", quotas.find(wanted)
+    mend = f"add placements, or ask for {quota.id}: https://console.cloud.google.com/iam-admin/quotas?project={project}"
+    listed = _compute_quota(project, wanted.place, quota) if wanted.kind == "gke" else None
+    limit, usage = listed or (quotas.limit(project, quota), 0.0)
+    if limit is None:
+        yield Finding(WARNING, what, f"{quota.id} is listed without a value there, which may mean 0", mend)
         return
-    if wanted.accelerator not in METRICS:
-        yield Finding(NOT_ASKED, what, f"the quota of {wanted.accelerator} is by GPU family", mend)
-        return
-    metric = f"PREEMPTIBLE_{METRICS[wanted.accelerator]}" if wanted.spot else METRICS[wanted.accelerator]
-    quotas = {one["metric"]: one for one in region.get("quotas", ())}
-    limit, usage = (float(quotas.get(metric, {}).get(key, 0)) for key in ("limit", "usage"))
-    yield _enough(what, wanted.gpus, limit, usage, metric, mend)
+    told = f"{quota.id} allows {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
+    free = limit - usage >= wanted.number
+    status = OK if free else WARNING if limit >= wanted.number else NO
+    yield Finding(status, what, told, "" if free else mend)
 
 
-def _cloud_run_quota(project: str, wanted: Wanted) -> Iterator[Finding]:
-    """https://cloud.google.com/docs/quotas/reference/rest/v1/projects.locations.services.quotaInfos/list
-
-    Of the quotas that name the GPU, the one without zonal redundancy is what jobs and our endpoints take.
-    """
-    what = f"quota for {wanted.gpus} {wanted.accelerator} in {wanted.region}"
-    mend = f"add placements, or ask for quota: https://console.cloud.google.com/iam-admin/quotas?project={project}"
-    word = wanted.accelerator.replace("-", "_")
-    limits, token = [], ""
-    while True:
-        path = f"v1/projects/{project}/locations/global/services/run.googleapis.com/quotaInfos"
-        page = google_apis.get("cloudquotas", path, pageSize="500", **({"pageToken": token} if token else {}))
-        for quota in page.get("quotaInfos", ()):
-            metric = quota.get("metric", "")
-            if word in metric and "no_zonal_redundancy" in metric:
-                limits += [one for one in quota.get("dimensionsInfos", ()) if _applies(one, wanted.region)]
-        token = page.get("nextPageToken", "")
-        if not token:
-            break
-    if not limits:
-        yield Finding(NO, what, f"Cloud Run has no quota of {wanted.accelerator} there", mend)
-        return
-    limit = max(float(one.get("details", {}).get("value", 0)) for one in limits)
-    yield _enough(what, wanted.gpus, limit if limit >= 0 else float("inf"), 0.0, "Cloud Run's limit", mend)
-
-
-def _applies(dimensions: dict[str, Any], region: str) -> bool:
-    return (
-        region in dimensions.get("applicableLocations", ()) or dimensions.get("dimensions", {}).get("region") == region
+def _compute_quota(project: str, region: str, quota: Quota) -> tuple[float, float] | None:
+    """(limit, usage); None where it is not listed. https://cloud.google.com/compute/docs/reference/rest/v1/regions/get"""
+    listed = google_apis.get("compute", f"compute/v1/projects/{project}/regions/{region}").get("quotas", ())
+    metric = quota.id.removesuffix("-per-project-region").replace("-", "_")
+    return next(
+        (((float(one["limit"]), float(one.get("usage", 0)))) for one in listed if one["metric"] == metric), None
     )
 
 
-def _enough(what: str, count: int, limit: float, usage: float, name: str, mend: str) -> Finding:
-    told = f"{name} is {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
-    if limit < count:
-        return Finding(NO, what, told, mend)
-    return Finding(WARNING if limit - usage < count else OK, what, told, mend if limit - usage < count else "")
-
-
-def _tpu_type(project: str, accelerator: str, zone: str) -> Iterator[Finding]:
+def _tpu_type(project: str, wanted: Accelerators) -> Iterator[Finding]:
     from google.api_core.exceptions import NotFound
 
-    name, what = f"projects/{project}/locations/{zone}/acceleratorTypes/{accelerator}", f"{accelerator} in {zone}"
+    name = f"projects/{project}/locations/{wanted.place}/acceleratorTypes/{wanted.name}"
+    what = f"{wanted.name} in {wanted.place}"
     try:
         clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
     except NotFound:
-        mend = f"gcloud compute tpus accelerator-types list --zone={zone} --project={project}"
+        mend = f"gcloud compute tpus accelerator-types list --zone={wanted.place} --project={project}"
         yield Finding(NO, what, "the zone has none", mend)
     else:
         yield Finding(OK, what, "the zone has them")
-        mend = f"gcloud beta quotas info list --service=tpu.googleapis.com --project={project}"
-        yield Finding(NOT_ASKED, f"quota for {what}", "which quota counts it is not known", mend)
 
 
 def _locations(settings: Settings, spec: JobSpec) -> Iterator[Finding]:
     """Whether the runs bucket and the spec's own are where it trains: elsewhere, every read crosses regions."""
-    regions = (
-        {get_region(spec)} if not isinstance(spec.target, RayTarget) else {one.region for one in spec.target.placements}
-    )
+    regions = {_region(place) for place in get_target(spec.target.type).regions(spec)}
     uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # synthetic data have no source
     sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
     for name in dict.fromkeys([settings.runs_bucket, *sources]):

@@ -23,6 +23,9 @@ DIGEST = f"@sha256:{'1' * 64}"
 IMAGES = {name: f"us-central1-docker.pkg.dev/p/dropforge/{name}{DIGEST}" for name in ("train-trl", "serve-vllm")}
 
 
+CLOUD_RUN_L4 = "NvidiaL4GpuAllocNoZonalRedundancyPerProjectRegion"
+
+
 class Project:
     """What the project `p` answers; tests change it."""
 
@@ -32,7 +35,9 @@ class Project:
         self.images = set(IMAGES.values())
         self.gpu_zones = {"nvidia-l4": ["us-central1-a", "europe-west4-b"]}
         self.compute_quotas = [{"metric": "NVIDIA_L4_GPUS", "limit": 4.0, "usage": 2.0}]
-        self.run_quota = {"us-central1": "3"}
+        self.quotas: dict[str, list[tuple[dict[str, str], str | None]]] = {
+            CLOUD_RUN_L4: [({"region": "us-central1"}, "3"), ({"region": "us-east4"}, "0")]
+        }
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         """501 for what no page of Google's has; then a test fails, because nothing here is to be `not asked`."""
@@ -65,15 +70,19 @@ class Project:
         items |= {f"zones/{zone}": {"acceleratorTypes": [{"name": name}]} for zone in self.gpu_zones.get(name, ())}
         return 200, {"items": items}
 
-    def quotas(self, _: Any, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
-        if "pageToken" not in query:
-            return 200, {"quotaInfos": [{"metric": "run.googleapis.com/cpu_allocation"}], "nextPageToken": "2"}
-        dimensions = [
-            {"dimensions": {"region": region}, "details": {"value": value}, "applicableLocations": [region]}
-            for region, value in self.run_quota.items()
+    def quota(self, found: re.Match[str], query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        """Values are text, a default has no dimensions, and what was never granted has no value."""
+        if found[0].rpartition("/")[2] not in self.quotas:
+            return 404, {"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}}
+        entries = [
+            {
+                "dimensions": dimensions,
+                "details": {} if value is None else {"value": value},
+                "applicableLocations": [dimensions.get("region") or dimensions.get("zone") or "us-central1"],
+            }
+            for dimensions, value in self.quotas[found[2]]
         ]
-        metric = "run.googleapis.com/nvidia_l4_gpu_allocation_no_zonal_redundancy"
-        return 200, {"quotaInfos": [{"metric": metric, "dimensionsInfos": dimensions}]}
+        return 200, {"name": found[0], "quotaId": found[2], "service": found[1], "dimensionsInfos": entries}
 
 
 ROUTES: dict[str, Any] = {
@@ -82,7 +91,7 @@ ROUTES: dict[str, Any] = {
     r"GET /v1/projects/p/locations/us-central1/repositories/dropforge/dockerImages/(.+)": Project.image,
     r"GET /compute/v1/projects/p/regions/([a-z0-9-]+)": Project.region,
     r"GET /compute/v1/projects/p/aggregated/acceleratorTypes": Project.accelerators,
-    r"GET /v1/projects/p/locations/global/services/run.googleapis.com/quotaInfos": Project.quotas,
+    r"GET /v1/projects/p/locations/global/services/([a-z.]+)/quotaInfos/([\w-]+)": Project.quota,
 }
 
 
@@ -152,7 +161,14 @@ GKE = {"type": "gke", "accelerator": "nvidia-l4", "placements": [{"region": "us-
 def test_a_deployment_that_is_ready_is_all_ok(deployed: Deployed, project: Project, target: Any) -> None:
     answers = found(deployed, spec(target))
     assert wrong(answers) == []
-    assert {one["what"].split()[0] for one in answers} == {"APIs", "project", "bucket", "image", "spec", "quota"}
+    assert {one["what"].split()[0] for one in answers} - {"1"} == {
+        "APIs",
+        "project",
+        "bucket",
+        "image",
+        "spec",
+        "quota",
+    }
     shown = deployed.run("preflight", spec(target))
     assert shown.exit_code == 0
     assert shown.output.splitlines()[-1] == f"{len(answers)} ok"
@@ -162,7 +178,7 @@ def test_each_lack_is_named_with_what_mends_it(deployed: Deployed, project: Proj
     project.off = {"run.googleapis.com"}
     project.held = {"resourcemanager.projects.get"}
     project.images = {IMAGES["train-trl"]}
-    project.run_quota = {"us-central1": "0"}
+    project.quotas[CLOUD_RUN_L4][0] = ({"region": "us-central1"}, "0")
     clients.storage().bucket("p-specs").delete()
     answers = wrong(found(deployed, spec(dataset={"source": "gs://p-data/none"}), code=1))
     mends = {what: mend for status, what, mend in answers if status == "failed"}
@@ -180,9 +196,12 @@ def test_gpus_that_a_region_lacks_or_that_are_in_use(deployed: Deployed, project
     placements = [{"region": "us-central1"}, {"region": "europe-west4"}]
     target = {**GKE, "accelerator_count": 4, "placements": placements}
     answers = {one["what"]: one for one in found(deployed, spec(target), code=1)}
-    assert answers["quota for 4 nvidia-l4 in us-central1"]["message"] == "us-central1 has no nvidia-l4"
+    assert answers["4 nvidia-l4 in us-central1"]["message"] == "us-central1 has no nvidia-l4"
     busy = answers["quota for 4 nvidia-l4 in europe-west4"]
-    assert (busy["status"], busy["message"]) == ("warning", "NVIDIA_L4_GPUS is 4, of which 2 are in use")
+    assert (busy["status"], busy["message"]) == (
+        "warning",
+        "NVIDIA-L4-GPUS-per-project-region allows 4, of which 2 are in use",
+    )
 
 
 def test_what_cannot_be_asked_is_never_ok(
@@ -201,3 +220,46 @@ def test_data_in_another_region_are_warned_of(deployed: Deployed, project: Proje
     answers = {one["what"]: one for one in found(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))}
     assert answers["bucket p-far"]["status"] == "warning"
     assert "prefer placements in europe-west4" in answers["bucket p-far"]["mend"]
+
+
+H100 = {"type": "gke", "accelerator": "nvidia-h100-80gb", "accelerator_count": 8}
+RAY = {"type": "ray", "accelerator": "tpu-v6e-slice", "topology": "4x4"}
+PRETRAIN = {
+    "model": {"source": "meta-llama/Llama-3.1-8B"},
+    "dataset": {"type": "synthetic", "rows": 1600},
+    "training": {"method": "pretrain", "adapter": {"type": "none"}, "max_steps": 100},
+}
+V6E_SPOT, H100_SPOT = "PREEMPTIBLE-TPU-V6E-per-project-region", "PREEMPTIBLE-NVIDIA-H100-GPUS-per-project-region"
+FAMILIES, TPU_FAMILIES = "GPUS-PER-GPU-FAMILY-per-project-region", "TPUS-PER-TPU-FAMILY-per-project-region"
+RTX = {"type": "cloud_run", "accelerator": "nvidia-rtx-pro-6000", "cpu": 20, "memory_gib": 80}
+
+
+@pytest.mark.parametrize(
+    ("target", "capacity", "quota", "entries", "status"),
+    [
+        (H100, "on_demand", FAMILIES, [({"gpu_family": "NVIDIA_H100"}, "8")], "ok"),
+        (H100, "on_demand", FAMILIES, [({"gpu_family": "NVIDIA_H200"}, "8"), ({}, "4")], "failed"),
+        (H100, "spot", H100_SPOT, [({}, "64"), ({"region": "us-central1"}, "0")], "failed"),
+        (H100, "flex_start", H100_SPOT, [({}, "-1")], "ok"),
+        (H100, "spot", H100_SPOT, [({"region": "us-east4"}, "64")], "not asked"),
+        (H100, "spot", "ANOTHER", [], "not asked"),
+        (RAY, "on_demand", TPU_FAMILIES, [({"region": "us-central1", "tpu_family": "CT6E"}, None)], "warning"),
+        (RAY, "spot", V6E_SPOT, [({}, "16")], "ok"),
+        (RTX, None, CLOUD_RUN_L4.replace("L4", "RtxPro6000"), [({"region": "us-central1"}, "1000")], "ok"),
+        (RTX, None, CLOUD_RUN_L4.replace("L4", "RtxPro6000"), [({"region": "us-central1"}, "1")], "failed"),
+    ],
+)
+def test_the_most_specific_entry_of_the_right_quota_counts(
+    deployed: Deployed, project: Project, target: Any, capacity: str | None, quota: str, entries: Any, status: str
+) -> None:
+    project.quotas = {quota: entries}
+    result = deployed.run("preflight", spec(_placed(target, capacity), **(PRETRAIN if target is RAY else {})), "--json")
+    (answer,) = [one for one in json.loads(result.stdout) if one["what"].startswith("quota")]
+    assert answer["status"] == status, answer
+    if quota == "ANOTHER":
+        assert answer["message"] == f"no such quota is listed: {H100_SPOT}"
+
+
+def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:
+    asked = {"capacity": capacity} if capacity else {}
+    return {**target, "placements": [{"region": "us-central1", **asked}]}
