@@ -31,7 +31,8 @@ TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
 REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
 IMAGE_FIELDS = {field.name for field in fields(Settings) if field.name.endswith("_image")}
 NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
-# Not in the roles that the file has; in https://cloud.google.com/iam/docs/roles-permissions/container.
+# Not in the roles that the file has. Google's page of them (https://cloud.google.com/iam/docs/roles-permissions/container)
+# was not found; other people's custom roles have those of services and service accounts.
 LISTED_ELSEWHERE = {
     "container.events.list",
     "container.serviceAccounts.create",
