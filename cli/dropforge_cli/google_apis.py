@@ -1,7 +1,7 @@
 """The Google APIs that only the command line asks, over REST, each at an address that its variable may override:
 
     SERVICE_USAGE_EMULATOR_HOST, RESOURCE_MANAGER_EMULATOR_HOST, ARTIFACT_REGISTRY_EMULATOR_HOST,
-    CLOUD_QUOTAS_EMULATOR_HOST, COMPUTE_EMULATOR_HOST    http://host:port
+    CLOUD_QUOTAS_EMULATOR_HOST, POLICY_TROUBLESHOOTER_EMULATOR_HOST, COMPUTE_EMULATOR_HOST    http://host:port
 
 The local stack emulates only the last of them, and of that only disks: what it cannot be asked is NotAsked.
 """
@@ -20,6 +20,7 @@ APIS = {
     "cloudquotas": "CLOUD_QUOTAS_EMULATOR_HOST",
     "cloudresourcemanager": "RESOURCE_MANAGER_EMULATOR_HOST",
     "compute": "COMPUTE_EMULATOR_HOST",
+    "policytroubleshooter": "POLICY_TROUBLESHOOTER_EMULATOR_HOST",
     "serviceusage": "SERVICE_USAGE_EMULATOR_HOST",
 }
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"

@@ -33,7 +33,7 @@ from dropforge.spec import (
 )
 from dropforge.targets import get_target
 
-from . import google_apis, quotas
+from . import accounts, google_apis, quotas
 from .deployment import connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
@@ -90,6 +90,9 @@ def findings(settings: Settings, specs: dict[str, JobSpec]) -> Iterator[Finding]
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
     yield from _asked("project", lambda: _project_permissions(settings.project))
+    stages = {f"target {spec.target.type}" for spec in specs.values()}
+    stages |= {f"serve {spec.serve.type}" for spec in specs.values() if spec.serve}
+    yield from _asked("accounts", lambda: _accounts(settings, stages))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
         yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(bucket, needed))  # type: ignore[misc]
     for name, image in sorted(_images(settings).items()):
@@ -184,6 +187,17 @@ def _project_permissions(project: str) -> Iterator[Finding]:
     path, body = f"v1/projects/{project}:testIamPermissions", {"permissions": list(ON_PROJECT)}
     held = google_apis.post("cloudresourcemanager", path, body).get("permissions", ())
     yield _held(f"project {project}", ON_PROJECT, held, f"grant yourself roles/viewer on project {project}")
+
+
+def _accounts(settings: Settings, stages: set[str]) -> Iterator[Finding]:
+    for use in accounts.used(stages):
+        what, state = f"account {use.account}", accounts.state(settings, use)
+        if state == "CAN_ACCESS":
+            yield Finding(OK, what, f"it has {use.permission} on {use.scope}")
+        elif state == "CANNOT_ACCESS":
+            yield Finding(NO, what, f"it lacks {use.permission} on {use.scope}", "make deploy PROJECT_ID=… REGION=…")
+        else:
+            yield Finding(NOT_ASKED, what, f"{use.permission} on {use.scope}: {state}; ask as a security reviewer")
 
 
 def _bucket(name: str, needed: tuple[str, ...]) -> Iterator[Finding]:

@@ -12,12 +12,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import yaml
 
 from dropforge import clients
 from dropforge_cli import preflight
+from dropforge_cli.accounts import USES
 from dropforge_cli.google_apis import APIS
 
-from .conftest import Deployed, toml, write_toml
+from .conftest import ROOT, Deployed, toml, write_toml
 
 DIGEST = f"@sha256:{'1' * 64}"
 IMAGES = {name: f"us-central1-docker.pkg.dev/p/dropforge/{name}{DIGEST}" for name in ("train-trl", "serve-vllm")}
@@ -33,6 +35,8 @@ class Project:
         self.off: set[str] = set()
         self.held = {*preflight.ON_PROJECT}
         self.images = set(IMAGES.values())
+        self.access: dict[str, str] = {}
+        self.troubled: list[tuple[str, str, str]] = []
         self.gpu_zones = {"nvidia-l4": ["us-central1-a", "europe-west4-b"]}
         self.compute_quotas = [{"metric": "NVIDIA_L4_GPUS", "limit": 4.0, "usage": 2.0}]
         self.quotas: dict[str, list[tuple[dict[str, str], str | None]]] = {
@@ -70,6 +74,12 @@ class Project:
         items |= {f"zones/{zone}": {"acceleratorTypes": [{"name": name}]} for zone in self.gpu_zones.get(name, ())}
         return 200, {"items": items}
 
+    def troubleshoot(self, _: Any, query: Any, body: Any) -> tuple[int, Any]:
+        asked = body["accessTuple"]
+        assert set(asked) == {"principal", "fullResourceName", "permission"}
+        self.troubled.append((asked["principal"], asked["permission"], asked["fullResourceName"]))
+        return 200, {"overallAccessState": self.access.get(asked["principal"], "CAN_ACCESS")}
+
     def quota(self, found: re.Match[str], query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         """Values are text, a default has no dimensions, and what was never granted has no value."""
         if found[0].rpartition("/")[2] not in self.quotas:
@@ -88,6 +98,7 @@ class Project:
 ROUTES: dict[str, Any] = {
     r"GET /v1/projects/p/services:batchGet": Project.services,
     r"POST /v1/projects/p:testIamPermissions": Project.permissions,
+    r"POST /v3/iam:troubleshoot": Project.troubleshoot,
     r"GET /v1/projects/p/locations/us-central1/repositories/dropforge/dockerImages/(.+)": Project.image,
     r"GET /compute/v1/projects/p/regions/([a-z0-9-]+)": Project.region,
     r"GET /compute/v1/projects/p/aggregated/acceleratorTypes": Project.accelerators,
@@ -121,7 +132,8 @@ def project(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     for variable in set(APIS.values()) - {"STORAGE_EMULATOR_HOST"}:
         monkeypatch.setenv(variable, f"http://127.0.0.1:{server.server_port}")
     images = {"train_trl_image": IMAGES["train-trl"], "serve_vllm_image": IMAGES["serve-vllm"]}
-    write_toml({**toml(), **images, "gke_cluster": "dropforge"})
+    trainer = "dropforge-trainer@p.iam.gserviceaccount.com"
+    write_toml({**toml(), **images, "gke_cluster": "dropforge", "trainer_service_account": trainer})
     data = clients.storage().create_bucket("p-data", location="us-central1")
     data.blob("rows.jsonl").upload_from_string("{}")
     yield project
@@ -161,14 +173,8 @@ GKE = {"type": "gke", "accelerator": "nvidia-l4", "placements": [{"region": "us-
 def test_a_deployment_that_is_ready_is_all_ok(deployed: Deployed, project: Project, target: Any) -> None:
     answers = found(deployed, spec(target))
     assert wrong(answers) == []
-    assert {one["what"].split()[0] for one in answers} - {"1"} == {
-        "APIs",
-        "project",
-        "bucket",
-        "image",
-        "spec",
-        "quota",
-    }
+    kinds = {one["what"].split()[0] for one in answers} - {"1"}
+    assert kinds == {"APIs", "account", "project", "bucket", "image", "spec", "quota"}
     shown = deployed.run("preflight", spec(target))
     assert shown.exit_code == 0
     assert shown.output.splitlines()[-1] == f"{len(answers)} ok"
@@ -263,3 +269,26 @@ def test_the_most_specific_entry_of_the_right_quota_counts(
 def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:
     asked = {"capacity": capacity} if capacity else {}
     return {**target, "placements": [{"region": "us-central1", **asked}]}
+
+
+def test_the_deployment_s_accounts_are_asked_for_what_a_run_would_fail_of_late(
+    deployed: Deployed, project: Project
+) -> None:
+    project.access = {
+        "dropforge-provision@p.iam.gserviceaccount.com": "CANNOT_ACCESS",
+        "dropforge-notify@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
+    }
+    answers = wrong(found(deployed, spec(), code=1))
+    assert {(status, what) for status, what, _ in answers} == {
+        ("failed", "account provision"),
+        ("not asked", "account notify"),
+    }
+    trainer = "//iam.googleapis.com/projects/p/serviceAccounts/dropforge-trainer@p.iam.gserviceaccount.com"
+    assert ("dropforge-provision@p.iam.gserviceaccount.com", "iam.serviceAccounts.actAs", trainer) in project.troubled
+    topic = "//pubsub.googleapis.com/projects/p/topics/dropforge-job-events"
+    assert ("dropforge-trainer@p.iam.gserviceaccount.com", "pubsub.topics.publish", topic) in project.troubled
+
+
+def test_what_accounts_are_asked_for_is_what_terraform_grants() -> None:
+    granted = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())["accounts"]
+    assert [use for use in USES if use.permission not in granted[use.account]["grants"].get(use.scope, {})] == []
