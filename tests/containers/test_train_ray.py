@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -52,7 +53,7 @@ class Cluster:
     """A Ray head and its hosts: processes of this machine, each in a session of its own."""
 
     def __init__(self, directory: Path, image: Process) -> None:
-        self.directory = directory
+        self.directory = directory  # short: Ray's sockets are below it, and a socket's path has 107 bytes at most
         self.image = image
         self.token = uuid.uuid4().hex
         self.head = f"127.0.0.1:{free_port()}"
@@ -143,12 +144,13 @@ def cluster(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.Temp
     directory = tmp_path_factory.mktemp("ray")
     image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
     own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
-    cluster = Cluster(directory, image.unpack(directory / "rootfs", env=own))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.end()
+    with tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True) as short:
+        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.end()
 
 
 @pytest.fixture

@@ -339,7 +339,12 @@ def test_the_request_is_exact() -> None:
             "scope": ["https://www.googleapis.com/auth/cloud-platform"],
         },
         "dataDisks": [{"sourceDisk": f"projects/p1/zones/us-east5-b/disks/{name}", "mode": "READ_WRITE"}],
-        "labels": {"managed-by": "dropforge", "dropforge-run": attempt.run, "dropforge-attempt": "1"},
+        "labels": {
+            "managed-by": "dropforge",
+            "dropforge-run": attempt.run,
+            "dropforge-attempt": "1",
+            "dropforge-deployment": SETTINGS.deployment,
+        },
     }
     assert metadata["startup-script"] == STARTUP_SCRIPT.read_text()
     assert json.loads(metadata["dropforge-secrets"]) == {"HF_TOKEN": "projects/p1/secrets/hf/versions/3"}
