@@ -128,8 +128,8 @@ def test_a_rank_that_hears_no_signal_does_not_cost_the_last_event(trainer: Any, 
     attempt.kill(signal.SIGTERM)
     began = time.monotonic()
     try:
-        assert attempt.process.wait(30) == 75  # its output is open for as long as a rank is there
-        assert time.monotonic() - began < 15  # the launcher waits for 30 s
+        assert attempt.process.wait(60) == 75  # its output is open for as long as a rank is there
+        assert time.monotonic() - began < 25  # the launcher alone would wait for 30 s
     finally:
         for rank in filter(psutil.Process.is_running, deaf):  # a container's end would end them
             rank.kill()
