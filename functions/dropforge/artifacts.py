@@ -318,9 +318,11 @@ def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:
 
 
 def _read_marker(bucket: str, step: int, blob: Any) -> Checkpoint | None:
+    from google.api_core.exceptions import NotFound as Missing
+
     try:
         marker = json.loads(blob.download_as_bytes(timeout=_TIMEOUT_SECONDS))
         files = [ArtifactFile.model_validate(file) for file in marker["files"]]
-    except (ValueError, KeyError, TypeError):  # ValidationError is a ValueError
+    except (Missing, ValueError, KeyError, TypeError):  # pruned since it was listed; ValidationError is a ValueError
         return None
     return Checkpoint(step, f"gs://{bucket}/{blob.name.removesuffix(COMPLETE)}", files, marker.get("extra") or {})
