@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import requests
 
 from dropforge import clients, names
 from dropforge.cancel import cancel, cancel_deleted
@@ -21,7 +20,7 @@ from dropforge.teardown import teardown
 
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
-from .test_runs import assert_clean, deliver_upload, states
+from .test_runs import assert_clean, deliver, deliver_upload, states
 
 Part = dict[str, Any]
 SERVE = {"type": "cloud_run", "ttl": "1h"}
@@ -164,16 +163,4 @@ def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the
 
 def deliver_delete(user: User, bucket: str, name: str, generation: str) -> int:
     """The status of a delivery by hand, as Eventarc would deliver the event of a deletion."""
-    from dropforge_local.identity import Identity
-
-    url = user.info.functions + "on_spec_deleted"
-    token = Identity((user.state / "identity").read_text()).token("OIDC", url)
-    headers = {
-        "Authorization": f"Bearer {token}",
-        "ce-id": "by-hand",
-        "ce-source": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
-        "ce-type": "google.cloud.storage.object.v1.deleted",
-        "ce-specversion": "1.0",
-    }
-    body = {"bucket": bucket, "name": name, "generation": generation, "size": "100"}
-    return requests.post(url, json=body, headers=headers, timeout=30).status_code
+    return deliver(user, "on_spec_deleted", "deleted", bucket, name, generation)

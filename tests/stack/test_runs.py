@@ -88,20 +88,25 @@ def test_the_same_event_again_is_the_same_run(user: User) -> None:
 
 
 def deliver_upload(user: User, bucket: str, name: str, generation: str) -> int:
+    status = deliver(user, "on_spec_uploaded", "finalized", bucket, name, generation)
+    return 204 if status == 200 else status
+
+
+def deliver(user: User, function: str, event: str, bucket: str, name: str, generation: str) -> int:
+    """The status of an event of Cloud Storage that is delivered by hand, as Eventarc would."""
     from dropforge_local.identity import Identity
 
-    url = user.info.functions + "on_spec_uploaded"
+    url = user.info.functions + function
     token = Identity((user.state / "identity").read_text()).token("OIDC", url)
     headers = {
         "Authorization": f"Bearer {token}",
-        "ce-id": "again",
+        "ce-id": "by-hand",
         "ce-source": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
-        "ce-type": "google.cloud.storage.object.v1.finalized",
+        "ce-type": f"google.cloud.storage.object.v1.{event}",
         "ce-specversion": "1.0",
     }
     body = {"bucket": bucket, "name": name, "generation": generation, "size": "100"}
-    response = requests.post(url, json=body, headers=headers, timeout=30)
-    return 204 if response.status_code in (200, 204) else response.status_code
+    return requests.post(url, json=body, headers=headers, timeout=30).status_code
 
 
 def test_two_specs_with_one_name_are_two_runs(user: User) -> None:

@@ -81,7 +81,21 @@ class GkeServe(Part):
         return self
 
 
-class TrainingVmServe(Part):
+class OneMachine(Part):
+    """An endpoint on one machine: nothing scales it."""
+
+    @property
+    def min_instances(self) -> int:
+        """Always there."""
+        return 1
+
+    @property
+    def max_instances(self) -> int:
+        """Never more."""
+        return 1
+
+
+class TrainingVmServe(OneMachine):
     """A vLLM endpoint on the TPU VM that trained, which is kept: no second machine, and no second wait for capacity."""
 
     type: Literal["training_vm"]
@@ -90,18 +104,8 @@ class TrainingVmServe(Part):
     startup_timeout: Duration = Field(default="30m", description="From the end of the training to an answer.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
 
-    @property
-    def min_instances(self) -> int:
-        """There is one machine."""
-        return 1
 
-    @property
-    def max_instances(self) -> int:
-        """There is one machine."""
-        return 1
-
-
-class TpuVmServe(Part):
+class TpuVmServe(OneMachine):
     """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
 
     type: Literal["tpu_vm"]
@@ -116,16 +120,6 @@ class TpuVmServe(Part):
     startup_timeout: Duration = Field(default="45m", description="From the request to an answer, the queue included.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
-
-    @property
-    def min_instances(self) -> int:
-        """There is one machine."""
-        return 1
-
-    @property
-    def max_instances(self) -> int:
-        """There is one machine."""
-        return 1
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmServe:

@@ -156,7 +156,7 @@ class Scheduler:
         try:
             process.body()
         except Killed:
-            pass
+            pass  # a death that was drawn: what it left behind is the point
         except BaseException as failure:  # noqa: BLE001  # likewise
             self.failure = failure
         self._living.pop(process, None)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 from aiohttp import web
@@ -19,6 +17,7 @@ from ...errors import ApiError
 from ...ports import free_port, is_listening
 from ...server import HOST
 from ...workflows.clock import Clock
+from ..faults import parse_faults
 from .api import Note
 from .certificates import Certificates, make_certificates
 from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
@@ -177,7 +176,7 @@ class KubernetesEmulator:
         return web.Response(text=text)
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        body = _parse(await request.read())
+        body = parse_faults(await request.read())
         switches = self._shared.faults.configure(body)
         if preempted := body.get("preempt"):
             self._cluster(preempted.get("cluster", "")).preempt(preempted)
@@ -217,13 +216,3 @@ class KubernetesEmulator:
 
 def _has_table(db: Database, name: str) -> bool:
     return db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [name]).fetchone() is not None
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise ApiError("INVALID_ARGUMENT", f"the faults are not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError("INVALID_ARGUMENT", f"the faults are {body!r}; expected an object")
-    return body
