@@ -111,7 +111,11 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
         request,
         "teardown",
         lambda body: partial(
-            teardown_run, *_owned(body), str(body["scope"]), bool(body["keep_endpoint"]), _outcome(body.get("outcome"))
+            teardown_run,
+            *_owned(body),
+            _one_of(("attempt", "run"), body, "scope"),
+            _one_of((False, True), body, "keep_endpoint"),
+            _outcome(body.get("outcome")),
         ),
     )
 
@@ -165,6 +169,15 @@ def _owned(body: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(execution, str) or not execution:
         raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
     return run, execution
+
+
+def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:
+    """The value of a field that has few: as it is, never what it could be taken for."""
+    found = body[name]
+    for value in expected:
+        if type(found) is type(value) and found == value:
+            return value
+    raise ValueError(f"{name} is {found!r}; expected one of {', '.join(map(repr, expected))}")
 
 
 def _error(value: Any) -> RunError | None:

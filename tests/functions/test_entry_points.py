@@ -106,6 +106,19 @@ def test_a_request_without_a_run_or_a_caller_is_refused(name: str, change: dict[
     assert post(name, {**STAGES[name], **change}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"scope": "Run"}, {"scope": ""}, {"scope": None}, {"scope": []}, {"keep_endpoint": "false"}, {"keep_endpoint": 1}],
+    ids=repr,
+)
+def test_a_teardown_of_something_else_is_refused(change: dict[str, Any]) -> None:
+    """Taken for the end of an attempt, or for leave to keep the endpoint, it would leave a run as it is."""
+    answer = post("teardown", {**STAGES["teardown"], **change})
+    assert answer.status_code == 400
+    [(field, found)] = change.items()
+    assert f"{field} is {found!r}; expected one of" in answer.get_json()["error"]
+
+
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5"])
 def test_a_request_that_is_no_object_is_refused(name: str, body: bytes) -> None:
