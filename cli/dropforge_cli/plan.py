@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dropforge import names
 from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
-from dropforge.limits import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, training_seconds
+from dropforge.limits import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, short_endpoint, training_seconds
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment as EndpointDeployment
 from dropforge.settings import Settings
@@ -103,7 +103,8 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
     placements = [_placement(run, spec, settings, index, now) for index in range(len(target.regions(spec)))]
     endpoint = None if spec.serve is None else _endpoint(_launch(run, spec, settings, 0, now), now)
     prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
-    return Plan(run, spec, placements, endpoint, price_warnings(prices, now.date()))
+    warnings = [*price_warnings(prices, now.date()), *filter(None, [short_endpoint(spec)])]
+    return Plan(run, spec, placements, endpoint, warnings)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

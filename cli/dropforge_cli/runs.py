@@ -174,4 +174,6 @@ def _show_result(record: Record, out: Console) -> None:
     if record.endpoint is not None:
         over = record.endpoint.ended
         until = f"ended {over:%H:%M:%S}" if over else f"until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
+        if record.endpoint.limit == "max_cost_usd" and not over:
+            until += ", when the budget is used up"
         out.print(f"endpoint {record.endpoint.url}, model {record.endpoint.model}, {until}")

@@ -10,6 +10,7 @@ from dropforge import clients, names
 from dropforge.admission import budget_problems, fit_problems, time_problems
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import InvalidSpec
+from dropforge.limits import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
 
 from .deployment import Deployment, connect
@@ -33,6 +34,7 @@ def validate(specs: tuple[Path, ...]) -> None:
                 click.echo(f"{path}: {problem}")
         else:
             click.echo(f"{path}: ok, {spec.name}")
+            _note(path, spec)
     if refused:
         raise SystemExit(FAILED)
 
@@ -46,7 +48,7 @@ def validate(specs: tuple[Path, ...]) -> None:
 def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, state: str | None) -> None:
     """Drop a job spec into the specs bucket; prints the run's id."""
     if not unchecked:
-        read_spec(spec)
+        _note(spec, read_spec(spec))
     deployment = connect(state)
     run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
     click.echo(run)
@@ -61,6 +63,12 @@ def read_spec(path: Path) -> JobSpec:
     if problems := [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
     return spec
+
+
+def _note(path: Path, spec: JobSpec) -> None:
+    """What nobody should find out later; on stderr, as programs read the rest."""
+    if note := short_endpoint(spec):
+        click.echo(f"{path}: note: {note}", err=True)
 
 
 def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:

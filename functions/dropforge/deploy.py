@@ -74,14 +74,16 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         return _not_yet(deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
     for resource in resources:
         store.note(record.run, resource.name, ResourceState.CREATED)
-    ready = utc_now()
+    ready, ttl = utc_now(), timedelta(seconds=seconds(spec.serve.ttl))
+    allowed = min(ready, began + timedelta(seconds=seconds(spec.serve.startup_timeout))) + ttl
     endpoint = Endpoint(
         url=url,
         model=spec.name,
         service=resources[0].name,
         region=server.region(deployment),
         ready=ready,
-        expires=min(expires, ready + timedelta(seconds=seconds(spec.serve.ttl))),
+        expires=min(expires, ready + ttl),
+        limit="max_cost_usd" if expires < allowed else "ttl",
     )
     record = store.update(record.run, lambda found: _with_endpoint(found, endpoint))
     if record.endpoint is None:

@@ -6,6 +6,7 @@ counted as used, so that the sum is an upper bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from .runs import Attempt, Record
 from .serving import get_server
 from .settings import Settings
 from .spec import JobSpec, seconds
+from .targets import get_target
 
 # The shortest endpoint that is worth starting: its price is kept back from what training may cost.
 MIN_ENDPOINT_SECONDS = 600
@@ -76,6 +78,39 @@ def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
     """Until when the endpoint of a run may live that was begun at `began`, at the price that was pinned then."""
     spent = record.training_cost(began) or 0.0
     return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
+
+
+def short_endpoint(spec: JobSpec) -> str:
+    """What the budget takes from the endpoint's ttl, for people to read before the run; "" when it pays for all of it.
+
+    It pays for all if it does even when training takes all of its time at the dearest placement.
+    """
+    budget = spec.limits.max_cost_usd
+    if budget is None or spec.serve is None:
+        return ""
+    target, hourly = get_target(spec.target.type), serving_price(spec).usd_per_hour
+    prices = [target.price(spec, placement).usd_per_hour for placement in range(len(target.regions(spec)))]
+    if hourly is None or None in prices:
+        return ""  # admission refuses it: there is nothing to count with
+    training = max(price or 0.0 for price in prices) * seconds(spec.limits.max_duration) / SECONDS_PER_HOUR
+    whole = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
+    needed = training + hourly * whole / SECONDS_PER_HOUR
+    if needed <= budget:
+        return ""
+    at_most = endpoint_seconds(spec, hourly)
+    at_least = max(endpoint_seconds(spec, hourly, training), min(at_most, MIN_ENDPOINT_SECONDS))
+    counted = "which counts as running all the time"
+    if spec.serve.max_instances > 1:
+        counted = f"all {spec.serve.max_instances} instances of which count as running all the time"
+    return (
+        f"the budget of {budget:g} USD may end the endpoint before its ttl of {spec.serve.ttl}: it pays for "
+        f"{_time(at_most)} of the endpoint, {counted}, or {_time(at_least)} when training takes all of its "
+        f"{spec.limits.max_duration}; {math.ceil(needed * 100) / 100:.2f} USD pay for all of it"
+    )
+
+
+def _time(length: float) -> str:
+    return f"{length / SECONDS_PER_HOUR:.1f} h" if length >= SECONDS_PER_HOUR else f"{length / 60:.0f} min"
 
 
 def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:

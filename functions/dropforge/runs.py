@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -24,6 +26,7 @@ from .spec import JobSpec
 M = TypeVar("M", bound=BaseModel)
 Limit = Literal["max_duration", "max_cost_usd"]  # of a spec's `limits`
 UPDATE_TRIES = 12
+KNOWN = 500  # objects that a process remembers: records and ledgers of a few KB each
 KEPT_IDS = 100  # of executions that were superseded: none of an older one can still be under way
 
 
@@ -121,6 +124,7 @@ class Endpoint(Stored):
     region: str
     ready: datetime
     expires: datetime
+    limit: Literal["ttl", "max_cost_usd"] = "ttl"  # what decides the expiry
     ended: datetime | None = None
 
 
@@ -299,21 +303,33 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+class Known(NamedTuple):
+    """What an object said when it was last read or written, and its generation then."""
+
+    content: Any
+    generation: int
+
+
 class RunStore:
-    """The runs bucket."""
+    """The runs bucket. It remembers the objects it has seen last: a change of one is written without reading it again.
+
+    That is safe, as every write says which generation it replaces; one that turns out to be old is read then.
+    """
 
     def __init__(self, client: Any, bucket: str) -> None:
         self.bucket = client.bucket(bucket)
+        self._spec = lru_cache(KNOWN)(self._read_spec)
+        self._known: OrderedDict[str, Known] = OrderedDict()  # the newest last; its methods are atomic
 
     def create(self, record: Record) -> bool:
         """Write a new run's record; False when the run exists already. One that is not over is marked first."""
         if not record.state.is_terminal:
             self.mark_open(record)
-        return self.put_new(names.record_object(record.run), record.model_dump_json().encode())
+        return self._put(names.record_object(record.run), record, 0)
 
     def record(self, run: str) -> Record:
-        """Raises NotFound."""
-        return Record.model_validate_json(self.read(names.record_object(run)).data)
+        """As it is now. Raises NotFound."""
+        return self._load(names.record_object(run), Record).content  # type: ignore[no-any-return]
 
     def find(self, run: str) -> Record | None:
         try:
@@ -329,12 +345,13 @@ class RunStore:
         return self._change(names.record_object(run), Record, change)
 
     def spec(self, run: str) -> JobSpec:
-        """The accepted spec of a run. Raises NotFound."""
-        return JobSpec.model_validate_json(self.read(names.spec_object(run)).data)
+        """The accepted spec of a run, which never changes. Raises NotFound."""
+        return self._spec(run)
 
     def ledger(self, run: str) -> Ledger:
+        """As it is now; empty for a run that has none."""
         try:
-            return Ledger.model_validate_json(self.read(names.ledger_object(run)).data)
+            return self._load(names.ledger_object(run), Ledger).content  # type: ignore[no-any-return]
         except NotFound:
             return Ledger(run=run)
 
@@ -390,16 +407,7 @@ class RunStore:
 
     def write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> bool:
         """Write an object if its generation is still `generation` (0: it does not exist); False otherwise."""
-        from google.api_core.exceptions import PreconditionFailed
-
-        blob = self.bucket.blob(name)
-        try:
-            blob.upload_from_string(
-                data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS
-            )
-        except PreconditionFailed:
-            return False
-        return True
+        return self._write(name, data, generation, content_type) is not None
 
     def read(self, name: str) -> Versioned:
         """Raises NotFound."""
@@ -457,24 +465,79 @@ class RunStore:
         return self._change(name, Ledger, change, new=Ledger(run=run))
 
     def _change(self, name: str, model: type[M], change: Callable[[M], M], new: M | None = None) -> M:
+        changed: M | None = self._change_known(name, change)
+        if changed is not None:
+            return changed
         for attempt in range(UPDATE_TRIES):
             try:
-                found = self.read(name)
-                before, generation = model.model_validate_json(found.data), found.generation
+                before, generation = self._load(name, model)
             except NotFound:
                 if new is None:
                     raise
                 before, generation = new, 0
             after = change(before)
-            if after is before or self.write(name, after.model_dump_json().encode(), generation):
+            if after is before or self._put(name, after, generation):
                 return after
             time.sleep(random.uniform(0, 0.01 * 2**attempt))  # lost the race: whoever won, let them finish
         raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
 
+    def _change_known(self, name: str, change: Callable[[M], M]) -> M | None:
+        """What is written of an object as it was last seen; None when it was not, or says something else by now."""
+        known = self._known.pop(name, None)
+        if known is None:
+            return None
+        try:
+            after = change(known.content)
+        except Exception:  # noqa: BLE001  # what the object says now decides: it is read, and raises again if it must
+            return None
+        if after is known.content:
+            return None  # likewise: nothing to be done may be old, too
+        return after if self._put(name, after, known.generation) else None
+
+    def _load(self, name: str, model: type[BaseModel]) -> Known:
+        """Read an object and remember it. Raises NotFound."""
+        data, generation = self.read(name)
+        return self._remember(name, Known(model.model_validate_json(data), generation))
+
+    def _put(self, name: str, content: BaseModel, generation: int) -> bool:
+        """Write an object if its generation is still `generation`, and remember it; False otherwise."""
+        written = self._write(name, content.model_dump_json().encode(), generation)
+        if written is None:
+            return False
+        self._remember(name, Known(content, written))
+        return True
+
+    def _remember(self, name: str, known: Known) -> Known:
+        self._known[name] = known
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> int | None:
+        """The generation that was written; None when the one there was not `generation`."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        blob = self.bucket.blob(name)
+        try:
+            blob.upload_from_string(
+                data, content_type=content_type, if_generation_match=generation, timeout=TIMEOUT_SECONDS
+            )
+        except PreconditionFailed:
+            return None
+        return int(blob.generation)
+
+    def _read_spec(self, run: str) -> JobSpec:
+        return JobSpec.model_validate_json(self.read(names.spec_object(run)).data)
+
 
 def open_store() -> RunStore:
-    """The runs bucket of this deployment."""
+    """The runs bucket of this deployment; one store for as long as its client lives."""
     from .clients import storage
     from .settings import settings
 
-    return RunStore(storage(), settings().runs_bucket)
+    return _store(storage(), settings().runs_bucket)
+
+
+@lru_cache(maxsize=4)
+def _store(client: Any, bucket: str) -> RunStore:
+    return RunStore(client, bucket)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import clients
 from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
-from .limits import Notice
+from .limits import Notice, short_endpoint
 from .runs import Record, RunState
 from .settings import Settings
 from .spec import GkeServe, JobSpec, TpuVmServe, TrainingVmServe, accelerators_of, redact
@@ -116,7 +116,7 @@ def read_secret(secret: str, settings: Settings) -> str:
 
 def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[str]:
     if record.state is RunState.ACCEPTED:
-        return [f"from `{record.source}`"]
+        return [f"from `{record.source}`", short_endpoint(spec) if spec else ""]
     if record.state is RunState.REJECTED:
         listed = "\n".join(f"• `{p['pointer'] or '/'}` {_problem(p)}" for p in record.problems[:20])
         return [listed, f"details: `gs://{settings.runs_bucket}/runs/{record.run}/errors.json`"]
@@ -159,6 +159,8 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
     inside = spec is not None and isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe)
     where = ", inside the VPC only," if inside else ""
     text = f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
+    if found.limit == "max_cost_usd":
+        text += ", when the budget is used up"
     cost = record.serving_cost(found.expires)
     return text if cost is None else f"{text}; it costs at most ${cost:.2f} in all"
 

@@ -85,6 +85,7 @@ def test_status_tells_all_that_is_known(deployed: Deployed) -> None:
         region="us-central1",
         ready=CREATED,
         expires=CREATED + timedelta(days=1),
+        limit="max_cost_usd",
     )
     deployed.record(
         RUN,
@@ -101,7 +102,7 @@ def test_status_tells_all_that_is_known(deployed: Deployed) -> None:
         "preempted",
         "training cost so far: $2.00",
         "exact_match 0.9567, tokens 1,234,567\n",
-        "endpoint https://e, model job, until 2026-11-21 12:00 UTC",
+        "endpoint https://e, model job, until 2026-11-21 12:00 UTC, when the budget is used up",
         "services/s  created",
     ):
         assert expected in output, output

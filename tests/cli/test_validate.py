@@ -17,7 +17,7 @@ INVALID = ROOT / "schemas" / "examples" / "invalid"
 def test_valid_specs_are_named_and_exit_0(dropforge: Run) -> None:
     result = dropforge("validate", *sorted((ROOT / "schemas" / "examples" / "valid").glob("*.json")), EXAMPLE)
     assert result.exit_code == 0, result.output
-    assert all(": ok, " in line for line in result.output.splitlines())
+    assert all(": ok, " in line for line in result.stdout.splitlines())
 
 
 def test_every_problem_has_its_pointer_and_one_bad_file_does_not_hide_another(dropforge: Run) -> None:
@@ -53,6 +53,19 @@ def test_what_cannot_fit_or_be_paid_is_refused_here_already(
     result = dropforge("validate", "spec.json")
     assert result.exit_code == 1
     assert f"spec.json: {expected}" in result.output
+
+
+def test_a_budget_that_may_end_the_endpoint_early_is_told_here_already(dropforge: Run) -> None:
+    document = json.loads(EXAMPLE.read_text())
+    assert dropforge("validate", EXAMPLE).stderr == ""
+    Path("spec.json").write_text(json.dumps({**document, "serve": {**document["serve"], "ttl": "24h"}}))
+    result = dropforge("validate", "spec.json")
+    assert result.exit_code == 0
+    assert result.stdout == "spec.json: ok, gemma-2b-text-to-sql\n"
+    assert result.stderr.startswith("spec.json: note: the budget of 10 USD may end the endpoint before its ttl of 24h")
+    assert "7.0 h" in result.stderr
+    planned = dropforge("plan", "spec.json")
+    assert "warning: the budget of 10 USD may end the endpoint" in planned.output.replace("\n", " ")
 
 
 def test_a_credential_is_not_repeated(dropforge: Run) -> None:

@@ -92,6 +92,7 @@ def test_the_endpoint_lives_on_what_training_has_left(user: User) -> None:
     assert eventually(lambda: deploy(run, ME))["status"] == "READY"
     record = user.store.record(run)
     assert record.endpoint is not None
+    assert record.endpoint.limit == "max_cost_usd"
     began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
     assert (record.endpoint.expires - began).total_seconds() == pytest.approx(3600, abs=30)  # 4 USD, 2 instances, 2 USD
     assert record.cost(record.endpoint.expires) == pytest.approx(5, abs=0.05)

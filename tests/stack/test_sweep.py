@@ -191,6 +191,8 @@ def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed(user: Us
     sweep()
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
+    assert record.endpoint is not None
+    assert record.endpoint.limit == "ttl"
     assert len(user.resources(run)) == 1
     assert differences(run) == []
     assert run in dict(user.store.open_runs())  # what it serves is looked at until its ttl

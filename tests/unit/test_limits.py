@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +16,15 @@ from dropforge.admission import MIN_ATTEMPT_SECONDS, budget_problems
 from dropforge.errors import ErrorClass
 from dropforge.events import Started
 from dropforge.inspect import Heard, Report, _stuck
-from dropforge.limits import due, endpoint_expiry, seconds_to_warning
+from dropforge.limits import due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.outcome import retry_or_fail
 from dropforge.provision import _open_attempt, pause_seconds
 from dropforge.runs import Attempt, Record, RunError, RunState, Transition, Versioned
 from dropforge.settings import Settings
-from dropforge.spec import JobSpec
+from dropforge.spec import JobSpec, parse_spec
 from dropforge.targets.base import Phase, Status
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 RUN = "r-0123456789ab"
 RUNNING = Status(Phase.RUNNING)
@@ -139,6 +142,49 @@ def test_a_budget_needs_the_endpoint_s_price_too() -> None:
     assert problem.pointer == "/limits/max_cost_usd"
     assert "serve.price_usd_per_hour" in str(problem.expected)
     assert budget_problems(spec({"max_cost_usd": 100}, serve={**serve, "price_usd_per_hour": 1})) == []
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.json")), ids=lambda path: path.stem)
+def test_every_example_s_budget_pays_for_its_endpoint_s_ttl(path: Path) -> None:
+    assert short_endpoint(parse_spec(path.read_bytes())) == ""
+
+
+def test_a_budget_that_may_end_the_endpoint_early_says_when_and_what_would_do() -> None:
+    serve = {"type": "cloud_run", "max_instances": 2, "price_usd_per_hour": 1.5, "ttl": "24h", "startup_timeout": "60m"}
+    limits = {"max_duration": "2h", "max_cost_usd": 30}
+    assert short_endpoint(spec(limits, serve=serve, price=3)) == (
+        "the budget of 30 USD may end the endpoint before its ttl of 24h: it pays for 10.0 h of the endpoint, all 2 "
+        "instances of which count as running all the time, or 8.0 h when training takes all of its 2h; 81.00 USD pay "
+        "for all of it"
+    )
+    assert short_endpoint(spec({**limits, "max_cost_usd": 81}, serve=serve, price=3)) == ""
+    short = short_endpoint(spec({**limits, "max_cost_usd": 6.5}, serve=serve, price=3))
+    assert "2.2 h of the endpoint" in short
+    assert "or 10 min when training takes all" in short  # kept back for it
+    for unbounded in (spec({}, serve=serve), spec(limits), spec({}, price=3)):
+        assert short_endpoint(unbounded) == ""
+
+
+@given(money, money, money, st.integers(1, 4), st.booleans())
+def test_no_note_means_that_the_endpoint_has_all_of_its_ttl(
+    budget: float, price: float, serving: float, instances: int, raised: bool
+) -> None:
+    """Also after the longest and dearest training; and the budget that the note asks for does."""
+    serve = {"type": "cloud_run", "max_instances": instances, "price_usd_per_hour": serving, "ttl": "5h"}
+    job = spec({"max_cost_usd": budget, "max_duration": "2h"}, serve=serve, price=price)
+    if raised and (note := short_endpoint(job)):
+        asked = note.rpartition("; ")[2].split(" USD")[0]
+        job = spec({"max_cost_usd": float(asked), "max_duration": "2h"}, serve=serve, price=price)
+        assert short_endpoint(job) == ""
+    attempt = _open_attempt(record(), 1, job, NOW)
+    if attempt is None:
+        assert short_endpoint(job)
+        return
+    run = record().model_copy(update={"attempts": [attempt], "serving_usd_per_hour": serving * instances})
+    run = run.with_running(1, NOW).with_end(1, None, attempt.deadline)
+    lasts = (endpoint_expiry(run, job, attempt.deadline) - attempt.deadline).total_seconds()
+    if not short_endpoint(job):
+        assert math.isclose(lasts, (5 * 60 + 20) * 60, abs_tol=2)
 
 
 def test_each_warning_comes_once_and_in_time() -> None:

@@ -91,7 +91,7 @@ def test_nothing_that_a_spec_says_calls_everybody() -> None:
     assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
 
 
-def test_people_are_told_on_how_many_gpus_and_where_the_answer_can_be_asked_for() -> None:
+def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_be_asked_for() -> None:
     document = {
         "api_version": "dropforge/v1",
         "name": "n",
@@ -104,15 +104,17 @@ def test_people_are_told_on_how_many_gpus_and_where_the_answer_can_be_asked_for(
             "nodes": 2,
             "placements": [{"region": "us-central1"}],
         },
-        "serve": {"type": "gke"},
+        "serve": {"type": "gke", "price_usd_per_hour": 10},
+        "limits": {"max_cost_usd": 80},
     }
     spec, now = JobSpec.model_validate_json(json.dumps(document)), datetime(2026, 11, 20, tzinfo=UTC)
     attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
     endpoint = Endpoint(
-        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=now, expires=now
-    )
+        url="http://10.0.0.5:8000", model="n", service="s", region="us-central1", ready=now, expires=now,
+        limit="max_cost_usd",
+    )  # fmt: skip
     texts = []
-    for state in (RunState.TRAINING, RunState.SUCCEEDED):
+    for state in (RunState.ACCEPTED, RunState.TRAINING, RunState.SUCCEEDED):
         history = [Transition(state=state, time=now)]
         record = Record(
             run="job-0123456789ab", name="n", source="s", state=state, created=now, history=history,
@@ -121,8 +123,10 @@ def test_people_are_told_on_how_many_gpus_and_where_the_answer_can_be_asked_for(
         message = slack_message(record, spec, SETTINGS, now)
         assert message
         texts.append(json.dumps(message.blocks))
-    assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[0]
-    assert "at http://10.0.0.5:8000, inside the VPC only, until" in texts[1]
+    assert "8.0 h of the endpoint" in texts[0]
+    assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[1]
+    assert "at http://10.0.0.5:8000, inside the VPC only, until" in texts[2]
+    assert "when the budget is used up" in texts[2]
 
 
 # One thread is held in the middle of importing slack_sdk, with slack_sdk.errors done; another one sends. What the other
