@@ -8,19 +8,22 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dropforge_local.chaos import checker
+from dropforge_local.chaos import checker, limits, lives
 from dropforge_local.chaos.checker import RULES, check
 from dropforge_local.chaos.history import Fact, History
 
 RUN = "job-0123456789ab"
 JOB = f"projects/p/locations/us-central1/jobs/df-{RUN}-a"
+NODE = f"projects/p/locations/us-central1-a/nodes/df-{RUN}-a1"
 SERVICE = f"projects/p/locations/us-central1/services/df-{RUN}-serve"
 SPEC = {
     "target": {"price_usd_per_hour": 3.6},
+    "serve": {"ttl": "10m", "price_usd_per_hour": 0.36},
     "limits": {"max_duration": "10m", "max_cost_usd": 0.5, "max_attempts": 3},
 }
 
@@ -42,6 +45,7 @@ class Story:
             "error": None,
         }
         self.entries: list[dict[str, Any]] = []
+        self.sweeps = 0
 
     def tell(self, kind: str, after: float = 1.0, **data: Any) -> None:
         self.now += after
@@ -74,16 +78,31 @@ class Story:
     def attempt(self, number: int, error_class: str | None, seconds: float = 60.0) -> None:
         """One attempt, from its opening to its teardown."""
         opened = {"number": number, "started": _iso(self.now), "ended": None, "error": None}
+        opened["deadline"] = _iso(self.now + 500)
         self.change(attempts=[*self.record["attempts"], opened])
         self.ledger(f"{JOB}{number}", "intended")
         self.tell("created", type="job", name=f"{JOB}{number}", labels={"dropforge-run": RUN})
         self.tell("running", name=f"{JOB}{number}")
-        self.tell("ended", after=seconds, name=f"{JOB}{number}", exit_code=0)
+        self.tell("told", after=seconds, run=RUN, attempt=number, type=error_class or "succeeded")
+        self.tell("ended", name=f"{JOB}{number}", exit_code=0)
         error = error_class and {"error_class": error_class}
         closed = self.record["attempts"][-1] | {"ended": _iso(self.now), "error": error}
         self.change(attempts=[*self.record["attempts"][:-1], closed])
+        self.tell("deleting", name=f"{JOB}{number}")
         self.tell("gone", name=f"{JOB}{number}")
         self.ledger(f"{JOB}{number}", "gone")
+
+    def sweep(self, after: float = 1.0) -> None:
+        """One that has no problems."""
+        self.sweeps += 1
+        self.tell("call", after=after, instance=f"sweep-{self.sweeps}")
+        self.tell("answer", instance=f"sweep-{self.sweeps}", status=200, body={"problems": []})
+
+    def notice(self, key: str) -> None:
+        id_ = f"{RUN}/notice/{key}"
+        event = {"id": id_, "run": RUN, "notice": key, "time": _iso(self.now)}
+        self.tell("published", topic="run-events", id=id_, event=event)
+        self.tell("slack", event=id_, text=key, status=200)
 
     def history(self) -> History:
         return History(0, [*self.facts, Fact(self.now + 1, "calm", {}), Fact(self.now + 9000, "end", {"living": []})])
@@ -102,12 +121,49 @@ def served() -> Story:
     story.change("DEPLOYING")
     story.ledger(SERVICE, "intended")
     story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
-    story.change(endpoint={"expires": _iso(story.now + 600)})
+    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 600)})
     story.change("TEARING_DOWN")
     story.change("SUCCEEDED")
     story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
-    story.tell("gone", after=700, name=SERVICE)
+    story.sweep(after=400)
+    story.tell("call", after=300, instance="sweep-8")
+    story.tell("deleting", name=SERVICE)
+    story.tell("gone", name=SERVICE)
+    story.tell("answer", instance="sweep-8", status=200, body={"problems": []})
     story.ledger(SERVICE, "gone")
+    return story
+
+
+def stopped() -> Story:
+    """An attempt that its budget ends, after two warnings of the budget and one of the time."""
+    story = Story()
+    story.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": {"max_duration": "15m", "max_cost_usd": 0.8}})
+    story.change("ACCEPTED")
+    story.tell("execution", id="e1", run=RUN)
+    story.change(execution="e1")
+    story.change("PROVISIONING")
+    started = story.now
+    opened = {"number": 1, "started": _iso(started), "deadline": _iso(started + 800), "ended": None, "error": None}
+    story.change(attempts=[opened])
+    story.ledger(f"{JOB}1", "intended")
+    story.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
+    story.tell("running", name=f"{JOB}1")
+    story.change("TRAINING")
+    story.tell("tick", after=400)
+    story.notice("budget-50")
+    story.tell("tick", after=200)
+    story.notice("budget-80")
+    story.tell("tick", after=80)
+    story.notice("time-80")
+    story.tell("told", after=started + 780 - story.now, run=RUN, attempt=1, type="failed")
+    story.tell("ended", name=f"{JOB}1", exit_code=75)
+    story.change(attempts=[opened | {"ended": _iso(story.now), "error": {"error_class": "budget"}}])
+    story.change("TEARING_DOWN")
+    story.tell("deleting", name=f"{JOB}1")
+    story.tell("gone", name=f"{JOB}1")
+    story.ledger(f"{JOB}1", "gone")
+    story.change("FAILED", error={"error_class": "budget"})
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
     return story
 
 
@@ -136,7 +192,7 @@ def rejected() -> Story:
     return story
 
 
-@pytest.mark.parametrize("story", [served, cancelled, rejected])
+@pytest.mark.parametrize("story", [served, stopped, cancelled, rejected])
 def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
     assert check(story().history()) == []
 
@@ -237,10 +293,9 @@ def _late_and_long(story: Story) -> None:
 
 
 def _endpoint_for_ever(story: Story) -> None:
-    at = _index(story, "gone", 2)
+    at = _index(story, "call", 1)
     story.facts.insert(at, Fact(story.facts[at - 1].time, "calm", {}))
-    story.facts[at + 1] = Fact(story.now + 3000, "gone", {"name": SERVICE})
-    story.now += 3000
+    _delay(story, at + 1, 3000)
 
 
 def _cancel_lost(story: Story) -> None:
@@ -263,6 +318,83 @@ def _cancel_from_nowhere(story: Story) -> None:
 
 def _expensive(story: Story) -> None:
     _delay(story, _index(story, "ended", 1), 1200)
+
+
+def _expensive_endpoint(story: Story) -> None:
+    limits = SPEC["limits"] | {"max_cost_usd": 0.2}  # type: ignore[operator]
+    serve = {"ttl": "10m", "price_usd_per_hour": 36.0}
+    _alter(story, "dropped", 0, spec={**SPEC, "limits": limits, "serve": serve})
+
+
+def _expensive_machine(story: Story) -> None:
+    """The machine of a node ends only when somebody deletes it."""
+    _rename(story, f"{JOB}1", NODE)
+    _delay(story, _index(story, "ended"), 600)
+
+
+def _swept_in_vain(story: Story) -> None:
+    """A sweep that should have ended the endpoint, and did not."""
+    at = _index(story, "call", 1)
+    began = story.facts[at]
+    story.facts[at:at] = [
+        began._replace(data={"instance": "sweep-7"}),
+        Fact(began.time, "answer", {"instance": "sweep-7", "status": 200, "body": {"problems": []}}),
+    ]
+
+
+def _stray_survives_a_sweep(story: Story) -> None:
+    name = f"{JOB}3"
+    story.tell("late", call="run.create_job", delay=1)
+    story.tell("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
+    story.ledger(name, "intended")
+    story.sweep()
+    story.tell("deleting", name=name)
+    story.tell("gone", name=name)
+
+
+def _endpoint_too_early(story: Story) -> None:
+    at = _index(story, "deleting", 2)
+    story.facts[at:] = [fact._replace(time=fact.time - 300) for fact in story.facts[at:]]
+
+
+def _endless_ttl(story: Story) -> None:
+    for fact in story.facts:
+        if endpoint := (fact.data.get("content") or {}).get("endpoint"):
+            endpoint["expires"] = _iso(story.now + 3600)
+
+
+def _unwarned_of_money(story: Story) -> None:
+    _forget_notice(story, "budget-50", "budget-80")
+
+
+def _unwarned_in_slack(story: Story) -> None:
+    story.facts = [f for f in story.facts if not (f.kind == "slack" and "/notice/budget" in f.data["event"])]
+
+
+def _unwarned_of_time(story: Story) -> None:
+    _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "8m"}})
+    _forget_notice(story, "time-80")
+
+
+def _warned_too_early(story: Story) -> None:
+    told = next(f for f in story.facts if f.kind == "published" and f.data["id"].endswith("time-80"))
+    story.facts.insert(_index(story, "tick"), told._replace(time=story.facts[_index(story, "running")].time))
+
+
+def _warned_by_another_id(story: Story) -> None:
+    event = story.facts[_index(story, "published", 3)].data["event"]
+    story.tell("published", topic="run-events", id=f"{RUN}/notice/again", event=event)
+
+
+def _ended_without_a_word(story: Story) -> None:
+    story.facts = [fact for fact in story.facts if fact.kind != "told"]
+
+
+def _ended_without_teardown(story: Story) -> None:
+    for fact in story.facts:
+        for entered in (fact.data.get("content") or {}).get("history", []):
+            if entered["state"] == "TEARING_DOWN":
+                entered["state"] = "TRAINING"
 
 
 def _too_long(story: Story) -> None:
@@ -335,13 +467,26 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("nothing_left", served, _left_over),
     ("nothing_left", served, _there_at_the_end),
     ("nothing_left", served, _late_and_long),
+    ("nothing_left", served, _stray_survives_a_sweep),
     ("endpoint_ends", served, _endpoint_for_ever),
+    ("endpoint_ends", served, _swept_in_vain),
     ("cancel_wins", cancelled, _cancel_lost),
     ("cancel_wins", cancelled, _cancel_ignored),
     ("cancel_wins", cancelled, _cancel_unanswered),
     ("cancel_wins", served, _cancel_from_nowhere),
     ("within_budget", served, _expensive),
+    ("within_budget", served, _expensive_endpoint),
+    ("within_budget", stopped, _expensive_machine),
     ("within_duration", served, _too_long),
+    ("people_are_warned", stopped, _unwarned_of_money),
+    ("people_are_warned", stopped, _unwarned_in_slack),
+    ("people_are_warned", stopped, _unwarned_of_time),
+    ("people_are_warned", stopped, _warned_too_early),
+    ("people_are_warned", stopped, _warned_by_another_id),
+    ("limits_end_in_order", stopped, _ended_without_a_word),
+    ("limits_end_in_order", stopped, _ended_without_teardown),
+    ("endpoint_lives", served, _endpoint_too_early),
+    ("endpoint_lives", served, _endless_ttl),
     ("attempts_end", served, _loop),
     ("attempts_end", served, _too_many),
     ("everybody_is_told", served, _untold),
@@ -366,14 +511,17 @@ def test_every_rule_has_a_mutation() -> None:
     assert {rule.__name__ for rule in RULES} <= {rule for rule, _, _ in MUTATIONS}
 
 
-def test_the_checker_reads_nothing_but_the_history() -> None:
-    tree = ast.parse(Path(checker.__file__).read_text())
+@pytest.mark.parametrize("module", [checker, limits, lives], ids=["checker", "limits", "lives"])
+def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
-    siblings = {node.module for node in imported if isinstance(node, ast.ImportFrom) and node.level}
-    others = {node.module.split(".")[0] for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
-    assert siblings == {"history"}
-    assert others <= set(sys.stdlib_module_names)
-    assert not any(isinstance(node, ast.Import) for node in imported)
+    siblings = {
+        node.module or node.names[0].name for node in imported if isinstance(node, ast.ImportFrom) and node.level
+    }
+    others = {node.module for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
+    others |= {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
+    assert siblings <= {"history", "limits", "lives"}
+    assert {str(name).split(".")[0] for name in others} <= set(sys.stdlib_module_names)
 
 
 def _index(story: Story, kind: str, which: int = 0) -> int:
@@ -388,6 +536,19 @@ def _delay(story: Story, index: int, seconds: float) -> None:
     """Let more time pass before a fact, and after it everything as before."""
     story.facts[index:] = [fact._replace(time=fact.time + seconds) for fact in story.facts[index:]]
     story.now += seconds
+
+
+def _rename(story: Story, old: str, new: str) -> None:
+    """The same resource by another name."""
+    for fact in story.facts:
+        for data in (fact.data, *(fact.data.get("content") or {}).get("entries", [])):
+            if data.get("name") == old:
+                data["name"] = new
+
+
+def _forget_notice(story: Story, *keys: str) -> None:
+    ids = [f"{RUN}/notice/{key}" for key in keys]
+    story.facts = [fact for fact in story.facts if fact.data.get("id", fact.data.get("event")) not in ids]
 
 
 def _end_as(story: Story, state: str) -> None:

@@ -285,6 +285,7 @@ class CloudRun:
         found = self._find(kind, name)
         if found.deleted is None:
             found.deleted = self.world.now
+            self.world.fact("deleting", name=name)
             wait = self.world.random.uniform(0.1, 3)
             if self.world.happens(self.world.faults.slow_end):
                 wait = self.world.random.uniform(5, 600)

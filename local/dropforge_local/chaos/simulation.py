@@ -70,5 +70,5 @@ def _plan_restarts(world: World, cloud: Cloud) -> None:
 def _cancel_executions(world: World, cloud: Cloud) -> None:
     for execution in list(cloud.workflows.executions.values()):
         if execution.state == "ACTIVE" and world.happens(world.faults.cancelled_execution):
-            world.fact("fault", what="cancelled_execution", id=execution.id)
+            world.fact("fault", what="cancelled_execution", id=execution.id, run=execution.run)
             cloud.workflows.cancel(execution.id)

@@ -14,6 +14,7 @@ from .storage import Storage
 from .world import World
 
 CHECKPOINT_SECONDS = 60.0
+DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of our containers
 
 
@@ -71,7 +72,7 @@ class _Attempt:
         else:
             self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
             self._at(self.began + left, self._commit)
-        self._at(self.deadline, self._stop)
+        self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
     def _fate(self) -> str:
         """How this attempt goes wrong; "": it does not."""
@@ -93,6 +94,12 @@ class _Attempt:
         """SIGTERM: what is done is saved."""
         self.work.saved += self.world.now - self.began
         self._tell("preempted", step=int(self.work.saved))
+        self._end(PREEMPTED)
+
+    def _run_out(self) -> None:
+        """Its time is nearly over: likewise."""
+        self.work.saved += self.world.now - self.began
+        self._tell("failed", error_class="deadline", message="stopped before the deadline")
         self._end(PREEMPTED)
 
     def _vanish(self) -> None:

@@ -1,0 +1,252 @@
+"""Rules about money and time: what is computed here comes from the machines' own times and the prices in the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, Life, Machine, Sweep, duration_of, seconds_of
+
+Rule = Callable[[Life], Iterator[tuple[float, str]]]
+
+WARN_AT = (50, 80)  # percent of the budget
+WARN_OF_TIME_AT = 80  # percent of max_duration
+LAST_WORDS = frozenset({"preempted", "failed", "succeeded"})
+
+
+class Use(NamedTuple):
+    """A time for which a machine is paid, in seconds since the epoch, and its price."""
+
+    machine: Machine
+    since: float
+    until: float
+    usd_per_second: float
+
+    @property
+    def usd(self) -> float:
+        return max(0.0, self.until - self.since) * self.usd_per_second
+
+
+def within_budget(life: Life) -> Iterator[tuple[float, str]]:
+    """Training and endpoint cost no more than the limit and a check interval, and the endpoint until the next sweep."""
+    limit = _budget(life)
+    if limit is None:
+        return
+    training, price = list(training_uses(life)), _prices(life)[0]
+    unknown = CHECK_SECONDS + sum(use.until - use.since for use in training if life.is_stray(use.machine))
+    unknown += sum(_patience(life, use) for use in training if not use.machine.ends_by_itself)
+    spent, allowed = sum(use.usd for use in training), limit + unknown * price
+    if spent > allowed:
+        yield life.end.time, f"its training cost {spent:.3f} USD; the limit is {limit}"
+    for use in serving_uses(life):
+        paid_until = use.since + max(0.0, allowed - spent) / use.usd_per_second
+        spent += use.usd
+        sweep = life.swept_after(use.machine.created.index, paid_until + SLACK_SECONDS)
+        late = use.until - max(paid_until, life.calm) > SWEEP_SECONDS + 2 * SLACK_SECONDS
+        if use.until > paid_until and (late or (sweep is not None and outlives(use.machine, sweep))):
+            yield use.until, f"with its endpoint it cost {spent:.3f} USD; the limit is {limit}"
+
+
+def within_duration(life: Life) -> Iterator[tuple[float, str]]:
+    """Nothing trains after max_duration and one check interval."""
+    if not life.records or not life.valid:
+        return
+    deadline = _deadline(life)
+    for use in training_uses(life):
+        over = use.until - deadline
+        # What came late finds its deadline over, and stops by itself; a machine that does not is the sweep's.
+        stray = life.is_stray(use.machine)
+        if stray and (not use.machine.ends_by_itself or use.until - use.since <= SLACK_SECONDS):
+            continue
+        allowed = CHECK_SECONDS + (SLACK_SECONDS if use.machine.ends_by_itself else _patience(life, use))
+        if over > allowed:
+            yield use.until, f"{use.machine.name} ran {over:.0f} s after max_duration"
+
+
+def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
+    """A warning that is due for a check interval while a machine trains is told; always by the same id."""
+    for found in life.published:
+        if (key := found.value["event"].get("notice")) and found.value["id"] != f"{life.run}/notice/{key}":
+            yield found.time, f"notice {key} was told by the id {found.value['id']}"
+    if not life.records or not life.valid:
+        return
+    limit = _budget(life)
+    for percent in WARN_AT if limit is not None else ():
+        assert limit is not None, "looked at only with a budget"
+        if (due := _reached(life, limit * percent / 100)) is not None:
+            keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
+            yield from _untold(life, keys, *due)
+    created, allowed = _bounds(life)
+    time = created + allowed * WARN_OF_TIME_AT / 100
+    for found in life.published:
+        if found.value["event"].get("notice") == f"time-{WARN_OF_TIME_AT}" and found.time < time - SLACK_SECONDS:
+            yield found.time, f"{time - found.time:.0f} s too early it was told that its time is nearly over"
+    use = next((use for use in training_uses(life) if use.since <= time < use.until), None)
+    if use is not None:
+        yield from _untold(life, [f"time-{WARN_OF_TIME_AT}"], use, time)
+
+
+def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
+    """A run that a limit ends had its chance to save a checkpoint, and was torn down before it was over."""
+    if life.over is None or (life.last["error"] or {}).get("error_class") not in ("budget", "deadline"):
+        return
+    if "TEARING_DOWN" not in [entry["state"] for entry in life.last["history"]]:
+        yield life.over.time, "a limit ended it, and nothing was torn down"
+    if not life.last["attempts"]:
+        return
+    last = life.last["attempts"][-1]
+    stops, number = seconds_of(last["deadline"]) - SLACK_SECONDS, last["number"]
+    use = next((use for use in training_uses(life) if use.machine.attempt == number), None)
+    if use is None or use.since > stops - SLACK_SECONDS or use.until < stops or number in life.silenced:
+        return
+    asked = use.machine.asked_to_go()
+    told = [found for found in life.told if found.value["attempt"] == number and found.value["type"] in LAST_WORDS]
+    if asked is not None and not use.machine.by_hand and not any(found.index < asked.index for found in told):
+        yield asked.time, f"attempt {number} was ended by a limit before it could save a checkpoint"
+
+
+def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
+    """An endpoint that was ready is not deleted before its ttl, unless somebody asks for it, or its budget is spent."""
+    endpoint = life.last.get("endpoint")
+    if not endpoint or not life.valid or life.over is None or life.over.value["state"] != "SUCCEEDED":
+        return
+    ready, serve, deployed = seconds_of(endpoint["ready"]), life.spec["serve"], _deploying(life)
+    assert deployed is not None, "it has an endpoint"
+    # One that is ready only after its time to start has the less to live: its end is written on it when it is made.
+    promised = min(ready, deployed + duration_of(serve.get("startup_timeout", "20m"))) + duration_of(serve["ttl"])
+    if seconds_of(endpoint["expires"]) > promised + SLACK_SECONDS:
+        yield life.over.time, "its endpoint expires after its ttl"
+    for machine in life.machines:
+        asked = machine.asked_to_go()
+        if not life.serves(machine) or asked is None or asked.time < ready or asked.time > promised - SLACK_SECONDS:
+            continue
+        was_cancelled = (life.record_at(asked.index) or {})["cancel_requested"] is not None
+        if not was_cancelled and not machine.by_hand and not _may_be_spent(life, asked.time + SLACK_SECONDS):
+            yield asked.time, f"{machine.name} was deleted {promised - asked.time:.0f} s before its ttl"
+
+
+def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
+    """An endpoint is gone with the first sweep after its ttl that had no problems, and soon after the last fault."""
+    endpoint = life.last.get("endpoint")
+    if not endpoint or not life.valid:
+        return
+    expires = seconds_of(endpoint["expires"])
+    for machine in life.machines:
+        asked = machine.asked_to_go()
+        if not life.serves(machine) or machine.is_disk or asked is None:
+            continue
+        since = max(expires, machine.created.time)
+        sweep = life.swept_after(machine.created.index, since + SLACK_SECONDS)
+        if sweep is not None and outlives(machine, sweep):
+            yield sweep.ended.time, f"a sweep found nothing wrong, and left {machine.name}, which had expired"
+        late = asked.time - max(since, life.calm)
+        if late > SWEEP_SECONDS + 2 * SLACK_SECONDS:
+            yield asked.time, f"{machine.name} was deleted {late:.0f} s after its ttl"
+
+
+RULES: tuple[Rule, ...] = (
+    within_budget,
+    within_duration,
+    people_are_warned,
+    limits_end_in_order,
+    endpoint_lives,
+    endpoint_ends,
+)
+
+
+def outlives(machine: Machine, sweep: Sweep) -> bool:
+    """Whether nobody had asked for the end of a machine when a sweep ended. A disk goes only after its machine."""
+    asked = machine.asked_to_go()
+    return not machine.is_disk and (asked is None or asked.index > sweep.ended.index)
+
+
+def training_uses(life: Life) -> Iterator[Use]:
+    """When machines were paid for that trained, in order; what is kept to serve, until it does."""
+    price, deployed = _prices(life)[0], _deploying(life)
+    for machine in life.training:
+        if machine.running is not None:
+            until = life.end.time if machine.ended is None else machine.ended
+            kept = life.serves(machine) and deployed is not None
+            yield Use(machine, machine.running, min(until, deployed or until) if kept else until, price)
+
+
+def serving_uses(life: Life) -> Iterator[Use]:
+    """Likewise of endpoints: a service counts from its creation, as if it never scaled to zero."""
+    (training, serving), deployed = _prices(life), _deploying(life)
+    for machine in life.machines:
+        asked = machine.asked_to_go()
+        if "/services/" in machine.name:
+            until = life.end.time if asked is None else asked.time
+            yield Use(machine, machine.created.time, until, serving)
+        elif machine.running is not None and life.serves(machine) and deployed is not None:
+            until = life.end.time if machine.ended is None else machine.ended
+            price = serving if machine.is_endpoint else training
+            yield Use(machine, max(deployed, machine.running), until, price)
+
+
+def _reached(life: Life, usd: float) -> tuple[Use, float] | None:
+    """When training has cost so much, and the machine that ran then; None: it never has."""
+    for use in training_uses(life):
+        if life.is_stray(use.machine):
+            continue
+        if usd <= use.usd:
+            return use, use.since + usd / use.usd_per_second
+        usd -= use.usd
+    return None
+
+
+def _untold(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
+    """What is wrong when none of these notices was told in time, though the machine went on, and nobody cancelled."""
+    until = due + CHECK_SECONDS + SLACK_SECONDS
+    until += life.delay(use.machine.created.time, until)
+    record = life.record_when(until)
+    if until > use.until or record is None or record["state"] not in ("PROVISIONING", "TRAINING"):
+        return
+    if record["cancel_requested"] or record["attempts"][-1]["number"] != use.machine.attempt:
+        return
+    by_event = {found.value["event"].get("notice") for found in life.published if found.time <= until}
+    in_slack = {found.value["event"].rsplit("/", 1)[-1] for found in life.slack if found.time <= until}
+    for told, where in ((by_event, "event"), (in_slack, "Slack message")):
+        if not told & set(keys):
+            yield until, f"{keys[0]} was due for {until - due:.0f} s, and no {where} told it"
+
+
+def _may_be_spent(life: Life, time: float) -> bool:
+    """Whether the budget may be spent by then, if machines ran from the opening of each attempt to its end."""
+    limit, deployed = _budget(life), _deploying(life)
+    if limit is None or deployed is None:
+        return False
+    training, serving = _prices(life)
+    seconds = sum(seconds_of(a["ended"]) - seconds_of(a["started"]) for a in life.last["attempts"])
+    hourly = training if any(life.serves(machine) for machine in life.training) else serving
+    return seconds * training + (time - deployed) * hourly >= limit
+
+
+def _patience(life: Life, use: Use) -> float:
+    """Seconds that a machine, which only the control plane ends, may be paid for after its end is due."""
+    return SLACK_SECONDS + life.delay(use.machine.created.time, use.until)
+
+
+def _budget(life: Life) -> float | None:
+    return life.spec.get("limits", {}).get("max_cost_usd") if life.valid else None
+
+
+def _prices(life: Life) -> tuple[float, float]:
+    """US dollars for a second of training and of the endpoint."""
+    training, serve = life.spec["target"]["price_usd_per_hour"], life.spec.get("serve") or {}
+    return training / 3600, serve.get("price_usd_per_hour", training) / 3600
+
+
+def _bounds(life: Life) -> tuple[float, float]:
+    """When the run was accepted, and for how many seconds it may train."""
+    return seconds_of(life.records[0].value["created"]), duration_of(life.spec["limits"]["max_duration"])
+
+
+def _deadline(life: Life) -> float:
+    return sum(_bounds(life))
+
+
+def _deploying(life: Life) -> float | None:
+    """When the endpoint was begun."""
+    entered = (entry for entry in life.last.get("history", ()) if entry["state"] == "DEPLOYING")
+    return next((seconds_of(entry["time"]) for entry in entered), None)

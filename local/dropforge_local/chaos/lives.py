@@ -1,0 +1,298 @@
+"""What a history says of each run: its records, machines, executions and messages, and the sweeps between them.
+
+Nothing but the history is read: not the code, and not the cloud.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from .history import History
+
+TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
+CHECK_SECONDS = 300.0  # Settings.check_interval_seconds
+SWEEP_SECONDS = 600.0  # of the scheduler that calls it
+SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after it was told to
+CALL_FAULTS = frozenset({"refused", "lost", "late", "killed"})
+_DISK = "compute.googleapis.com/Disk"
+
+
+@dataclass(frozen=True)
+class At:
+    """Something at a place in the history: its index and time."""
+
+    index: int
+    time: float
+    value: Any
+
+
+@dataclass
+class Machine:
+    """A cloud resource from `created` to `gone`; indices and times of the history, None while it exists.
+
+    It is paid for from `running` to `ended`; one that serves from `created` to `deleting`, whether it was ready or not.
+    """
+
+    name: str
+    kind: str
+    labels: dict[str, str]
+    created: At
+    late: bool
+    running: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    deleting: At | None = None
+    gone: At | None = None
+    by_hand: bool = False
+
+    @property
+    def is_endpoint(self) -> bool:
+        return self.name.endswith("-serve")
+
+    @property
+    def is_disk(self) -> bool:
+        """It cannot be deleted before what it is attached to is gone."""
+        return self.kind == _DISK
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """The platform ends it at its time-out, whatever the control plane does."""
+        return "/jobs/" in self.name
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that it trains for; 0 for an endpoint."""
+        found = re.search(r"-a(\d+)$", self.name)
+        return int(found[1]) if found else 0
+
+    def exists_at(self, index: int) -> bool:
+        return self.created.index < index and (self.gone is None or self.gone.index > index)
+
+    def asked_to_go(self) -> At | None:
+        """When its deletion was first asked for, or when it was gone without that."""
+        return self.deleting or self.gone
+
+
+class Sweep(NamedTuple):
+    """A sweep that came to its end; `clean`: there was nothing that it could not look at or do."""
+
+    began: At
+    ended: At
+    clean: bool
+
+
+@dataclass
+class Life:
+    """Everything that a history says of one run."""
+
+    run: str
+    end: At
+    calm: float
+    dropped: list[At] = field(default_factory=list)
+    withdrawn: At | None = None  # its spec object was deleted or overwritten
+    creations: list[At] = field(default_factory=list)
+    records: list[At] = field(default_factory=list)
+    ledgers: list[At] = field(default_factory=list)
+    machines: list[Machine] = field(default_factory=list)
+    executions: dict[str, At] = field(default_factory=dict)
+    ended: dict[str, At] = field(default_factory=dict)
+    published: list[At] = field(default_factory=list)
+    slack: list[At] = field(default_factory=list)
+    cancels: list[At] = field(default_factory=list)
+    told: list[At] = field(default_factory=list)
+    silenced: set[int] = field(default_factory=set)  # attempts whose container had no chance to say how it ended
+    delays: list[tuple[float, float]] = field(default_factory=list)
+    handled: dict[str, At] = field(default_factory=dict)
+    sweeps: list[Sweep] = field(default_factory=list)
+    publish_faults: bool = False
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return dict(self.dropped[0].value["spec"]) if self.dropped else {}
+
+    @property
+    def valid(self) -> bool:
+        return bool(self.dropped and self.dropped[0].value["valid"])
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return dict(self.records[-1].value) if self.records else {}
+
+    @property
+    def over(self) -> At | None:
+        """When the run became terminal."""
+        return next((found for found in self.records if found.value["state"] in TERMINAL), None)
+
+    @property
+    def training(self) -> list[Machine]:
+        return [machine for machine in self.machines if not machine.is_endpoint]
+
+    def record_at(self, index: int) -> dict[str, Any] | None:
+        return next((found.value for found in reversed(self.records) if found.index < index), None)
+
+    def record_when(self, time: float) -> dict[str, Any] | None:
+        return next((found.value for found in reversed(self.records) if found.time <= time), None)
+
+    def entry_at(self, index: int, name: str) -> dict[str, Any] | None:
+        """What the ledger said of a resource."""
+        ledger = next((found.value for found in reversed(self.ledgers) if found.index < index), None)
+        return next((entry for entry in ledger["entries"] if entry["name"] == name), None) if ledger else None
+
+    def is_stray(self, machine: Machine) -> bool:
+        """It came after it was seen to be gone, or when the run was over: by a request that had been given up."""
+        entry = self.entry_at(machine.created.index, machine.name)
+        return machine.late or (entry is not None and entry["state"] == "gone")
+
+    def serves(self, machine: Machine) -> bool:
+        """Whether it is a part of the endpoint: made for that, or kept after it has trained."""
+        entry = self.entry_at(self.end.index, machine.name)
+        return machine.is_endpoint or bool(entry and entry.get("kept"))
+
+    def delay(self, since: float, until: float) -> float:
+        """Seconds that the faults of a time may have cost the run at most."""
+        return sum(seconds for time, seconds in self.delays if since <= time <= until)
+
+    def swept_after(self, index: int, time: float) -> Sweep | None:
+        """The first clean sweep that began after a moment."""
+        return next((s for s in self.sweeps if s.clean and s.began.index > index and s.began.time > time), None)
+
+
+def read(history: History) -> dict[str, Life]:
+    """The history, by run."""
+    reader = _Reader(history)
+    for index, fact in enumerate(history.facts):
+        reader.take(At(index, fact.time, fact.data), fact.kind)
+    for run, life in reader.lives.items():
+        life.run, life.handled, life.publish_faults, life.sweeps = run, reader.handled, reader.faults, reader.sweeps
+        life.delays = sorted([*life.delays, *reader.delays])
+    return dict(reader.lives)
+
+
+class _Reader:
+    """One pass over a history."""
+
+    def __init__(self, history: History) -> None:
+        last = history.facts[-1]
+        end = At(len(history.facts), last.time, last.data)
+        calm = next((fact.time for fact in history.of("calm")), end.time)
+        self.lives: dict[str, Life] = defaultdict(lambda: Life("", end, calm))
+        self.machines: dict[str, Machine] = {}
+        self.calls: dict[str, At] = {}
+        self.handled: dict[str, At] = {}
+        self.sweeps: list[Sweep] = []
+        self.delays: list[tuple[float, float]] = []  # of every run
+        self.faults = False
+        self.late = -1
+
+    def take(self, here: At, kind: str) -> None:
+        data = here.value
+        if kind == "late":
+            self.late = here.index
+        elif kind == "fault":
+            self._failed(here)
+        elif kind == "created":
+            self._created(here)
+        elif kind in ("running", "ended", "deleting", "gone"):
+            _happened(self.machines[data["name"]], kind, here)
+        elif kind == "call":
+            self.calls[data["instance"]] = here
+        elif kind == "answer":
+            self._answered(here)
+        elif kind == "write":
+            self._wrote(here)
+        else:
+            _told(self.lives, kind, here)
+
+    def _created(self, here: At) -> None:
+        """What a queue makes is as late as the request that it waited with."""
+        data = here.value
+        queued = self.machines.get(data.get("queued", ""))
+        late = self.late == here.index - 1 or (queued is not None and queued.late)
+        machine = Machine(data["name"], data.get("type", ""), data["labels"], here, late)
+        self.machines[machine.name] = machine
+        self.lives[data["labels"].get("dropforge-run", "")].machines.append(machine)
+
+    def _failed(self, here: At) -> None:
+        """A fault, and how long it may hold up whom: until the next look, the next try, or the second sweep."""
+        data, what = here.value, here.value["what"]
+        self.faults = self.faults or what in CALL_FAULTS or what == "cancelled_execution"
+        if what == "deleted":
+            self.machines[data["resource"]].by_hand = True
+        elif what in ("lost_machine", "silent"):
+            self.lives[data["run"]].silenced.add(data["attempt"])
+        elif what == "cancelled_execution":
+            self.lives[data["run"]].delays.append((here.time, 2 * SWEEP_SECONDS))
+        elif what == "restart":
+            self.delays.append((here.time, CHECK_SECONDS))
+        elif what in CALL_FAULTS or what == "stalled":
+            process = data["process"]
+            is_sweep = process.startswith("sweep-")
+            seconds = (SWEEP_SECONDS if is_sweep else CHECK_SECONDS) + data.get("seconds", 0.0)
+            run = self.calls[process].value.get("run", "") if process in self.calls else ""
+            (self.delays if is_sweep or not run else self.lives[run].delays).append((here.time, seconds))
+
+    def _answered(self, here: At) -> None:
+        call, status = self.calls.get(here.value["instance"]), here.value["status"]
+        if call is None or status != 200:
+            return
+        message = call.value.get("message")
+        if message is not None:
+            self.handled.setdefault(message, here)
+        if here.value["instance"].startswith("sweep-"):
+            self.sweeps.append(Sweep(call, here, not here.value["body"]["problems"]))
+
+    def _wrote(self, here: At) -> None:
+        parts = here.value["name"].split("/")
+        if len(parts) == 3 and parts[0] == "runs":
+            found = At(here.index, here.time, here.value["content"])
+            if parts[2] == "record.json":
+                self.lives[parts[1]].records.append(found)
+                if here.value["replaced"] == 0:
+                    self.lives[parts[1]].creations.append(found)
+            elif parts[2] == "ledger.json":
+                self.lives[parts[1]].ledgers.append(found)
+
+
+def _happened(machine: Machine, kind: str, here: At) -> None:
+    if kind == "running":
+        machine.running = here.time
+    elif kind == "ended":
+        machine.ended, machine.exit_code = here.time, here.value["exit_code"]
+    elif kind == "gone":
+        machine.gone = here
+    elif machine.deleting is None:
+        machine.deleting = here
+
+
+def _told(lives: dict[str, Life], kind: str, here: At) -> None:
+    data = here.value
+    if kind == "dropped":
+        lives[data["run"]].dropped.append(here)
+    elif kind == "withdrawn":
+        lives[data["run"]].withdrawn = here
+    elif kind == "cancel":
+        lives[data["run"]].cancels.append(here)
+    elif kind == "execution":
+        lives[data["run"]].executions[data["id"]] = here
+    elif kind == "execution_ended":
+        lives[data["run"]].ended[data["id"]] = here
+    elif kind == "told":
+        lives[data["run"]].told.append(here)
+    elif kind == "published":
+        lives[data["event"]["run"]].published.append(here)
+    elif kind == "slack":
+        lives[data["event"].split("/")[0]].slack.append(here)
+
+
+def seconds_of(time: str) -> float:
+    """A moment, in seconds since the epoch."""
+    return datetime.fromisoformat(time).timestamp()
+
+
+def duration_of(text: str) -> float:
+    """The seconds of a duration such as `20m`."""
+    return float(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
