@@ -21,6 +21,7 @@ FOUND = {
     140: "a run whose cancel was recorded while its last attempt failed ended FAILED",
     179: "likewise",
     190: "an inspect that had stalled ended an attempt of a run that was over",
+    784: "a job that was deleted while it was looked at made the look fail, and the run wait",
 }
 
 

@@ -76,13 +76,16 @@ class CloudRunJobs:
         return self._execution(launch) is not None
 
     def inspect(self, launch: Launch) -> Status:
+        from google.api_core.exceptions import NotFound
+
         try:
-            execution = self._execution(launch)
+            if (execution := self._execution(launch)) is not None:
+                return status_of_execution(execution, lambda: self._result(execution.name))
+        except NotFound:
+            pass  # deleted since it was looked at
         except client_errors() as error:
             raise classify(error) from error
-        if execution is None:
-            return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
-        return status_of_execution(execution, lambda: self._result(execution.name))
+        return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """In every region that may have some: the API has no listing over all regions."""
