@@ -88,8 +88,11 @@ class Process:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.text()}"
             time.sleep(0.01)
 
-    def code(self, timeout: float = 120) -> int:
-        return self.popen.wait(timeout)
+    def code(self, timeout: float = 100) -> int:
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.popen.args} did not end in {timeout:.0f} s:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.output.read_text()

@@ -81,9 +81,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
     """What the calls of a stack ask for on which runs have ended in every way."""
     state = tmp_path_factory.mktemp("recorded")
     replace(NOOP_CONFIG, record=True).save(state)
-    info = local.up(state)
+    local.up(state)
     try:
-        with patch.dict(os.environ, info.environment):
+        with patch.dict(os.environ):  # `user_of` fills it, and has clients of another stack forgotten
             live(user_of(state))
     finally:
         local.down(state)
