@@ -155,6 +155,14 @@ def connect(cluster: Any) -> Kubernetes:
     return Kubernetes(f"https://{cluster.endpoint}", authority)
 
 
+def exists(name: str) -> bool:
+    """Whether there is an object with that full resource name, or a cluster that cannot be asked for it now."""
+    cluster = find_cluster(name.partition("/k8s/")[0])
+    if cluster is None:
+        return False
+    return not has_endpoint(cluster) or connect(cluster).get(name) is not None
+
+
 def delete(name: str, pods: str = "") -> bool:
     """Delete the object with that full resource name; True once it is seen not to exist, alone or with its cluster.
 

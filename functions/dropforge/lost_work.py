@@ -1,5 +1,5 @@
 """Part of stage `sweep`: work that was lost. A spec without a run, a run that no execution goes on with, an end that
-nobody was told of."""
+nobody was told of, an endpoint that somebody else has deleted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from .cancel import END_TOLD, tell_unstarted
 from .clients import TIMEOUT_SECONDS
 from .errors import RetryLater
 from .executions import LIVE, find_execution, start_execution, state_of
+from .limits import Notice
 from .log import log
-from .notify import notify, tell
-from .runs import Record, RunState, RunStore
+from .notify import notify, tell, warn
+from .provision import launch_of
+from .runs import Record, RunState, RunStore, utc_now
+from .serving import get_server
+from .serving.base import Deployment
 from .settings import Settings
 from .submit import accept_again, note_execution, resume, submit_object
 from .teardown import delete_remaining, end_endpoint
 
 LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
 LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
+# A call that found its run open may write into the ledger after the end, and die before it takes that back: none of
+# these calls lasts longer than a function may (540 s, terraform/functions.tf).
+LATE_FOR = timedelta(minutes=15)
 
 
 def specs(settings: Settings) -> list[Any]:
@@ -80,22 +87,60 @@ def restart(store: RunStore, record: Record, live: frozenset[str], settings: Set
     return True
 
 
-def settle(store: RunStore, record: Record, live: frozenset[str] | None, settings: Settings, now: datetime) -> None:
-    """What a run that is over has left goes, but for its endpoint, and its end is told; then it is open no more.
+def settle(
+    store: RunStore,
+    record: Record,
+    listed: frozenset[str],
+    live: frozenset[str] | None,
+    settings: Settings,
+    now: datetime,
+) -> None:
+    """What a run that is over has left goes, but for its endpoint, and its end is told; later, it is open no more.
 
-    `live` is None when nobody knows which executions are.
+    `listed` are the names of all that the cloud lists. `live` is None when nobody knows which executions are.
     """
-    endpoint = record.endpoint
+    run, is_over = record.run, False
     try:
-        if record.state is RunState.SUCCEEDED and endpoint and not endpoint.ended and endpoint.expires >= now:
-            delete_remaining(store, record.run, keep_endpoint=True)
-            is_over = False
+        if _is_served(record, now) and not _has_lost_endpoint(store, record, listed, settings):
+            delete_remaining(store, run, keep_endpoint=True)
         else:
-            is_over = end_endpoint(store, record.run) if endpoint else not delete_remaining(store, record.run)
+            is_over = end_endpoint(store, run) if record.endpoint else not delete_remaining(store, run)
     finally:
         is_told = live is not None and _tell(store, record, live, settings)
-    if is_over and is_told:
-        store.close(record.run)
+    if is_over and is_told and now - record.history[-1].time > LATE_FOR:
+        store.close(run)
+
+
+def _is_served(record: Record, now: datetime) -> bool:
+    endpoint = record.endpoint
+    is_kept = endpoint is not None and endpoint.ended is None and endpoint.expires >= now
+    return is_kept and record.state is RunState.SUCCEEDED
+
+
+def _has_lost_endpoint(store: RunStore, record: Record, listed: frozenset[str], settings: Settings) -> bool:
+    """Whether somebody else has deleted what a run serves. People are told first, and once.
+
+    That a list lacks it proves nothing: the cloud is asked for it by its name, and then the record is read again, for
+    we may have ended it ourselves.
+    """
+    parts = [entry.name for entry in store.ledger(record.run).remaining() if entry.is_endpoint(record.run)]
+    if parts and listed.issuperset(parts):
+        return False
+    spec = store.spec(record.run)
+    assert spec.serve is not None, "only a run that serves has an endpoint"
+    assert record.endpoint is not None
+    deployment = Deployment(record.run, spec, settings, record.endpoint.expires, launch_of(record, spec))
+    if get_server(spec.serve.type).exists(deployment):
+        return False
+    record = store.record(record.run)
+    if record.endpoint is None or not _is_served(record, utc_now()):
+        return False
+    text = (
+        f"{record.endpoint.service} does not exist any more, and its time was not over: it was deleted from outside. "
+        f"What is left of the endpoint is deleted as well; the model is kept"
+    )
+    notice = Notice("endpoint-lost", "has lost its endpoint", text)
+    return notice.key in warn(store, record, spec, notice).notices  # untold, it is looked for again
 
 
 def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:

@@ -87,7 +87,10 @@ class Look:
 
     def _settle(self, runs: set[str]) -> None:
         over = [one for run, one in self.records.items() if one and one.state.is_terminal and run in runs]
-        self._each(lambda record: lost_work.settle(self.store, record, self.live, self.settings, self.now), over)
+        listed = frozenset(one.name for one in self.found)
+        self._each(
+            lambda record: lost_work.settle(self.store, record, listed, self.live, self.settings, self.now), over
+        )
 
     def _each(self, call: Callable[[T], U], items: Iterable[T]) -> list[tuple[T, U]]:
         """What `call` answers for each item, with the item; one that fails is a problem, and spares the others."""

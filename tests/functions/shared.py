@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from dropforge import clients, lost_work, names, orphans, sweep
+from dropforge.provision import launch_of
 from dropforge.runs import Attempt, Record, RunState, RunStore, Transition, utc_now
+from dropforge.serving import get_server
+from dropforge.serving.base import Deployment
 from dropforge.settings import settings
 from dropforge.spec import JobSpec
 from dropforge.targets import get_target
@@ -141,6 +144,14 @@ def make_run(store: RunStore, spec: dict[str, Any], state: RunState = RunState.T
     store.put_new(names.spec_object(run), parsed.model_dump_json(by_alias=True).encode())
     store.create(record)
     return run
+
+
+def is_there(store: RunStore, run: str) -> bool:
+    """Whether the cloud has what serves a run, as the sweep asks for it."""
+    record, spec = store.record(run), store.spec(run)
+    assert spec.serve is not None
+    deployment = Deployment(run, spec, settings(), utc_now(), launch_of(record, spec))
+    return get_server(spec.serve.type).exists(deployment)
 
 
 def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:

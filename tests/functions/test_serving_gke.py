@@ -35,6 +35,7 @@ from .shared import (
     environment,
     eventually,
     forget_clients,
+    is_there,
     make_run,
     sweep_only,
     switch_faults,
@@ -177,8 +178,11 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
 
     assert sweep.sweep()["deleted"] == []  # its time is not over
+    assert is_there(cloud.store, run)
     monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
     until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run) == [])
+    assert not is_there(cloud.store, run)
+    assert not is_there(cloud.store, cloud.run(cluster="no-such"))
     assert cloud.store.ledger(run).remaining() == []
     ended = cloud.store.record(run).endpoint
     assert ended

@@ -35,6 +35,7 @@ from .shared import (
     environment,
     eventually,
     forget_clients,
+    is_there,
     make_run,
     sweep_only,
     switch_faults,
@@ -159,11 +160,13 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
         assert eventually(lambda scope=scope: teardown(queued, ME, scope, True))["status"] == "GONE"
     cloud.store.update(queued, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
     assert sweep.sweep()["deleted"] == []  # their time is not over
+    assert [is_there(cloud.store, run) for run in (queued, taken)] == [True, True]
     for entry in cloud.store.ledger(queued).entries:
         cloud.store.note(queued, entry.name, ResourceState.GONE)  # the ledger errs; the cloud's list is what counts
     monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
     assert len(sweep.sweep()["deleted"]) == 3  # a queued resource and two nodes
     assert [*cloud.exists(queued), *cloud.exists(taken)] == []
+    assert [is_there(cloud.store, run) for run in (queued, taken)] == [False, False]
     assert cloud.store.ledger(queued).remaining() == []
     ended = cloud.store.record(queued).endpoint
     assert ended

@@ -20,7 +20,7 @@ from dropforge.settings import settings
 from dropforge.targets.tpu_vm import DISK
 from dropforge.teardown import teardown
 
-from .shared import ME, eventually, make_run, until
+from .shared import ME, eventually, is_there, make_run, until
 from .test_serving_tpu_vm import IMAGES, ZONE, Cloud, cloud, running, spec
 
 __all__ = ["cloud", "running"]
@@ -87,11 +87,13 @@ def test_what_trained_serves_outlives_its_run_and_is_swept(
         assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"  # type: ignore[misc]
     cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
     assert sweep.sweep()["deleted"] == []  # its time is not over
+    assert is_there(cloud.store, run)
     assert cloud.exists(run) == machines
     assert {entry.kind for entry in cloud.store.ledger(run).remaining()} > {DISK}
     monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(hours=2))
     assert sweep.sweep()["deleted"]
     assert cloud.exists(run) == []
+    assert not is_there(cloud.store, run)
     until(lambda: sweep.sweep() and cloud.store.ledger(run).remaining() == [])
     ended = cloud.store.record(run).endpoint
     assert ended

@@ -38,6 +38,7 @@ SERVE = {"type": "cloud_run", "ttl": "1h"}
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is lost: nobody else is about it in these tests."""
     monkeypatch.setattr(lost_work, "LOST_AFTER", timedelta(0))
+    monkeypatch.setattr(lost_work, "LATE_FOR", timedelta(0))
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.2)
 
 
@@ -183,7 +184,7 @@ def test_a_run_ends_as_it_was_to_end_when_its_execution_was_ended_while_it_tore_
     assert_clean(user, run)
 
 
-def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed(user: User) -> None:
+def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed_until_somebody_deletes_that(user: User) -> None:
     with refused(user, "create_service"):
         run = user.drop(user.spec(serve=SERVE))
         user.wait(run, "DEPLOYING")
@@ -196,9 +197,13 @@ def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed(user: Us
     assert len(user.resources(run)) == 1
     assert differences(run) == []
     assert run in dict(user.store.open_runs())  # what it serves is looked at until its ttl
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
-    user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    clients.run_services().delete_service(name=user.resources(run)[0]).result(timeout=30)
     sweep()
+    record = user.store.record(run)
+    assert record.endpoint is not None
+    assert record.endpoint.ended
+    assert user.slack(run, "has lost its endpoint").count(":warning: noop has lost its endpoint") == 1
+    assert differences(run) == []
     assert run not in dict(user.store.open_runs())
 
 
@@ -215,7 +220,7 @@ def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
 
     key = f"unrecorded-{time.time_ns()}"
     with monkeypatch.context() as patch:
-        patch.setattr(RunStore, "write", _dying_before_the_record(RunStore.write))
+        patch.setattr(RunStore, "_write", _dying_before_the_record(RunStore._write))
         with pytest.raises(ServiceUnavailable):
             submit_message(json.dumps(user.spec()).encode(), key)
     unrecorded = names.run_id_of_message(key)
@@ -236,10 +241,10 @@ def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
 
 
 def _dying_before_the_record(write: Any) -> Any:
-    def dying(store: RunStore, name: str, *arguments: Any) -> bool:
+    def dying(store: RunStore, name: str, *arguments: Any) -> Any:
         if name.endswith("/record.json"):
             raise ServiceUnavailable("killed")
-        return bool(write(store, name, *arguments))
+        return write(store, name, *arguments)
 
     return dying
 

@@ -47,6 +47,9 @@ class Server(Protocol):
     def why_not_ready(self, deployment: Deployment) -> CloudError:
         """What the platform says of an endpoint that has been waited for long enough."""
 
+    def exists(self, deployment: Deployment) -> bool:
+        """Whether the cloud still has what answers; also when that cannot be told yet."""
+
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """Every resource of every endpoint in the project, by the cloud. Raises Unlisted at the end."""
 

@@ -60,6 +60,12 @@ class CloudRunService:
         message = service.terminal_condition.message if service is not None else "the service does not exist"
         return CloudError(ErrorClass.CODE, message or "the platform does not call it ready", START_HINT)
 
+    def exists(self, deployment: Deployment) -> bool:
+        try:
+            return self._service(service_name(deployment)) is not None
+        except client_errors() as error:
+            raise classify(error) from error
+
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """In every region that may have some: the API has no listing over all regions."""
         yield from each(cloud_run_regions(), lambda region: _services_in(region, settings))

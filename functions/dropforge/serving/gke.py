@@ -100,6 +100,9 @@ class GkeDeployment:
         hint = "look at the events of its Service: `kubectl describe service`"
         return CloudError(ErrorClass.INFRASTRUCTURE, message, hint)
 
+    def exists(self, deployment: Deployment) -> bool:
+        return kubernetes.exists(self.resources(deployment)[0].name)
+
     def listed(self, settings: Settings) -> Iterator[Listed]:
         yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
 

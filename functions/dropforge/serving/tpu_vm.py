@@ -75,6 +75,14 @@ class TpuVmServer:
         hint = f"{START_HINT}; a firewall may keep requests from it (docs/serving.md)"
         return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
 
+    def exists(self, deployment: Deployment) -> bool:
+        """Without its node, a queued resource is nothing that answers."""
+        try:
+            _, node = tpu.look(self.machine(deployment))
+        except client_errors() as error:
+            raise classify(error) from error
+        return node is not None
+
     def listed(self, settings: Settings) -> Iterator[Listed]:
         lists = (tpu.list_queued, tpu.list_nodes)
         found = each(lists, lambda look: look(settings.project), is_used=bool(settings.serve_vllm_tpu_image))

@@ -1,0 +1,410 @@
+"""What the sweep makes of lost work: what is lost, who goes on with it, who is told, and when a run is closed."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import NotFound as Missing
+from google.api_core.exceptions import PreconditionFailed
+
+from dropforge import lost_work, names
+from dropforge.cancel import END_TOLD
+from dropforge.errors import CloudError, ErrorClass, RetryLater
+from dropforge.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
+from dropforge.runs import Endpoint, Record, RunState, RunStore, Transition
+from dropforge.settings import Settings
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
+RUN = "job-0123456789ab"
+SETTINGS = Settings(*["x"] * 12)
+JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
+KINDS = {JOB: "run.googleapis.com/Job", SERVICE: "run.googleapis.com/Service"}
+
+
+class Blob:
+    """An object of a bucket in memory, which is data and generation by name."""
+
+    def __init__(self, objects: dict[str, tuple[bytes, int]], name: str) -> None:
+        self.objects, self.name = objects, name
+        self.generation = 0
+
+    def upload_from_string(self, data: bytes, *, if_generation_match: int, **_: Any) -> None:
+        if self.objects.get(self.name, (b"", 0))[1] != if_generation_match:
+            raise PreconditionFailed("generation")
+        self.generation = if_generation_match + 1
+        self.objects[self.name] = (data, self.generation)
+
+    def download_as_bytes(self, **_: Any) -> bytes:
+        if self.name not in self.objects:
+            raise Missing(self.name)
+        data, self.generation = self.objects[self.name]
+        return data
+
+    def exists(self, **_: Any) -> bool:
+        return self.name in self.objects
+
+    def delete(self, **_: Any) -> None:
+        if self.objects.pop(self.name, None) is None:
+            raise Missing(self.name)
+
+
+class World:
+    """Everything beside the bucket: executions by their state, what the cloud has, and what was done, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        objects: dict[str, tuple[bytes, int]] = {}
+        bucket = SimpleNamespace(name="runs", blob=lambda name: Blob(objects, name))
+        self.store = RunStore(SimpleNamespace(bucket=lambda _: bucket), "runs")
+        self.executions: dict[str, str] = {}
+        self.cloud: set[str] = set()
+        self.done: list[str] = []
+        self.told = True  # what is to be told can be told
+        self.meanwhile: Any = lambda: None  # what somebody else does while the cloud is asked
+        patch.setattr(lost_work, "state_of", lambda execution, _: self.executions.get(execution, ""))
+        patch.setattr(lost_work, "find_execution", lambda *_: next(iter(self.live), None))
+        patch.setattr(lost_work, "start_execution", self.start)
+        patch.setattr(lost_work, "submit_object", self.submit_object)
+        patch.setattr(lost_work, "accept_again", lambda run: self.done.append(f"accept {run}"))
+        patch.setattr(lost_work, "resume", self.resume)
+        patch.setattr(lost_work, "notify", self.notify)
+        patch.setattr(lost_work, "tell", lambda record: self.done.append(f"tell {record.state}"))
+        patch.setattr(lost_work, "warn", self.warn)
+        patch.setattr(lost_work, "utc_now", lambda: NOW)
+        patch.setattr(lost_work, "launch_of", lambda *_: None)
+        patch.setattr(lost_work, "get_server", lambda _: SimpleNamespace(exists=self.exists))
+        patch.setattr("dropforge.teardown.delete_resource", self.delete)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.store.bucket.blob(names.open_object(RUN)).exists())
+
+    @property
+    def live(self) -> frozenset[str]:
+        return frozenset(id_ for id_, state in self.executions.items() if state == "ACTIVE")
+
+    def start(self, run: str, settings: Settings) -> str:
+        self.executions["new"] = "ACTIVE"
+        self.done.append("start")
+        return "new"
+
+    def submit_object(self, bucket: str, name: str, generation: str, size: int) -> Record:
+        self.done.append(f"submit {bucket}/{name}#{generation} of {size}")
+        state = RunState.REJECTED if "bad" in name else RunState.ACCEPTED
+        return self.put(record(state, run=names.run_id_of_object(bucket, name, generation)))
+
+    def resume(self, store: RunStore, found: Record) -> Record:
+        if self.live:
+            raise RetryLater("another delivery is about it")
+        return store.update(found.run, lambda old: old.claimed(self.start(found.run, SETTINGS)))
+
+    def notify(self, run: str, execution: str, state: RunState, error: Any) -> dict[str, str]:
+        self.done.append(f"notify {state} for {execution}")
+        return {"status": "NOTIFIED" if self.told else "UNTOLD"}
+
+    def warn(self, store: RunStore, found: Record, spec: Any, notice: Any) -> Record:
+        self.done.append(f"warn {notice.key}")
+        return store.update(found.run, lambda old: old.with_notice(notice.key)) if self.told else found
+
+    def exists(self, deployment: Any) -> bool:
+        self.done.append("exists")
+        self.meanwhile()
+        return SERVICE in self.cloud
+
+    def delete(self, kind: str, name: str) -> bool:
+        self.done.append(f"delete {name.rsplit('-', 1)[1]}")
+        if name in self.cloud and "stuck" in self.cloud:
+            return False
+        self.cloud.discard(name)
+        return True
+
+    def put(self, found: Record) -> Record:
+        self.store.create(found)
+        return found
+
+    def over(self, state: RunState = RunState.FAILED, ended: timedelta = HOUR, **fields: Any) -> Record:
+        """A run that ended so long ago and is still marked as open."""
+        made = record(state, ended, **{"execution": "old", **fields})
+        self.executions["old"] = "SUCCEEDED"
+        self.store.mark_open(made)
+        self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())
+        return self.put(made)
+
+    def served(self, **fields: Any) -> Record:
+        """A run that has succeeded and whose endpoint has an hour left."""
+        made = self.over(RunState.SUCCEEDED, endpoint=endpoint(**fields))
+        self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
+        self.cloud.add(SERVICE)
+        return made
+
+    def settle(self, live: frozenset[str] | None = frozenset(), now: datetime = NOW) -> None:
+        settle(self.store, self.store.record(RUN), frozenset(self.cloud), live, SETTINGS, now)
+
+
+SPEC = {
+    "api_version": "dropforge/v1",
+    "name": "n",
+    "model": {"source": "a/b"},
+    "dataset": {"source": "a/b"},
+    "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+    "serve": {"type": "cloud_run"},
+}
+
+
+def record(state: RunState, ended: timedelta = HOUR, run: str = RUN, **fields: Any) -> Record:
+    history = [Transition(state=RunState.ACCEPTED, time=NOW - 2 * HOUR)]
+    if state is not RunState.ACCEPTED:
+        history.append(Transition(state=state, time=NOW - ended))
+    return Record(run=run, name="n", source="s", state=state, created=NOW - 2 * HOUR, history=history, **fields)
+
+
+def endpoint(expires: timedelta = HOUR, **fields: Any) -> Endpoint:
+    return Endpoint(url="u", model="m", service=SERVICE, region="r", ready=NOW, expires=NOW + expires, **fields)
+
+
+def blob(name: str = "specs/a.json", age: timedelta = HOUR, size: int | None = 7) -> Any:
+    return SimpleNamespace(name=name, generation=5, size=size, time_created=NOW - age)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("age", "lost"),
+    [
+        (LOST_AFTER, False),  # its event may be on its way
+        (LOST_AFTER + SECOND, True),
+        (LOST_FOR - SECOND, True),
+        (LOST_FOR, False),  # older than the deployment, perhaps: nobody wants hundreds of old specs to run
+        (-SECOND, False),  # of a clock that is ahead
+    ],
+)
+def test_a_spec_without_a_run_is_lost_after_a_while_and_for_a_week(world: World, age: timedelta, lost: bool) -> None:
+    run = names.run_id_of_object(SETTINGS.specs_bucket, "specs/a.json", "5")
+    assert submit(world.store, blob(age=age), SETTINGS, NOW) == (run if lost else "")
+    assert world.done == (["submit x/specs/a.json#5 of 7"] if lost else [])
+    if lost:
+        # Whoever dies in the submission leaves a mark: the sweep looks at the run again, if not at the object.
+        assert world.store.read(names.open_object(run)).data == b"gs://x/specs/a.json#5"
+        assert submit(world.store, blob(age=age), SETTINGS, NOW) == ""  # it has a run by now
+
+
+def test_a_lost_spec_that_is_refused_is_told_by_its_submission(world: World) -> None:
+    run = submit(world.store, blob("specs/bad.json", size=None), SETTINGS, NOW)
+    assert world.done == ["submit x/specs/bad.json#5 of 0"]
+    assert END_TOLD in world.store.record(run).notices  # so that it is not told again
+
+
+def test_a_record_that_was_to_be_written_is_written_after_a_while(world: World) -> None:
+    assert accept(world.store, RUN, NOW - LOST_AFTER + SECOND, NOW) == ""
+    assert world.done == []
+    assert accept(world.store, RUN, NOW - LOST_AFTER, NOW) == RUN
+    assert world.done == [f"accept {RUN}"]
+
+
+@pytest.mark.parametrize(
+    ("old", "now", "goes_on"),
+    [
+        ("ACTIVE", "ACTIVE", True),
+        ("QUEUED", "QUEUED", True),  # in the backlog
+        ("", "ACTIVE", True),  # it was started after the live ones were listed
+        ("", "UNAVAILABLE", True),  # nobody knows: two of them would be worse than a wait
+        ("", "SUCCEEDED", False),
+        ("", "FAILED", False),
+        ("", "CANCELLED", False),
+        ("", "", False),  # Google forgets them
+    ],
+)
+def test_a_run_is_restarted_only_when_its_execution_has_ended(world: World, old: str, now: str, goes_on: bool) -> None:
+    """`old` is the state when the live ones were listed, `now` the one in which it is found."""
+    found = world.put(record(RunState.TRAINING, execution="first"))
+    world.executions["first"] = now
+    live = frozenset({"first"} if old else ())
+    assert restart(world.store, found, live, SETTINGS) is not goes_on
+    after = world.store.record(RUN)
+    if goes_on:
+        assert (after.execution, after.superseded, world.done) == ("first", [], [])
+    else:
+        assert (after.execution, after.superseded, world.done) == ("new", ["first"], ["start"])
+
+
+def test_two_sweeps_at_once_restart_a_run_once(world: World) -> None:
+    """Both have read the record before either of them released it."""
+    found = world.put(record(RunState.TRAINING, execution="first"))
+    assert [restart(world.store, found, frozenset(), SETTINGS) for _ in range(2)] == [True, False]
+    assert world.done == ["start"]
+    assert world.store.record(RUN).execution == "new"
+
+
+def test_an_execution_that_a_sweep_started_and_could_not_note_is_found(world: World) -> None:
+    """The sweep died after it had released the run and before it noted the one that goes on."""
+    found = world.put(record(RunState.TRAINING, superseded=["first"]))
+    world.executions["unnoted"] = "ACTIVE"
+    assert restart(world.store, found, world.live, SETTINGS)
+    assert world.done == []
+    assert world.store.record(RUN).execution == "unnoted"
+
+
+def test_a_run_that_ended_meanwhile_is_not_restarted(world: World) -> None:
+    found = record(RunState.TEARING_DOWN, execution="first")
+    world.put(record(RunState.FAILED, execution="first"))
+    assert not restart(world.store, found, frozenset(), SETTINGS)
+    assert world.done == []
+    assert world.store.record(RUN).execution == "first"
+
+
+def test_a_run_that_was_only_accepted_is_submitted_on(world: World) -> None:
+    """By the submission's own rules, which know of deliveries that are under way."""
+    found = world.put(record(RunState.ACCEPTED))
+    world.executions["of another delivery"] = "ACTIVE"
+    assert not restart(world.store, found, world.live, SETTINGS)
+    world.executions.clear()
+    assert restart(world.store, found, frozenset(), SETTINGS)
+    assert world.store.record(RUN).execution == "new"
+
+
+def test_what_a_run_that_is_over_has_left_goes_and_then_it_is_closed(world: World) -> None:
+    world.over()
+    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    world.cloud |= {JOB, "stuck"}
+    world.settle()
+    assert world.is_open
+    world.cloud.discard("stuck")
+    world.settle()
+    assert world.cloud == set()
+    assert world.store.ledger(RUN).remaining() == []
+    assert not world.is_open
+
+
+def test_a_run_stays_open_while_a_call_that_is_late_may_write_into_its_ledger(world: World) -> None:
+    """Such a call has found the run open, and dies before it takes back what it has intended."""
+    world.over(ended=LATE_FOR)
+    world.settle()
+    assert world.is_open
+    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    world.settle(now=NOW + SECOND)
+    assert world.store.ledger(RUN).remaining() == []
+    assert not world.is_open
+
+
+@pytest.mark.parametrize(
+    ("live", "state", "told", "done", "closed"),
+    [
+        (frozenset({"old"}), "ACTIVE", True, [], False),  # about to tell
+        (frozenset(), "ACTIVE", True, [], False),  # since they were listed
+        (None, "FAILED", True, [], False),  # nobody knows which are live
+        (frozenset(), "SUCCEEDED", True, [], True),  # it has told
+        (frozenset(), "FAILED", True, ["notify FAILED for old"], True),
+        (frozenset(), "CANCELLED", True, ["notify FAILED for old"], True),
+        (frozenset(), "", True, ["notify FAILED for old"], True),
+        (frozenset(), "FAILED", False, ["notify FAILED for old"], False),  # again by the next sweep
+    ],
+)
+def test_an_end_is_told_when_its_execution_may_have_died_before_it_told(
+    world: World, live: frozenset[str] | None, state: str, told: bool, done: list[str], closed: bool
+) -> None:
+    world.over()
+    world.executions["old"], world.told = state, told
+    world.settle(live)
+    assert world.done == done
+    assert world.is_open is not closed
+    world.settle(live)
+    assert len(world.done) == len(done) * (1 if told else 2), "told twice"
+
+
+def test_a_refusal_is_told_once(world: World) -> None:
+    world.over(RunState.REJECTED, execution=None)
+    world.store.mark_open(record(RunState.REJECTED))
+    world.settle()
+    world.settle()
+    assert world.done == ["tell REJECTED"]
+    assert not world.is_open
+
+
+def test_an_end_is_told_even_if_a_resource_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.over()
+    world.executions["old"] = "FAILED"
+    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+
+    def refuse(kind: str, name: str) -> bool:
+        raise CloudError(ErrorClass.PERMISSION, "no")
+
+    monkeypatch.setattr("dropforge.teardown.delete_resource", refuse)
+    with pytest.raises(CloudError):
+        world.settle()
+    assert world.done == ["notify FAILED for old"]
+    assert world.is_open
+
+
+def test_what_serves_is_left_alone_without_a_request_more(world: World) -> None:
+    world.served()
+    world.store.intend(RUN, KINDS[JOB], JOB, 1)
+    world.settle()
+    assert world.done == ["delete a1"]
+    assert world.cloud == {SERVICE}
+    assert world.is_open
+
+
+def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> None:
+    world.served(expires=-SECOND)
+    world.settle()
+    ended = world.store.record(RUN).endpoint
+    assert ended
+    assert ended.ended
+    assert world.done == ["delete serve"]
+    assert not world.is_open
+
+
+def test_an_endpoint_that_somebody_else_has_deleted_is_told_once_and_ended(world: World) -> None:
+    world.served()
+    world.cloud.clear()
+    world.settle()
+    ended = world.store.record(RUN).endpoint
+    assert ended
+    assert ended.ended
+    assert world.done == ["exists", "warn endpoint-lost", "delete serve"]
+    assert not world.is_open
+    world.settle()
+    assert len(world.done) == 3
+
+
+def test_a_list_that_lacks_an_endpoint_proves_nothing(world: World) -> None:
+    found = world.served()
+    settle(world.store, found, frozenset(), frozenset(), SETTINGS, NOW)
+    assert world.done == ["exists"]
+    assert world.store.record(RUN) == found
+    assert world.is_open
+
+
+def test_an_endpoint_is_not_ended_before_people_could_be_told(world: World) -> None:
+    """Otherwise nobody would tell them: what has ended is not looked for again."""
+    world.served()
+    world.cloud.clear()
+    world.told = False
+    for _ in range(2):
+        world.settle()
+    assert world.done == ["exists", "warn endpoint-lost"] * 2
+    found = world.store.record(RUN).endpoint
+    assert found
+    assert found.ended is None
+
+
+@pytest.mark.parametrize("change", [{"expires": NOW - SECOND}, {"ended": NOW}], ids=lambda change: next(iter(change)))
+def test_an_endpoint_that_we_have_ended_meanwhile_is_not_called_lost(world: World, change: dict[str, Any]) -> None:
+    """A cancel sets its time to now before it deletes anything."""
+    world.served()
+    world.cloud.clear()
+
+    def cancel() -> None:
+        ours = endpoint().model_copy(update=change)
+        world.store.update(RUN, lambda found: found.model_copy(update={"endpoint": ours}))
+
+    world.meanwhile = cancel
+    world.settle()
+    assert world.done == ["exists"]
