@@ -103,7 +103,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
     deaths.around(submit, "start_execution", lambda run, _: f"start {run}")
-    deaths.around(RunStore, "write", lambda _, name, data, *__: f"write {name} {_without_times(data)}")
+    deaths.around(RunStore, "_write", lambda _, name, data, *__: f"write {name} {_without_times(data)}")
     deaths.around(requests.Session, "request", change_of)
     deaths.around(RESTClientObject, "request", change_of)
     deaths.around(type(clients.publisher()), "publish", lambda *_, **event: f"publish {event.get('ce-id')}")
