@@ -79,7 +79,9 @@ class Process:
         clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
         self.output = directory / f"output-{time.monotonic_ns()}"
         with self.output.open("wb") as file:
-            self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
+            self.popen = subprocess.Popen(
+                command, stdout=file, stderr=file, cwd=directory, env=clean, preexec_fn=_in_the_foreground
+            )
 
     def wait_for(self, text: str, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
@@ -96,6 +98,11 @@ class Process:
 
     def text(self) -> str:
         return self.output.read_text()
+
+
+def _in_the_foreground() -> None:
+    """Ctrl-C reaches a command that somebody has typed, also where these tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
