@@ -1,0 +1,133 @@
+"""The store of runs against the emulated Cloud Storage: what one process remembers, another may have changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dropforge import runs
+from dropforge.errors import Conflict
+from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, Versioned, utc_now
+from dropforge_local.db import Database
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.server import BackgroundServer
+from dropforge_local.workflows.clock import SystemClock
+
+BUCKET = "runs"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud import storage
+
+    home = tmp_path_factory.mktemp("runs")
+
+    def build() -> list[Any]:
+        emulator = StorageEmulator(Database(home / "state.db"), home / "blobs", SystemClock())
+        emulator.create_bucket(BUCKET)
+        return [emulator]
+
+    with BackgroundServer(build) as server:
+        options = {"api_endpoint": server.url}
+        with storage.Client("p1", AnonymousCredentials(), client_options=options) as made:
+            yield made
+
+
+@pytest.fixture
+def process(client: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], CountingStore]:
+    """A process that remembers nothing yet."""
+    return lambda: CountingStore(client, BUCKET)
+
+
+class CountingStore(RunStore):
+    """Counts what it reads and writes."""
+
+    def __init__(self, client: Any, bucket: str) -> None:
+        super().__init__(client, bucket)
+        self.reads = self.writes = 0
+
+    def read(self, name: str) -> Versioned:
+        self.reads += 1
+        return super().read(name)
+
+    def _write(self, *arguments: Any) -> int | None:
+        self.writes += 1
+        return super()._write(*arguments)
+
+
+def new_run(store: RunStore) -> str:
+    run, now = f"store-{next(_numbers):012x}", utc_now()
+    history = [Transition(state=RunState.ACCEPTED, time=now)]
+    record = Record(run=run, name="store", source="gs://b/o#1", state=RunState.ACCEPTED, created=now, history=history)
+    assert store.create(record)
+    return run
+
+
+def test_what_a_process_has_written_it_changes_without_reading_it(process: Callable[[], CountingStore]) -> None:
+    store = process()
+    run = new_run(store)
+    for key in ("a", "b", "c"):
+        store.update(run, lambda record, key=key: record.with_notice(key))
+    store.intend(run, "kind", "one", 1)
+    assert store.reads == 1, "a ledger may be there, or not"
+    store.note(run, "one", ResourceState.CREATED)
+    store.note(run, "one", ResourceState.GONE)
+    assert store.reads == 1
+    other = process()
+    assert other.record(run).notices == ["a", "b", "c"]
+    assert other.ledger(run).remaining() == []
+
+
+def test_what_another_process_has_written_is_not_overwritten(process: Callable[[], CountingStore]) -> None:
+    mine, other = process(), process()
+    run = new_run(mine)
+    other.update(run, lambda record: record.with_notice("other"))
+    mine.update(run, lambda record: record.with_notice("mine"))
+    assert mine.reads == 1, "once it was refused"
+    assert other.update(run, lambda record: record.with_notice("again")).notices == ["other", "mine", "again"]
+    mine.intend(run, "kind", "one", 1)
+    other.intend(run, "kind", "two", 1)
+    mine.note(run, "one", ResourceState.GONE)
+    assert [entry.name for entry in other.ledger(run).remaining()] == ["two"]
+
+
+def test_that_nothing_is_to_be_done_is_said_of_what_is_there_now(process: Callable[[], CountingStore]) -> None:
+    mine, other = process(), process()
+    run = new_run(mine)
+    other.update(run, lambda record: record.model_copy(update={"cancel_requested": utc_now()}))
+    seen = mine.update(run, lambda record: record.with_notice("seen") if record.cancel_requested else record)
+    assert seen.notices == ["seen"]
+
+
+def test_a_refusal_is_about_what_is_there_now(process: Callable[[], CountingStore]) -> None:
+    mine, other = process(), process()
+    run = new_run(mine)
+    other.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
+    assert mine.update(run, lambda record: record.entered(RunState.TRAINING, utc_now())).state is RunState.TRAINING
+    with pytest.raises(Conflict, match="is TRAINING; it cannot become ACCEPTED"):
+        mine.update(run, lambda record: record.entered(RunState.ACCEPTED, utc_now()))
+
+
+def test_a_refused_write_costs_nobody_a_change(process: Callable[[], CountingStore]) -> None:
+    stores = [process() for _ in range(4)]
+    run = new_run(stores[0])
+    keys = [(store, f"{number}-{key}") for key in range(5) for number, store in enumerate(stores)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: one[0].update(run, lambda record: record.with_notice(one[1])), keys))
+    assert sorted(stores[1].record(run).notices) == sorted(key for _, key in keys)
+
+
+def test_no_process_remembers_everything(process: Callable[[], CountingStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "KNOWN", 2)
+    store = process()
+    made = [new_run(store) for _ in range(3)]
+    for run in made:
+        store.update(run, lambda record: record.with_notice("told"))
+    assert store.reads == 3, "of each, as it was forgotten before its turn came"
+    assert all(store.record(run).notices == ["told"] for run in made)
