@@ -206,11 +206,21 @@ def _raise_if_refused(name: str) -> None:
     from google.cloud.tpu_v2 import OperationMetadata
     from google.rpc import code_pb2
 
-    parent = name.rsplit("/nodes/", 1)[0]
-    for operation in clients.tpu().list_operations({"name": parent}, timeout=TIMEOUT_SECONDS).operations:
+    for operation in _operations(name.rsplit("/nodes/", 1)[0]):
         about = OperationMetadata.deserialize(operation.metadata.value)
         if about.target == name and operation.error.code:
             raise classify_text(code_pb2.Code.Name(operation.error.code), operation.error.message)
+
+
+def _operations(parent: str) -> Iterator[Any]:
+    """Every operation in a zone, page by page: this method of the client does not turn pages itself."""
+    request = {"name": parent, "page_token": ""}
+    while True:
+        page = clients.tpu().list_operations(request, timeout=TIMEOUT_SECONDS)
+        yield from page.operations
+        if not page.next_page_token:
+            return
+        request["page_token"] = page.next_page_token
 
 
 def _delete_queued(name: str) -> bool:

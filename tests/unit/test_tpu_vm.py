@@ -5,13 +5,15 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from google.cloud import tpu_v2
+from google.longrunning import operations_pb2
 
-from dropforge import names
+from dropforge import clients, names, tpu
 from dropforge.admission import fit_problems, image_problems
-from dropforge.errors import ErrorClass
+from dropforge.errors import CloudError, ErrorClass
 from dropforge.spec import parse_spec
 from dropforge.targets.base import Launch, Phase
 from dropforge.targets.tpu_vm import STARTUP_SCRIPT, machine, status_of, status_of_node
@@ -157,6 +159,22 @@ def test_states_decide(resource: Any, found: Any, phase: Phase, error_class: Err
 def test_a_node_that_is_gone() -> None:
     assert status_of_node(None, NAME).phase is Phase.GONE
     assert status_of_node(node("DELETING"), NAME).phase is Phase.GONE
+
+
+def test_a_refusal_is_found_on_whatever_page_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy zone has more operations than one page has; a refusal that is overlooked is asked for again."""
+    wanted: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
+    refusal = operations_pb2.Operation(**wanted)
+    refusal.metadata.Pack(tpu_v2.OperationMetadata.pb(tpu_v2.OperationMetadata(target=NAME)))
+    pages = {
+        "": operations_pb2.ListOperationsResponse(operations=[operations_pb2.Operation(name="p")], next_page_token="2"),
+        "2": operations_pb2.ListOperationsResponse(operations=[refusal]),
+    }
+    client = Mock(list_operations=lambda request, timeout: pages[request.get("page_token", "")])
+    monkeypatch.setattr(clients, "tpu", lambda: client)
+    with pytest.raises(CloudError, match="no more capacity") as refused:
+        tpu._raise_if_refused(NAME)
+    assert refused.value.error_class is ErrorClass.STOCKOUT
 
 
 def test_what_does_not_fit_or_has_no_image_is_refused_early() -> None:

@@ -66,6 +66,34 @@ def test_zones_have_their_types_and_runtimes(cloud: Cloud) -> None:
         cloud.tpu.list_accelerator_types(parent="projects/p1/locations/moon")
 
 
+def test_lists_come_in_pages(cloud: Cloud) -> None:
+    """Google's clients turn them, but for operations; what goes between two pages moves nothing."""
+    nodes = [cloud.create(f"node{number}") for number in range(3)]
+    names = [operation.result(timeout=20).name for operation in nodes]
+    cloud.faults(stockout=["us-west1-c"])  # so that what is queued stays so
+    queued = [cloud.queue(f"q{number}", f"n{number}") for number in range(5)]
+    made = [operation.operation.name for operation in [*nodes, *queued]]
+    wanted = [f"{PARENT}/queuedResources/q{number}" for number in range(5)]
+    for client in (cloud.tpu, cloud.rest):
+        answers = list(client.list_nodes({"parent": PARENT, "page_size": 2}).pages)
+        assert [[one.name for one in page.nodes] for page in answers] == [names[:2], names[2:]]
+        pages = list(client.list_queued_resources({"parent": "projects/p1/locations/-", "page_size": 2}).pages)
+        assert [[one.name for one in page.queued_resources] for page in pages] == [wanted[:2], wanted[2:4], wanted[4:]]
+        first = client.list_operations({"name": PARENT, "page_size": 5})
+        last = client.list_operations({"name": PARENT, "page_token": first.next_page_token})
+        assert [one.name for one in [*first.operations, *last.operations]] == made[::-1]
+        assert not last.next_page_token
+    first = cloud.tpu.list_queued_resources({"parent": PARENT, "page_size": 3})._response
+    cloud.unqueue("q1").result(timeout=20)
+    following = {"parent": PARENT, "page_token": first.next_page_token}
+    assert [one.name for one in cloud.tpu.list_queued_resources(following)] == wanted[3:]
+    types = list(cloud.rest.list_accelerator_types({"parent": PARENT, "page_size": 1}).pages)
+    assert len(types) == len(list(cloud.tpu.list_accelerator_types(parent=PARENT))) > 1
+    for wrong in ({"page_size": -1}, {"page_token": "x"}, {"page_token": "WzEsMl0="}):
+        with pytest.raises(refused.InvalidArgument, match=next(iter(wrong))):
+            cloud.tpu.list_nodes({"parent": PARENT, **wrong})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

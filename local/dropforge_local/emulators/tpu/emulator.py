@@ -30,7 +30,7 @@ from ...workflows.clock import Clock
 from .. import rpc
 from ..compute.disks import Disks
 from ..faults import Faulty, parse_faults
-from . import rules
+from . import pages, rules
 from .config import TpuConfig
 from .faults import ACTIONS, Faults
 from .machines import Machines
@@ -190,7 +190,8 @@ class TpuEmulator:
         return [row["name"] for row in rows]
 
     def list_nodes(self, request: Any) -> Any:
-        return tpu_v2.ListNodesResponse.pb()(nodes=self._store.nodes(request.parent))
+        found, token = self._store.page("nodes", request.parent, request)
+        return tpu_v2.ListNodesResponse.pb()(nodes=found, next_page_token=token)
 
     def get_node(self, request: Any) -> Any:
         return self._store.get_node(request.name)
@@ -223,7 +224,8 @@ class TpuEmulator:
             return self._begin("start", request.name)
 
     def list_queued_resources(self, request: Any) -> Any:
-        return tpu_v2.ListQueuedResourcesResponse.pb()(queued_resources=self._store.queued(request.parent))
+        found, token = self._store.page("queued", request.parent, request)
+        return tpu_v2.ListQueuedResourcesResponse.pb()(queued_resources=found, next_page_token=token)
 
     def get_queued_resource(self, request: Any) -> Any:
         return self._store.get_queued(request.name)
@@ -249,8 +251,9 @@ class TpuEmulator:
             return self._begin("delete", request.name, request.request_id)
 
     def list_accelerator_types(self, request: Any) -> Any:
-        found = [self._accelerator_type(request.parent, one) for one in self._slices(request.parent)]
-        return tpu_v2.ListAcceleratorTypesResponse.pb()(accelerator_types=found)
+        slices, token = pages.page_of(self._slices(request.parent), request)
+        found = [self._accelerator_type(request.parent, one) for one in slices]
+        return tpu_v2.ListAcceleratorTypesResponse.pb()(accelerator_types=found, next_page_token=token)
 
     def get_accelerator_type(self, request: Any) -> Any:
         parent, _, kind = request.name.rpartition("/acceleratorTypes/")
@@ -260,8 +263,9 @@ class TpuEmulator:
         raise ApiError("NOT_FOUND", f"Resource '{request.name}' was not found")
 
     def list_runtime_versions(self, request: Any) -> Any:
-        versions = [self._runtime_version(request.parent, one) for one in self._runtimes(request.parent)]
-        return tpu_v2.ListRuntimeVersionsResponse.pb()(runtime_versions=versions)
+        runtimes, token = pages.page_of(self._runtimes(request.parent), request)
+        versions = [self._runtime_version(request.parent, one) for one in runtimes]
+        return tpu_v2.ListRuntimeVersionsResponse.pb()(runtime_versions=versions, next_page_token=token)
 
     def get_runtime_version(self, request: Any) -> Any:
         parent, _, version = request.name.rpartition("/runtimeVersions/")
@@ -270,8 +274,9 @@ class TpuEmulator:
         return self._runtime_version(parent, version)
 
     def list_locations(self, request: Any) -> Any:
-        found = [self._location(request.name, zone) for zone in rules.zones(self._config)]
-        return locations_pb2.ListLocationsResponse(locations=found)
+        zones, token = pages.page_of(rules.zones(self._config), request)
+        found = [self._location(request.name, zone) for zone in zones]
+        return locations_pb2.ListLocationsResponse(locations=found, next_page_token=token)
 
     def get_location(self, request: Any) -> Any:
         project, _, zone = request.name.rpartition("/locations/")
@@ -282,7 +287,8 @@ class TpuEmulator:
         return self._store.get_operation(request.name)
 
     def list_operations(self, request: Any) -> Any:
-        return operations_pb2.ListOperationsResponse(operations=self._store.operations(request.name))
+        found, token = self._store.page("operations", request.name, request)
+        return operations_pb2.ListOperationsResponse(operations=found, next_page_token=token)
 
     def delete_operation(self, request: Any) -> Any:
         if not self._store.get_operation(request.name).done:

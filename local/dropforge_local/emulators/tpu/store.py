@@ -12,6 +12,7 @@ from google.protobuf import json_format
 
 from ...db import Database
 from ...errors import ApiError
+from . import pages
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tpu_nodes (
@@ -32,7 +33,12 @@ CREATE TABLE IF NOT EXISTS tpu_boots (
 Node = tpu_v2.Node.pb()
 QueuedResource = tpu_v2.QueuedResource.pb()
 Operation = operations_pb2.Operation
-KEPT_OPERATIONS = 100
+# What has a location and is listed: its table, its message, and whether the newest comes first.
+LISTED = {
+    "nodes": ("tpu_nodes", Node, False),
+    "queued": ("tpu_queued", QueuedResource, False),
+    "operations": ("tpu_operations", Operation, True),
+}
 
 
 class Store:
@@ -74,6 +80,22 @@ class Store:
     def delete_node(self, name: str) -> None:
         with self.db.transaction() as connection:
             connection.execute("DELETE FROM tpu_nodes WHERE name = ?", [name])
+
+    def page(self, kind: str, parent: str, request: Any) -> tuple[list[Any], str]:
+        """A page of a location's list ("-": of all locations), and the token of the next one.
+
+        In the order of creation; what comes and goes between pages moves nothing.
+        """
+        table, message, newest_first = LISTED[kind]
+        after, order = ("<", "DESC") if newest_first else (">", "ASC")
+        size, last = pages.size_of(request), pages.read_token(request, (1e99 if newest_first else 0.0, ""))
+        rows = self.db.connection.execute(
+            f"SELECT created, name, body FROM {table} WHERE parent GLOB ? AND (created, name) {after} (?, ?)"
+            f" ORDER BY created {order}, name {order} LIMIT ?",
+            [_pattern(parent), *last, size + 1],
+        ).fetchall()
+        token = pages.write_token(rows[size - 1]["created"], rows[size - 1]["name"]) if len(rows) > size else ""
+        return [json_format.Parse(row["body"], message()) for row in rows[:size]], token
 
     def nodes(self, parent: str = "*") -> list[Any]:
         """Of one location, of all of a project for "-", or all."""
@@ -134,12 +156,6 @@ class Store:
     def get_operation(self, name: str) -> Any:
         return json_format.Parse(self.operation_row(name)["body"], Operation())
 
-    def operations(self, parent: str) -> list[Any]:
-        rows = self.db.connection.execute(
-            "SELECT body FROM tpu_operations WHERE parent = ? ORDER BY created DESC LIMIT ?", [parent, KEPT_OPERATIONS]
-        )
-        return [json_format.Parse(row["body"], Operation()) for row in rows]
-
     def delete_operation(self, name: str) -> None:
         with self.db.transaction() as connection:
             connection.execute("DELETE FROM tpu_operations WHERE name = ?", [name])
@@ -183,10 +199,13 @@ class Store:
         return [row["id"] for row in self.db.connection.execute("SELECT id FROM tpu_boots WHERE NOT ended")]
 
     def _rows(self, table: str, parent: str) -> list[sqlite3.Row]:
-        pattern = f"{parent[:-1]}*" if parent.endswith("/-") else parent
         return self.db.connection.execute(
-            f"SELECT body FROM {table} WHERE parent GLOB ? ORDER BY created, name", [pattern]
+            f"SELECT body FROM {table} WHERE parent GLOB ? ORDER BY created, name", [_pattern(parent)]
         ).fetchall()
+
+
+def _pattern(parent: str) -> str:
+    return f"{parent[:-1]}*" if parent.endswith("/-") else parent
 
 
 def _dump(message: Any) -> str:
