@@ -146,8 +146,8 @@ def test_a_run_that_does_not_exist_owns_nothing_but_other_deployments_may(
     user.delete(theirs[0])
 
 
-def test_a_run_goes_on_when_its_execution_was_ended_while_it_trained(user: User) -> None:
-    run = user.drop(user.spec("slow"))
+def test_a_run_goes_on_when_its_execution_was_ended_while_it_trained(user: User, target: Part) -> None:
+    run = user.drop(user.spec("slow", target=target))
     user.wait(run, "TRAINING")
     end_execution(user, run)
     with ThreadPoolExecutor(2) as pool:
