@@ -1,9 +1,15 @@
 """Kill a part of a whole stack at one of its commits, start it again, and see that nothing is lost, left or doubled.
 
-    python -m tests.stack.crash --target gke --all
+    python -m tests.stack.crash --target gke --all --lanes 2
 
 tries every commit of every life (LIVES) on a target, prints a line for each that went wrong and a table at the end.
-Containers train nothing. Without --all every seventh commit is tried, from a place that --seed draws.
+Containers train nothing. Without --all every seventh commit is tried, from a place that --seed draws. One that went
+wrong is tried again by
+
+    python -m tests.stack.crash --target gke --life success --kill stack --moment after --from 37 --to 37
+
+Every try is a line of build/crash.jsonl. With --continue those that went well are not tried again, and --table sums up
+the file. Stacks are forked (zygote.py) from one process that has imported them; --slow starts them as users do.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import http.client
 import json
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +27,11 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
@@ -33,10 +42,14 @@ from dropforge_local import stack as local
 
 from .conftest import NOOP_CONFIG, user_of
 from .targets import PARTS, SERVES
+from .zygote import Zygote
 
 T = TypeVar("T")
 STRIDE = 7
+ENOUGH = 3  # lives in a row that ended before anybody was killed: one has a few commits more than another
 TIMEOUT = 60.0
+LOOK_SECONDS = 0.1
+RESULTS = Path("build/crash.jsonl")
 UNREACHABLE = (OSError, http.client.HTTPException)
 NOTICES = {RunState.ACCEPTED, RunState.TRAINING, RunState.SUCCEEDED, RunState.FAILED}
 
@@ -105,6 +118,7 @@ class Harness:
     def attempt(self, case: Case, commit: int) -> Result:
         """One life, with a death at its commit with that number; 0 for none."""
         begin, life = time.monotonic(), LIVES[case.life]
+        self._until(lambda: self._post("_local/crash", {"commit": 0}))
         self._settle()
         self._post("_local/crash", {"commit": commit, "moment": case.moment, "kill": case.kill})
         run = self._drop(self.user.spec(life.behave, **case.spec))
@@ -116,6 +130,8 @@ class Harness:
             self._until(lambda: all(e["state"] != "ACTIVE" for e in self._executions(run)))
         except TimeoutError:
             return Result(True, time.monotonic() - begin, [f"{run} came to no end: {self._record(run)!r}"])
+        except local.StackError as error:
+            return Result(True, time.monotonic() - begin, [f"{run}: the stack does not start again: {error}"])
         switch = self._get("_local/crash")
         self._post("_local/crash", {"commit": 0})
         killed = bool(commit) and not switch["armed"]["commit"]
@@ -174,7 +190,7 @@ class Harness:
         if doubled := [attempt for attempt, count in attempts.items() if count > 1]:
             yield f"trained more than once in attempts {doubled}"
 
-    def _until(self, look: Callable[[], T], timeout: float = TIMEOUT) -> T:
+    def _until(self, look: Callable[[], T | None], timeout: float = TIMEOUT) -> T:
         """What `look` answers once that is something; the stack is started again whenever it is dead."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -183,7 +199,7 @@ class Harness:
                     return found
             if local.running(self.state) is None:
                 local.up(self.state)
-            time.sleep(0.03)
+            time.sleep(LOOK_SECONDS)
         raise TimeoutError
 
     def _settle(self) -> None:
@@ -257,15 +273,67 @@ class Harness:
             return json.load(response)
 
 
-def sweep(harness: Harness, case: Case, first: int, stride: int) -> Iterator[tuple[int, Result]]:
-    """A death at every `stride`th commit from `first` on, until a life ends before anybody is killed."""
-    commit = first
-    while True:
-        result = harness.attempt(case, commit)
-        yield commit, result
-        if not result.killed:
-            return
-        commit += stride
+@dataclass(frozen=True)
+class Tried:
+    """A line of the results."""
+
+    case: Case
+    commit: int
+    result: Result
+    tree: str
+    state: str
+
+    def __str__(self) -> str:
+        row = asdict(self.case) | {"commit": self.commit} | asdict(self.result)
+        return json.dumps({**row, "tree": self.tree, "state": self.state})
+
+    @classmethod
+    def of(cls, line: str) -> Tried:
+        row = json.loads(line)
+        case = Case(*(row[name] for name in ("target", "life", "kill", "moment")))
+        result = Result(*(row[name] for name in ("killed", "seconds", "problems", "commits")))
+        return cls(case, row["commit"], result, row["tree"], row["state"])
+
+
+@dataclass
+class Plan:
+    """Which commits of a life are tried, and what is known of them."""
+
+    case: Case
+    commits: range
+    results: Path
+    slow: bool = False
+    well: frozenset[int] = field(default_factory=frozenset)
+
+    def sweep(self) -> list[Tried]:
+        """In a stack of its own, until the lives end before anybody is killed. Its state is kept if one went wrong."""
+        found: list[Tried] = []
+        home, tree = Path(tempfile.mkdtemp(prefix="dropforge-crash-")), _tree()
+        if not self.slow:
+            local._spawn = zygote().spawn
+        try:
+            harness = Harness(home)
+            for commit in self.commits:
+                if commit in self.well:
+                    continue
+                found.append(Tried(self.case, commit, harness.attempt(self.case, commit), tree, str(home)))
+                with self.results.open("a") as file:
+                    file.write(f"{found[-1]}\n")
+                for problem in found[-1].result.problems:
+                    print(f"{self.case} at commit {commit}: {problem} (see {home})", flush=True)
+                if [tried.result.killed for tried in found[-ENOUGH:]] == [False] * ENOUGH:
+                    break
+        finally:
+            local.down(home)
+        if not any(tried.result.problems for tried in found):
+            shutil.rmtree(home)
+        return found
+
+
+@cache
+def zygote() -> Zygote:
+    """This process's; it ends with it."""
+    return Zygote()
 
 
 def cases(target: str, kill: str) -> list[Case]:
@@ -275,47 +343,86 @@ def cases(target: str, kill: str) -> list[Case]:
     return [Case(target, life, kill, moment) for life in lives for moment in moments]
 
 
+def table(tries: Iterable[Tried]) -> Iterator[str]:
+    """A row for each case. Of several tries at one commit the last one counts, but for the time they took."""
+    rows: dict[Case, dict[int, Tried]] = {}
+    seconds: Counter[Case] = Counter()
+    for tried in tries:
+        rows.setdefault(tried.case, {})[tried.commit] = tried
+        seconds[tried.case] += round(tried.result.seconds)
+    yield f"{'case':<44} {'tries':>6} {'deaths':>6} {'problems':>8} {'seconds':>8}"
+    for case, commits in rows.items():
+        deaths = sum(tried.result.killed for tried in commits.values())
+        wrong = [commit for commit, tried in commits.items() if tried.result.problems]
+        name = f"{case.target} {case.life}: {case.kill} {case.moment}"
+        yield f"{name:<44} {len(commits):>6} {deaths:>6} {len(wrong):>8} {seconds[case]:>8}  {wrong or ''}"
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stack.crash", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--target", choices=[*PARTS], action="append", help="default: all of them")
     parser.add_argument("--kill", choices=["stack", "functions", "containers"], action="append", help="likewise")
     parser.add_argument("--life", choices=[*LIVES], action="append", help="likewise")
+    parser.add_argument("--moment", choices=["before", "after"], action="append", help="likewise")
     parser.add_argument("--all", action="store_true", help="every commit, not every seventh")
+    parser.add_argument("--from", type=int, dest="first", metavar="COMMIT", help="the first to try; implies --all")
+    parser.add_argument("--to", type=int, default=10_000, dest="last", metavar="COMMIT", help="the last to try")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10_000)
+    parser.add_argument("--lanes", type=int, default=1, help="how many stacks at once")
+    parser.add_argument("--slow", action="store_true", help="start every stack as users do")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--continue", action="store_true", dest="go_on", help="without what went well by the results")
+    parser.add_argument("--table", action="store_true", help="sum up the results, try nothing")
     options = parser.parse_args(arguments)
-    draw, stride = random.Random(options.seed), 1 if options.all else STRIDE
-    print(f"seed {options.seed}", flush=True)
-    table, wrong = [], 0
-    for target in options.target or PARTS:
-        for kill in options.kill or ["stack", "functions", "containers"]:
-            for case in cases(target, kill):
-                if options.life and case.life not in options.life:
-                    continue
-                row = _sweep_with_own_stack(case, draw.randrange(stride) + 1, stride)
-                wrong += row[3]
-                table.append(row)
-                print(f"{row[0]:<44} {row[2]:>4} deaths {row[3]:>4} problems {row[4]:>6.0f} s", flush=True)
-    print(f"\n{'case':<44} {'tries':>6} {'deaths':>6} {'problems':>8} {'seconds':>8}")
-    for name, tries, deaths, problems, seconds in table:
-        print(f"{name:<44} {tries:>6} {deaths:>6} {problems:>8} {seconds:>8.0f}")
-    return 1 if wrong else 0
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.touch()
+    if not options.table:
+        print(f"seed {options.seed}", flush=True)
+    known = [Tried.of(line) for line in options.results.read_text().splitlines()]
+    tries = known if options.table else _sweep(_plans(options, known), options.lanes)
+    print(*table(tries), sep="\n")
+    return int(any(tried.result.problems for tried in tries))
 
 
-def _sweep_with_own_stack(case: Case, first: int, stride: int) -> tuple[str, int, int, int, float]:
-    """A row of the table. The state of a stack on which something went wrong is kept, to be looked at."""
-    begin, tries, deaths, problems = time.monotonic(), 0, 0, 0
-    home = Path(tempfile.mkdtemp(prefix="dropforge-crash-"))
-    try:
-        harness = Harness(home)
-        for commit, result in sweep(harness, case, first, stride):
-            tries, deaths, problems = tries + 1, deaths + result.killed, problems + len(result.problems)
-            for problem in result.problems:
-                print(f"{case} at commit {commit}: {problem} (see {home})", flush=True)
-    finally:
-        local.down(home)
-    if not problems:
-        shutil.rmtree(home)
-    return f"{case.target} {case.life}: {case.kill} {case.moment}", tries, deaths, problems, time.monotonic() - begin
+def _plans(options: argparse.Namespace, known: Iterable[Tried]) -> list[Plan]:
+    draw, stride = random.Random(options.seed), 1 if options.all or options.first else STRIDE
+    chosen = [
+        case
+        for target in options.target or PARTS
+        for kill in options.kill or ["stack", "functions", "containers"]
+        for case in cases(target, kill)
+        if case.life in (options.life or LIVES) and case.moment in (options.moment or ("before", "after"))
+    ]
+    well: dict[Case, set[int]] = {case: set() for case in chosen}
+    for tried in known if options.go_on else ():
+        if tried.case in well and not tried.result.problems:
+            well[tried.case].add(tried.commit)
+    return [
+        Plan(
+            case,
+            range(options.first or draw.randrange(stride) + 1, options.last + 1, stride),
+            options.results,
+            options.slow,
+            frozenset(well[case]),
+        )
+        for case in chosen
+    ]
+
+
+def _sweep(plans: list[Plan], lanes: int) -> list[Tried]:
+    found: list[Tried] = []
+    with ProcessPoolExecutor(lanes) as pool:
+        for tries in pool.map(Plan.sweep, plans):
+            found += tries
+            if tries:
+                print([*table(tries)][1], flush=True)
+    return found
+
+
+def _tree() -> str:
+    """The commit that is tried; with a plus when files have changed since."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, cwd=local.ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 import requests
 
@@ -15,8 +17,9 @@ from dropforge_local import stack as local
 from dropforge_local.crash import VARIABLE
 
 from .conftest import user_of
-from .crash import Case, Harness
+from .crash import Case, Harness, Result, Tried, table
 from .test_faults import kill
+from .zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SEED = 8
@@ -33,7 +36,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    with patch.dict(os.environ):
+    with patch.dict(os.environ), closing(Zygote()) as zygote, patch.object(local, "_spawn", zygote.spawn):
         harness = Harness(tmp_path_factory.mktemp("crash"))
         yield harness
         harness.close()
@@ -45,6 +48,29 @@ def test_a_death_loses_leaves_and_doubles_nothing(harness: Harness, case: Case) 
     result = harness.attempt(case, commit)
     assert result.killed
     assert not result.problems, f"at commit {commit}: {result.problems}"
+
+
+def test_a_stack_is_of_its_own_and_its_functions_end_with_it(harness: Harness) -> None:
+    """As one that was not forked: nothing that started it has to live on, or dies with it."""
+    stack = psutil.Process(user_of(harness.state).info.pid)
+    assert os.getsid(stack.pid) not in {stack.pid, os.getsid(0)}
+    family = stack.children(recursive=True)
+    assert len(family) > 2, family  # the nursery, and the functions' master and worker
+    kill(user_of(harness.state))
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    local.up(harness.state)
+
+
+def test_the_last_try_at_a_commit_counts(tmp_path: Path) -> None:
+    case = Case("gke", "success")
+    tries = [
+        Tried(case, 1, Result(True, 2.0, ["left something"], 3), "tree", str(tmp_path)),
+        Tried(case, 2, Result(True, 2.0, [], 3), "tree", str(tmp_path)),
+        Tried(case, 1, Result(True, 2.0, [], 3), "tree", str(tmp_path)),
+        Tried(case, 3, Result(False, 2.0, ["left something"], 3), "tree", str(tmp_path)),
+    ]
+    assert [Tried.of(str(tried)) for tried in tries] == tries
+    assert [*table(tries)][1].split() == ["gke", "success:", "stack", "after", "3", "2", "1", "8", "[3]"]
 
 
 def test_a_stack_that_dies_while_it_recovers_recovers(harness: Harness) -> None:

@@ -1,0 +1,225 @@
+"""Stacks that start in a fraction of a second: forked from a process that has imported what stack and functions do.
+
+A stack's start is 2 s of imports, in two processes, and little else: a harness that starts thousands would do nothing
+else. The zygote opens nothing, starts no thread and makes no client before it forks, so that what it forks is as new as
+what `python -m dropforge_local.stack_process` starts; and dies, holds its lock and leaves its children as that does.
+
+    harness ── zygote ── a stack (a child of init, as every stack)
+                           └─ the nursery, forked while the stack has one thread ── the functions, again and again
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import IO, Any
+
+import psutil
+
+MESSAGE_BYTES = 1 << 16
+# What the functions import when they first need it.
+CLIENTS = (
+    "google.api_core.exceptions", "google.auth.transport.requests", "google.cloud.container_v1",
+    "google.cloud.pubsub_v1", "google.cloud.run_v2", "google.cloud.secretmanager_v1", "google.cloud.storage",
+    "google.cloud.tpu_v2", "google.cloud.workflows.executions_v1", "google.oauth2.id_token", "gunicorn.app.base",
+    "gunicorn.workers.gthread", "kubernetes.client", "werkzeug.middleware.dispatcher",
+)  # fmt: skip
+
+
+class Zygote:
+    """Starts stacks; `spawn` stands for `dropforge_local.stack._spawn`."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._last: psutil.Process | None = None
+
+    def spawn(self, command: Sequence[str], log_path: object) -> int:
+        """Start what `python -m dropforge_local.stack_process ARGUMENTS` would; its pid."""
+        while self._last and _threads(self._last) > 1:  # its last one may be a moment behind, and holds its ports
+            time.sleep(0.01)
+        request = {"arguments": list(command[3:]), "log": str(log_path), "environment": dict(os.environ)}
+        self._socket.send(json.dumps(request).encode())
+        pid = int(self._socket.recv(MESSAGE_BYTES))
+        with suppress(psutil.NoSuchProcess):
+            self._last = psutil.Process(pid)
+        return pid
+
+    def close(self) -> None:
+        """Also of a stack that never became ready: by its command line, nobody could find it."""
+        with suppress(psutil.NoSuchProcess):
+            if self._last:
+                self._last.kill()
+        self._socket.close()
+        self._process.wait(10)
+
+
+class Functions:
+    """What the stack needs of a subprocess.Popen, for functions that the nursery forked: no child, so no exit code."""
+
+    def __init__(
+        self,
+        nursery: socket.socket,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: object,
+        stdout: IO[bytes],
+        pass_fds: Sequence[int],
+        **_: Any,
+    ) -> None:
+        request = {"arguments": list(command[3:]), "environment": dict(env), "directory": str(cwd)}
+        reading, writing = os.pipe()
+        self.stdin = os.fdopen(writing, "wb")
+        socket.send_fds(nursery, [json.dumps(request).encode()], [reading, stdout.fileno(), *pass_fds])
+        os.close(reading)
+        self.pid = int(nursery.recv(MESSAGE_BYTES))
+        self.returncode: int | None = None
+        try:
+            self._handle: int | None = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._handle, self.returncode = None, -signal.SIGKILL
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def wait(self, timeout: float) -> int | None:
+        if self._handle is not None and select.select([self._handle], [], [], timeout)[0]:
+            os.close(self._handle)
+            self._handle, self.returncode = None, -signal.SIGKILL
+        return self.returncode
+
+    def terminate(self) -> None:
+        if self._handle is not None:
+            signal.pidfd_send_signal(self._handle, signal.SIGTERM)
+
+
+def main(descriptor: int) -> None:
+    from dropforge_local import functions_host, stack_process
+
+    for name in (*CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
+        importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # what is imported stays shared
+    requests = socket.socket(fileno=descriptor)
+    while message := requests.recv(MESSAGE_BYTES):
+        reading, writing = os.pipe()
+        if not (shell := os.fork()):
+            os.setsid()
+            if not (pid := os.fork()):
+                requests.close()
+                os.close(reading)
+                os.close(writing)
+                _run(_stack, stack_process, json.loads(message))
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(shell, 0)
+        requests.send(os.read(reading, MESSAGE_BYTES))
+        os.close(reading)
+
+
+def _threads(process: psutil.Process) -> int:
+    try:
+        return process.num_threads()
+    except psutil.Error:
+        return 0
+
+
+def _modules_of(source: str) -> list[str]:
+    """The modules that a source imports at its top."""
+    lines = [line.split() for line in source.splitlines() if line.startswith(("import ", "from "))]
+    return [words[1] for words in lines if words[1] != "__future__"]
+
+
+def _stack(stack_process: Any, request: Mapping[str, Any]) -> None:
+    with open(os.devnull, "rb") as nothing, open(request["log"], "ab") as log:
+        _become(request, [nothing.fileno(), log.fileno(), log.fileno()])
+    nursery = _nursery()
+
+    def popen(command: Sequence[str], **options: Any) -> Functions:
+        return Functions(nursery, command, **options)
+
+    stack_process.subprocess = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE)
+    stack_process.main()
+
+
+def _nursery() -> socket.socket:
+    """A process that forks the functions, and ends when its stack does: nobody else holds the other end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        if not (pid := os.fork()):
+            theirs.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _run(_functions, json.loads(message), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        theirs.send(str(pid).encode())
+
+
+def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    from dropforge_local import functions_host
+
+    reading, log, listener = descriptors
+    _become(request, [reading, log, log])
+    os.close(reading)
+    os.close(log)
+    os.chdir(request["directory"])
+    os.set_inheritable(listener, True)
+    url, _, *options = request["arguments"]
+    sys.argv[1:] = [url, str(listener), *options]
+    functions_host.main()
+
+
+def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Take over the arguments, the environment, and the three standard streams."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    sys.argv[1:] = request["arguments"]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+
+
+def _run(work: Callable[..., None], *arguments: Any) -> None:
+    """Do a forked process's work and end it, whatever is above on the stack."""
+    code: object = 1
+    try:
+        work(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except Exception:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
