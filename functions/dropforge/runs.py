@@ -371,13 +371,15 @@ class RunStore:
         """Note kinds and names of resources that are about to be created; False: they must not be, any more.
 
         The record is read after the ledger was written, and teardown reads the ledger after it has written the record:
-        one of both sees the other.
+        one of both sees the other. What was noted in vain stays so: others may have made it meanwhile, by this note. It
+        is looked at by the teardown that is to come or, of a run that is over, by the sweep.
         """
         news = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
-        if is_wanted(self.record(run)):
+        record = self.record(run)
+        if is_wanted(record):
             return True
-        for name in news:  # none of them was made: they may be in nobody's way
-            self.note(run, name, ResourceState.GONE)
+        if news:
+            self.mark_open(record)
         return False
 
     def keep(self, run: str, name: str) -> None:

@@ -5,7 +5,21 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dropforge.errors import Conflict, ErrorClass
-from dropforge.runs import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunError, RunState, Transition
+from dropforge.runs import (
+    Attempt,
+    Endpoint,
+    Ledger,
+    LedgerEntry,
+    Record,
+    ResourceState,
+    RunError,
+    RunState,
+    RunStore,
+    Transition,
+)
+from dropforge_local.chaos.faults import Strike
+from dropforge_local.chaos.storage import Storage
+from dropforge_local.chaos.world import World
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -120,3 +134,13 @@ def test_the_ledger_keeps_one_entry_per_resource() -> None:
 def test_an_endpoint_is_what_was_made_or_kept_for_it(name: str, kept: bool, expected: bool) -> None:
     entry = LedgerEntry(kind="k", name=f"x/{name}", attempt=1, state=ResourceState.CREATED, intended=NOW, kept=kept)
     assert entry.is_endpoint("r") is expected
+
+
+def test_a_resource_that_was_intended_in_vain_is_looked_at() -> None:
+    """Others may have made it by the same note: it is not gone because this one does not make it."""
+    store = RunStore(Storage(World(0, Strike(0, "")), ("runs",)), "runs")
+    over = record(RunState.FAILED)
+    assert store.create(over)
+    assert not store.intend_all(over.run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
+    assert [entry.state for entry in store.ledger(over.run).remaining()] == [ResourceState.INTENDED]
+    assert [run for run, _ in store.open_runs()] == [over.run]
