@@ -174,7 +174,7 @@ def cancelled() -> Story:
     story.change("ACCEPTED")
     story.tell("execution", id="e1", run=RUN)
     story.change(execution="e1")
-    story.tell("cancel", run=RUN, message="m1")
+    story.tell("cancel", run=RUN, message="m1", how="message")
     story.tell("call", instance="on_spec_message-1", message="m1")
     story.change(cancel_requested=_iso(story.now))
     story.tell("answer", instance="on_spec_message-1", status=200, body=None)
@@ -212,6 +212,11 @@ def _invented(story: Story) -> None:
 
 def _accepted_though_invalid(story: Story) -> None:
     _alter(story, "dropped", 0, valid=False)
+
+
+def _refused_before_it_was_withdrawn(story: Story) -> None:
+    _alter(story, "dropped", 0, valid=True)
+    story.tell("withdrawn", run=RUN, how="deleted")
 
 
 def _without_end(story: Story) -> None:
@@ -314,6 +319,19 @@ def _cancel_unanswered(story: Story) -> None:
 
 def _cancel_from_nowhere(story: Story) -> None:
     _end_as(story, "CANCELLED")
+
+
+def _cancel_that_nobody_asked(story: Story) -> None:
+    story.facts = [fact for fact in story.facts if fact.kind != "cancel"]
+
+
+def _forged_and_unanswered(story: Story) -> None:
+    story.tell("forged", run="nobody-0123456789ab", message="m9")
+
+
+def _forged_and_obeyed(story: Story) -> None:
+    story.facts.insert(0, Fact(story.facts[0].time, "forged", {"run": RUN, "message": "m9"}))
+    story.facts = [fact for fact in story.facts if fact.kind != "dropped"]
 
 
 def _expensive(story: Story) -> None:
@@ -453,6 +471,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("one_run", served, _lost),
     ("one_run", served, _invented),
     ("one_run", served, _accepted_though_invalid),
+    ("one_run", rejected, _refused_before_it_was_withdrawn),
     ("ends", served, _without_end),
     ("ends", served, _endless_execution),
     ("terminal_once", served, _second_end),
@@ -474,6 +493,9 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("cancel_wins", cancelled, _cancel_ignored),
     ("cancel_wins", cancelled, _cancel_unanswered),
     ("cancel_wins", served, _cancel_from_nowhere),
+    ("cancel_wins", cancelled, _cancel_that_nobody_asked),
+    ("forged_does_nothing", served, _forged_and_unanswered),
+    ("forged_does_nothing", served, _forged_and_obeyed),
     ("within_budget", served, _expensive),
     ("within_budget", served, _expensive_endpoint),
     ("within_budget", stopped, _expensive_machine),

@@ -54,16 +54,20 @@ def check(history: History) -> list[Problem]:
 
 
 def one_run(life: Life) -> Iterator[tuple[float, str]]:
-    """A spec, however often it is delivered, is one record; and there is no record without a spec."""
+    """A spec, however often it is delivered, is one record; and there is no record without a spec.
+
+    One that is taken back before it was read may have none, or one that was refused or has ended at once.
+    """
     if life.records and not life.dropped:
         yield life.records[0].time, "a record, and nobody dropped its spec"
-    if life.dropped and not life.records:
+    if life.dropped and not life.records and not (life.withdrawn and life.was_lost):
         yield life.end.time, "its spec was dropped, and there is no record"
     if len(life.creations) > 1:
         yield life.creations[1].time, "its record was created twice"
     if life.records and life.dropped:
         first = life.records[0].value["history"][0]["state"]
-        if first != ("ACCEPTED" if life.valid else "REJECTED"):
+        unread = life.withdrawn is not None and life.withdrawn.index < life.records[0].index
+        if first != ("ACCEPTED" if life.valid else "REJECTED") and not (unread and first in ("REJECTED", "CANCELLED")):
             yield life.records[0].time, f"its spec is {'valid' if life.valid else 'invalid'}, and it was {first}"
 
 
@@ -168,7 +172,8 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
     obeyed = asked is not None and asked.value["state"] not in (*TERMINAL, "TEARING_DOWN")
     if obeyed and life.over.value["state"] != "CANCELLED":
         yield life.over.time, f"its cancel was recorded, and it ended {life.over.value['state']}"
-    if life.over.value["state"] == "CANCELLED" and asked is None:
+    unasked = asked is None or not (life.cancels or life.withdrawn)
+    if life.over.value["state"] == "CANCELLED" and unasked:
         yield life.over.time, "it ended CANCELLED, and nobody asked"
     for cancel in life.cancels:
         handled = life.handled.get(cancel.value["message"])
@@ -178,11 +183,24 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
         record = life.record_at(handled.index)
         if record is None or record["state"] == "REJECTED":
             continue
-        if record["state"] not in TERMINAL and record["state"] != "TEARING_DOWN" and not record["cancel_requested"]:
+        kept = life.over.value["state"] == "CANCELLED" and any(i.index < handled.index for i in life.intents)
+        is_going = record["state"] in TERMINAL or record["state"] == "TEARING_DOWN"
+        if not is_going and not record["cancel_requested"] and not kept:
             yield handled.time, f"it was {record['state']} when its cancel was answered, and knows nothing of it"
         serving = [m for m in life.machines if life.serves(m) and m.exists_at(handled.index) and not life.is_stray(m)]
-        if record["state"] in TERMINAL and serving:
+        if record["state"] in TERMINAL and serving and cancel.value["how"] == "message":
             yield handled.time, f"its cancel was answered while {serving[0].name} existed"
+
+
+def forged_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
+    """A request for a run that does not exist is answered, and nothing comes of it."""
+    for found in life.forged:
+        if found.value["message"] not in life.handled:
+            yield life.end.time, f"message {found.value['message']}, in the name of no run, was never acknowledged"
+    if life.forged and not life.dropped:
+        for what in ("records", "ledgers", "machines", "executions", "published", "slack"):
+            if getattr(life, what):
+                yield life.end.time, f"nobody dropped its spec, and it has {what}"
 
 
 def attempts_end(life: Life) -> Iterator[tuple[float, str]]:
@@ -239,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     one_at_a_time,
     nothing_left,
     cancel_wins,
+    forged_does_nothing,
     attempts_end,
     everybody_is_told,
     *limits.RULES,

@@ -83,7 +83,8 @@ class Cloud:
     def _uploaded(self, bucket: str, name: str, generation: int, size: int) -> None:
         if bucket == SPECS:
             data = {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
-            self.events.send("on_spec_uploaded", data, {"object": name}, may_drop=True)
+            about = {"object": name, "generation": str(generation)}
+            self.events.send("on_spec_uploaded", data, about, may_drop=True)
 
     def _deleted(self, bucket: str, name: str, generation: int) -> None:
         if bucket == SPECS:

@@ -35,6 +35,9 @@ class Faults:
     cancelled_execution: float = 0.0  # of a running execution, now and then: cancelled by hand
     doubled_sweep: float = 0.0  # of a sweep: two at once
     cancels: float = 0.0  # of a run: somebody cancels it
+    deletes: float = 0.0  # of an uploaded spec: somebody deletes it, at once or later
+    overwrites: float = 0.0  # of an uploaded spec: somebody uploads another one under its name
+    forged_cancels: float = 0.0  # of some ids that no run has: somebody cancels it
     slack_down: float = 0.0  # of a Slack message: answered 5xx
 
     @classmethod
@@ -83,5 +86,8 @@ _MOST = {
     "cancelled_execution": 0.3,
     "doubled_sweep": 0.5,
     "cancels": 0.6,
+    "deletes": 0.6,
+    "overwrites": 0.6,
+    "forged_cancels": 0.6,
     "slack_down": 0.5,
 }

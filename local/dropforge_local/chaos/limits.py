@@ -54,9 +54,9 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
     deadline = _deadline(life)
     for use in training_uses(life):
         over = use.until - deadline
-        # What came late finds its deadline over, and stops by itself; a machine that does not is the sweep's.
-        stray = life.is_stray(use.machine)
-        if stray and (not use.machine.ends_by_itself or use.until - use.since <= SLACK_SECONDS):
+        # What begins late finds its deadline over, and stops by itself; a machine that does not is the sweep's.
+        stops = use.since > deadline - SLACK_SECONDS and use.until - use.since <= SLACK_SECONDS
+        if stops or (life.is_stray(use.machine) and not use.machine.ends_by_itself):
             continue
         allowed = CHECK_SECONDS + (SLACK_SECONDS if use.machine.ends_by_itself else _patience(life, use))
         if over > allowed:

@@ -94,6 +94,8 @@ class Life:
     calm: float
     dropped: list[At] = field(default_factory=list)
     withdrawn: At | None = None  # its spec object was deleted or overwritten
+    was_lost: bool = False  # nobody was told that its spec was uploaded
+    forged: list[At] = field(default_factory=list)  # requests in its name, of which there is no run
     creations: list[At] = field(default_factory=list)
     records: list[At] = field(default_factory=list)
     ledgers: list[At] = field(default_factory=list)
@@ -103,6 +105,7 @@ class Life:
     published: list[At] = field(default_factory=list)
     slack: list[At] = field(default_factory=list)
     cancels: list[At] = field(default_factory=list)
+    intents: list[At] = field(default_factory=list)  # to end it, kept beside a record that did not exist
     told: list[At] = field(default_factory=list)
     silenced: set[int] = field(default_factory=set)  # attempts whose container had no chance to say how it ended
     delays: list[tuple[float, float]] = field(default_factory=list)
@@ -169,6 +172,8 @@ def read(history: History) -> dict[str, Life]:
     for run, life in reader.lives.items():
         life.run, life.handled, life.publish_faults, life.sweeps = run, reader.handled, reader.faults, reader.sweeps
         life.delays = sorted([*life.delays, *reader.delays])
+        found = life.dropped[0].value if life.dropped else {}
+        life.was_lost = (found.get("object"), found.get("generation")) in reader.lost
     return dict(reader.lives)
 
 
@@ -185,6 +190,7 @@ class _Reader:
         self.handled: dict[str, At] = {}
         self.sweeps: list[Sweep] = []
         self.delays: list[tuple[float, float]] = []  # of every run
+        self.lost: set[tuple[str, str]] = set()
         self.faults = False
         self.late = -1
 
@@ -222,6 +228,8 @@ class _Reader:
         self.faults = self.faults or what in CALL_FAULTS or what == "cancelled_execution"
         if what == "deleted":
             self.machines[data["resource"]].by_hand = True
+        elif what == "dropped" and "object" in data:
+            self.lost.add((data["object"], data["generation"]))
         elif what in ("lost_machine", "silent"):
             self.lives[data["run"]].silenced.add(data["attempt"])
         elif what == "cancelled_execution":
@@ -255,6 +263,8 @@ class _Reader:
                     self.lives[parts[1]].creations.append(found)
             elif parts[2] == "ledger.json":
                 self.lives[parts[1]].ledgers.append(found)
+            elif parts[2] == "cancel.json":
+                self.lives[parts[1]].intents.append(found)
 
 
 def _happened(machine: Machine, kind: str, here: At) -> None:
@@ -274,6 +284,8 @@ def _told(lives: dict[str, Life], kind: str, here: At) -> None:
         lives[data["run"]].dropped.append(here)
     elif kind == "withdrawn":
         lives[data["run"]].withdrawn = here
+    elif kind == "forged":
+        lives[data["run"]].forged.append(here)
     elif kind == "cancel":
         lives[data["run"]].cancels.append(here)
     elif kind == "execution":

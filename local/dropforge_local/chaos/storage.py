@@ -84,6 +84,8 @@ class Storage:
         leaf = name.rsplit("/", 1)[-1]
         shown = json.loads(data) if leaf in _JSON else len(data)
         self.world.fact("write", bucket=bucket, name=name, generation=self._generation, replaced=present, content=shown)
+        if present:
+            self.deleted(bucket, name, present)  # the service tells of what is replaced as of what is deleted
         self.uploaded(bucket, name, self._generation, len(data))
         return self._generation
 
