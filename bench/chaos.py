@@ -1,0 +1,42 @@
+"""How many lives of the control plane in a simulated cloud are lived and checked in a minute: by the clock, and by CPU.
+
+python -m bench.chaos --seeds 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from dropforge_local.chaos.checker import check
+from dropforge_local.chaos.simulation import run
+
+SEEDS = 300
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many lives, from seed 0 on")
+    wanted = parser.parse_args(arguments)
+    began, used = time.monotonic(), time.process_time()
+    lives = [_live(seed) for seed in range(wanted.seeds)]
+    seconds, used = time.monotonic() - began, time.process_time() - used
+    milliseconds, facts = (statistics.median(values) for values in zip(*lives, strict=True))
+    print(f"{wanted.seeds} seeds, every promise kept: {wanted.seeds / seconds * 60:.0f} per minute", end="")
+    print(f" ({wanted.seeds / used * 60:.0f} per minute of CPU); a life: {milliseconds:.0f} ms, {facts:.0f} facts")
+
+
+def _live(seed: int) -> tuple[float, int]:
+    """Milliseconds that a life took, and the facts of its history."""
+    began = time.perf_counter()
+    history = run(seed)
+    if problems := check(history):
+        raise SystemExit(f"seed {seed} breaks a promise: {problems[0]}")
+    return (time.perf_counter() - began) * 1000, len(history.facts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
