@@ -20,6 +20,7 @@ from dropforge.catalog import TPU_VMS
 from dropforge.classify import client_errors
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import InvalidSpec
+from dropforge.limits import short_endpoint
 from dropforge.settings import Settings
 from dropforge.spec import (
     CloudRunServe,
@@ -250,6 +251,8 @@ def _admission(name: str, spec: JobSpec, settings: Settings) -> Iterator[Finding
             yield Finding(NO, f"spec {name}", str(problem), problem.expected or "")
     else:
         yield Finding(OK, f"spec {name}", "it would be accepted; its secrets and sources are there")
+        if note := short_endpoint(spec):
+            yield Finding(WARNING, f"spec {name}", note, "raise limits.max_cost_usd, or shorten serve.ttl")
 
 
 def _gpu_region(project: str, wanted: Accelerators) -> Iterator[Finding]:

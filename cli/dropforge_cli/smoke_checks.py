@@ -73,7 +73,8 @@ BY_HAND = (
     "no-machines", "pod-security", "queue-metric", "distributed-loading", "missing-object", "refused-insert",
     "job-rights", "execution-list-rights", "custom-roles", "dead-letter-topic", "internal-workflows", "alert-labels",
     "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed", "tpu-boot-disk",
-    "tpu-deleted",
+    "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start", "quota-in-use",
+    "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 

@@ -228,6 +228,13 @@ def test_data_in_another_region_are_warned_of(deployed: Deployed, project: Proje
     assert "prefer placements in europe-west4" in answers["bucket p-far"]["mend"]
 
 
+def test_a_budget_that_may_end_the_endpoint_early_is_warned_of(deployed: Deployed, project: Project) -> None:
+    job = spec(serve={"type": "cloud_run", "ttl": "24h"}, limits={"max_cost_usd": 10})
+    [(status, what, mend)] = wrong(found(deployed, job))
+    assert (status, what) == ("warning", "spec job.json")
+    assert "limits.max_cost_usd" in mend
+
+
 H100 = {"type": "gke", "accelerator": "nvidia-h100-80gb", "accelerator_count": 8}
 RAY = {"type": "ray", "accelerator": "tpu-v6e-slice", "topology": "4x4"}
 PRETRAIN = {
