@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,12 @@ def gpu_kind(name: str, template: Any) -> GpuKind | None:
 
 
 class Capacity:
-    """Who holds which GPU now. Not persisted: whoever finds its container again claims anew."""
+    """Who holds which GPU now, and who waits for one. Not persisted: whoever finds its container again claims anew."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._held: dict[str, GpuKind] = {}
-        self._changed = asyncio.Event()
+        self._waiting: dict[GpuKind, list[asyncio.Event]] = defaultdict(list)
 
     def obstacle(self, kind: GpuKind) -> str:
         """Why a GPU cannot be had now; empty if it can."""
@@ -51,13 +52,27 @@ class Capacity:
             self._held[holder] = kind
 
     def release(self, holder: str) -> None:
-        if self._held.pop(holder, None):
-            self.notify()
+        if kind := self._held.pop(holder, None):
+            self.pass_on(kind)
+
+    def pass_on(self, kind: GpuKind) -> None:
+        """Wake who has waited longest, if a GPU can be had: all of a crowd would find it taken, but for one."""
+        waiting = self._waiting[kind]
+        if waiting and not self.obstacle(kind):
+            waiting.pop(0).set()
 
     def notify(self) -> None:
-        """Wake those who wait: a GPU became free or a switch was set."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake everybody: a switch was set."""
+        for waiting in self._waiting.values():
+            while waiting:
+                waiting.pop(0).set()
 
-    async def changed(self) -> None:
-        await self._changed.wait()
+    async def changed(self, kind: GpuKind) -> None:
+        """Return when a GPU may be had. Whoever does not take it has to pass it on."""
+        turn, waiting = asyncio.Event(), self._waiting[kind]
+        waiting.append(turn)
+        try:
+            await turn.wait()
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)

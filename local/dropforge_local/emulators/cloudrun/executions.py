@@ -261,9 +261,10 @@ class Driver:
         """Wait for a GPU; False when stopped meanwhile."""
         while kind is not None and (obstacle := self._context.capacity.obstacle(kind)):
             self._set_resources("RECONCILING", obstacle)
-            waiting = [self._context.capacity.changed(), self.stop.wait(), self._stop_siblings.wait()]
+            waiting = [self._context.capacity.changed(kind), self.stop.wait(), self._stop_siblings.wait()]
             await _first(*waiting)
             if self._is_stopping():
+                self._context.capacity.pass_on(kind)
                 return False
         return True
 
