@@ -438,8 +438,24 @@ optional() {
 }
 
 metadata() {
-    curl --silent --show-error --fail --retry 8 --retry-connrefused --max-time 10 --header 'Metadata-Flavor: Google' \
-        "$METADATA/$1"
+    persist curl --silent --show-error --fail --retry 8 --retry-connrefused --max-time 10 \
+        --header 'Metadata-Flavor: Google' "$METADATA/$1"
+}
+
+# persist COMMAND...: a curl, again when its connection breaks; --retry is for answers and time-outs alone, and
+# --retry-all-errors for what is not there as well.
+persist() {
+    local answer code pause
+    for pause in 1 2 4 0; do
+        code=0
+        answer=$("$@") || code=$?
+        case $code in
+        35 | 52 | 55 | 56) sleep "$pause" ;; # in the handshake, before an answer, in the request, in the answer
+        *) break ;;
+        esac
+    done
+    printf '%s' "$answer"
+    return "$code"
 }
 
 token() {
@@ -447,11 +463,16 @@ token() {
         python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
 }
 
-# api METHOD URL [@FILE [CONTENT_TYPE]]: the answer's body, also of a refusal. The token is never in an argument list.
+# api METHOD URL [@FILE [CONTENT_TYPE]]: the answer's body, also of a refusal.
 api() {
+    persist api_once "$@"
+}
+
+# The token is never in an argument list.
+api_once() {
     local header
-    header="Authorization: Bearer $(token)"
-    curl --silent --show-error --fail-with-body --retry 4 --max-time 30 --request "$1" \
+    header="Authorization: Bearer $(token)" || return
+    curl --silent --show-error --fail-with-body --retry 4 --retry-connrefused --max-time 30 --request "$1" \
         --header @<(printf '%s\n' "$header") --header "Content-Type: ${4:-application/json}" \
         ${3:+--data-binary "$3"} "$2"
 }

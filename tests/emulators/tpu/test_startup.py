@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
 import json
 import os
 import shutil
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -256,22 +261,58 @@ def test_what_the_container_could_not_tell(
     assert text in event.message
 
 
-def test_the_first_line_fails(lab: Lab, tmp_path: Path) -> None:
+class BrokenHalf(socketserver.ThreadingTCPServer):
+    """In front of a server: every other connection, the first one too, ends when its request has come."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int) -> None:
+        numbers = itertools.count(1)
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                request = self.request.recv(1 << 16)
+                if next(numbers) % 2:
+                    return
+                with socket.create_connection(("127.0.0.1", port)) as server:
+                    threading.Thread(target=copy, args=(self.request, server), daemon=True).start()
+                    server.sendall(request)
+                    copy(server, self.request)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=[0.05], daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "and-connections-break"])
+def test_the_first_line_fails(lab: Lab, breaks: bool) -> None:
     """Run beside the machine's own: with a root that nothing can be written below."""
     lab.train("sleep")
     lab.wait_for_line("training sleep")
     db = Database(lab.home / "state.db")
     port = db.connection.execute("SELECT port FROM tpu_nodes").fetchone()["port"]
     db.close()
-    environment = {
-        "PATH": f"{sandbox.SHIMS}:{os.environ['PATH']}",
-        "GCE_METADATA_HOST": f"127.0.0.1:{port}",
-        "DROPFORGE_ROOT": "/dev/null",
-        "DROPFORGE_SANDBOX_PYTHON": sys.executable,
-        **dict.fromkeys(HOSTS, lab.url),
-    }
-    done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    with BrokenHalf(port) as metadata, BrokenHalf(int(lab.url.rpartition(":")[2])) as api:
+        url = f"http://127.0.0.1:{api.server_address[1]}"
+        environment = {
+            "PATH": f"{sandbox.SHIMS}:{os.environ['PATH']}",
+            "GCE_METADATA_HOST": f"127.0.0.1:{metadata.server_address[1] if breaks else port}",
+            "DROPFORGE_ROOT": "/dev/null",
+            "DROPFORGE_SANDBOX_PYTHON": sys.executable,
+            **dict.fromkeys(HOSTS, url if breaks else lab.url),
+        }
+        command = ["bash", SCRIPT]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
     event = lab.event()
     assert event.type == "failed"
     assert "step begin failed with exit code 1: mkdir" in event.message
