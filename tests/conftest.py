@@ -5,11 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_PYTHON = 3  # tools/maxtext_env.py
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Ours in place of xdist's own, where files are what is divided."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from .scheduling import Scheduling
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,40 @@
+"""How `make test` divides the suite between two workers on two cores.
+
+A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, longest
+first, and the other those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for
+its fixtures; and what computes shares those of the session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler.loadfile import LoadFileScheduling
+
+COMPUTE = (
+    "tests/containers/test_train_ray.py",
+    "tests/containers/test_maxtext.py",
+    "tests/emulators/kubernetes/test_ray.py",
+    "tests/cli/test_demo.py",
+    "tests/containers/test_fsdp.py",
+    "tests/containers/test_train.py",
+    "tests/containers/test_serve.py",
+    "tests/containers/test_chat.py",
+    "tests/containers/test_engine.py",
+    "tests/containers/test_launch.py",
+    "tests/containers/test_maxtext_image.py",
+    "tests/containers/test_maxtext_parts.py",
+    "tests/contract/test_functions_stand_alone.py",
+)
+
+
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Gives the first worker the files of COMPUTE from their beginning, and the others the rest, as collected."""
+
+    def _assign_work_unit(self, node: Any) -> None:
+        computes = [file for file in COMPUTE if file in self.workqueue]
+        waits = [file for file in self.workqueue if file not in COMPUTE]
+        first = node is next(iter(self.nodes))
+        file = (computes or waits[-1:])[0] if first else (waits or computes[-1:])[0]
+        self.workqueue.move_to_end(file, last=False)  # of which the base class takes the first
+        super()._assign_work_unit(node)
