@@ -176,7 +176,12 @@ def _seen(cloud: Status | None, heard: Heard, record: Record, now: datetime, set
         claimed = any(isinstance(report.event, Succeeded) for report in heard.reports)
         message = "the container ended with exit code 0 but left no manifest" + (" (it reported success)" * claimed)
         return RunError(error_class=ErrorClass.CODE, message=message, hint=_SEE_LOG)
-    if now >= attempt.deadline or (cloud.phase is Phase.FAILED and cloud.error_class is ErrorClass.DEADLINE):
+    # What the budget pays for begins when the machine runs; an attempt that has only waited has spent nothing of it.
+    has_spent = cloud.phase is not Phase.PENDING or attempt.running is not None or heard.started
+    is_late = now >= attempt.deadline
+    if is_late and (has_spent or attempt.limit == "max_duration"):
+        return _deadline(attempt)
+    if cloud.phase is Phase.FAILED and cloud.error_class is ErrorClass.DEADLINE:
         return _deadline(attempt)
     if cloud.phase is Phase.FAILED and _may_report(cloud, now):
         return None
@@ -188,7 +193,8 @@ def _seen(cloud: Status | None, heard: Heard, record: Record, now: datetime, set
         message = f"{cloud.message}: it was deleted from outside"
         return RunError(error_class=ErrorClass.INFRASTRUCTURE, message=message, hint="training starts again")
     waited = (now - (attempt.launched or attempt.started)).total_seconds()
-    if cloud.phase is Phase.PENDING and waited > (attempt.max_wait_seconds or settings.provision_deadline_seconds):
+    patience = attempt.max_wait_seconds or settings.provision_deadline_seconds
+    if cloud.phase is Phase.PENDING and (is_late or waited > patience):
         found = cloud.error_class or ErrorClass.STOCKOUT
         what = "no capacity" if found.moves_on else "not running"
         message = f"{what} in {attempt.region} after {waited:.0f} s" + (f": {cloud.message}" * bool(cloud.message))

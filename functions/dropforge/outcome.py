@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .catalog import HourlyPrice
 from .errors import ErrorClass
-from .runs import Outcome, Record, RunError, RunState
+from .limits import paid_seconds
+from .runs import Outcome, Record, RunError, RunState, utc_now
 from .spec import JobSpec, Limits
+
+WORTH_SECONDS = 600  # of training that the budget still pays for: less is not worth another start
 
 
 def waiting(status: str, seconds: float) -> dict[str, Any]:
@@ -27,6 +31,12 @@ def failed(error_class: ErrorClass, message: str, hint: str = "", retry: bool = 
 
 def retry_or_fail(record: Record, spec: JobSpec, failure: RunError) -> dict[str, Any]:
     """A failure that the record notes as the end of its latest attempt; tried again if limits.retry allows it."""
+    if (
+        failure.error_class is ErrorClass.BUDGET
+        and record.attempt < spec.limits.max_attempts
+        and _is_paid(record, spec)
+    ):
+        return failed(failure.error_class, failure.message, failure.hint, retry=True)
     allowed = retries(spec.limits, failure.error_class)
     ended_so = sum(1 for a in record.attempts if a.error and a.error.error_class is failure.error_class)
     if ended_so <= allowed and record.attempt < spec.limits.max_attempts:
@@ -37,6 +47,13 @@ def retry_or_fail(record: Record, spec: JobSpec, failure: RunError) -> dict[str,
     elif allowed:
         message += f"; {ended_so} attempts have ended so, and limits.retry.{failure.error_class} is {allowed}"
     return failed(failure.error_class, message, failure.hint)
+
+
+def _is_paid(record: Record, spec: JobSpec) -> bool:
+    """Whether money is left after an attempt that the budget has ended, because it waited for most of its time."""
+    price = HourlyPrice(record.attempts[-1].usd_per_hour, None, "pinned")
+    left = paid_seconds(spec, price, record.training_cost(utc_now()) or 0.0)
+    return left is not None and left >= WORTH_SECONDS
 
 
 def retries(limits: Limits, error_class: ErrorClass) -> int:

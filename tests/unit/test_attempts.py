@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.errors import ErrorClass
-from dropforge.provision import _open_attempt
+from dropforge.provision import _open_attempt, launch_of
 from dropforge.runs import Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec, seconds
+from dropforge.targets import get_target
+from dropforge_cli.deployment import placeholders
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 REGIONS = ["us-central1", "europe-west4", "us-east4"]
@@ -63,6 +68,49 @@ def test_attempts_keep_within_time_money_and_placements(
     cost = record.training_cost(now)
     assert cost is not None
     assert usd is None or cost <= usd + 1e-5
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "cloud_run": {"placements": [{"region": "us-central1"}, {"region": "europe-west4"}]},
+    "gke": {"placements": [{"region": "us-central1"}, {"region": "us-east4"}], "cluster": {"name": "c"}},
+    "ray": {
+        "accelerator": "tpu-v5p-slice",
+        "topology": "2x2x2",
+        "cluster": {"name": "c"},
+        "placements": [{"region": "us-central1"}, {"region": "us-east5"}],
+    },
+    "tpu_vm": {"placements": [{"zone": "us-west1-c"}, {"zone": "us-west4-a"}]},
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour, of which the first placement was waited for 40 minutes: the next resource has 20, and says so itself."""
+    monkeypatch.setattr("dropforge.provision.settings", placeholders)
+    job = spec(60, None, 1.0, 1).model_dump(mode="json", exclude_none=True)
+    job |= {"target": {"type": kind, **TARGETS[kind]}, "training": {"adapter": {"type": "none"}}}
+    parsed = JobSpec.model_validate_json(json.dumps({**job, "serve": None}))
+    first = _open_attempt(_record(), 1, parsed, NOW)
+    assert first
+    waited = NOW + timedelta(minutes=40)
+    refused = RunError(error_class=ErrorClass.STOCKOUT, message="x")
+    record = _record().model_copy(update={"attempts": [first]}).with_end(1, refused, waited)
+    second = _open_attempt(record, 2, parsed, waited)
+    assert second
+    record = record.model_copy(update={"attempts": [*record.attempts, second]})
+    ends = int((NOW + timedelta(hours=1)).timestamp())
+    requests = json.dumps([one.request for one in get_target(kind).resources(launch_of(record, parsed))])
+    assert second.placement == 1
+    told = r'"name": "DROPFORGE_DEADLINE", "value": "(\d+)"|DROPFORGE_DEADLINE=(\d+)'
+    containers = {int(left or right) for left, right in re.findall(told, requests)}
+    assert containers == {ends}
+    limits = {
+        "cloud_run": '"timeout": "1200s"',
+        "gke": '"activeDeadlineSeconds": 1200',
+        "ray": '"activeDeadlineSeconds": 1200',
+        "tpu_vm": f'"dropforge-deadline": "{ends}"',
+    }
+    assert requests.count(limits[kind]) == 1
 
 
 def test_the_end_of_an_attempt_is_noted_once() -> None:

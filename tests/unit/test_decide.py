@@ -152,6 +152,25 @@ def test_the_class_says_which_limit_ended_an_attempt(
     assert limit in error.hint
 
 
+@pytest.mark.parametrize(
+    ("limit", "ran", "expected"),
+    [
+        ("max_duration", False, "deadline"),  # from the acceptance, whatever it waited for
+        ("max_cost_usd", False, "stockout"),  # nothing was spent: the next placement has all of the budget
+        ("max_cost_usd", True, "budget"),  # a machine that was taken away, say, and is waited for again
+    ],
+)
+def test_an_attempt_that_has_only_waited_has_spent_nothing(limit: Any, ran: bool, expected: str) -> None:
+    found = record(timedelta(minutes=-20), timedelta(minutes=19))
+    attempt = found.attempts[0].model_copy(update={"limit": limit, "running": NOW if ran else None})
+    now = found.model_copy(update={"attempts": [attempt]})
+    error = decide(heard([]), None, Status(Phase.PENDING), now, NOW, SETTINGS).error
+    assert error is not None
+    assert error.error_class == expected
+    ended = now.with_end(1, error, NOW).attempts[0].model_copy(update={"usd_per_hour": 1.0})
+    assert (ended.cost(NOW) == 0) is (expected == "stockout" or ran)
+
+
 @pytest.mark.parametrize(("seconds", "waits"), [(0, True), (2, True), (4, False)])
 def test_a_container_that_just_ended_may_still_report_why(seconds: int, waits: bool) -> None:
     cloud = Status(Phase.FAILED, "exit code 65", ErrorClass.DATA, 65, NOW - timedelta(seconds=seconds))

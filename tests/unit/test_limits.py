@@ -91,6 +91,37 @@ def test_another_attempt_follows_as_the_class_and_the_spec_say(
 
 
 @pytest.mark.parametrize(
+    ("waited", "attempts", "retry"),
+    [
+        (0, 20, False),
+        (9, 20, False),  # what is left is not worth another start
+        (11, 20, True),
+        (90, 20, True),
+        (90, 1, False),
+        (None, 20, False),  # never seen to run: it may have, from the start
+    ],
+)
+def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, attempts: int, retry: bool) -> None:
+    """20 USD at 10 USD per hour are two hours; an attempt that waited for capacity is ended before they are used up."""
+    job = spec({"max_cost_usd": 20, "max_duration": "9h", "max_attempts": attempts}, price=10)
+    attempt = _open_attempt(record(), 1, job, NOW)
+    assert attempt is not None
+    assert (attempt.limit, attempt.deadline) == ("max_cost_usd", NOW + timedelta(hours=2))
+    run = record().model_copy(update={"attempts": [attempt]})
+    if waited is not None:
+        run = run.with_running(1, NOW + timedelta(minutes=waited))
+    failure = RunError(error_class=ErrorClass.BUDGET, message="x")
+    run = run.with_end(1, failure, attempt.deadline)
+    answer = retry_or_fail(run, job, failure)
+    assert (answer["status"], answer["retry"]) == ("FAILED", retry)
+    if retry:
+        following = _open_attempt(run, 2, job, attempt.deadline)
+        assert following is not None
+        allowed = (following.deadline - following.started).total_seconds()
+        assert allowed == pytest.approx((waited or 0) * 60, abs=1)
+
+
+@pytest.mark.parametrize(
     ("ends", "placements", "minutes"),
     [
         (["stockout"], 1, 1),
