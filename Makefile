@@ -46,8 +46,8 @@ schemas: $(STAMP) ## regenerate schemas/ from the pydantic models
 bench: $(STAMP) ## measure; prints medians
 	@$(BIN)/python -m bench
 
-crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (hours)
-	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all
+crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
+	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
 lock: $(STAMP) ## regenerate functions/requirements.txt from lock.txt
 	@$(BIN)/python tools/lock.py

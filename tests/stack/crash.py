@@ -47,6 +47,7 @@ from .zygote import Zygote
 T = TypeVar("T")
 STRIDE = 7
 ENOUGH = 3  # lives in a row that ended before anybody was killed: one has a few commits more than another
+RUNS = 30  # in one stack; the events of Kubernetes that they leave make every later one dearer
 TIMEOUT = 60.0
 LOOK_SECONDS = 0.1
 RESULTS = Path("build/crash.jsonl")
@@ -306,28 +307,39 @@ class Plan:
     well: frozenset[int] = field(default_factory=frozenset)
 
     def sweep(self) -> list[Tried]:
-        """In a stack of its own, until the lives end before anybody is killed. Its state is kept if one went wrong."""
-        found: list[Tried] = []
-        home, tree = Path(tempfile.mkdtemp(prefix="dropforge-crash-")), _tree()
+        """One after the other, until the lives end before anybody is killed."""
         if not self.slow:
             local._spawn = zygote().spawn
+        left = [commit for commit in self.commits if commit not in self.well]
+        found: list[Tried] = []
+        while left and not _is_over(found):
+            found += self._try(left[:RUNS])
+            left = left[RUNS:]
+        return found
+
+    def _try(self, commits: list[int]) -> list[Tried]:
+        """In a stack of their own; its state is kept if one went wrong."""
+        found: list[Tried] = []
+        home, tree = Path(tempfile.mkdtemp(prefix="dropforge-crash-")), _tree()
         try:
             harness = Harness(home)
-            for commit in self.commits:
-                if commit in self.well:
-                    continue
+            for commit in commits:
                 found.append(Tried(self.case, commit, harness.attempt(self.case, commit), tree, str(home)))
                 with self.results.open("a") as file:
                     file.write(f"{found[-1]}\n")
                 for problem in found[-1].result.problems:
                     print(f"{self.case} at commit {commit}: {problem} (see {home})", flush=True)
-                if [tried.result.killed for tried in found[-ENOUGH:]] == [False] * ENOUGH:
+                if _is_over(found):
                     break
         finally:
             local.down(home)
         if not any(tried.result.problems for tried in found):
             shutil.rmtree(home)
         return found
+
+
+def _is_over(found: list[Tried]) -> bool:
+    return [tried.result.killed for tried in found[-ENOUGH:]] == [False] * ENOUGH
 
 
 @cache

@@ -2,7 +2,7 @@
 
 A stack's start is 2 s of imports, in two processes, and little else: a harness that starts thousands would do nothing
 else. The zygote opens nothing, starts no thread and makes no client before it forks, so that what it forks is as new as
-what `python -m dropforge_local.stack_process` starts; and dies, holds its lock and leaves its children as that does.
+what `python -m dropforge_local.stack_main` starts; and dies, holds its lock and leaves its children as that does.
 
     harness ── zygote ── a stack (a child of init, as every stack)
                            └─ the nursery, forked while the stack has one thread ── the functions, again and again
@@ -49,7 +49,7 @@ class Zygote:
         self._last: psutil.Process | None = None
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
-        """Start what `python -m dropforge_local.stack_process ARGUMENTS` would; its pid."""
+        """Start what `python -m dropforge_local.stack_main ARGUMENTS` would; its pid."""
         while self._last and _threads(self._last) > 1:  # its last one may be a moment behind, and holds its ports
             time.sleep(0.01)
         request = {"arguments": list(command[3:]), "log": str(log_path), "environment": dict(os.environ)}
@@ -98,9 +98,13 @@ class Functions:
         return self.wait(0)
 
     def wait(self, timeout: float) -> int | None:
-        if self._handle is not None and select.select([self._handle], [], [], timeout)[0]:
-            os.close(self._handle)
-            self._handle, self.returncode = None, -signal.SIGKILL
+        """The exit code, which nobody can know but its parent: -9 for every end; None while it lives."""
+        if self._handle is not None:
+            poll = select.poll()  # select's descriptors end at 1024
+            poll.register(self._handle, select.POLLIN)
+            if poll.poll(timeout * 1000):
+                os.close(self._handle)
+                self._handle, self.returncode = None, -signal.SIGKILL
         return self.returncode
 
     def terminate(self) -> None:
@@ -109,9 +113,9 @@ class Functions:
 
 
 def main(descriptor: int) -> None:
-    from dropforge_local import functions_host, stack_process
+    from dropforge_local import functions_host, functions_process, stack_main
 
-    for name in (*CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
+    for name in ("dropforge_local.stack_process", *CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
@@ -125,7 +129,7 @@ def main(descriptor: int) -> None:
                 requests.close()
                 os.close(reading)
                 os.close(writing)
-                _run(_stack, stack_process, json.loads(message))
+                _run(_stack, stack_main, functions_process, json.loads(message))
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
@@ -147,7 +151,7 @@ def _modules_of(source: str) -> list[str]:
     return [words[1] for words in lines if words[1] != "__future__"]
 
 
-def _stack(stack_process: Any, request: Mapping[str, Any]) -> None:
+def _stack(stack_main: Any, functions_process: Any, request: Mapping[str, Any]) -> None:
     with open(os.devnull, "rb") as nothing, open(request["log"], "ab") as log:
         _become(request, [nothing.fileno(), log.fileno(), log.fileno()])
     nursery = _nursery()
@@ -155,8 +159,8 @@ def _stack(stack_process: Any, request: Mapping[str, Any]) -> None:
     def popen(command: Sequence[str], **options: Any) -> Functions:
         return Functions(nursery, command, **options)
 
-    stack_process.subprocess = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE)
-    stack_process.main()
+    functions_process.subprocess = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE)
+    stack_main.main()
 
 
 def _nursery() -> socket.socket:
@@ -189,8 +193,8 @@ def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     os.close(log)
     os.chdir(request["directory"])
     os.set_inheritable(listener, True)
-    url, _, *options = request["arguments"]
-    sys.argv[1:] = [url, str(listener), *options]
+    _, *options = request["arguments"]
+    sys.argv[1:] = [str(listener), *options]
     functions_host.main()
 
 
