@@ -1,12 +1,14 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
-One process for all of them, started by the stack: `python -m dropforge_local.functions_host URL FD [record]`, FD being
-a bound socket, with the functions' environment, and the secret that signs tokens on standard input. It ends when that
-pipe closes, i.e. with its parent.
+One process for all of them, begun by the stack (functions_process.py): `python -m dropforge_local.functions_host FD
+[record]`, FD being a bound socket. A line of JSON on standard input tells it its URL, the functions' environment, and
+the secret that signs tokens. It ends when that pipe closes, i.e. with its parent.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import signal
@@ -22,6 +24,13 @@ from .recording import caller, tell_callers
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 SOURCE = Path(__file__).resolve().parents[2] / "functions" / "main.py"
 THREADS = 24  # a stage spends its time waiting for the emulators
+IMPORTS = (
+    "functions_framework",
+    "gunicorn.app.base",
+    "gunicorn.workers.gthread",
+    "dropforge.submit",
+    "dropforge.sweep",
+)  # of every start
 
 
 def entry_points(source: Path = SOURCE) -> list[str]:
@@ -83,12 +92,23 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _import_what_takes_long() -> None:
+    """What every start needs, while the stack does the same and cannot tell us anything yet."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+
+
 def main() -> None:
-    if "record" in sys.argv[3:]:
+    if "record" in sys.argv[2:]:
         tell_callers()
-    identity = Identity(sys.stdin.readline().strip())
+    _import_what_takes_long()
+    line = sys.stdin.readline()
+    if not line:
+        return  # the stack has not come so far
+    told = json.loads(line)
+    os.environ.update(told["environment"])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(sys.argv[1], int(sys.argv[2]), identity)
+    serve(told["url"], int(sys.argv[1]), Identity(told["secret"]))
 
 
 if __name__ == "__main__":

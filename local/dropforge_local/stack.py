@@ -1,6 +1,6 @@
 """The local stack seen from outside: starting it, ending it and everything it started, and what is left of it.
 
-The stack itself is `stack_process`, imported only where it runs: that takes a second, which `dropforge status` has not.
+Its process is `stack_main`, which imports the stack itself: that takes a second, which `dropforge status` has not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROJECT, LOCATION = "local-project", "us-central1"
 IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
 CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/dropforge"  # stands as long as the state does
 START_SECONDS = 60.0
-PROCESS = "dropforge_local.stack_process"
+PROCESS = "dropforge_local.stack_main"
 
 
 class StackError(Exception):
@@ -82,7 +82,7 @@ def up(
     state.mkdir(parents=True, exist_ok=True)
     ports = _ports(state, http_port, grpc_port, functions_port)
     if foreground:
-        from .stack_process import run
+        from .stack_main import run
 
         run(state, ports)
         raise SystemExit(0)

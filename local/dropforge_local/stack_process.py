@@ -1,4 +1,4 @@
-"""The local stack itself: every emulator on one event loop, and the functions in a process of their own.
+"""The local stack itself: every emulator on one event loop. Its process begins in stack_main.py.
 
 What a deployment creates in a project once (buckets, topics, triggers, the workflow, a cluster), `_deploy` creates here
 at each start.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import secrets
 import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +38,7 @@ from .emulators.secretmanager import SecretManagerEmulator
 from .emulators.slack import SlackSink
 from .emulators.storage import StorageEmulator
 from .emulators.tpu import TpuConfig, TpuEmulator
+from .functions_process import FunctionsProcess
 from .identity import CLOUD_PLATFORM, Identity
 from .recording import FILE, FUNCTIONS, Recorder
 from .server import HOST, Server
@@ -68,25 +65,23 @@ WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # who calls, by the account's name
-BIND_SECONDS = 3.0
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
 class Stack:
-    """Every emulator, the functions' process and the scheduler, on one event loop."""
+    """Every emulator and the scheduler, on one event loop, and the functions, in a process that has begun before."""
 
-    def __init__(self, state: Path, ports: list[int]) -> None:
+    def __init__(self, state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:
         self.state = state
         self.config = StackConfig.of(state)
         self.clock = SystemClock()
         self.db = Database(state / "state.db")
         self.identity = Identity(_secret(state))
-        self.functions_url = ""
-        self._http_port, self._grpc_port, self._functions_port = ports
-        self._functions: subprocess.Popen[bytes] | None = None
+        self.functions_url = functions.url
+        self._functions = functions
         self.recorder = Recorder(state / FILE) if self.config.record else None
         self._build()
-        self._server = Server(self.emulators, self._http_port, self._grpc_port, self.recorder)
+        self._server = Server(self.emulators, http_port, grpc_port, self.recorder)
         self._server.durable = self.db.durable
 
     def _build(self) -> None:
@@ -141,7 +136,7 @@ class Stack:
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
         self.workflows = WorkflowsEmulator(self.engine)
-        self.crash = CrashSwitch(self.db, container_directories(self.state), self._kill_functions)
+        self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
         self.emulators: list[Any] = [
             self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
             self.kubernetes, self.gke, self.workflows, self.crash,
@@ -149,14 +144,12 @@ class Stack:
 
     async def start(self) -> StackInfo:
         """Bind, deploy and start. Raises StackError when a port is taken."""
-        listener = await _bind(self._functions_port)
-        self.functions_url = f"http://{HOST}:{listener.getsockname()[1]}/"
         self._server.before_start = self._deploy
         try:
             await self._server.start()
         except OSError as error:
             raise StackError(f"{error}; choose other ports with --http-port and --grpc-port") from error
-        self._start_functions(listener)
+        self._functions.tell(self.environment(FUNCTIONS), _secret(self.state))
         await self._wait_for_functions()
         self._tasks = [asyncio.create_task(self._schedule_sweeps()), asyncio.create_task(self._watch_functions())]
         return self.info()
@@ -166,9 +159,7 @@ class Stack:
         for task in self._tasks:
             task.cancel()
         await self._server.stop()
-        if self._functions is not None:
-            self._functions.terminate()
-            await asyncio.to_thread(self._functions.wait, 10)
+        await asyncio.to_thread(self._functions.stop)
         self.db.close()
 
     def info(self) -> StackInfo:
@@ -270,32 +261,6 @@ class Stack:
         name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{WORKFLOW}"
         self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
 
-    def _start_functions(self, listener: socket.socket) -> None:
-        base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
-        command = [sys.executable, "-m", "dropforge_local.functions_host", self.functions_url, str(listener.fileno())]
-        command += ["record"] if self.recorder else []
-        self._listener = listener
-        with (self.state / "functions.log").open("ab") as output:
-            self._functions = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env={**base, **self.environment(FUNCTIONS)},
-                pass_fds=[listener.fileno()],
-                cwd=self.state,
-            )
-        assert self._functions.stdin is not None
-        self._functions.stdin.write(_secret(self.state).encode() + b"\n")
-        self._functions.stdin.flush()
-
-    def _kill_functions(self) -> None:
-        """The worker too: it would notice a while after that its parent is gone."""
-        if self._functions is not None and self._functions.poll() is None:
-            master = psutil.Process(self._functions.pid)
-            for process in [*master.children(recursive=True), master]:
-                process.kill()
-
     async def _wait_for_functions(self) -> None:
         """Until the functions answer anything; the socket accepts before they do."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=START_SECONDS)) as session:
@@ -308,10 +273,10 @@ class Stack:
     async def _watch_functions(self) -> None:
         """Start the functions' process again when it dies, as the platform would."""
         while True:
-            assert self._functions is not None
-            if self._functions.poll() is not None:
-                log.error("the functions' process ended with %s; starting it again", self._functions.returncode)
-                self._start_functions(self._listener)
+            if (code := self._functions.poll()) is not None:
+                log.error("the functions' process ended with %s; starting it again", code)
+                self._functions.begin()
+                self._functions.tell(self.environment(FUNCTIONS), _secret(self.state))
             await asyncio.sleep(1)
 
     async def _schedule_sweeps(self) -> None:
@@ -348,58 +313,19 @@ def _cluster_objects() -> list[dict[str, Any]]:
     return made
 
 
-def run(state: Path, ports: list[int]) -> None:
-    """Serve until SIGTERM or SIGINT. Raises StackError."""
-    asyncio.run(_serve(state, ports))
-
-
-async def _serve(state: Path, ports: list[int]) -> None:
-    """Run the stack until SIGTERM or SIGINT."""
-    with _locked(state):
-        stack = Stack(state, ports)
-        info = await stack.start()
-        replace_file(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
-        replace_file(state / "kubeconfig", stack.kubeconfig())
-        replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
-        (state / "stack.json").unlink(missing_ok=True)
-        await stack.stop()
-
-
-async def _bind(port: int) -> socket.socket:
-    """A listening socket. The functions of a killed stack may hold the port for a moment: it is waited for."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    deadline = time.monotonic() + BIND_SECONDS
-    while True:
-        try:
-            listener.bind((HOST, port))
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                listener.close()
-                reason = f"cannot listen on {HOST}:{port}: {error.strerror}"
-                raise StackError(f"{reason}; choose another with --functions-port") from error
-        await asyncio.sleep(0.05)
-    listener.listen(1024)
-    return listener
-
-
-@contextlib.contextmanager
-def _locked(state: Path) -> Iterator[None]:
-    """One stack per state directory. Raises StackError."""
-    file = (state / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise StackError(
-            f"another stack uses {state}; end it with `dropforge down`, or choose another --state"
-        ) from error
-    with file:
-        yield
+async def serve(state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:
+    """Run the stack until SIGTERM or SIGINT. Raises StackError."""
+    stack = Stack(state, http_port, grpc_port, functions)
+    info = await stack.start()
+    replace_file(state / "ports.json", json.dumps([_port(info.http), _port(info.grpc), _port(info.functions)]))
+    replace_file(state / "kubeconfig", stack.kubeconfig())
+    replace_file(state / "stack.json", json.dumps(asdict(info), indent=2))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+    (state / "stack.json").unlink(missing_ok=True)
+    await stack.stop()
 
 
 def _port(address: str) -> int:
@@ -411,17 +337,3 @@ def _secret(state: Path) -> str:
     if not path.exists():
         replace_file(path, secrets.token_hex(32))
     return path.read_text()
-
-
-def main() -> None:
-    """`python -m dropforge_local.stack_process STATE HTTP_PORT GRPC_PORT FUNCTIONS_PORT`"""
-    level = os.environ.get("DROPFORGE_LOG_LEVEL", "WARNING")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        run(Path(sys.argv[1]), [int(port) for port in sys.argv[2:5]])
-    except StackError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
