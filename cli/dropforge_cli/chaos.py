@@ -11,7 +11,9 @@ from dropforge_local.chaos.checker import Problem, check
 from dropforge_local.chaos.faults import STRIKES, Strike
 from dropforge_local.chaos.history import History
 from dropforge_local.chaos.simulation import run, run_struck
+from dropforge_local.chaos.specs import TARGETS
 
+ONE = "cloud_run"  # the target of the one run that is struck
 SHOWN = 10  # problems of a life: what follows the first is often its consequence
 Life = tuple[str, Callable[[], History]]  # the options that replay it, and itself
 
@@ -22,8 +24,11 @@ Life = tuple[str, Callable[[], History]]  # the options that replay it, and itse
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
 @click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run that nothing but this fault strikes.")
 @click.option("--each", is_flag=True, help="Strike that run at each of its effects with each fault, one at a time.")
+@click.option("--target", type=click.Choice(sorted(TARGETS)), help="Of all runs; default: as drawn, one by one.")
 @click.option("--verbose", is_flag=True, help="Print the whole history.")
-def chaos(seed: int | None, seeds: int, first: int, strike: str | None, each: bool, verbose: bool) -> None:
+def chaos(
+    seed: int | None, seeds: int, first: int, strike: str | None, each: bool, target: str | None, verbose: bool
+) -> None:
     """Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed.
 
     Nothing is started and nothing waits: hours pass in a fraction of a second. The same seed is the same life, in any
@@ -32,7 +37,8 @@ def chaos(seed: int | None, seeds: int, first: int, strike: str | None, each: bo
     began = time.monotonic()
     lives, broken = 0, 0
     named = seed is not None or strike is not None
-    for options, live in _lives(range(first, first + seeds) if seed is None else range(seed, seed + 1), strike, each):
+    lots = range(first, first + seeds) if seed is None else range(seed, seed + 1)
+    for options, live in _lives(lots, strike, each, target):
         history = live()
         problems = check(history)
         lives, broken = lives + 1, broken + bool(problems)
@@ -50,18 +56,20 @@ def chaos(seed: int | None, seeds: int, first: int, strike: str | None, each: bo
         raise SystemExit(1)
 
 
-def _lives(seeds: range, strike: str | None, each: bool) -> Iterator[Life]:
+def _lives(seeds: range, strike: str | None, each: bool, target: str | None) -> Iterator[Life]:
+    chosen = f" --target {target}" if target else ""
     if strike is not None:
-        yield _struck(_strike(strike))
+        yield _struck(_strike(strike), target)
     elif each:
-        effects = run_struck(Strike(0, STRIKES[0])).facts[-1].data["effects"]
-        yield from (_struck(Strike(effect, fault)) for effect in range(1, effects + 1) for fault in STRIKES)
+        effects = run_struck(Strike(0, STRIKES[0]), target or ONE).facts[-1].data["effects"]
+        yield from (_struck(Strike(effect, fault), target) for effect in range(1, effects + 1) for fault in STRIKES)
     else:
-        yield from ((f"--seed {seed}", lambda seed=seed: run(seed)) for seed in seeds)
+        yield from ((f"--seed {seed}{chosen}", lambda seed=seed: run(seed, target)) for seed in seeds)
 
 
-def _struck(strike: Strike) -> Life:
-    return f"--strike {strike.effect}:{strike.fault}", lambda: run_struck(strike)
+def _struck(strike: Strike, target: str | None) -> Life:
+    chosen = f" --target {target}" if target else ""
+    return f"--strike {strike.effect}:{strike.fault}{chosen}", lambda: run_struck(strike, target or ONE)
 
 
 def _strike(text: str) -> Strike:

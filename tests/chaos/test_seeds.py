@@ -14,6 +14,7 @@ from dropforge_cli.main import cli
 from dropforge_local.chaos.checker import check
 from dropforge_local.chaos.faults import STRIKES, Strike
 from dropforge_local.chaos.simulation import run, run_struck
+from dropforge_local.chaos.specs import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seeds beyond the first hundred that found a defect; docs/chaos.md tells of all.
@@ -37,13 +38,14 @@ def test_a_seed_that_found_a_defect_keeps_every_promise_now(seed: int) -> None:
     assert [str(problem) for problem in check(run(seed))] == []
 
 
+@pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("fault", STRIKES)
-def test_no_single_fault_breaks_a_promise(fault: str) -> None:
+def test_no_single_fault_breaks_a_promise(fault: str, target: str) -> None:
     """Some of the effects of a run, others for each fault; `dropforge chaos --each` strikes them all."""
-    calm = next(run_struck(Strike(0, fault)).of("calm"))
-    struck = range(1 + STRIKES.index(fault), calm.data["effects"] + 1, 13)
-    problems = [f"{fault} at {at}: {problem}" for at in struck for problem in check(run_struck(Strike(at, fault)))]
-    assert problems == []
+    calm = next(run_struck(Strike(0, fault), target).of("calm"))
+    struck = range(1 + STRIKES.index(fault), calm.data["effects"] + 1, 31)
+    lives = ((at, check(run_struck(Strike(at, fault), target))) for at in struck)
+    assert [f"{fault} at {at}: {problem}" for at, problems in lives for problem in problems] == []
 
 
 def test_a_seed_is_the_same_life_in_another_process() -> None:
@@ -62,8 +64,8 @@ def test_the_command_counts_seeds_and_replays_one() -> None:
     many = CliRunner().invoke(cli, ["chaos", "--seeds", "3"])
     assert many.exit_code == 0, many.output
     assert "3 lives, 0 with broken promises" in many.output
-    one = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--verbose"])
-    assert f"digest {run(1).digest}" in one.output
+    one = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--target", "tpu_vm", "--verbose"])
+    assert f"digest {run(1, 'tpu_vm').digest}" in one.output
     assert "dropped" in one.output
 
 
@@ -72,5 +74,8 @@ def test_seeds_are_full_of_faults() -> None:
     facts = [fact for seed in range(40) for fact in run(seed).facts]
     faults = {fact.data["what"] for fact in facts if fact.kind == "fault"}
     assert faults >= {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", "deleted", "repeated"}
+    assert {"restart", "silent", "lost_machine", "stuck"} <= faults
+    made = {fact.data["type"].split("/")[1] for fact in facts if fact.kind == "created"}
+    assert made == {"Job", "Service", "QueuedResource", "Node", "Disk"}
     ends = {fact.data["content"]["state"] for fact in facts if fact.kind == "write" and "record" in fact.data["name"]}
     assert ends >= {"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"}

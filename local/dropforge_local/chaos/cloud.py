@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from dropforge.settings import Settings
 
 from .cloudrun import CloudRun
+from .disks import Disks
 from .events import Events
 from .functions import Functions
 from .storage import Storage
+from .tpu import Tpu
 from .trainer import Trainer
 from .workflows import WORKFLOW, Workflows
 from .world import LOCATION, PROJECT, World
@@ -34,10 +36,25 @@ def deployment() -> Settings:
         run_events_topic="run-events",
         train_trl_image="train",
         serve_vllm_image="serve",
+        train_maxtext_image="train-tpu",
+        serve_vllm_tpu_image="serve-tpu",
         trainer_service_account="trainer@chaos",
         server_service_account="server@chaos",
         slack_webhook_secret="slack-webhook",
     )
+
+
+class Platform(Protocol):
+    """A service that has machines."""
+
+    def clients(self) -> dict[str, Callable[..., Any]]:
+        """What it stands in for, by the names of clients.py."""
+
+    def living(self) -> list[str]:
+        """Every resource that exists."""
+
+    def answers(self, url: str) -> bool:
+        """Whether what serves at a URL would answer a request."""
 
 
 class Cloud:
@@ -50,31 +67,32 @@ class Cloud:
         self.storage = Storage(world, (SPECS, RUNS))
         self.storage.uploaded = self._uploaded
         self.storage.deleted = self._deleted
-        self.run = CloudRun(world)
         self.workflows = Workflows(world, self.functions.post)
-        self.trainer = Trainer(world, self.run, self.storage, self.events, RUNS)
+        self.trainer = Trainer(world, self.storage, self.events, RUNS)
+        disks, run = Disks(world), CloudRun(world)
+        tpu = Tpu(world, disks, self.storage, self.events)
+        run.launched = tpu.launched = self.trainer.start
+        self.platforms: tuple[Platform, ...] = (run, tpu, disks)
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         """By the names of clients.py, and Slack's."""
         none = SimpleNamespace
-        empty = none(pages=[none(queued_resources=[], nodes=[], unreachable=[])])
-        nothing = none(ok=True, json=dict)
+        platforms = {name: make for platform in self.platforms for name, make in platform.clients().items()}
         return {
+            **platforms,
             "storage": lambda: self.storage,
             "publisher": lambda: self.events,
-            "run_jobs": lambda: self.run,
-            "run_executions": lambda: self.run,
-            "run_tasks": lambda: self.run,
-            "run_services": lambda: self.run,
             "gke": lambda: none(list_clusters=lambda **_: none(clusters=[], missing_zones=[])),
-            "tpu": lambda: none(list_queued_resources=lambda **_: empty, list_nodes=lambda **_: empty),
-            "compute": lambda: (none(request=lambda *_, **__: nothing), ""),
             "secrets": lambda: none(get_secret_version=self._secret, access_secret_version=self._secret),
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
-            "endpoint": lambda audience: none(post=self._complete),
+            "endpoint": lambda audience: none(post=self._complete, get=self._is_healthy),
             "WebhookClient": self._webhook,
         }
+
+    def living(self) -> list[str]:
+        """Every resource that exists."""
+        return [name for platform in self.platforms for name in platform.living()]
 
     def sweep(self) -> None:
         """What Cloud Scheduler does: it calls, and does not care for the answer."""
@@ -104,14 +122,24 @@ class Cloud:
 
     def _complete(self, url: str, **_: Any) -> Any:
         """POST of a completion to an endpoint."""
-        import requests
 
         def answer() -> Any:
-            if not self.run.answers(url.removesuffix("/v1/chat/completions")):
+            if not self._answers(url.removesuffix("/v1/chat/completions")):
                 return SimpleNamespace(status_code=503, text="not ready", json=dict)
             return SimpleNamespace(status_code=200, text="", json=lambda: {"choices": [{"message": {}}]})
 
-        return self.world.effect("endpoint", answer, error=lambda _: requests.ConnectionError("reset"))
+        return self.world.effect("endpoint", answer, error=_broken)
+
+    def _is_healthy(self, url: str, **_: Any) -> Any:
+        """GET of an endpoint's health."""
+
+        def answer() -> Any:
+            return SimpleNamespace(ok=self._answers(url.removesuffix("/health")))
+
+        return self.world.effect("endpoint.health", answer, error=_broken)
+
+    def _answers(self, url: str) -> bool:
+        return any(platform.answers(url) for platform in self.platforms)
 
     def _webhook(self, url: str, **_: Any) -> Any:
         """slack_sdk.WebhookClient."""
@@ -128,3 +156,9 @@ class Cloud:
             )
 
         return SimpleNamespace(send=send)
+
+
+def _broken(timed_out: bool) -> Exception:
+    import requests
+
+    return requests.ConnectionError("connection reset")

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from .trainer import Container
 from .world import PROJECT, World
 
 JOB = "run.googleapis.com/Job"
 SERVICE = "run.googleapis.com/Service"
+KILLED = 137  # exit code of a container that was killed: the platform sees it
 
 
 @dataclass
@@ -36,14 +39,17 @@ class Resource:
 
 
 class CloudRun:
-    """The service. `launched` is told of every task that begins to run: the trainer."""
+    """The service. `launched` is told of every task that begins to run: the trainer. Tasks have no machine to lose."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.jobs: dict[str, Resource] = {}
         self.services: dict[str, Resource] = {}
-        self.launched: Callable[[Resource], None] = lambda _: None
+        self.launched: Callable[[Container], None] = lambda _: None
         self._full: dict[str, bool] = {}
+
+    def clients(self) -> dict[str, Callable[..., Any]]:
+        return dict.fromkeys(("run_jobs", "run_executions", "run_tasks", "run_services"), lambda: self)
 
     # Jobs
 
@@ -109,7 +115,13 @@ class CloudRun:
         self.world.fact("running", name=job.name)
         seconds = job.request.template.template.timeout.total_seconds()
         self.world.after(seconds, lambda: self.end(job, None))
-        self.launched(job)
+        self.launched(self._container(job))
+
+    def _container(self, job: Resource) -> Container:
+        told = {variable.name: variable.value for variable in job.request.template.template.containers[0].env}
+        lose = partial(self.end, job, None)
+        die = partial(self.end, job, KILLED)
+        return Container(told, lambda: job.ended is not None, partial(self.end, job), die, lambda: None, lose)
 
     def end(self, job: Resource, exit_code: int | None) -> None:
         """The task ends, once: with an exit code, or (None) by the platform."""

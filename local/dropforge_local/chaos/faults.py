@@ -26,6 +26,8 @@ class Faults:
     slow_start: float = 0.0  # of a resource: minutes until it runs
     preempted: float = 0.0  # of an attempt: told to stop, and stopped
     lost_machine: float = 0.0  # of an attempt: gone without a word
+    silent: float = 0.0  # of an attempt: its container dies, and what runs it does not say so where it can help it
+    unwritten: float = 0.0  # of an attempt on a machine of its own: how it ended is not written down
     code_error: float = 0.0  # of an attempt: fails for good
     stuck: float = 0.0  # of an attempt: runs, and does nothing
     deleted: float = 0.0  # of a resource: deleted by hand
@@ -77,6 +79,8 @@ _MOST = {
     "slow_start": 0.5,
     "preempted": 0.5,
     "lost_machine": 0.4,
+    "silent": 0.2,
+    "unwritten": 0.5,
     "code_error": 0.3,
     "stuck": 0.2,
     "deleted": 0.2,

@@ -14,21 +14,21 @@ SWEEP_SECONDS = 600.0  # as var.sweep_schedule of Terraform has it
 SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
 
 
-def run(seed: int) -> History:
-    """The history of a seed; the same each time, in every process."""
+def run(seed: int, target: str | None = None) -> History:
+    """The history of a seed; the same each time, in every process. All runs are for `target`, if one is given."""
     world = World(seed)
     cloud = Cloud(world)
-    Workload(world, cloud).begin()
+    Workload(world, cloud, target).begin()
     world.calm = START + world.random.uniform(2400, 5400)
     _plan_restarts(world, cloud)
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
-def run_struck(strike: Strike) -> History:
+def run_struck(strike: Strike, target: str = "cloud_run") -> History:
     """The history of one run that is preempted, trains again and serves, and that one fault strikes."""
     world = World(0, strike)
     cloud = Cloud(world)
-    workload = Workload(world, cloud)
+    workload = Workload(world, cloud, target)
     workload.begin_one()
     world.calm = START + 3600
     world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}
@@ -42,7 +42,7 @@ def _live(world: World, cloud: Cloud, end: float) -> History:
             world.scheduler.run(world.calm)
             world.fact("calm", effects=world.effects)
             world.scheduler.run(end)
-            world.fact("end", living=cloud.run.living(), effects=world.effects)
+            world.fact("end", living=cloud.living(), effects=world.effects)
         finally:
             world.scheduler.close()
     return world.history

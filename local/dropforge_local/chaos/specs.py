@@ -8,17 +8,20 @@ from typing import Any
 
 TRAINING_USD, ENDPOINT_USD = 2.0, (0.6, 3.0)  # for an hour
 Part = Callable[[random.Random], dict[str, Any]]
+_ZONES = ("us-central1-a", "europe-west4-b", "us-west4-a")  # of v5litepod-8
 _REGIONS = ("us-central1", "europe-west4", "us-east4")
 
 
 def spec(name: str, target: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """A spec that is valid."""
+    """A spec that is valid. On TPUs every weight is trained."""
+    adapter = "lora" if target["type"] == "cloud_run" else "none"
     return {
         "api_version": "dropforge/v1",
         "name": name,
         "model": {"source": "acme/tiny"},
         "dataset": {"source": "acme/rows"},
         "target": target,
+        "training": {"adapter": {"type": adapter}},
         "serve": None,
         "notify": {"slack": {"webhook_secret": "slack-webhook"}},
         **parts,
@@ -41,25 +44,50 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
     return found, valid
 
 
-def cloud_run(regions: list[str]) -> dict[str, Any]:
-    """A target of Cloud Run jobs."""
-    placements = [{"region": region} for region in regions]
-    return {"type": "cloud_run", "placements": placements, "price_usd_per_hour": TRAINING_USD}
-
-
-def cloud_run_endpoint(ttl: str, startup_timeout: str, price: float) -> dict[str, Any]:
-    """An endpoint on a Cloud Run service."""
-    return {"type": "cloud_run", "ttl": ttl, "startup_timeout": startup_timeout, "price_usd_per_hour": price}
+def whole(kind: str) -> dict[str, Any]:
+    """A spec with everything in it: two placements, a gate, an endpoint, a budget."""
+    places: dict[str, list[dict[str, Any]]] = {
+        "cloud_run": [{"region": "us-central1"}, {"region": "europe-west4"}],
+        "tpu_vm": [{"zone": "us-central1-a"}, {"zone": "europe-west4-b"}],
+    }
+    return spec(
+        "job-0",
+        {"type": kind, "placements": places[kind], "price_usd_per_hour": TRAINING_USD},
+        evaluation={"gate": {"metric": "exact_match", "min": 0.5}},
+        serve={"type": kind, "ttl": "20m", "startup_timeout": "20m", "price_usd_per_hour": ENDPOINT_USD[0]},
+        limits={"max_duration": "40m", "max_attempts": 3, "max_cost_usd": 2.0},
+    )
 
 
 def _cloud_run(draw: random.Random) -> dict[str, Any]:
-    return cloud_run(draw.sample(_REGIONS, 1 + draw.randrange(3)))
+    placements = [{"region": region} for region in draw.sample(_REGIONS, 1 + draw.randrange(3))]
+    return {"type": "cloud_run", "placements": placements, "price_usd_per_hour": TRAINING_USD}
+
+
+def _tpu_vm(draw: random.Random) -> dict[str, Any]:
+    """In the queue, or at once."""
+    zones = draw.sample(_ZONES, 1 + draw.randrange(3))
+    placements = [{"zone": zone, "capacity": draw.choice(("on_demand", "spot"))} for zone in zones]
+    target = {"type": "tpu_vm", "placements": placements, "price_usd_per_hour": TRAINING_USD}
+    return {**target, "queued": draw.random() < 0.7}
 
 
 def _cloud_run_endpoint(draw: random.Random) -> dict[str, Any]:
-    """Its ttl is short, or longer than a small budget pays for."""
-    times = draw.choice(("10m", "20m", "1h")), draw.choice(("5m", "20m"))
-    return cloud_run_endpoint(*times, draw.choice(ENDPOINT_USD))
+    return {"type": "cloud_run", **_times(draw), "price_usd_per_hour": draw.choice(ENDPOINT_USD)}
+
+
+def _tpu_vm_endpoint(draw: random.Random) -> dict[str, Any]:
+    queued = draw.random() < 0.7
+    return {"type": "tpu_vm", **_times(draw), "queued": queued, "price_usd_per_hour": draw.choice(ENDPOINT_USD)}
+
+
+def _training_vm(draw: random.Random) -> dict[str, Any]:
+    return {"type": "training_vm", **_times(draw)}
+
+
+def _times(draw: random.Random) -> dict[str, Any]:
+    """A ttl that is short, or longer than a small budget pays for."""
+    return {"ttl": draw.choice(("10m", "20m", "1h")), "startup_timeout": draw.choice(("5m", "20m"))}
 
 
 def _limits(draw: random.Random) -> dict[str, Any]:
@@ -72,5 +100,8 @@ def _limits(draw: random.Random) -> dict[str, Any]:
     return limits
 
 
-TARGETS: dict[str, Part] = {"cloud_run": _cloud_run}
-SERVERS: dict[str, tuple[Part, ...]] = {"cloud_run": (_cloud_run_endpoint,)}
+TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm}
+SERVERS: dict[str, tuple[Part, ...]] = {
+    "cloud_run": (_cloud_run_endpoint,),
+    "tpu_vm": (_tpu_vm_endpoint, _training_vm),
+}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from .cloudrun import CloudRun, Resource
 from .events import Events
 from .storage import Storage
 from .world import World
 
 CHECKPOINT_SECONDS = 60.0
+GRACE_SECONDS = 8.0  # at most, until a machine that is taken away has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of our containers
 
@@ -28,31 +28,40 @@ class Work:
     fates: list[str] = field(default_factory=list)  # of the first attempts, where they are not left to chance
 
 
-class Trainer:
-    """What runs in every job."""
+@dataclass
+class Container:
+    """One that trains, as whatever runs it sees it: what it is told, and what can become of it."""
 
-    def __init__(self, world: World, run_api: CloudRun, storage: Storage, events: Events, bucket: str) -> None:
+    environment: Mapping[str, str]
+    is_over: Callable[[], bool]
+    end: Callable[[int | None], None]  # with an exit code
+    die: Callable[[], None]  # so that nobody is told
+    take: Callable[[], None]  # its machine is taken away; it has said what it could
+    lose: Callable[[], None]  # likewise, and it has not
+
+
+class Trainer:
+    """What runs in every training container."""
+
+    def __init__(self, world: World, storage: Storage, events: Events, bucket: str) -> None:
         self.world = world
-        self.cloud = run_api
         self.storage = storage
         self.events = events
         self.bucket = bucket
         self.work: dict[str, Work] = {}
-        run_api.launched = self.start
 
-    def start(self, job: Resource) -> None:
+    def start(self, container: Container) -> None:
         """The container's command begins."""
-        attempt = _Attempt(self, job)
+        attempt = _Attempt(self, container)
         attempt.begin()
 
 
 class _Attempt:
-    def __init__(self, trainer: Trainer, job: Resource) -> None:
-        container = job.request.template.template.containers[0]
-        told = {variable.name: variable.value for variable in container.env}
+    def __init__(self, trainer: Trainer, container: Container) -> None:
+        told = container.environment
         self.trainer = trainer
         self.world = trainer.world
-        self.job = job
+        self.container = container
         self.run, self.number = told["DROPFORGE_RUN"], int(told["DROPFORGE_ATTEMPT"])
         self.deadline = float(told["DROPFORGE_DEADLINE"])
         self.work = trainer.work.setdefault(self.run, Work(total=120.0, metric=0.9))
@@ -64,7 +73,12 @@ class _Attempt:
         left = self.work.total - self.work.saved
         halfway = self.began + left * self.world.random.random()
         fate = self.work.fates.pop(0) if self.work.fates else self._fate()
-        endings = {"preempted": self._stop, "lost_machine": self._vanish, "code_error": self._break}
+        endings = {
+            "preempted": self._stop,
+            "lost_machine": lambda: self._vanish("lost_machine", self.container.lose),
+            "silent": lambda: self._vanish("silent", self.container.die),
+            "code_error": self._break,
+        }
         if fate in endings:
             self._at(halfway, endings[fate])
         elif fate == "stuck":
@@ -76,7 +90,7 @@ class _Attempt:
 
     def _fate(self) -> str:
         """How this attempt goes wrong; "": it does not."""
-        for fate in ("stuck", "preempted", "lost_machine", "code_error"):
+        for fate in ("stuck", "preempted", "lost_machine", "silent", "code_error"):
             if self.world.happens(getattr(self.world.faults, fate)):
                 return fate
         return ""
@@ -85,7 +99,7 @@ class _Attempt:
         """Do it then, if the container still runs."""
 
         def guarded() -> None:
-            if self.job.ended is None:
+            if not self.container.is_over():
                 event()
 
         self.world.scheduler.at(when, guarded)
@@ -95,6 +109,7 @@ class _Attempt:
         self.work.saved += self.world.now - self.began
         self._tell("preempted", step=int(self.work.saved))
         self._end(PREEMPTED)
+        self._at(self.world.now + GRACE_SECONDS * self.world.random.random(), self.container.take)
 
     def _run_out(self) -> None:
         """Its time is nearly over: likewise."""
@@ -102,10 +117,10 @@ class _Attempt:
         self._tell("failed", error_class="deadline", message="stopped before the deadline")
         self._end(PREEMPTED)
 
-    def _vanish(self) -> None:
+    def _vanish(self, what: str, end: Callable[[], None]) -> None:
         self.work.saved += (self.world.now - self.began) // CHECKPOINT_SECONDS * CHECKPOINT_SECONDS
-        self.world.fact("fault", what="lost_machine", run=self.run, attempt=self.number)
-        self.trainer.cloud.end(self.job, None)
+        self.world.fact("fault", what=what, run=self.run, attempt=self.number)
+        end()
 
     def _break(self) -> None:
         self._tell("failed", error_class="code", message="ValueError: chaos")
@@ -128,7 +143,7 @@ class _Attempt:
     def _end(self, exit_code: int) -> None:
         """The process lives on for a moment after its last words."""
         delay = self.world.random.uniform(0.1, 4)
-        self._at(self.world.now + delay, lambda: self.trainer.cloud.end(self.job, exit_code))
+        self._at(self.world.now + delay, lambda: self.container.end(exit_code))
 
     def _tell(self, kind: str, **details: Any) -> None:
         self.sequence = max(self.sequence + 1, int(self.world.now * 1000))

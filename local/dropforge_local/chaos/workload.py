@@ -39,14 +39,8 @@ class Workload:
                 self.world.after(draw.random() * 2 * DROPS_SECONDS, partial(self._forge_cancel, run))
 
     def begin_one(self) -> None:
-        """One run with everything in it: two placements, a preemption, a gate, an endpoint, a budget."""
-        spec = specs.spec(
-            "job-0",
-            specs.cloud_run(["us-central1", "europe-west4"]),
-            evaluation={"gate": {"metric": "exact_match", "min": 0.5}},
-            serve=specs.cloud_run_endpoint("20m", "20m", 0.6),
-            limits={"max_duration": "40m", "max_attempts": 3, "max_cost_usd": 2.0},
-        )
+        """One run with everything in it, and a preemption."""
+        spec = specs.whole(self.target or "cloud_run")
         work = Work(total=300.0, metric=0.9, fates=["preempted"])
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
 
@@ -91,8 +85,8 @@ class Workload:
             self.cloud.storage.remove(SPECS, name)
 
     def _overwrite(self, name: str, generation: int, run: str) -> None:
-        """Drop another spec under the same name: another run."""
-        if self._is_there(name, generation):
+        """Drop another spec under the same name: another run, which needs its time to end."""
+        if self.world.now < self.world.calm and self._is_there(name, generation):
             number = int(name.removeprefix("specs/job-").removesuffix(".json"))
             self.world.fact("withdrawn", run=run, how="overwritten")
             self._drop(name, *self._spec(number), self._work())
