@@ -28,9 +28,9 @@ import urllib.request
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -296,34 +296,28 @@ class Tried:
         return cls(case, row["commit"], result, row["tree"], row["state"])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """Which commits of a life are tried, and what is known of them."""
+    """Commits of a life that are to be tried, as many as it might have."""
 
     case: Case
-    commits: range
+    commits: tuple[int, ...]
     results: Path
     slow: bool = False
-    well: frozenset[int] = field(default_factory=frozenset)
 
-    def sweep(self) -> list[Tried]:
-        """One after the other, until the lives end before anybody is killed."""
+    def cut(self) -> tuple[Plan, Plan]:
+        """What one stack is enough for, and the rest."""
+        return replace(self, commits=self.commits[:RUNS]), replace(self, commits=self.commits[RUNS:])
+
+    def run(self) -> list[Tried]:
+        """In a stack of its own, until the lives end before anybody is killed; the state is kept if one went wrong."""
         if not self.slow:
             local._spawn = zygote().spawn
-        left = [commit for commit in self.commits if commit not in self.well]
-        found: list[Tried] = []
-        while left and not _is_over(found):
-            found += self._try(left[:RUNS])
-            left = left[RUNS:]
-        return found
-
-    def _try(self, commits: list[int]) -> list[Tried]:
-        """In a stack of their own; its state is kept if one went wrong."""
         found: list[Tried] = []
         home, tree = Path(tempfile.mkdtemp(prefix="dropforge-crash-")), _tree()
         try:
             harness = Harness(home)
-            for commit in commits:
+            for commit in self.commits:
                 found.append(Tried(self.case, commit, harness.attempt(self.case, commit), tree, str(home)))
                 with self.results.open("a") as file:
                     file.write(f"{found[-1]}\n")
@@ -378,7 +372,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--moment", choices=["before", "after"], action="append", help="likewise")
     parser.add_argument("--all", action="store_true", help="every commit, not every seventh")
     parser.add_argument("--from", type=int, dest="first", metavar="COMMIT", help="the first to try; implies --all")
-    parser.add_argument("--to", type=int, default=10_000, dest="last", metavar="COMMIT", help="the last to try")
+    parser.add_argument("--to", type=int, default=1000, dest="last", metavar="COMMIT", help="the last to try")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10_000)
     parser.add_argument("--lanes", type=int, default=1, help="how many stacks at once")
     parser.add_argument("--slow", action="store_true", help="start every stack as users do")
@@ -405,29 +399,31 @@ def _plans(options: argparse.Namespace, known: Iterable[Tried]) -> list[Plan]:
         for case in cases(target, kill)
         if case.life in (options.life or LIVES) and case.moment in (options.moment or ("before", "after"))
     ]
-    well: dict[Case, set[int]] = {case: set() for case in chosen}
-    for tried in known if options.go_on else ():
-        if tried.case in well and not tried.result.problems:
-            well[tried.case].add(tried.commit)
-    return [
-        Plan(
-            case,
-            range(options.first or draw.randrange(stride) + 1, options.last + 1, stride),
-            options.results,
-            options.slow,
-            frozenset(well[case]),
-        )
-        for case in chosen
-    ]
+    plans = []
+    for case in chosen:
+        commits = range(options.first or draw.randrange(stride) + 1, options.last + 1, stride)
+        well = {tried.commit for tried in known if options.go_on and tried.case == case and not tried.result.problems}
+        left = tuple(commit for commit in commits if commit not in well)
+        plans.append(Plan(case, left, options.results, options.slow))
+    return [plan for plan in plans if plan.commits]
 
 
 def _sweep(plans: list[Plan], lanes: int) -> list[Tried]:
+    """A piece of a plan in each lane: what is behind the end of a life is cut off once one lane has seen that."""
     found: list[Tried] = []
+    running: dict[Future[list[Tried]], Case] = {}
     with ProcessPoolExecutor(lanes) as pool:
-        for tries in pool.map(Plan.sweep, plans):
-            found += tries
-            if tries:
-                print([*table(tries)][1], flush=True)
+        while plans or running:
+            while plans and len(running) < lanes:
+                piece, rest = plans[0].cut()
+                plans = [rest] * bool(rest.commits) + plans[1:]
+                running[pool.submit(piece.run)] = piece.case
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                case, tries = running.pop(future), future.result()
+                found += tries
+                if _is_over(tries):
+                    plans = [plan for plan in plans if plan.case != case]
+                print([*table(tried for tried in found if tried.case == case)][1], flush=True)
     return found
 
 
