@@ -24,7 +24,7 @@ from .teardown import delete_remaining, end_endpoint
 
 LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
 LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
-# A call that found its run open may write into the ledger after the end, and die before it takes that back: none of
+# A call that found its run open may write into the ledger after the end, and leaves that to whoever looks: none of
 # these calls lasts longer than a function may (540 s, terraform/functions.tf).
 LATE_FOR = timedelta(minutes=15)
 

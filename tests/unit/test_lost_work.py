@@ -283,7 +283,7 @@ def test_what_a_run_that_is_over_has_left_goes_and_then_it_is_closed(world: Worl
 
 
 def test_a_run_stays_open_while_a_call_that_is_late_may_write_into_its_ledger(world: World) -> None:
-    """Such a call has found the run open, and dies before it takes back what it has intended."""
+    """Such a call has found the run open, and leaves what it has intended in vain."""
     world.over(ended=LATE_FOR)
     world.settle()
     assert world.is_open
