@@ -33,7 +33,7 @@ ENVIRONMENT = ROOT / "build" / "maxtext"
 RAY = ENVIRONMENT / "bin" / "ray"
 REAL, NOOP = "train-ray-test", "ray-noop"
 TPU = "google.com/tpu"
-WAIT_SECONDS = 90.0
+WAIT_SECONDS = 180.0
 
 DRIVER = """
     import os, sys, time
@@ -273,13 +273,23 @@ def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(image: s
 
 @pytest.mark.slow
 def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> None:
-    name = ray.create("sleep", "600", activeDeadlineSeconds=40)
+    name = ray.create("sleep", "600", activeDeadlineSeconds=600)
     until(lambda: ray.states(name)[0] == "Running")
     ray.patch(name, suspend=True)
     until(lambda: ray.states(name)[0] == "Suspended")
     assert not ray.pods()
     assert "rayClusterName" not in ray.status(name)
-    ray.patch(name, suspend=False)
+    assert_late(ray, name)
+
+    noop = Ray(ray.kube, NOOP)  # another deadline, of a job that runs
+    name = noop.create("sleep", "600")
+    until(lambda: noop.states(name) == ("Running", "RUNNING"))
+    assert_late(noop, name)
+
+
+def assert_late(ray: Ray, name: str) -> None:
+    """A deadline that is a second after the job's start, or has passed already, ends the job and its cluster."""
+    ray.patch(name, suspend=False, activeDeadlineSeconds=1)
     until(lambda: ray.states(name)[0] == "Failed")
     assert ray.status(name)["reason"] == "DeadlineExceeded"
     until(lambda: not ray.pods())
