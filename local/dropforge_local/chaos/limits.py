@@ -64,7 +64,10 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
-    """A warning that is due for a check interval while a machine trains is told; always by the same id."""
+    """A warning that is due while a machine trains is told at once, and always by the same id.
+
+    When a machine began to run is known a check interval later at most; until then its cost is not.
+    """
     for found in life.published:
         if (key := found.value["event"].get("notice")) and found.value["id"] != f"{life.run}/notice/{key}":
             yield found.time, f"notice {key} was told by the id {found.value['id']}"
@@ -75,7 +78,8 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
         assert limit is not None, "looked at only with a budget"
         if (due := _reached(life, limit * percent / 100)) is not None:
             keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
-            yield from _untold(life, keys, *due)
+            use, time = due
+            yield from _untold(life, keys, use, time, 0.0 if time - use.since > 2 * CHECK_SECONDS else CHECK_SECONDS)
     created, allowed = _bounds(life)
     time = created + allowed * WARN_OF_TIME_AT / 100
     for found in life.published:
@@ -83,7 +87,7 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
             yield found.time, f"{time - found.time:.0f} s too early it was told that its time is nearly over"
     use = next((use for use in training_uses(life) if use.since <= time < use.until), None)
     if use is not None:
-        yield from _untold(life, [f"time-{WARN_OF_TIME_AT}"], use, time)
+        yield from _untold(life, [f"time-{WARN_OF_TIME_AT}"], use, time, 0.0)
 
 
 def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
@@ -195,9 +199,9 @@ def _reached(life: Life, usd: float) -> tuple[Use, float] | None:
     return None
 
 
-def _untold(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
+def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) -> Iterator[tuple[float, str]]:
     """What is wrong when none of these notices was told in time, though the machine went on, and nobody cancelled."""
-    until = due + CHECK_SECONDS + SLACK_SECONDS
+    until = due + patience + SLACK_SECONDS
     until += life.delay(use.machine.created.time, until)
     record = life.record_when(until)
     if until > use.until or record is None or record["state"] not in ("PROVISIONING", "TRAINING"):
