@@ -78,8 +78,8 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
         assert limit is not None, "looked at only with a budget"
         if (due := _reached(life, limit * percent / 100)) is not None:
             keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
-            use, time = due
-            yield from _untold(life, keys, use, time, 0.0 if time - use.since > 2 * CHECK_SECONDS else CHECK_SECONDS)
+            patience = 0.0 if due[1] - due[0].since > 2 * CHECK_SECONDS else CHECK_SECONDS
+            yield from _untold(life, keys, *due, patience)
     created, allowed = _bounds(life)
     time = created + allowed * WARN_OF_TIME_AT / 100
     for found in life.published:
@@ -125,7 +125,9 @@ def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
         if not life.serves(machine) or asked is None or asked.time < ready or asked.time > promised - SLACK_SECONDS:
             continue
         was_cancelled = (life.record_at(asked.index) or {})["cancel_requested"] is not None
-        if not was_cancelled and not machine.by_hand and not _may_be_spent(life, asked.time + SLACK_SECONDS):
+        parts = [other for other in life.machines if life.serves(other) and not other.is_disk]
+        was_lost = any(other.by_hand or (other.ended or asked.time) < asked.time - 1 for other in parts)
+        if not was_cancelled and not was_lost and not _may_be_spent(life, asked.time + SLACK_SECONDS):
             yield asked.time, f"{machine.name} was deleted {promised - asked.time:.0f} s before its ttl"
 
 
