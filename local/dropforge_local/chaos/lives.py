@@ -157,7 +157,7 @@ class Life:
 
     def delay(self, since: float, until: float) -> float:
         """Seconds that the faults of a time may have cost the run at most."""
-        return sum(seconds for time, seconds in self.delays if since <= time <= until)
+        return sum(seconds for time, seconds in self.delays if time + seconds >= since and time <= until)
 
     def swept_after(self, index: int, time: float) -> Sweep | None:
         """The first clean sweep that began after a moment."""
