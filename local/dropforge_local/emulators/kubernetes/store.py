@@ -23,6 +23,10 @@ CREATE TABLE IF NOT EXISTS kubernetes_objects (
   PRIMARY KEY (cluster, kind, namespace, name)
 );
 CREATE INDEX IF NOT EXISTS kubernetes_objects_by_uid ON kubernetes_objects (cluster, uid);
+CREATE INDEX IF NOT EXISTS kubernetes_events_by_uid ON kubernetes_objects
+  (cluster, namespace, json_extract(body, '$.involvedObject.uid')) WHERE kind = 'events';
+CREATE INDEX IF NOT EXISTS kubernetes_events_by_age ON kubernetes_objects
+  (cluster, namespace, json_extract(body, '$.lastTimestamp')) WHERE kind = 'events';
 CREATE TABLE IF NOT EXISTS kubernetes_changes (
   cluster TEXT NOT NULL REFERENCES kubernetes_clusters (name) ON DELETE CASCADE, revision INTEGER NOT NULL,
   kind TEXT NOT NULL, namespace TEXT NOT NULL, name TEXT NOT NULL, body TEXT, previous TEXT,
