@@ -45,6 +45,9 @@ STEPS, PERIOD = 60, 20
 LOSS_TOLERANCE = 1e-4
 EXPORT_TOLERANCE = 1e-3  # MaxText rounds the tied embedding to bfloat16, transformers does not
 
+# XLA compiles longer than models of this size train: without optimizing, and once for all attempts of a run.
+QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
 Spec = Callable[..., dict[str, Any]]
 
 
@@ -81,6 +84,7 @@ class Driver:
         self.cloud.put(RUNS, f"runs/{run}/spec.json", json.dumps(spec))
         values = {
             **self.cloud.environment(),
+            **QUICK_XLA,
             **self.environment,
             "DROPFORGE_PROJECT": PROJECT,
             "DROPFORGE_RUN": run,
@@ -334,9 +338,10 @@ def test_events_tell_the_steps_the_checkpoints_and_no_secret(chain: Chain, event
     assert progress[-1].loss < 0.2
     assert progress[-1].tokens_per_second > 0
     saved = [event.step for event in told if event.type == "checkpoint"]
-    assert saved[0] == PERIOD
     assert saved[-1] == STEPS
-    assert 1 not in saved  # Orbax saves the first step too; nobody asked for it
+    # No more than was asked for: Orbax saves the first step too. The killed attempt may not have told of its last one.
+    assert {chain.preempted_step} < set(saved) <= {PERIOD, 2 * PERIOD, chain.preempted_step, STEPS}
+    assert {PERIOD, 2 * PERIOD} & set(saved)
     assert told[-1].type in ("succeeded", "checkpoint")
     everything = "".join(chain.outputs) + "".join(event.model_dump_json() for event in told)
     for blob in cloud.client.list_blobs(RUNS, prefix=f"models/{chain.run}/"):

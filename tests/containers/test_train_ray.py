@@ -27,6 +27,7 @@ from dropforge_local import ray_shim
 from dropforge_local.containers.images import ImageStore, Process
 
 from .test_maxtext import (
+    QUICK_XLA,
     ROOT,
     RUNS,
     Driver,
@@ -92,7 +93,7 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([*map(str, self.image.search_path), "/usr/bin", "/bin"])
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
-        return {**self.image.env, **own, "PATH": path}
+        return {**self.image.env, **QUICK_XLA, **own, "PATH": path}
 
     def wait(self) -> None:
         """Until all nodes answer. One that gave up, as Ray does after 30 s, is started again: a pod is."""
