@@ -10,7 +10,7 @@ from . import clients, names
 from .admission import MIN_ATTEMPT_SECONDS
 from .classify import client_errors
 from .errors import CloudError, ErrorClass
-from .limits import endpoint_expiry, serving_price
+from .limits import endpoint_expiry, kept_until, serving_price
 from .log import log
 from .notify import announce
 from .outcome import failed, superseded, waiting
@@ -54,7 +54,8 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     server = get_server(spec.serve.type)
     began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
     # The label is set when the service is made, so that it expires even if nobody ever looks at it again.
-    expires = endpoint_expiry(record, spec, began)
+    paid_until = endpoint_expiry(record, spec, began)
+    expires = min(paid_until, kept_until(record, spec))
     if (expires - began).total_seconds() < MIN_ATTEMPT_SECONDS:
         message = f"{record.training_cost(began):.2f} of {spec.limits.max_cost_usd:g} USD are spent"
         hint = "the model is kept; raise limits.max_cost_usd"
@@ -83,7 +84,7 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         region=server.region(deployment),
         ready=ready,
         expires=min(expires, ready + ttl),
-        limit="max_cost_usd" if expires < allowed else "ttl",
+        limit="max_cost_usd" if paid_until < allowed else "ttl",
     )
     record = store.update(record.run, lambda found: _with_endpoint(found, endpoint))
     if record.endpoint is None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from .catalog import SECONDS_PER_HOUR, HourlyPrice
 from .runs import Attempt, Record
 from .serving import get_server
 from .settings import Settings
-from .spec import JobSpec, seconds
+from .spec import JobSpec, TrainingVmServe, seconds
 from .targets import get_target
 
 # The shortest endpoint that is worth starting: its price is kept back from what training may cost.
@@ -78,6 +78,14 @@ def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
     """Until when the endpoint of a run may live that was begun at `began`, at the price that was pinned then."""
     spent = record.training_cost(began) or 0.0
     return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
+
+
+def kept_until(record: Record, spec: JobSpec) -> datetime:
+    """Until when what serves may exist by a label that it got before it was an endpoint; no bound if it got none."""
+    if not isinstance(spec.serve, TrainingVmServe):
+        return datetime.max.replace(tzinfo=UTC)
+    whole = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
+    return record.attempts[-1].deadline + timedelta(seconds=whole)
 
 
 def short_endpoint(spec: JobSpec) -> str:
