@@ -118,7 +118,7 @@ def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
     assert deployed is not None, "it has an endpoint"
     # One that is ready only after its time to start has the less to live: its end is written on it when it is made.
     promised = min(ready, deployed + duration_of(serve.get("startup_timeout", "20m"))) + duration_of(serve["ttl"])
-    if serve["type"] == "training_vm":  # on what has trained, before its attempt began
+    if serve.get("type") == "training_vm":  # on what has trained, before its attempt began
         whole = duration_of(serve.get("startup_timeout", "30m")) + duration_of(serve["ttl"])
         promised = min(promised, seconds_of(life.last["attempts"][-1]["deadline"]) + whole)
     if seconds_of(endpoint["expires"]) > promised + SLACK_SECONDS:
