@@ -60,6 +60,8 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
         message = f"{record.training_cost(began):.2f} of {spec.limits.max_cost_usd:g} USD are spent"
         hint = "the model is kept; raise limits.max_cost_usd"
         return failed(ErrorClass.BUDGET, f"nothing is left for the endpoint: {message}", hint)
+    if utc_now() >= expires:  # what is made now would be swept at once
+        return _too_late(spec, expires)
     deployment = Deployment(record.run, spec, settings(), expires, launch_of(record, spec))
     resources = server.resources(deployment)
     entries = [(resource.kind, resource.name) for resource in resources]
@@ -76,6 +78,8 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     for resource in resources:
         store.note(record.run, resource.name, ResourceState.CREATED)
     ready, ttl = utc_now(), timedelta(seconds=seconds(spec.serve.ttl))
+    if ready >= expires:
+        return _too_late(spec, expires)
     allowed = min(ready, began + timedelta(seconds=seconds(spec.serve.startup_timeout))) + ttl
     endpoint = Endpoint(
         url=url,
@@ -98,6 +102,12 @@ def _ends(record: Record, spec: JobSpec) -> datetime:
     assert spec.serve is not None, "the workflow deploys only runs that serve"
     began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
     return began + timedelta(seconds=seconds(spec.serve.startup_timeout))
+
+
+def _too_late(spec: JobSpec, expires: datetime) -> dict[str, Any]:
+    """An endpoint that is ready only when it must be gone is none."""
+    found = ErrorClass.DEADLINE if spec.limits.max_cost_usd is None else ErrorClass.BUDGET
+    return failed(found, f"the endpoint's time was over at {expires:%H:%M:%S}, before it was ready", START_HINT)
 
 
 def completion_problem(url: str, model: str) -> str:
