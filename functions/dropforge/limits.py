@@ -15,7 +15,7 @@ from .catalog import SECONDS_PER_HOUR, HourlyPrice
 from .runs import Attempt, Record
 from .serving import get_server
 from .settings import Settings
-from .spec import JobSpec, TrainingVmServe, seconds
+from .spec import JobSpec, TrainingVmServe, seconds, serving_seconds
 from .targets import get_target
 
 # The shortest endpoint that is worth starting: its price is kept back from what training may cost.
@@ -67,7 +67,7 @@ def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float
     `usd_per_hour` is for all of its instances: one that has scaled to zero costs less, which is not known beforehand.
     """
     assert spec.serve is not None, "asked only of specs that serve"
-    allowed = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
+    allowed = serving_seconds(spec.serve)
     if spec.limits.max_cost_usd is None or not usd_per_hour:
         return allowed
     left = max(0.0, spec.limits.max_cost_usd - spent_usd)
@@ -84,8 +84,7 @@ def kept_until(record: Record, spec: JobSpec) -> datetime:
     """Until when what serves may exist by a label that it got before it was an endpoint; no bound if it got none."""
     if not isinstance(spec.serve, TrainingVmServe):
         return datetime.max.replace(tzinfo=UTC)
-    whole = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
-    return record.attempts[-1].deadline + timedelta(seconds=whole)
+    return record.attempts[-1].deadline + timedelta(seconds=serving_seconds(spec.serve))
 
 
 def short_endpoint(spec: JobSpec) -> str:
@@ -101,8 +100,7 @@ def short_endpoint(spec: JobSpec) -> str:
     if hourly is None or None in prices:
         return ""  # admission refuses it: there is nothing to count with
     training = max(price or 0.0 for price in prices) * seconds(spec.limits.max_duration) / SECONDS_PER_HOUR
-    whole = seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
-    needed = training + hourly * whole / SECONDS_PER_HOUR
+    needed = training + hourly * serving_seconds(spec.serve) / SECONDS_PER_HOUR
     if needed <= budget:
         return ""
     at_most = endpoint_seconds(spec, hourly)

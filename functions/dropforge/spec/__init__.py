@@ -5,7 +5,7 @@ from __future__ import annotations
 from .job import Columns, Dataset, Evaluation, JobSpec, Limits, SyntheticDataset, job_spec_schema
 from .parse import MAX_SPEC_BYTES, parse_spec
 from .parts import redact, seconds
-from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe
+from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe, serving_seconds
 from .targets import CloudRunTarget, GkePlacement, GkeTarget, RayTarget, TpuVmTarget, accelerators_of
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "parse_spec",
     "redact",
     "seconds",
+    "serving_seconds",
 ]

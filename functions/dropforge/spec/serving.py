@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .parts import Duration, Part, Region, Wrong, Zone
+from .parts import Duration, Part, Region, Wrong, Zone, seconds
 from .targets import (
     Capacity,
     ClusterName,
@@ -131,3 +131,8 @@ class TpuVmServe(OneMachine):
             raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
         check_tpu_vm_reservation(self.capacity, self.reservation, self.queued, "")
         return self
+
+
+def serving_seconds(serve: CloudRunServe | GkeServe | TpuVmServe | TrainingVmServe) -> int:
+    """How long an endpoint may exist: to start, and then for its ttl."""
+    return seconds(serve.startup_timeout) + seconds(serve.ttl)

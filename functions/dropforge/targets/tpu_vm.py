@@ -22,7 +22,7 @@ from ..errors import ErrorClass
 from ..listing import Listed, each
 from ..serving.base import Deployment, server_environment
 from ..settings import Settings
-from ..spec import JobSpec, TpuVmTarget, TrainingVmServe, seconds
+from ..spec import JobSpec, TpuVmTarget, TrainingVmServe, seconds, serving_seconds
 from .base import (
     Launch,
     Phase,
@@ -116,6 +116,7 @@ def machine(launch: Launch) -> tpu.Machine:
     """The attempt's machine."""
     target, settings, placement = tpu_vm_target(launch.spec), launch.settings, _placement(launch)
     server = _server(launch)
+    serves = int((server.expires - launch.deadline).total_seconds()) if server else 0
     wait = settings.provision_deadline_seconds if placement.max_wait is None else seconds(placement.max_wait)
     return tpu.Machine(
         settings=settings,
@@ -127,7 +128,7 @@ def machine(launch: Launch) -> tpu.Machine:
         capacity=placement.capacity,
         reservation=placement.reservation,
         wait_seconds=min(wait, launch.timeout_seconds),
-        use_seconds=launch.timeout_seconds + (_seconds_to_serve(server.spec) if server else 0),
+        use_seconds=launch.timeout_seconds + serves,
         service_account=settings.trainer_service_account,
         labels={**run_labels(launch), **({names.EXPIRES_LABEL: _unix(server.expires)} if server else {})},
         metadata=metadata(launch),
@@ -166,13 +167,8 @@ def _server(launch: Launch) -> Deployment | None:
     spec = launch.spec
     if not isinstance(spec.serve, TrainingVmServe):
         return None
-    expires = launch.deadline + timedelta(seconds=_seconds_to_serve(spec))
+    expires = launch.deadline + timedelta(seconds=serving_seconds(spec.serve))
     return Deployment(launch.run, spec, launch.settings, expires, launch)
-
-
-def _seconds_to_serve(spec: JobSpec) -> int:
-    assert spec.serve is not None, "only what serves is kept"
-    return seconds(spec.serve.startup_timeout) + seconds(spec.serve.ttl)
 
 
 def _server_metadata(server: Deployment) -> dict[str, str]:
