@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from . import clients, names
+from . import clients
 from .admission import MIN_ATTEMPT_SECONDS
 from .classify import client_errors
 from .errors import CloudError, ErrorClass
@@ -67,9 +67,6 @@ def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
     entries = [(resource.kind, resource.name) for resource in resources]
     if not store.intend_all(record.run, entries, record.attempt, lambda found: found.state is RunState.DEPLOYING):
         return superseded(store.record(record.run))
-    for resource in resources:
-        if not names.is_endpoint(resource.name, record.run):
-            store.keep(record.run, resource.name)
     url = server.deploy(deployment)
     if url is None:
         return _not_yet(deployment, began, lambda: server.why_not_ready(deployment))

@@ -20,7 +20,7 @@ from .outcome import failed, retry_or_fail, superseded, waiting
 from .provision import launch_of
 from .runs import Attempt, Record, RunError, RunStore, open_store, utc_now
 from .settings import Settings, settings
-from .spec import JobSpec, seconds
+from .spec import JobSpec, TrainingVmServe, seconds
 from .targets import get_target
 from .targets.base import Phase, Status
 
@@ -260,6 +260,9 @@ def _succeeded(store: RunStore, record: Record, spec: JobSpec, manifest: Manifes
     def change(found: Record) -> Record:
         return found.with_end(record.attempt, None, utc_now()).model_copy(update={"metrics": metrics})
 
+    if isinstance(spec.serve, TrainingVmServe):  # before its attempt is torn down
+        for resource in get_target(spec.target.type).resources(launch_of(record, spec)):
+            store.keep(record.run, resource.name)
     store.update(record.run, change)
     return {"status": "SUCCEEDED", "started": True, "serve": spec.serve is not None, "gate": _gate(spec, metrics)}
 

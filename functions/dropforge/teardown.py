@@ -41,10 +41,10 @@ def teardown(
 ) -> dict[str, Any]:
     """Delete the resources of a run. Raises NotFound for an unknown run, CloudError for what may pass.
 
-    `scope` is "attempt" between two attempts (the run goes on) or "run" at its end; `keep_endpoint` spares the
-    endpoint, which then lives for its ttl; a cancelled run keeps none. `outcome` is how the run ends after it: kept, so
-    that another execution can end the run if this one does not. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED",
-    "cancelled": bool, ...}.
+    `scope` is "attempt" after an attempt (the run goes on, to another one or to its endpoint) or "run" at its end;
+    `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that is to become it; a cancelled
+    run keeps none. `outcome` is how the run ends after it: kept, so that another execution can end the run if this one
+    does not. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED", "cancelled": bool, ...}.
     """
     store = open_store()
     record = store.update(run, lambda found: _enter(found, execution, scope, outcome))

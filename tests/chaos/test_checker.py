@@ -279,6 +279,11 @@ def _two_at_once(story: Story) -> None:
     story.facts.insert(_index(story, "created", 1) + 1, gone)
 
 
+def _serves_too_early(story: Story) -> None:
+    gone = story.facts.pop(_index(story, "gone", 1))
+    story.facts.insert(_index(story, "created", 2) + 1, gone)
+
+
 def _left_over(story: Story) -> None:
     story.facts.pop(_index(story, "gone", 1))
 
@@ -483,6 +488,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("intent_first", served, _unannounced),
     ("intent_first", served, _again_after_teardown),
     ("one_at_a_time", served, _two_at_once),
+    ("one_at_a_time", served, _serves_too_early),
     ("nothing_left", served, _left_over),
     ("nothing_left", served, _there_at_the_end),
     ("nothing_left", served, _late_and_long),

@@ -24,6 +24,7 @@ FOUND = {
     190: "an inspect that had stalled ended an attempt of a run that was over",
     784: "a job that was deleted while it was looked at made the look fail, and the run wait",
     1176: "a provision that had stalled noted a job as gone that another one had made",
+    11121: "a machine that had trained was paid for until another one served",
     20949: "a deploy that had stalled found the endpoint ready after its end, and the run succeeded with it",
     5665: "a machine that was kept to serve was said to be there for longer than its label had it",
 }

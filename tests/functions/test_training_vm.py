@@ -71,6 +71,7 @@ def test_what_trained_serves_outlives_its_run_and_is_swept(
 ) -> None:
     run = train(cloud, target={"queued": queued})
     machines = ["queued", "node"] if queued else ["node"]
+    assert teardown(run, ME, "attempt", True)["status"] == "GONE"  # as the workflow does before it deploys
     answer = cloud.deploy(run)
     assert answer["status"] == "READY", answer
     assert cloud.exists(run) == machines

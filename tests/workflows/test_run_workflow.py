@@ -98,8 +98,8 @@ FAIL = ["teardown run", "notify FAILED"]
 def test_a_served_run() -> None:
     run = Run()
     assert run.status == "SUCCEEDED"
-    assert run.stages == ["provision", "inspect", "notify TRAINING", "deploy", *END]
-    assert run.bodies("teardown")[0]["keep_endpoint"] is True
+    assert run.stages == ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", *END]
+    assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, True]
 
 
 def test_a_train_only_run() -> None:
@@ -124,9 +124,16 @@ def test_time_out_and_callback_both_lead_to_a_look(callbacks: list[dict[str, Any
 
 def test_pending_is_asked_again() -> None:
     pending = {"status": "PENDING", "wait_seconds": 5}
-    run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[pending, GONE])
+    run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[GONE, pending, GONE])
     assert run.status == "SUCCEEDED"
     assert [run.stages.count(name) for name in ("provision", "deploy", "teardown run")] == [3, 2, 2]
+
+
+def test_what_has_trained_is_gone_before_anything_serves() -> None:
+    pending = {"status": "PENDING", "wait_seconds": 3}
+    run = Run(teardown=[pending, {"code": 503}, pending, GONE])
+    assert run.status == "SUCCEEDED"
+    assert run.stages[3:] == [*["teardown attempt"] * 4, "deploy", *END]
 
 
 @pytest.mark.parametrize("error_class", ["config", "data", "permission", "out_of_memory", "deadline", "code"])
@@ -173,7 +180,7 @@ def test_cancel_wins_between_the_teardown_and_the_end() -> None:
     run = Run(notify=[NOTIFIED, {"status": "CANCELLED"}, NOTIFIED])
     assert run.status == "CANCELLED"
     assert run.stages[-4:] == ["teardown run", "notify SUCCEEDED", "teardown run", "notify CANCELLED"]
-    assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, False]
+    assert [body["keep_endpoint"] for body in run.bodies("teardown")[1:]] == [True, False]
 
 
 def test_cancel_wins_over_a_failure_that_it_met_on_the_way() -> None:
@@ -187,7 +194,8 @@ def test_cancel_wins_over_a_failure_that_it_met_on_the_way() -> None:
 def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
     assert run.status == "SUPERSEDED"
-    assert not any(stage.startswith("teardown") for stage in run.stages)
+    assert "teardown run" not in run.stages
+    assert run.stages.count("teardown attempt") == (where == "deploy")  # which is refused as well
 
 
 @pytest.mark.parametrize(

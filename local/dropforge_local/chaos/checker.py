@@ -137,8 +137,8 @@ def intent_first(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def one_at_a_time(life: Life) -> Iterator[tuple[float, str]]:
-    """What one attempt trains on is gone before anything is created for the next."""
-    for machine in life.training:
+    """What one attempt trains on is gone before anything is created for the next, or to serve."""
+    for machine in life.machines:
         others = [other for other in life.training if other.exists_at(machine.created.index)]
         others = [other for other in others if other.attempt != machine.attempt]
         for other in others:
