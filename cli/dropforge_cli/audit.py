@@ -90,8 +90,10 @@ def _differences(
         record = records.get(run)
         is_over = record is None or record.state.is_terminal
         for name, entry in entries.items():
+            # What is in a cluster of its attempt is not listed apart from it.
+            is_there = name in there or name.partition("/k8s/")[0] in there
             # What was intended may never come to be while its run goes on.
-            if name not in there and (is_over or entry.state is ResourceState.CREATED):
+            if not is_there and (is_over or entry.state is ResourceState.CREATED):
                 differences.add(Difference(MISSING, run, entry.kind, name))
             if is_over and not (record and serves(record, name)):
                 differences.add(Difference(REMAINING, run, entry.kind, name))

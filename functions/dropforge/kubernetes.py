@@ -99,6 +99,11 @@ def has_endpoint(cluster: Any) -> bool:
     return bool(_dns_name(cluster) or cluster.endpoint)
 
 
+def is_of_attempt(cluster: Any) -> bool:
+    """Whether a run has made the cluster for one attempt: whatever is in it goes with it."""
+    return names.ATTEMPT_LABEL in cluster.resource_labels
+
+
 def clusters(settings: Settings) -> Any:
     """container_v1.ListClustersResponse of the project. Raises CloudError."""
     parent = f"projects/{settings.project}/locations/-"
@@ -109,7 +114,10 @@ def clusters(settings: Settings) -> Any:
 
 
 def listed(settings: Settings, look: Look, *, is_used: bool) -> Iterator[Listed]:
-    """What `look` finds in each cluster of the project that can be looked into. Raises Unlisted at the end."""
+    """What `look` finds in each cluster of the project that can be looked into. Raises Unlisted at the end.
+
+    Those of an attempt are not: only who works in them may do so, and they are listed, and deleted, whole.
+    """
     from google.cloud.container_v1 import Cluster
 
     try:
@@ -117,7 +125,8 @@ def listed(settings: Settings, look: Look, *, is_used: bool) -> Iterator[Listed]
     except CloudError as error:
         return settle([error], is_used=is_used)
     running = (Cluster.Status.RUNNING, Cluster.Status.RECONCILING, Cluster.Status.DEGRADED)
-    usable = [cluster for cluster in answer.clusters if cluster.status in running and has_endpoint(cluster)]
+    standing = [cluster for cluster in answer.clusters if not is_of_attempt(cluster)]
+    usable = [cluster for cluster in standing if cluster.status in running and has_endpoint(cluster)]
 
     def look_into(cluster: Any) -> Iterator[Found]:
         name = cluster_name(settings.project, cluster.location, cluster.name)
@@ -167,13 +176,14 @@ def delete(name: str, pods: str = "") -> bool:
     """Delete the object with that full resource name; True once it is seen not to exist, alone or with its cluster.
 
     What it owns goes first. `pods` selects its pods by label: those that somebody has orphaned are deleted as well.
+    In a cluster of its attempt it is not asked for: nobody who deletes may, while another operation keeps the cluster.
     """
     from google.cloud.container_v1 import Cluster
 
     cluster = find_cluster(name.partition("/k8s/")[0])
     if cluster is None:
         return True
-    if cluster.status == Cluster.Status.STOPPING:
+    if cluster.status == Cluster.Status.STOPPING or is_of_attempt(cluster):
         return False
     if cluster.status == Cluster.Status.PROVISIONING or not has_endpoint(cluster):
         return True  # nothing is made in a cluster before it runs

@@ -232,7 +232,12 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     )
     assert account is not None
     assert account["metadata"]["annotations"]["iam.gke.io/gcp-service-account"] == SETTINGS.trainer_service_account
+    assert [one.name for one in TARGET.listed(SETTINGS) if one.run == attempt.run] == [cluster.name]
     assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
+    # Nobody who deletes may look into it: IAM lets only those who train do so (terraform/permissions.yaml).
+    cloud.faults("kubernetes", fail_next={"verb": "get", "resource": "jobs", "code": 403})
+    assert not TARGET.teardown(job.kind, job.name)
+    cloud.faults("kubernetes", fail_next=[])
     STAGES.tear_down([cluster, job])
     assert kubernetes.find_cluster(cluster.name) is None
     assert TARGET.inspect(attempt).phase is Phase.GONE

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from dropforge import kubernetes
+from dropforge import clients, kubernetes
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.spec import parse_spec
 from dropforge.targets.base import Launch, Phase
-from dropforge.targets.gke_requests import cluster_of
+from dropforge.targets.gke_requests import cluster_of, namespace_manifests
 from dropforge.targets.ray import RAY_CLUSTER, RayJobs
 from dropforge.targets.ray_requests import ray_job_manifest, requests
 
-from .shared import until
+from .shared import Stages, until
 from .test_gke import SETTINGS, STANDING, Cloud, cloud, running
 
 __all__ = ["cloud", "running"]
@@ -48,9 +48,27 @@ def attempt(cloud: Cloud) -> Iterator[Launch]:
     attempt = launch(cluster={"create": True})
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
-    for resource in reversed(requests(attempt)):
-        until(lambda one=resource: TARGET.teardown(one.kind, one.name), bool)  # type: ignore[misc]
+    Stages(TARGET).tear_down(reversed(requests(attempt)))
     assert kubernetes.find_cluster(cluster_of(attempt)) is None
+
+
+@pytest.fixture
+def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
+    """Launched in a standing cluster that has the operator."""
+    attempt = launch(cluster={"name": f"ray-{uuid.uuid4().hex[:12]}"})
+    parent, _, name = cluster_of(attempt).rpartition("/clusters/")
+    cluster = {
+        "name": name,
+        "autopilot": {"enabled": True},
+        "addons_config": {"ray_operator_config": {"enabled": True}},
+    }
+    clients.gke().create_cluster(parent=parent, cluster=cluster)
+    found = until(lambda: kubernetes.standing_cluster(cluster_of(attempt), "target.cluster.name"), bool)
+    for manifest in namespace_manifests(attempt):
+        kubernetes.connect(found).create(manifest)
+    until(lambda: TARGET.provision(attempt), bool)
+    yield attempt
+    clients.gke().delete_cluster(name=cluster_of(attempt))
 
 
 def test_a_cluster_without_the_operator_is_refused_before_anything_is_made(cloud: Cloud) -> None:
@@ -70,7 +88,8 @@ def test_launched_twice_it_is_one_and_a_missing_image_is_told(attempt: Launch) -
     assert MISSING in status.message
 
 
-def test_ray_clusters_that_a_rayjob_has_left_go_with_it(attempt: Launch) -> None:
+def test_ray_clusters_that_a_rayjob_has_left_go_with_it(in_standing_cluster: Launch) -> None:
+    attempt = in_standing_cluster
     job = requests(attempt)[-1]
     name, namespace = job.request["metadata"]["name"], RAY.kubernetes_namespace
     api = kubernetes.connect(kubernetes.find_cluster(cluster_of(attempt)))

@@ -158,7 +158,7 @@ class GkeJobs:
 def _clusters(settings: Settings) -> Iterator[Listed]:
     """Clusters that belong to an attempt, in every state."""
     for cluster in kubernetes.clusters(settings).clusters:
-        if names.ATTEMPT_LABEL in cluster.resource_labels:
+        if kubernetes.is_of_attempt(cluster):
             name = kubernetes.cluster_name(settings.project, cluster.location, cluster.name)
             created = datetime.fromisoformat(cluster.create_time)
             yield Listed(CLUSTER, name, dict(cluster.resource_labels), created)
