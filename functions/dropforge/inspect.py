@@ -247,7 +247,8 @@ def _failed(store: RunStore, record: Record, spec: JobSpec, error: RunError, sta
 def _note_running(store: RunStore, record: Record, cloud: Status | None, verdict: Verdict) -> Record:
     """Note since when the machine runs, at the earliest; stage notify does, when the container has said so."""
     attempt = record.attempts[-1]
-    if verdict.started or attempt.running or cloud is None or cloud.phase is not Phase.RUNNING:
+    runs = cloud is not None and (cloud.phase is Phase.RUNNING or cloud.is_paid)
+    if verdict.started or attempt.running or not runs:
         return record
     return store.update(
         record.run, lambda found: found.with_running(attempt.number, running_since(attempt, utc_now(), settings()))

@@ -436,6 +436,14 @@ def test_it_runs_when_the_last_pod_has_a_machine() -> None:
     assert status(job(), [pod(phase="Running"), waiting("ContainerCreating")], nodes=2).phase is Phase.RUNNING
 
 
+def test_a_node_that_waits_for_the_others_is_paid_for() -> None:
+    for pods in ([pod(phase="Running"), UNSCHEDULED], [pod(phase="Running")], [waiting("ImagePullBackOff")]):
+        found = status(job(), pods, nodes=len(pods) + 1)
+        assert (found.phase, found.is_paid) == (Phase.PENDING, True)
+    assert not status(job(), [UNSCHEDULED, UNSCHEDULED], nodes=2).is_paid
+    assert not status(job(), [], nodes=2).is_paid
+
+
 @pytest.mark.parametrize(
     ("create", "state", "expected"),
     [

@@ -7,11 +7,13 @@ import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dropforge import inspect
 from dropforge.admission import MIN_ATTEMPT_SECONDS, budget_problems
 from dropforge.errors import ErrorClass
 from dropforge.events import Started
@@ -19,7 +21,7 @@ from dropforge.inspect import Heard, Report, _stuck
 from dropforge.limits import due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.outcome import retry_or_fail
 from dropforge.provision import _open_attempt, pause_seconds
-from dropforge.runs import Attempt, Record, RunError, RunState, Transition, Versioned
+from dropforge.runs import Attempt, Record, RunError, RunState, RunStore, Transition, Versioned
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.targets.base import Phase, Status
@@ -119,6 +121,20 @@ def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, at
         assert following is not None
         allowed = (following.deadline - following.started).total_seconds()
         assert allowed == pytest.approx((waited or 0) * 60, abs=1)
+
+
+def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr(inspect, "utc_now", lambda: NOW)
+    attempt = _open_attempt(record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
+    assert attempt is not None
+    run = record().model_copy(update={"attempts": [attempt]}).with_launch(1, NOW - timedelta(minutes=2))
+    store = Mock(RunStore, update=lambda _, change: change(run))
+    stockout = RunError(error_class=ErrorClass.STOCKOUT, message="x")
+    for is_paid, cost in ((False, 0.0), (True, 5.0)):
+        noted = inspect._note_running(store, run, Status(Phase.PENDING, is_paid=is_paid), inspect.Verdict())
+        ended = noted.with_end(1, stockout, NOW + timedelta(minutes=28))
+        assert ended.training_cost(NOW + timedelta(hours=9)) == cost
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """One look at the cloud resource of an attempt."""
+    """One look at the cloud resource of an attempt. `is_paid`: it is pending, and has some of its machines already."""
 
     phase: Phase
     message: str = ""
@@ -62,6 +62,7 @@ class Status:
     exit_code: int | None = None
     ended: datetime | None = None
     hint: str = ""
+    is_paid: bool = False
 
 
 class Target(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 
 from .. import pods
@@ -40,11 +41,14 @@ def status_of_job(job: Object, found: list[Object], nodes: int, events_of: Calla
     name = job["metadata"]["name"]
     if "deletionTimestamp" in job["metadata"]:
         return Status(Phase.GONE, f"job {name} is being deleted")
+    # Nodes come one by one, and each is paid for while the others are waited for.
+    is_paid = any(pod["spec"].get("nodeName") for pod in found)
     if len(found) < nodes:
-        return _not_created(events_of(job["metadata"]["uid"]), f"job {name} has {len(found)} of {nodes} pods")
+        missing = f"job {name} has {len(found)} of {nodes} pods"
+        return replace(_not_created(events_of(job["metadata"]["uid"]), missing), is_paid=is_paid)
     for pod in found:
         if pod["status"].get("phase") == "Pending" and (status := _not_running(pod, events_of)):
-            return status
+            return replace(status, is_paid=is_paid)
     return Status(Phase.RUNNING)
 
 
