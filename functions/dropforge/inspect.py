@@ -53,6 +53,12 @@ class Heard:
         return any(isinstance(report.event, Started) for report in self.reports)
 
     @property
+    def last(self) -> datetime | None:
+        """When anything was received last."""
+        times = [*(report.received for report in self.reports), *(received for _, received in self.progress)]
+        return max(times, default=None)
+
+    @property
     def end(self) -> Report | None:
         """The last report of an end, unless training went on after it: then it was forged, or the machine restarted."""
         reports = [report for report in self.reports if isinstance(report.event, Failed | Preempted)]
@@ -192,7 +198,9 @@ def _seen(cloud: Status | None, heard: Heard, record: Record, now: datetime, set
     if cloud.phase is Phase.GONE:
         message = f"{cloud.message}: it was deleted from outside"
         return RunError(error_class=ErrorClass.INFRASTRUCTURE, message=message, hint="training starts again")
-    waited = (now - (attempt.launched or attempt.started)).total_seconds()
+    # One that has trained waits anew: for a host in place of one that was lost, or for the cloud to note its end.
+    since = max(attempt.launched or attempt.started, heard.last or attempt.started)
+    waited = (now - since).total_seconds()
     patience = attempt.max_wait_seconds or settings.provision_deadline_seconds
     if cloud.phase is Phase.PENDING and (is_late or waited > patience):
         found = cloud.error_class or ErrorClass.STOCKOUT

@@ -100,6 +100,14 @@ def test_capacity_is_waited_for_from_the_launch() -> None:
     assert decide(heard([]), None, Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
 
 
+@pytest.mark.parametrize(("ago", "expected"), [(5, None), (1700, None), (1900, ErrorClass.STOCKOUT)])
+def test_what_has_trained_and_waits_again_waits_from_then(ago: float, expected: ErrorClass | None) -> None:
+    """A Ray slice that is replaced; a Cloud Run task that has ended, a moment before its execution has."""
+    trained = record(started=timedelta(hours=-9), allowed=timedelta(hours=12))
+    found = decide(heard([STARTED], 32_000, progress=ago), None, Status(Phase.PENDING), trained, NOW, SETTINGS)
+    assert (found.error and found.error.error_class) == expected
+
+
 @pytest.mark.parametrize("report", [FAILED, PREEMPTED])
 @pytest.mark.parametrize(
     ("cloud", "ago", "progress", "believed"),
