@@ -25,7 +25,9 @@ from .ray_status import status_of_ray_job
 GROUP = "ray.io"
 RAY_CLUSTER = "ray.io/RayCluster"
 ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
-OF_CLUSTER = "ray.io/cluster"  # the label that a cluster gives to its pods
+OF_CLUSTER = "ray.io/cluster"  # the labels that a cluster gives to its pods
+NODE_TYPE = "ray.io/node-type"
+_MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in 32 bits"
 
 
 class RayJobs(GkeJobs):
@@ -70,9 +72,9 @@ class RayJobs(GkeJobs):
         if found is None:
             return Status(Phase.GONE, f"{job.name} does not exist")
         status = status_of_ray_job(found)
-        if status.phase is not Phase.PENDING:
+        if status.phase not in (Phase.PENDING, Phase.RUNNING):
             return status
-        return _why_pending(api, launch.settings.kubernetes_namespace, found) or status
+        return _problem(api, launch.settings.kubernetes_namespace, found) or status
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
@@ -129,15 +131,33 @@ def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> 
             yield found._replace(labels=names.labels(run, owner | found.labels))
 
 
-def _why_pending(api: kubernetes.Kubernetes, namespace: str, job: Object) -> Status | None:
-    """Why the pods of a RayJob's cluster do not run; None when nothing is wrong with them."""
+def _problem(api: kubernetes.Kubernetes, namespace: str, job: Object) -> Status | None:
+    """What the pods of a RayJob's cluster tell and the RayJob does not; None when nothing is wrong with them."""
     cluster = (job.get("status") or {}).get("rayClusterName")
     found = api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
     for pod in found:
-        if pod["status"].get("phase") != "Pending":
-            continue
-        events = api.find(namespace, "events", fieldSelector=f"involvedObject.uid={pod['metadata']['uid']}")
-        if error := pods.broken(pod, events) or pods.unschedulable(pod, events):
-            phase = Phase.FAILED if error.error_class is ErrorClass.CONFIG else Phase.PENDING
-            return Status(phase, error.message, error.error_class, hint=error.hint)
+        if problem := _problem_of_pending(api, namespace, pod) or _problem_of_head(pod):
+            return problem
     return None
+
+
+def _problem_of_pending(api: kubernetes.Kubernetes, namespace: str, pod: Object) -> Status | None:
+    if pod["status"].get("phase") != "Pending":
+        return None
+    events = api.find(namespace, "events", fieldSelector=f"involvedObject.uid={pod['metadata']['uid']}")
+    error = pods.broken(pod, events) or pods.unschedulable(pod, events)
+    if error is None:
+        return None
+    phase = Phase.FAILED if error.error_class is ErrorClass.CONFIG else Phase.PENDING
+    return Status(phase, error.message, error.error_class, hint=error.hint)
+
+
+def _problem_of_head(pod: Object) -> Status | None:
+    """A head that ends is started again, and gets its job again: for ever, if that is what it ends of."""
+    if pod["metadata"]["labels"].get(NODE_TYPE) != "head" or pod["status"].get("phase") == "Pending":
+        return None
+    error = pods.broken(pod, [])
+    if error is None:
+        return None
+    is_memory = error.error_class is ErrorClass.OUT_OF_MEMORY
+    return Status(Phase.FAILED, error.message, error.error_class, hint=_MEMORY_HINT if is_memory else error.hint)

@@ -190,6 +190,14 @@ def hang_at_first_start() -> int:
     return succeed() if request("POST", path)[0] == 412 else hang()
 
 
+def hog() -> int:
+    """Takes more than a gibibyte."""
+    publish("started")
+    memory = b"x" * (1100 << 20)
+    time.sleep(3600)
+    return len(memory)
+
+
 def slow() -> int:
     publish("started")
     time.sleep(3)
@@ -228,6 +236,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "hang-at-first-boot": hang_at_first_boot,
     "hang-at-first-start": hang_at_first_start,
+    "hog": hog,
     "whole": whole,  # leaves all that the real one leaves
     "killed-later": killed_later,  # fails two seconds later, without telling anybody
     "slow": slow,  # three seconds
