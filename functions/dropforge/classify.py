@@ -29,6 +29,8 @@ _BY_STATUS = {
     "UNIMPLEMENTED": ErrorClass.CONFIG,
     "RESOURCE_EXHAUSTED": ErrorClass.STOCKOUT,
 }
+# Of Compute Engine, 403 (https://cloud.google.com/compute/docs/api-rate-limits).
+_MAY_BE_RATE = frozenset({"RESOURCE_EXHAUSTED", "ABORTED", "PERMISSION_DENIED"})
 _MAY_BE_QUOTA = frozenset({"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "PERMISSION_DENIED"})
 _BY_HTTP = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 _HINTS = {
@@ -107,7 +109,7 @@ def status_of(error: Exception) -> str:
 def _class_of(status: str, message: str) -> ErrorClass:
     if _STOCKOUT.search(message):
         return ErrorClass.STOCKOUT
-    if status in ("RESOURCE_EXHAUSTED", "ABORTED") and _RATE.search(message):
+    if status in _MAY_BE_RATE and _RATE.search(message):
         return ErrorClass.TRANSIENT
     if status in _MAY_BE_QUOTA and _QUOTA.search(message):
         return ErrorClass.QUOTA

@@ -24,6 +24,10 @@ CASES: list[tuple[Any, ErrorClass]] = [
     (over_rest(429, "RESOURCE_EXHAUSTED", "There is no more capacity in the zone"), ErrorClass.STOCKOUT),
     (over_rest(429, "RESOURCE_EXHAUSTED", "Quota exceeded: 60 writes per minute"), ErrorClass.TRANSIENT),
     (over_rest(403, "PERMISSION_DENIED", "Permission run.jobs.create denied"), ErrorClass.PERMISSION),
+    (
+        over_rest(403, "PERMISSION_DENIED", "Quota exceeded for quota metric 'Queries' and limit 'per minute'"),
+        ErrorClass.TRANSIENT,
+    ),
     (over_rest(400, "INVALID_ARGUMENT", "unknown field"), ErrorClass.CONFIG),
     (over_rest(409, "ABORTED", "the resource is being changed"), ErrorClass.TRANSIENT),
     (over_rest(503, "UNAVAILABLE", "try again"), ErrorClass.TRANSIENT),
