@@ -64,16 +64,29 @@ def delete_disk(name: str) -> bool:
     try:
         deadline = time.monotonic() + WAIT_SECONDS
         disk = _find(name)
-        if disk and disk["status"] != "DELETING":
-            if disk.get("users"):
-                return False  # the machine goes first
-            _call("DELETE", name)
+        if disk and disk["status"] != "DELETING" and not _begin_to_delete(name, disk):
+            return False  # the machine goes first
         while disk and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
             disk = _find(name)
         return disk is None
     except client_errors() as error:
         raise classify(error) from error
+
+
+def _begin_to_delete(name: str, disk: dict[str, Any]) -> bool:
+    """False for a disk that is in use: since it was looked at, it may be, or by a machine that it does not show."""
+    from google.api_core.exceptions import BadRequest
+
+    if disk.get("users"):
+        return False
+    try:
+        _call("DELETE", name)
+    except BadRequest as error:  # resourceInUseByAnotherResource
+        if "already being used by" not in error.message:
+            raise
+        return False
+    return True
 
 
 def _find(name: str) -> dict[str, Any] | None:

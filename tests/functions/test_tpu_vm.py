@@ -17,6 +17,7 @@ import pytest
 from google.cloud import tpu_v2
 
 from dropforge import clients
+from dropforge.disks import ensure_disk
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.settings import Settings
 from dropforge.spec import parse_spec
@@ -249,6 +250,20 @@ def test_no_room_for_the_disk(cloud: Cloud) -> None:
         STAGES.provision(attempt)
     assert refusal.value.error_class is ErrorClass.QUOTA
     STAGES.tear_down(TARGET.resources(attempt))
+
+
+def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
+    attempt = launch("succeed")
+    disk = TARGET.resources(attempt)[0]
+    until(lambda: ensure_disk(disk.name, disk.request), bool)
+    message = f"The disk resource '{disk.name}' is already being used by 'projects/t1/zones/z/instances/t1v-n-1-w-0'"
+    refusal = {"method": "delete_disk", "status": "INVALID_ARGUMENT", "message": message}
+    cloud.faults("compute", fail_next=refusal)
+    assert not TARGET.teardown(disk.kind, disk.name)
+    cloud.faults("compute", fail_next={**refusal, "message": "Invalid value for field 'disk'"})
+    with pytest.raises(CloudError, match="Invalid value"):
+        TARGET.teardown(disk.kind, disk.name)
+    STAGES.tear_down([disk])
 
 
 @pytest.mark.parametrize("emulator", ["compute", "tpu"])
