@@ -24,10 +24,12 @@ Life = tuple[str, Callable[[], History]]  # the options that replay it, and itse
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
 @click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run that nothing but this fault strikes.")
 @click.option("--each", is_flag=True, help="Strike that run at each of its effects with each fault, one at a time.")
-@click.option("--target", type=click.Choice(sorted(TARGETS)), help="Of all runs; default: as drawn, one by one.")
+@click.option(
+    "--target", "targets", multiple=True, type=click.Choice(sorted(TARGETS)), help="Of the runs; several: as drawn."
+)
 @click.option("--verbose", is_flag=True, help="Print the whole history.")
 def chaos(
-    seed: int | None, seeds: int, first: int, strike: str | None, each: bool, target: str | None, verbose: bool
+    seed: int | None, seeds: int, first: int, strike: str | None, each: bool, targets: tuple[str, ...], verbose: bool
 ) -> None:
     """Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed.
 
@@ -38,7 +40,7 @@ def chaos(
     lives, broken = 0, 0
     named = seed is not None or strike is not None
     lots = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    for options, live in _lives(lots, strike, each, target):
+    for options, live in _lives(lots, strike, each, targets):
         history = live()
         problems = check(history)
         lives, broken = lives + 1, broken + bool(problems)
@@ -56,15 +58,18 @@ def chaos(
         raise SystemExit(1)
 
 
-def _lives(seeds: range, strike: str | None, each: bool, target: str | None) -> Iterator[Life]:
-    chosen = f" --target {target}" if target else ""
+def _lives(seeds: range, strike: str | None, each: bool, targets: tuple[str, ...]) -> Iterator[Life]:
+    chosen = "".join(f" --target {target}" for target in targets)
+    target = targets[0] if targets else None
     if strike is not None:
         yield _struck(_strike(strike), target)
     elif each:
         effects = run_struck(Strike(0, STRIKES[0]), target or ONE).facts[-1].data["effects"]
         yield from (_struck(Strike(effect, fault), target) for effect in range(1, effects + 1) for fault in STRIKES)
     else:
-        yield from ((f"--seed {seed}{chosen}", lambda seed=seed: run(seed, target)) for seed in seeds)
+        yield from (
+            (f"--seed {seed}{chosen}", lambda seed=seed: run(seed, targets or tuple(TARGETS))) for seed in seeds
+        )
 
 
 def _struck(strike: Strike, target: str | None) -> Life:

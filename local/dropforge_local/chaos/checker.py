@@ -130,6 +130,8 @@ def intent_first(life: Life) -> Iterator[tuple[float, str]]:
     """The ledger says that a resource is intended before it is created."""
     for machine in life.machines:
         entry = life.entry_at(machine.created.index, machine.name)
+        if machine.owner is not None:
+            continue  # a controller's, which nobody asks for by name
         if entry is None:
             yield machine.created.time, f"{machine.name} was created, and the ledger did not know of it"
         elif entry["state"] == "gone" and not machine.late and not _was_known(life, machine):
@@ -155,7 +157,7 @@ def nothing_left(life: Life) -> Iterator[tuple[float, str]]:
         elif life.over is not None and machine.exists_at(life.over.index) and not serves and not life.is_stray(machine):
             yield life.over.time, f"{machine.name} existed when the run was {life.over.value['state']}"
         if machine.gone is not None and life.over is not None and not serves:
-            since = max(machine.created.time, life.over.time, life.calm)
+            since = max((machine.made or machine.created).time, life.over.time, life.calm)
             if machine.gone.time - since > SWEEPS_SECONDS:
                 yield machine.gone.time, f"{machine.name} had no owner for {machine.gone.time - since:.0f} s"
             sweep = life.swept_after(max(machine.created.index, life.over.index), 0.0)

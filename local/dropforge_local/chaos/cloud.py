@@ -12,6 +12,7 @@ from .cloudrun import CloudRun
 from .disks import Disks
 from .events import Events
 from .functions import Functions
+from .gke import STANDING, Gke
 from .storage import Storage
 from .tpu import Tpu
 from .trainer import Trainer
@@ -37,9 +38,12 @@ def deployment() -> Settings:
         train_trl_image="train",
         serve_vllm_image="serve",
         train_maxtext_image="train-tpu",
+        train_ray_image="train-ray",
         serve_vllm_tpu_image="serve-tpu",
         trainer_service_account="trainer@chaos",
         server_service_account="server@chaos",
+        nodes_service_account="nodes@chaos",
+        gke_cluster=STANDING,
         slack_webhook_secret="slack-webhook",
     )
 
@@ -58,9 +62,9 @@ class Platform(Protocol):
 
 
 class Cloud:
-    """The services, connected with each other."""
+    """The services, connected with each other. `clusters` are the regions with a standing GKE cluster."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, clusters: tuple[str, ...] = ()) -> None:
         self.world = world
         self.functions = Functions(world)
         self.events = Events(world, self.functions, SUBSCRIBERS)
@@ -71,8 +75,9 @@ class Cloud:
         self.trainer = Trainer(world, self.storage, self.events, RUNS)
         disks, run = Disks(world), CloudRun(world)
         tpu = Tpu(world, disks, self.storage, self.events)
-        run.launched = tpu.launched = self.trainer.start
-        self.platforms: tuple[Platform, ...] = (run, tpu, disks)
+        gke = Gke(world, clusters)
+        run.launched = tpu.launched = gke.launched = self.trainer.start
+        self.platforms: tuple[Platform, ...] = (run, tpu, disks, gke)
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         """By the names of clients.py, and Slack's."""
@@ -82,7 +87,6 @@ class Cloud:
             **platforms,
             "storage": lambda: self.storage,
             "publisher": lambda: self.events,
-            "gke": lambda: none(list_clusters=lambda **_: none(clusters=[], missing_zones=[])),
             "secrets": lambda: none(get_secret_version=self._secret, access_secret_version=self._secret),
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),

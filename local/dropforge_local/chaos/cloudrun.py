@@ -46,7 +46,6 @@ class CloudRun:
         self.jobs: dict[str, Resource] = {}
         self.services: dict[str, Resource] = {}
         self.launched: Callable[[Container], None] = lambda _: None
-        self._full: dict[str, bool] = {}
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         return dict.fromkeys(("run_jobs", "run_executions", "run_tasks", "run_services"), lambda: self)
@@ -82,21 +81,13 @@ class CloudRun:
         self.jobs[name] = made
         world.fact("created", type=JOB, name=name, labels=made.labels)
         wait = world.random.uniform(0.1, 3)
-        if self._is_full(region):
+        if world.lasts(f"no GPU on Cloud Run in {region}", world.faults.stockout):
             made.failure = "Insufficient capacity to run the job: no more capacity in the region"
         elif world.happens(world.faults.slow_start):
             wait = world.random.uniform(5, 900)
         world.after(wait, lambda: self._ready_job(made))
         self._perhaps_by_hand(self.jobs, made)
         return _Operation(lambda: made.ready is not None or made.deleted is not None, lambda: self._shown_job(made))
-
-    def _is_full(self, region: str) -> bool:
-        """A stock-out lasts: for this region, as long as the faults do."""
-        if self.world.now >= self.world.calm:
-            return False
-        if region not in self._full:
-            self._full[region] = self.world.happens(self.world.faults.stockout)
-        return self._full[region]
 
     def _ready_job(self, job: Resource) -> None:
         if job.deleted is not None:

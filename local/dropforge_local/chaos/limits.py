@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, Life, Machine, Sweep, duration_of, seconds_of
@@ -11,6 +12,8 @@ Rule = Callable[[Life], Iterator[tuple[float, str]]]
 
 WARN_AT = (50, 80)  # percent of the budget
 WARN_OF_TIME_AT = 80  # percent of max_duration
+CLUSTER_USD = 0.10 / 3600  # a GKE cluster's fee for a second
+GRACE_SECONDS = 120.0  # of a pod's end, at most
 LAST_WORDS = frozenset({"preempted", "failed", "succeeded"})
 
 
@@ -32,7 +35,7 @@ def within_budget(life: Life) -> Iterator[tuple[float, str]]:
     limit = _budget(life)
     if limit is None:
         return
-    training, price = list(training_uses(life)), _prices(life)[0]
+    training, price = [*training_uses(life), *cluster_uses(life)], _prices(life)[0]
     unknown = CHECK_SECONDS + sum(use.until - use.since for use in training if life.is_stray(use.machine))
     unknown += sum(_patience(life, use) for use in training if not use.machine.ends_by_itself)
     spent, allowed = sum(use.usd for use in training), limit + unknown * price
@@ -58,7 +61,7 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
         stops = use.since > deadline - SLACK_SECONDS and use.until - use.since <= SLACK_SECONDS
         if stops or (life.is_stray(use.machine) and not use.machine.ends_by_itself):
             continue
-        allowed = CHECK_SECONDS + (SLACK_SECONDS if use.machine.ends_by_itself else _patience(life, use))
+        allowed = CHECK_SECONDS + (_rest(life, use) if use.machine.ends_by_itself else _patience(life, use))
         if over > allowed:
             yield use.until, f"{use.machine.name} ran {over:.0f} s after max_duration"
 
@@ -100,8 +103,11 @@ def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
         return
     last = life.last["attempts"][-1]
     stops, number = seconds_of(last["deadline"]) - SLACK_SECONDS, last["number"]
-    use = next((use for use in training_uses(life) if use.machine.attempt == number), None)
-    if use is None or use.since > stops - SLACK_SECONDS or use.until < stops or number in life.silenced:
+    uses = [use for use in training_uses(life) if use.machine.attempt == number]
+    if sum(use.machine.share for use in uses) < 1:
+        return  # of several nodes one was never had, so that nothing has begun
+    use = max(uses, key=lambda use: use.since)
+    if use.since > stops - SLACK_SECONDS or use.until < stops or number in life.silenced:
         return
     asked = use.machine.asked_to_go()
     told = [found for found in life.told if found.value["attempt"] == number and found.value["type"] in LAST_WORDS]
@@ -164,19 +170,32 @@ RULES: tuple[Rule, ...] = (
 
 
 def outlives(machine: Machine, sweep: Sweep) -> bool:
-    """Whether nobody had asked for the end of a machine when a sweep ended. A disk goes only after its machine."""
+    """Whether nobody had asked for the end of a machine when a sweep ended, though that was possible.
+
+    A disk goes only after its machine; a cluster that is still being made does not.
+    """
     asked = machine.asked_to_go()
-    return not machine.is_disk and (asked is None or asked.index > sweep.ended.index)
+    if machine.is_disk or (machine.is_cluster and (machine.made is None or machine.made.index > sweep.began.index)):
+        return False
+    return asked is None or asked.index > sweep.ended.index
 
 
 def training_uses(life: Life) -> Iterator[Use]:
     """When machines were paid for that trained, in order; what is kept to serve, until it does."""
     price, deployed = _prices(life)[0], _deploying(life)
     for machine in life.training:
-        if machine.running is not None:
+        if machine.running is not None and not machine.is_cluster:
             until = life.end.time if machine.ended is None else machine.ended
             kept = life.serves(machine) and deployed is not None
-            yield Use(machine, machine.running, min(until, deployed or until) if kept else until, price)
+            until = min(until, deployed or until) if kept else until
+            yield Use(machine, machine.running, until, price * machine.share)
+
+
+def cluster_uses(life: Life) -> Iterator[Use]:
+    """Likewise of clusters of attempts' own, for which a fee is paid."""
+    for machine in life.training:
+        if machine.is_cluster and machine.running is not None:
+            yield Use(machine, machine.running, machine.ended or life.end.time, CLUSTER_USD)
 
 
 def serving_uses(life: Life) -> Iterator[Use]:
@@ -184,7 +203,7 @@ def serving_uses(life: Life) -> Iterator[Use]:
     (training, serving), deployed = _prices(life), _deploying(life)
     for machine in life.machines:
         asked = machine.asked_to_go()
-        if "/services/" in machine.name:
+        if "/services/" in machine.name and "/k8s/" not in machine.name:
             until = life.end.time if asked is None else asked.time
             yield Use(machine, machine.created.time, until, serving)
         elif machine.running is not None and life.serves(machine) and deployed is not None:
@@ -195,12 +214,14 @@ def serving_uses(life: Life) -> Iterator[Use]:
 
 def _reached(life: Life, usd: float) -> tuple[Use, float] | None:
     """When training has cost so much, and the machine that ran then; None: it never has."""
-    for use in training_uses(life):
-        if life.is_stray(use.machine):
-            continue
-        if usd <= use.usd:
-            return use, use.since + usd / use.usd_per_second
-        usd -= use.usd
+    uses = [use for use in training_uses(life) if not life.is_stray(use.machine)]
+    times = sorted({time for use in uses for time in (use.since, use.until)})
+    for since, until in pairwise(times):
+        running = [use for use in uses if use.since <= since and until <= use.until]
+        rate = sum(use.usd_per_second for use in running)
+        if running and usd <= rate * (until - since):
+            return running[0], since + usd / rate
+        usd -= rate * (until - since)
     return None
 
 
@@ -227,8 +248,21 @@ def _may_be_spent(life: Life, time: float) -> bool:
         return False
     training, serving = _prices(life)
     seconds = sum(seconds_of(a["ended"]) - seconds_of(a["started"]) for a in life.last["attempts"])
-    hourly = training if any(life.serves(machine) for machine in life.training) else serving
+    kept = any(life.serves(machine) for machine in life.training)
+    hourly = training if kept else serving * life.spec["serve"].get("max_instances", 1)
+    training += CLUSTER_USD
     return seconds * training + (time - deployed) * hourly >= limit
+
+
+def _rest(life: Life, use: Use) -> float:
+    """Seconds for which a machine that ends by itself may do so too late, whatever becomes of the control plane.
+
+    The time of a Job is counted from its creation, which waits for a cluster of the attempt's own.
+    """
+    if use.machine.owner is None:
+        return SLACK_SECONDS
+    began = next(one["started"] for one in life.last["attempts"] if one["number"] == use.machine.attempt)
+    return SLACK_SECONDS + GRACE_SECONDS + max(0.0, use.machine.origin.created.time - seconds_of(began))
 
 
 def _patience(life: Life, use: Use) -> float:

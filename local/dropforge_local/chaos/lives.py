@@ -19,6 +19,7 @@ SWEEP_SECONDS = 600.0  # of the scheduler that calls it
 SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after it was told to
 CALL_FAULTS = frozenset({"refused", "lost", "late", "killed"})
 _DISK = "compute.googleapis.com/Disk"
+_CLUSTER = "container.googleapis.com/Cluster"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class At:
 class Machine:
     """A cloud resource from `created` to `gone`; indices and times of the history, None while it exists.
 
-    It is paid for from `running` to `ended`; one that serves from `created` to `deleting`, whether it was ready or not.
+    It is paid for from `running` to `ended`; a service from `created` to `deleting`, whether it was ready or not.
+    `owner` is what a controller made it for, and `share` what is paid for it, of the price of an hour.
     """
 
     name: str
@@ -42,6 +44,9 @@ class Machine:
     labels: dict[str, str]
     created: At
     late: bool
+    owner: Machine | None = None
+    share: float = 1.0
+    made: At | None = None
     running: float | None = None
     ended: float | None = None
     exit_code: int | None = None
@@ -50,8 +55,13 @@ class Machine:
     by_hand: bool = False
 
     @property
+    def origin(self) -> Machine:
+        """What dropforge asked for, and this was made for, if it was not asked for itself."""
+        return self.owner.origin if self.owner else self
+
+    @property
     def is_endpoint(self) -> bool:
-        return self.name.endswith("-serve")
+        return self.origin.name.endswith("-serve")
 
     @property
     def is_disk(self) -> bool:
@@ -59,14 +69,19 @@ class Machine:
         return self.kind == _DISK
 
     @property
+    def is_cluster(self) -> bool:
+        """A GKE cluster of an attempt's own, which cannot be deleted before it was made."""
+        return self.kind == _CLUSTER
+
+    @property
     def ends_by_itself(self) -> bool:
         """The platform ends it at its time-out, whatever the control plane does."""
-        return "/jobs/" in self.name
+        return "jobs/" in self.origin.name
 
     @property
     def attempt(self) -> int:
         """The attempt that it trains for; 0 for an endpoint."""
-        found = re.search(r"-a(\d+)$", self.name)
+        found = re.search(r"-a(\d+)$", self.origin.name)
         return int(found[1]) if found else 0
 
     def exists_at(self, index: int) -> bool:
@@ -147,12 +162,13 @@ class Life:
 
     def is_stray(self, machine: Machine) -> bool:
         """It came after it was seen to be gone, or when the run was over: by a request that had been given up."""
+        machine = machine.origin
         entry = self.entry_at(machine.created.index, machine.name)
         return machine.late or (entry is not None and entry["state"] == "gone")
 
     def serves(self, machine: Machine) -> bool:
         """Whether it is a part of the endpoint: made for that, or kept after it has trained."""
-        entry = self.entry_at(self.end.index, machine.name)
+        entry = self.entry_at(self.end.index, machine.origin.name)
         return machine.is_endpoint or bool(entry and entry.get("kept"))
 
     def delay(self, since: float, until: float) -> float:
@@ -202,7 +218,7 @@ class _Reader:
             self._failed(here)
         elif kind == "created":
             self._created(here)
-        elif kind in ("running", "ended", "deleting", "gone"):
+        elif kind in ("made", "running", "ended", "deleting", "gone"):
             _happened(self.machines[data["name"]], kind, here)
         elif kind == "call":
             self.calls[data["instance"]] = here
@@ -214,13 +230,15 @@ class _Reader:
             _told(self.lives, kind, here)
 
     def _created(self, here: At) -> None:
-        """What a queue makes is as late as the request that it waited with."""
+        """What a queue or a controller makes is as late as the request that it waited with, or was made for."""
         data = here.value
-        queued = self.machines.get(data.get("queued", ""))
-        late = self.late == here.index - 1 or (queued is not None and queued.late)
-        machine = Machine(data["name"], data.get("type", ""), data["labels"], here, late)
+        owner = self.machines.get(data.get("owner", ""))
+        before = owner or self.machines.get(data.get("queued", ""))
+        late = self.late == here.index - 1 or (before is not None and before.late)
+        share = data.get("share", 1.0)
+        machine = Machine(data["name"], data.get("type", ""), data["labels"], here, late, owner, share)
         self.machines[machine.name] = machine
-        self.lives[data["labels"].get("dropforge-run", "")].machines.append(machine)
+        self.lives[machine.origin.labels.get("dropforge-run", "")].machines.append(machine)
 
     def _failed(self, here: At) -> None:
         """A fault, and how long it may hold up whom: until the next look, the next try, or the second sweep."""
@@ -274,6 +292,8 @@ def _happened(machine: Machine, kind: str, here: At) -> None:
         machine.ended, machine.exit_code = here.time, here.value["exit_code"]
     elif kind == "gone":
         machine.gone = here
+    elif kind == "made":
+        machine.made = here
     elif machine.deleting is None:
         machine.deleting = here
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .cloud import Cloud, deployment
 from .faults import Strike
 from .history import History
 from .scheduler import START
 from .seam import seam
+from .specs import TARGETS, clusters
 from .workload import Workload
 from .world import World
 
@@ -14,11 +17,11 @@ SWEEP_SECONDS = 600.0  # as var.sweep_schedule of Terraform has it
 SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
 
 
-def run(seed: int, target: str | None = None) -> History:
-    """The history of a seed; the same each time, in every process. All runs are for `target`, if one is given."""
+def run(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
+    """The history of a seed whose runs are for these targets; the same each time, in every process."""
     world = World(seed)
-    cloud = Cloud(world)
-    Workload(world, cloud, target).begin()
+    cloud = Cloud(world, clusters(targets))
+    Workload(world, cloud, targets).begin()
     world.calm = START + world.random.uniform(2400, 5400)
     _plan_restarts(world, cloud)
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
@@ -27,8 +30,8 @@ def run(seed: int, target: str | None = None) -> History:
 def run_struck(strike: Strike, target: str = "cloud_run") -> History:
     """The history of one run that is preempted, trains again and serves, and that one fault strikes."""
     world = World(0, strike)
-    cloud = Cloud(world)
-    workload = Workload(world, cloud, target)
+    cloud = Cloud(world, clusters([target]))
+    workload = Workload(world, cloud, [target])
     workload.begin_one()
     world.calm = START + 3600
     world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 TRAINING_USD, ENDPOINT_USD = 2.0, (0.6, 3.0)  # for an hour
 Part = Callable[[random.Random], dict[str, Any]]
 _ZONES = ("us-central1-a", "europe-west4-b", "us-west4-a")  # of v5litepod-8
 _REGIONS = ("us-central1", "europe-west4", "us-east4")
+_CLUSTERS = ("us-central1", "europe-west4")  # regions with a standing GKE cluster
 
 
 def spec(name: str, target: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """A spec that is valid. On TPUs every weight is trained."""
-    adapter = "lora" if target["type"] == "cloud_run" else "none"
+    adapter = "lora" if target["type"] in ("cloud_run", "gke") else "none"
     return {
         "api_version": "dropforge/v1",
         "name": name,
@@ -49,12 +50,14 @@ def whole(kind: str) -> dict[str, Any]:
     places: dict[str, list[dict[str, Any]]] = {
         "cloud_run": [{"region": "us-central1"}, {"region": "europe-west4"}],
         "tpu_vm": [{"zone": "us-central1-a"}, {"zone": "europe-west4-b"}],
+        "gke": [{"region": "us-central1"}, {"region": "europe-west4"}],
     }
+    serves = {"cloud_run": "cloud_run", "tpu_vm": "tpu_vm", "gke": "gke"}
     return spec(
         "job-0",
         {"type": kind, "placements": places[kind], "price_usd_per_hour": TRAINING_USD},
         evaluation={"gate": {"metric": "exact_match", "min": 0.5}},
-        serve={"type": kind, "ttl": "20m", "startup_timeout": "20m", "price_usd_per_hour": ENDPOINT_USD[0]},
+        serve={"type": serves[kind], "ttl": "20m", "startup_timeout": "20m", "price_usd_per_hour": ENDPOINT_USD[0]},
         limits={"max_duration": "40m", "max_attempts": 3, "max_cost_usd": 2.0},
     )
 
@@ -72,6 +75,14 @@ def _tpu_vm(draw: random.Random) -> dict[str, Any]:
     return {**target, "queued": draw.random() < 0.7}
 
 
+def _gke(draw: random.Random) -> dict[str, Any]:
+    """In a standing cluster, or in one of the attempt's own; on one node or on two."""
+    regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
+    placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
+    target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
+    return {**target, "nodes": draw.choice((1, 1, 2)), "cluster": {"create": draw.random() < 0.3}}
+
+
 def _cloud_run_endpoint(draw: random.Random) -> dict[str, Any]:
     return {"type": "cloud_run", **_times(draw), "price_usd_per_hour": draw.choice(ENDPOINT_USD)}
 
@@ -79,6 +90,13 @@ def _cloud_run_endpoint(draw: random.Random) -> dict[str, Any]:
 def _tpu_vm_endpoint(draw: random.Random) -> dict[str, Any]:
     queued = draw.random() < 0.7
     return {"type": "tpu_vm", **_times(draw), "queued": queued, "price_usd_per_hour": draw.choice(ENDPOINT_USD)}
+
+
+def _gke_endpoint(draw: random.Random) -> dict[str, Any]:
+    """One instance; or up to two cheap ones, which count as running all the time."""
+    price = draw.choice(ENDPOINT_USD)
+    most = draw.choice((1, 2)) if price == min(ENDPOINT_USD) else 1
+    return {"type": "gke", **_times(draw), "max_instances": most, "price_usd_per_hour": price}
 
 
 def _training_vm(draw: random.Random) -> dict[str, Any]:
@@ -100,8 +118,14 @@ def _limits(draw: random.Random) -> dict[str, Any]:
     return limits
 
 
-TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm}
+TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm, "gke": _gke}
 SERVERS: dict[str, tuple[Part, ...]] = {
     "cloud_run": (_cloud_run_endpoint,),
     "tpu_vm": (_tpu_vm_endpoint, _training_vm),
+    "gke": (_gke_endpoint, _cloud_run_endpoint),
 }
+
+
+def clusters(targets: Iterable[str]) -> tuple[str, ...]:
+    """The regions that need a standing GKE cluster for these targets."""
+    return _CLUSTERS if {"gke", "ray"} & set(targets) else ()

@@ -70,7 +70,6 @@ class Tpu:
         self.launched: Callable[[Container], None] = lambda _: None
         self._operations: list[Any] = []
         self._requests: set[str] = set()
-        self._full: dict[str, bool] = {}
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         return {"tpu": lambda: self}
@@ -311,13 +310,8 @@ class Tpu:
     # Both
 
     def _is_full(self, name: str) -> bool:
-        """A stock-out lasts: for this zone, as long as the faults do."""
         zone = name.split("/")[3]
-        if self.world.now >= self.world.calm:
-            return False
-        if zone not in self._full:
-            self._full[zone] = self.world.happens(self.world.faults.stockout)
-        return self._full[zone]
+        return self.world.lasts(f"no TPU VM in {zone}", self.world.faults.stockout)
 
     def _end_seconds(self) -> float:
         slow = self.world.happens(self.world.faults.slow_end)

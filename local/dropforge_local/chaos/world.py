@@ -29,6 +29,7 @@ class World:
         self.effects = 0
         self.calm = float("inf")  # from here on nothing goes wrong any more
         self._ids = 0
+        self._lasting: dict[str, bool] = {}
 
     @property
     def now(self) -> float:
@@ -40,6 +41,14 @@ class World:
     def happens(self, probability: float) -> bool:
         """Whether a fault strikes now. A fault that is off draws nothing."""
         return probability > 0 and self.now < self.calm and self.random.random() < probability
+
+    def lasts(self, what: str, probability: float) -> bool:
+        """Whether a fault is there that lasts: the same answer for `what` as long as there are faults."""
+        if self.now >= self.calm:
+            return False
+        if what not in self._lasting:
+            self._lasting[what] = self.happens(probability)
+        return self._lasting[what]
 
     def id(self) -> int:
         self._ids += 1

@@ -1,0 +1,278 @@
+"""The Kubernetes API of a cluster, as an ApiClient that is given paths meets it: objects, events, and what owns what.
+
+An object is named in the history, as Cloud Asset Inventory names it, from the moment it exists to the moment it is
+gone; what it owns goes first: https://kubernetes.io/docs/concepts/architecture/garbage-collection/
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+from .world import World
+
+Object = dict[str, Any]
+
+# What the history calls each kind, by apiVersion and plural. Nothing else is simulated, because nothing else is used.
+KINDS = {
+    "v1/pods": "k8s.io/Pod",
+    "v1/services": "k8s.io/Service",
+    "batch/v1/jobs": "batch.k8s.io/Job",
+    "apps/v1/deployments": "apps.k8s.io/Deployment",
+    "autoscaling/v2/horizontalpodautoscalers": "autoscaling.k8s.io/HorizontalPodAutoscaler",
+    "monitoring.googleapis.com/v1/podmonitorings": "monitoring.googleapis.com/PodMonitoring",
+    "ray.io/v1/rayjobs": "ray.io/RayJob",
+    "ray.io/v1/rayclusters": "ray.io/RayCluster",
+}
+PAGE = 2  # objects: less than anybody asks for
+_PATH = re.compile(r"/(?:api|apis/([^/]+))/([^/]+)/(?:namespaces/([^/]+)/)?([a-z]+)(?:/([^/]+))?")
+
+
+class Api:
+    """One cluster's, and its client. `made` is told of each new object; `doomed` of one that is to go, until it calls
+    `release`; `going` of one that goes now."""
+
+    def __init__(self, world: World, cluster: str, has_ray: bool) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.has_ray = has_ray
+        self.objects: dict[str, Object] = {}  # by full name
+        self.accounts: dict[str, set[str]] = {}  # service accounts by namespace
+        self.events: list[Object] = []
+        self.is_open = True
+        self.made: Callable[[Object], None] = lambda _: None
+        self.doomed: Callable[[Object], None] = self.release
+        self.going: Callable[[Object], None] = lambda _: None
+        self._released: set[str] = set()
+
+    # As the client has it
+
+    def param_serialize(
+        self,
+        method: str,
+        path: str,
+        *,
+        query_params: list[tuple[str, str]],
+        header_params: Mapping[str, str],
+        body: Object | None,
+        auth_settings: list[str],
+    ) -> tuple[str, str, dict[str, str], Object | None]:
+        return method, path, dict(query_params), copy.deepcopy(body)
+
+    def call_api(
+        self, verb: str, path: str, query: dict[str, str], body: Object | None, _request_timeout: float
+    ) -> Any:
+        return self.world.effect(
+            f"k8s.{verb} {path.rsplit('/', 1)[-1]}",
+            lambda: _response(*self._answer(verb, path, query, body)),
+            changes=verb != "GET",
+            error=_broken,
+        )
+
+    def _answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Object]:
+        if not self.is_open:
+            return 503, _status("the server is gone")
+        found = _PATH.fullmatch(path)
+        assert found is not None, f"{path} is no path of the Kubernetes API"
+        group, version, namespace, plural, name = found.groups()
+        collection = f"{group}/{version}/{plural}" if group else f"{version}/{plural}"
+        if namespace is not None and namespace not in self.accounts:
+            return 404, _status(f'namespaces "{namespace}" not found')
+        if group == "ray.io" and not self.has_ray:
+            return 404, _status("the server could not find the requested resource")
+        if verb == "POST":
+            return self._create(collection, namespace, body)
+        if collection == "v1/events":
+            return 200, {"items": self._events(**query)}
+        assert collection in KINDS, f"{verb} {path} is not simulated: see chaos/kubernetes.py"
+        prefix = self._prefix(collection, namespace)
+        if name is None:
+            return 200, self._list(prefix, **query)
+        item = self.objects.get(f"{prefix}/{name}")
+        if item is None:
+            return 404, _status(f'{plural} "{name}" not found')
+        return (200, item) if verb == "GET" else self._delete(item, **body)
+
+    def _create(self, collection: str, namespace: str | None, body: Object) -> tuple[int, Object]:
+        name = body["metadata"]["name"]
+        assert namespace == body["metadata"].get("namespace"), "an object is made in its own namespace"
+        assert collection == _collection(body), f"{body['kind']} is not of {collection}"
+        if collection == "v1/namespaces":
+            known = name in self.accounts
+            self.accounts.setdefault(name, set())
+        elif collection == "v1/serviceaccounts":
+            known = name in self.accounts[str(namespace)]
+            self.accounts[str(namespace)].add(name)
+        else:
+            known = f"{self._prefix(collection, namespace)}/{name}" in self.objects
+            if not known:
+                return 201, self.add(body)
+        return (409, _status(f'{collection} "{name}" already exists')) if known else (201, body)
+
+    def _list(self, prefix: str, labelSelector: str, limit: str = "", **rest: str) -> Object:
+        """A page; `continue` is the name after which it begins."""
+        after = rest.pop("continue", "")
+        assert not rest, f"query {rest} is not simulated"
+        names = [name for name in sorted(self.objects) if name.rsplit("/", 1)[0] == prefix and name > after]
+        found = [name for name in names if is_selected(labelSelector, _labels(self.objects[name]))]
+        page = found[: min(PAGE, int(limit))] if limit else found
+        items = [{key: self.objects[one][key] for key in ("metadata", "spec", "status")} for one in page]
+        return {"metadata": {"continue": page[-1]} if len(page) < len(found) else {}, "items": items}
+
+    def _delete(self, item: Object, propagationPolicy: str, preconditions: Object) -> tuple[int, Object]:
+        assert propagationPolicy == "Foreground", "what it owns is to go first"
+        if preconditions != {"uid": item["metadata"]["uid"]}:
+            return 409, _status("the UID in the precondition does not match the UID in record")
+        self.delete(item)
+        return 200, item
+
+    def _events(self, fieldSelector: str) -> list[Object]:
+        wanted = dict(term.split("=") for term in fieldSelector.split(","))
+        unknown = wanted.keys() - {"reason", *(f"involvedObject.{key}" for key in ("kind", "name", "uid"))}
+        assert not unknown, f"events cannot be selected by {unknown}"
+        return [event for event in self.events if all(_field(event, path) == value for path, value in wanted.items())]
+
+    # As controllers have it
+
+    def name_of(self, item: Object) -> str:
+        return f"{self._prefix(_collection(item), item['metadata']['namespace'])}/{item['metadata']['name']}"
+
+    def add(self, manifest: Object, owner: Object | None = None, share: float = 1.0) -> Object:
+        """Make an object. `share`: what of its attempt's, or its endpoint's, price is paid for it while it runs."""
+        collection = _collection(manifest)
+        assert collection in KINDS, f"{manifest['kind']} is not simulated: see chaos/kubernetes.py"
+        item: Object = {**copy.deepcopy(manifest), "status": {}}
+        metadata = item["metadata"]
+        metadata |= {"uid": f"uid-{self.world.id()}", "creationTimestamp": self.stamp(), "generation": 1}
+        if owner is not None:
+            metadata["ownerReferences"] = [{"kind": owner["kind"], "uid": owner["metadata"]["uid"]}]
+        name, by = self.name_of(item), self.name_of(owner) if owner else ""
+        self.objects[name] = item
+        self.world.fact("created", type=KINDS[collection], name=name, labels=dict(_labels(item)), owner=by, share=share)
+        self.made(item)
+        return item
+
+    def exists(self, item: Object) -> bool:
+        return self.is_open and self.objects.get(self.name_of(item)) is item
+
+    def is_live(self, item: Object) -> bool:
+        """Whether it exists, and is not to go."""
+        return self.exists(item) and "deletionTimestamp" not in item["metadata"]
+
+    def owned(self, item: Object) -> list[Object]:
+        uid = item["metadata"]["uid"]
+        return [one for one in self.objects.values() if uid in _owners(one)]
+
+    def of_kind(self, kind: str) -> list[Object]:
+        return [item for item in self.objects.values() if item["kind"] == kind]
+
+    def delete(self, item: Object, *, orphan: bool = False) -> None:
+        """Have an object go, with what it owns, or without that."""
+        metadata = item["metadata"]
+        if "deletionTimestamp" in metadata:
+            return
+        metadata["deletionTimestamp"] = self.stamp()
+        self.world.fact("deleting", name=self.name_of(item))
+        for child in self.owned(item):
+            if orphan:
+                del child["metadata"]["ownerReferences"]
+            else:
+                self.delete(child)
+        self.doomed(item)
+
+    def release(self, item: Object) -> None:
+        """Nothing holds it any more but what it owns."""
+        self._released.add(item["metadata"]["uid"])
+        self._settle(item)
+
+    def tell(self, item: Object, reason: str, message: str) -> None:
+        """Record an event."""
+        about = {"kind": item["kind"], "name": item["metadata"]["name"], "uid": item["metadata"]["uid"]}
+        event = {"involvedObject": about, "reason": reason, "message": message, "lastTimestamp": self.stamp()}
+        self.events.append(event)
+
+    def stamp(self) -> str:
+        return datetime.fromtimestamp(self.world.now, UTC).isoformat(timespec="seconds")
+
+    def close(self) -> None:
+        """The cluster is gone, and everything with it."""
+        self.is_open = False
+        for item in list(self.objects.values()):
+            self._end(item)
+
+    def _settle(self, item: Object) -> None:
+        if self.exists(item) and item["metadata"]["uid"] in self._released and not self.owned(item):
+            owners = _owners(item)
+            self._end(item)
+            for owner in [one for one in self.objects.values() if one["metadata"]["uid"] in owners]:
+                self._settle(owner)
+
+    def _end(self, item: Object) -> None:
+        name = self.name_of(item)
+        del self.objects[name]
+        self.going(item)
+        self.world.fact("gone", name=name)
+
+    def _prefix(self, collection: str, namespace: str | None) -> str:
+        group, _, plural = collection.rpartition("/")
+        group = group.rpartition("/")[0]
+        return f"{self.cluster}/k8s/namespaces/{namespace}/" + (f"{group}/" if group else "") + plural
+
+
+def set_condition(item: Object, kind: str, status: str, reason: str = "", message: str = "") -> None:
+    """Write a condition of an object's status, in place of the one of its type."""
+    others = [one for one in item["status"].get("conditions", []) if one["type"] != kind]
+    condition = {"type": kind, "status": status, "reason": reason, "message": message}
+    item["status"]["conditions"] = [*others, condition]
+
+
+def has_condition(item: Object, *kinds: str) -> bool:
+    found = item["status"].get("conditions", [])
+    return any(one["type"] in kinds and one["status"] == "True" for one in found)
+
+
+def is_selected(selector: str, labels: Mapping[str, str]) -> bool:
+    """Whether labels have all of `key=value` and `key`."""
+    assert not re.search(r"[!() ]|==", selector), f"selector {selector!r} is not simulated"
+    terms = (term.partition("=") for term in selector.split(","))
+    return all(labels.get(key) == value if equal else key in labels for key, equal, value in terms)
+
+
+def _collection(item: Object) -> str:
+    return f"{item['apiVersion']}/{item['kind'].lower()}s"
+
+
+def _labels(item: Object) -> dict[str, str]:
+    found: dict[str, str] = item["metadata"].get("labels", {})
+    return found
+
+
+def _owners(item: Object) -> list[str]:
+    return [one["uid"] for one in item["metadata"].get("ownerReferences", [])]
+
+
+def _field(event: Object, path: str) -> Any:
+    first, _, rest = path.partition(".")
+    return event[first][rest] if rest else event[first]
+
+
+def _status(message: str) -> Object:
+    return {"kind": "Status", "message": message}
+
+
+def _response(status: int, body: Object) -> Any:
+    """kubernetes.client.rest.RESTResponse. What it says is what there is now."""
+    data = json.dumps(body).encode()
+    return SimpleNamespace(status=status, reason="", data=data, headers={}, read=lambda: data)
+
+
+def _broken(timed_out: bool) -> Exception:
+    from urllib3.exceptions import HTTPError, ProtocolError, TimeoutError
+
+    error: HTTPError = TimeoutError("Read timed out.") if timed_out else ProtocolError("Connection aborted.")
+    return error
