@@ -69,7 +69,8 @@ resource "google_eventarc_trigger" "trigger" {
 }
 
 # Eventarc makes the subscription, and its API cannot set the dead-letter topic
-# (https://github.com/hashicorp/terraform-provider-google/issues/17697).
+# (https://github.com/hashicorp/terraform-provider-google/issues/17697). Nor the time to acknowledge an event: by default
+# 10 seconds, after which it is delivered again beside a function that is at it still, and counts as failed.
 resource "terraform_data" "dead_letter" {
   for_each = local.triggers
 
@@ -77,6 +78,7 @@ resource "terraform_data" "dead_letter" {
     subscription = google_eventarc_trigger.trigger[each.key].transport[0].pubsub[0].subscription
     topic        = google_pubsub_topic.dead_letter[each.key].id
     attempts     = var.max_delivery_attempts
+    ack_deadline = 600 # seconds, the longest there is: more than the functions' own time
   }
 
   provisioner "local-exec" {
@@ -84,6 +86,7 @@ resource "terraform_data" "dead_letter" {
       "gcloud pubsub subscriptions update ${self.triggers_replace.subscription} --project=${var.project_id}",
       "--dead-letter-topic=${self.triggers_replace.topic}",
       "--max-delivery-attempts=${self.triggers_replace.attempts}",
+      "--ack-deadline=${self.triggers_replace.ack_deadline}",
       "--min-retry-delay=10s --max-retry-delay=600s",
     ])
   }

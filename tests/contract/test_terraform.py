@@ -18,6 +18,7 @@ from dropforge.catalog import CLOUD_RUN_MACHINES
 from dropforge.settings import Settings
 from dropforge.tpu import SERVER_PORT, SERVER_TAG
 from dropforge_local import stack_process as stack
+from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
 from dropforge_local.functions_host import entry_points
 
 from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
@@ -108,6 +109,13 @@ def test_dead_letter_topics_have_subscriptions_that_stay() -> None:
     assert topic["for_each"] == subscription["for_each"] == "${local.triggers}"
     assert subscription["expiration_policy"] == [{"ttl": ""}]
     assert "retry_policy" not in resources()["google_eventarc_trigger", "trigger"], "which can only switch retries off"
+
+
+def test_an_event_is_not_delivered_again_while_its_function_is_at_it() -> None:
+    update = resources()["terraform_data", "dead_letter"]
+    [function] = resources()["google_cloudfunctions2_function", "function"]["service_config"]
+    assert "--ack-deadline=${self.triggers_replace.ack_deadline}" in str(update["provisioner"])
+    assert update["triggers_replace"]["ack_deadline"] == ACK_DEADLINE_SECONDS > function["timeout_seconds"]
 
 
 def test_buckets_are_private_whatever_their_objects_say() -> None:
