@@ -22,7 +22,7 @@ from typing import Any
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
-EMULATOR_CONNECTIONS = 32
+CONNECTIONS = 32  # that are kept: as many as a sweep has threads; of the ten by default most would be made anew
 
 
 @cache
@@ -34,7 +34,11 @@ def storage() -> Any:
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         return storage.Client(project=_project(), credentials=_anonymous(), _http=_loopback())
-    return storage.Client(project=_project())
+    import requests
+
+    client = storage.Client(project=_project())
+    client._http.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
+    return client
 
 
 @cache
@@ -230,5 +234,5 @@ def _loopback() -> Any:
 
     session = requests.Session()
     session.trust_env = False
-    session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=EMULATOR_CONNECTIONS))
+    session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
     return session
