@@ -125,17 +125,28 @@ def running_since(attempt: Attempt, now: datetime, settings: Settings) -> dateti
 
 
 def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
-    """The warnings about money and time that have not been given yet."""
-    budget, spent = spec.limits.max_cost_usd, record.cost(now)
-    if budget is not None and spent is not None:
-        passed = [percent for percent in WARN_AT if spent >= budget * percent / 100]
-        if passed and f"budget-{passed[-1]}" not in record.notices:
-            text = f"{spent:.2f} of {budget:g} USD are spent; at 100 % it is stopped, and its checkpoints are kept"
-            yield Notice(f"budget-{passed[-1]}", f"has used {passed[-1]} % of its budget", text)
+    """The warnings about money and time that have not been given yet, of a run that trains."""
+    yield from due_of_budget(record, spec, now)
     used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
     if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
         text = f"max_duration is {spec.limits.max_duration}; at 100 % it is stopped, and its checkpoints are kept"
         yield Notice(key, f"has used {WARN_OF_TIME_AT} % of its time", text)
+
+
+def due_of_budget(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
+    """The latest warning about money, unless it has been given: of a run that trains or serves."""
+    budget, spent = spec.limits.max_cost_usd, record.cost(now)
+    if budget is None or spent is None:
+        return
+    passed = [percent for percent in WARN_AT if spent >= budget * percent / 100]
+    if passed and f"budget-{passed[-1]}" not in record.notices:
+        end = (
+            "the endpoint is deleted; the model is kept"
+            if record.endpoint
+            else "it is stopped, and its checkpoints are kept"
+        )
+        text = f"{spent:.2f} of {budget:g} USD are spent; at 100 % {end}"
+        yield Notice(f"budget-{passed[-1]}", f"has used {passed[-1]} % of its budget", text)
 
 
 def seconds_to_warning(record: Record, spec: JobSpec, now: datetime) -> float:

@@ -1,5 +1,5 @@
 """Part of stage `sweep`: work that was lost. A spec without a run, a run that no execution goes on with, an end that
-nobody was told of, an endpoint that somebody else has deleted."""
+nobody was told of, an endpoint that somebody else has deleted, or that has used up most of its budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cancel import END_TOLD, tell_unstarted
 from .clients import TIMEOUT_SECONDS
 from .errors import RetryLater
 from .executions import LIVE, find_execution, start_execution, state_of
-from .limits import Notice
+from .limits import Notice, due_of_budget
 from .log import log
 from .notify import notify, tell, warn
 from .provision import launch_of
@@ -97,12 +97,15 @@ def settle(
 ) -> None:
     """What a run that is over has left goes, but for its endpoint, and its end is told; later, it is open no more.
 
+    What its endpoint has cost is warned of here: nobody else looks at it any more.
+
     `listed` are the names of all that the cloud lists. `live` is None when nobody knows which executions are.
     """
     run, is_over = record.run, False
     try:
         if _is_served(record, now) and not _has_lost_endpoint(store, record, listed, settings):
             delete_remaining(store, run, keep_endpoint=True)
+            _warn_of_budget(store, record, now)
         else:
             is_over = end_endpoint(store, run) if record.endpoint else not delete_remaining(store, run)
     finally:
@@ -115,6 +118,12 @@ def _is_served(record: Record, now: datetime) -> bool:
     endpoint = record.endpoint
     is_kept = endpoint is not None and endpoint.ended is None and endpoint.expires >= now
     return is_kept and record.state is RunState.SUCCEEDED
+
+
+def _warn_of_budget(store: RunStore, record: Record, now: datetime) -> None:
+    spec = store.spec(record.run)
+    for notice in due_of_budget(record, spec, now):
+        warn(store, record, spec, notice)
 
 
 def _has_lost_endpoint(store: RunStore, record: Record, listed: frozenset[str], settings: Settings) -> bool:

@@ -131,7 +131,7 @@ class World:
         made = record(state, ended, **{"execution": "old", **fields})
         self.executions["old"] = "SUCCEEDED"
         self.store.mark_open(made)
-        self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())
+        self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())  # unless a test has put one
         return self.put(made)
 
     def served(self, **fields: Any) -> Record:
@@ -349,6 +349,21 @@ def test_what_serves_is_left_alone_without_a_request_more(world: World) -> None:
     assert world.done == ["delete a1"]
     assert world.cloud == {SERVICE}
     assert world.is_open
+
+
+def test_the_sweep_warns_of_what_an_endpoint_costs_once_each(world: World) -> None:
+    world.store.put_new(names.spec_object(RUN), json.dumps({**SPEC, "limits": {"max_cost_usd": 4}}).encode())
+    deploying = Transition(state=RunState.DEPLOYING, time=NOW - HOUR)
+    made = world.over(RunState.SUCCEEDED, endpoint=endpoint(8 * HOUR), serving_usd_per_hour=1.0)
+    world.store.update(
+        RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, made.history[1]]})
+    )
+    world.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
+    world.cloud.add(SERVICE)
+    for hours, told in ((0, []), (1, ["warn budget-50"]), (1.5, []), (3, ["warn budget-80"]), (3.5, [])):
+        world.done.clear()
+        world.settle(now=NOW + hours * HOUR)
+        assert (hours, world.done) == (hours, told)
 
 
 def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> None:
