@@ -25,7 +25,6 @@ from ..targets.tpu_vm import STARTUP_SCRIPT, status_of
 from .base import START_HINT, Deployment, endpoint_labels, server_environment
 
 READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
-GONE_WAIT_SECONDS = 180.0  # deleting a machine takes a minute or two
 LOOK_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
 _HINTS = {
@@ -89,11 +88,7 @@ class TpuVmServer:
         yield from (one for one in found if names.EXPIRES_LABEL in one.labels)
 
     def teardown(self, kind: str, name: str) -> bool:
-        """Waits for the end: what is gone by the next sweep is not listed there, and its end would never be noted."""
-        deadline = time.monotonic() + GONE_WAIT_SECONDS
-        while not (gone := tpu.delete(kind, name)) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-        return gone
+        return tpu.delete(kind, name)
 
     def machine(self, deployment: Deployment) -> tpu.Machine:
         """The endpoint's machine."""
