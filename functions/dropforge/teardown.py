@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
 from .errors import CloudError
@@ -16,6 +17,9 @@ from .targets import get_target
 from .targets.base import Target
 
 RETRY_SECONDS = 3
+# A cluster takes a quarter of an hour to delete. What takes longer may never go, unless somebody looks at it.
+SLOW_AFTER = timedelta(minutes=30)
+SLOW_RETRY_SECONDS = 60
 
 # Who deletes a resource of which kind.
 _OWNERS: dict[str, Callable[[], Target | Server]] = {
@@ -56,11 +60,22 @@ def teardown(
     keep_endpoint = keep_endpoint and not cancelled
     remaining = delete_remaining(store, run, keep_endpoint=keep_endpoint)
     if remaining:
-        return {**waiting("PENDING", RETRY_SECONDS), "remaining": [entry.name for entry in remaining]}
+        return _not_gone(record, scope, [entry.name for entry in remaining], utc_now())
     if record.endpoint and not keep_endpoint:
         _note_endpoint_gone(store, run)
     log("gone", stage="teardown", run=run, scope=scope)
     return {"status": "GONE", "cancelled": cancelled}
+
+
+def _not_gone(record: Record, scope: str, remaining: list[str], now: datetime) -> dict[str, Any]:
+    """Call again: soon, or less often once that has been answered for long, which is logged for the alert run_stuck."""
+    ended = record.attempts[-1].ended if record.attempts else None
+    began = record.history[-1].time if scope == "run" else ended
+    if began is None or now - began < SLOW_AFTER:
+        return {**waiting("PENDING", RETRY_SECONDS), "remaining": remaining}
+    message = f"not gone after {(now - began).total_seconds() / 60:.0f} min"
+    log(message, stage="teardown", run=record.run, severity="WARNING", resources=remaining)
+    return {**waiting("PENDING", SLOW_RETRY_SECONDS), "remaining": remaining}
 
 
 def delete_remaining(store: RunStore, run: str, *, keep_endpoint: bool = False) -> list[LedgerEntry]:

@@ -1,0 +1,35 @@
+"""What a teardown answers while something is on its way to be gone."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dropforge.runs import Attempt, Record, RunState, Transition
+from dropforge.teardown import RETRY_SECONDS, SLOW_AFTER, SLOW_RETRY_SECONDS, _not_gone
+
+NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
+RUN = "job-0123456789ab"
+
+
+def record(began: datetime) -> Record:
+    """A run whose only attempt ended, and whose teardown began, at that time."""
+    attempt = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW, ended=began)
+    history = [Transition(state=RunState.TEARING_DOWN, time=began)]
+    state = RunState.TEARING_DOWN
+    return Record(run=RUN, name="n", source="s", state=state, created=NOW, history=history, attempts=[attempt])
+
+
+@pytest.mark.parametrize("scope", ["run", "attempt"])
+def test_what_does_not_go_for_long_is_told_and_looked_at_less_often(
+    scope: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = _not_gone(record(NOW - SLOW_AFTER + timedelta(seconds=1)), scope, ["cluster"], NOW)
+    assert answer == {"status": "PENDING", "wait_seconds": RETRY_SECONDS, "remaining": ["cluster"]}
+    assert capsys.readouterr().err == ""
+    answer = _not_gone(record(NOW - SLOW_AFTER), scope, ["cluster"], NOW)
+    assert answer == {"status": "PENDING", "wait_seconds": SLOW_RETRY_SECONDS, "remaining": ["cluster"]}
+    told = json.loads(capsys.readouterr().err)
+    assert {"severity": "WARNING", "stage": "teardown", "run": RUN, "resources": ["cluster"]}.items() <= told.items()
