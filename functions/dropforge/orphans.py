@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from . import names
@@ -26,6 +26,8 @@ WORKERS = 16
 LOOK_SECONDS = 1.0  # between two rounds of deleting what goes slowly
 PATIENCE_SECONDS = 240.0  # for one sweep's deletions; a function has 540
 EXPIRED = "past its ttl"
+SURVIVES_AFTER = timedelta(hours=1)  # several sweeps: each of them has begun to delete it, or none has run
+SURVIVES = "past its ttl for more than an hour"
 
 
 class Doomed(NamedTuple):
@@ -60,16 +62,20 @@ def judge(found: Listed, record: Record | None, settings: Settings, now: datetim
     """Why a resource is to be deleted; "" for one that a run owns, or may own."""
     expires = found.labels.get(names.EXPIRES_LABEL, "")
     if expires.isdecimal() and int(expires) < now.timestamp():  # the latest time; people can edit labels
-        return EXPIRED
+        return _expired(datetime.fromtimestamp(int(expires), UTC), now)
     if record is None:
         return "of a run that does not exist" if _is_settled(found, settings, now) else ""
     if serves(record, found.name):
         assert record.endpoint is not None
-        return EXPIRED if record.endpoint.expires < now else ""
+        return _expired(record.endpoint.expires, now) if record.endpoint.expires < now else ""
     if record.state.is_terminal:
         return "left by a run that is over"
     over = found.attempt is not None and found.attempt < record.attempt
     return "left by an attempt that is over" if over else ""
+
+
+def _expired(expires: datetime, now: datetime) -> str:
+    return EXPIRED if now - expires <= SURVIVES_AFTER else SURVIVES
 
 
 def serves(record: Record, name: str) -> bool:

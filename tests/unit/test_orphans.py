@@ -10,7 +10,7 @@ import pytest
 from dropforge import names
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.listing import Listed, Unlisted, each, is_of_run
-from dropforge.orphans import EXPIRED, judge
+from dropforge.orphans import EXPIRED, SURVIVES, judge
 from dropforge.runs import Attempt, Endpoint, Record, RunState, Transition
 from dropforge.settings import Settings
 
@@ -62,9 +62,11 @@ def expiry(after: timedelta) -> dict[str, str]:
         (listed(SERVICE, **expiry(HOUR)), record(RunState.DEPLOYING), ""),
         (listed(SERVICE, **expiry(-HOUR)), record(RunState.DEPLOYING), EXPIRED),
         (listed(SERVICE, **expiry(-HOUR)), None, EXPIRED),
+        (listed(SERVICE, **expiry(-2 * HOUR)), record(RunState.SUCCEEDED), SURVIVES),
         (listed(SERVICE, **expiry(HOUR)), record(RunState.SUCCEEDED, endpoint=endpoint()), ""),
         (listed(SERVICE, expires="never"), record(RunState.SUCCEEDED, endpoint=endpoint()), ""),
         (listed(SERVICE, **expiry(HOUR)), record(RunState.SUCCEEDED, endpoint=endpoint(-HOUR)), EXPIRED),
+        (listed(SERVICE, **expiry(HOUR)), record(RunState.SUCCEEDED, endpoint=endpoint(-2 * HOUR)), SURVIVES),
         (listed(SERVICE, **expiry(HOUR)), record(RunState.SUCCEEDED), "left by a run that is over"),
         (
             listed(SERVICE, **expiry(HOUR)),
