@@ -56,8 +56,15 @@ def submit(store: RunStore, blob: Any, settings: Settings, now: datetime) -> str
 
 
 def accept(store: RunStore, run: str, since: datetime, now: datetime) -> str:
-    """Make the record of a run that was about to be accepted; the run, or "" when it may yet be without us."""
+    """Make the record of a run that was about to be accepted; the run, or "" when it may yet be without us.
+
+    One without a spec was marked by `submit` and never accepted: the inbox has its spec still, or it was deleted.
+    """
     if now - since < LOST_AFTER:
+        return ""
+    if not store.has_spec(run):
+        if now - since > LATE_FOR:
+            store.close(run)
         return ""
     log("a run that was to be accepted and has no record", stage="sweep", run=run, severity="WARNING")
     accept_again(run)

@@ -445,6 +445,10 @@ class RunStore:
         """Whether a run has a record."""
         return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
+    def has_spec(self, run: str) -> bool:
+        """Whether a run's spec was accepted."""
+        return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
+
     def open_runs(self) -> Iterator[tuple[str, datetime]]:
         """The ids of the runs that are not over, or have left something, each with the time since when."""
         fields = "items(name,timeCreated),nextPageToken"

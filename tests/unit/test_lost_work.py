@@ -202,10 +202,20 @@ def test_a_lost_spec_that_is_refused_is_told_by_its_submission(world: World) -> 
 
 
 def test_a_record_that_was_to_be_written_is_written_after_a_while(world: World) -> None:
+    world.store.put_new(names.spec_object(RUN), b"{}")
     assert accept(world.store, RUN, NOW - LOST_AFTER + SECOND, NOW) == ""
     assert world.done == []
     assert accept(world.store, RUN, NOW - LOST_AFTER, NOW) == RUN
     assert world.done == [f"accept {RUN}"]
+
+
+def test_a_mark_of_a_spec_that_was_deleted_before_it_was_accepted_is_taken_away(world: World) -> None:
+    """Whoever submitted it died before it was read, and no other will ever be."""
+    world.store.put_new(names.open_object(RUN), b"gs://x/specs/a.json#5")
+    for age, is_open in ((LATE_FOR, True), (LATE_FOR + SECOND, False)):
+        assert accept(world.store, RUN, NOW - age, NOW) == ""
+        assert world.is_open is is_open
+    assert world.done == []
 
 
 @pytest.mark.parametrize(
