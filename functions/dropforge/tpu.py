@@ -237,14 +237,15 @@ def _delete_queued(name: str) -> bool:
 
 
 def _delete_node(name: str) -> bool:
-    """One that a queued resource holds is deleted with that."""
+    """One that a queued resource holds is deleted with that, and by itself once that is gone."""
     from google.cloud.tpu_v2 import Node
 
     client = clients.tpu()
     found = _find(client.get_node, name)
     if found is None:
         return True
-    if found.state != Node.State.DELETING and not found.queued_resource:
+    is_held = found.queued_resource and _find(client.get_queued_resource, found.queued_resource) is not None
+    if found.state != Node.State.DELETING and not is_held:
         _begin(lambda: client.delete_node(name=name, timeout=TIMEOUT_SECONDS), *_GOING)
     return False
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from google.api_core.exceptions import NotFound
 from google.cloud import tpu_v2
 from google.longrunning import operations_pb2
 
@@ -175,6 +176,19 @@ def test_a_refusal_is_found_on_whatever_page_it_is(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CloudError, match="no more capacity") as refused:
         tpu._raise_if_refused(NAME)
     assert refused.value.error_class is ErrorClass.STOCKOUT
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_node_that_its_queued_resource_has_left_is_deleted_by_itself(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
+    client = Mock(get_node=Mock(return_value=left))
+    if not is_held:
+        client.get_queued_resource.side_effect = NotFound("it is gone")
+    monkeypatch.setattr(clients, "tpu", lambda: client)
+    assert not tpu.delete(tpu.NODE, NAME)
+    assert client.delete_node.called is not is_held
 
 
 def test_what_does_not_fit_or_has_no_image_is_refused_early() -> None:
