@@ -77,13 +77,19 @@ class Look:
         """Delete what nobody owns, and close the runs that are over and have left nothing."""
         known = [one for one in self.found if one.run in self.records]
         judged = [Doomed(one, orphans.judge(one, self.records[one.run], self.settings, self.now)) for one in known]
-        doomed = [one for one in judged if one.why]
+        unowned = [one for one in judged if one.why]
+        doomed = [one for one, went in self._each(self._went_meanwhile, unowned) if not went]
         deletions = orphans.delete(doomed, self.store)
         self.problems += deletions.problems
         gone = {one.name for one in deletions.gone}
         unsettled = {one.found.run for one in doomed if one.found.name not in gone}
         self._settle({*self.marks, *(one.run for one in deletions.gone)} - unsettled)
         return deletions
+
+    def _went_meanwhile(self, one: Doomed) -> bool:
+        """Whether its run has seen it gone since the lists were begun: it was there then, and nobody has left it."""
+        entry = self.store.ledger(one.found.run).find(one.found.name)
+        return entry is not None and entry.gone is not None and entry.gone > self.now
 
     def _settle(self, runs: set[str]) -> None:
         over = [one for run, one in self.records.items() if one and one.state.is_terminal and run in runs]

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from dropforge import names
+from dropforge import names, orphans
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.listing import Listed, Unlisted, each, is_of_run
-from dropforge.orphans import EXPIRED, SURVIVES, judge
-from dropforge.runs import Attempt, Endpoint, Record, RunState, Transition
+from dropforge.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge
+from dropforge.runs import (
+    Attempt,
+    Endpoint,
+    Ledger,
+    LedgerEntry,
+    Record,
+    ResourceState,
+    RunState,
+    RunStore,
+    Transition,
+)
 from dropforge.settings import Settings
+from dropforge.sweep import Look
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
-HOUR = timedelta(hours=1)
+HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 RUN = "job-0123456789ab"
 SETTINGS = Settings(*["x"] * 12, check_interval_seconds=60)
 JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
@@ -85,6 +97,30 @@ def expiry(after: timedelta) -> dict[str, str]:
 )  # fmt: skip
 def test_what_is_deleted_and_why(found: Listed, of: Record | None, why: str) -> None:
     assert judge(found, of, SETTINGS, NOW) == why
+
+
+@pytest.mark.parametrize(
+    ("gone", "doomed"),
+    [
+        (None, True),
+        (NOW - SECOND, True),  # and made again since, by a call that had stalled
+        (NOW + SECOND, False),  # listed before it was deleted; by the record read after that, its run is over
+    ],
+)
+def test_what_its_run_has_deleted_since_it_was_listed_is_nobody_s_fault(
+    gone: datetime | None, doomed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = ResourceState.GONE if gone else ResourceState.CREATED
+    entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
+    found: list[Doomed] = []
+    monkeypatch.setattr(orphans, "delete", lambda those, _: found.extend(those) or Deletions([], [], []))
+    look = object.__new__(Look)
+    look.settings, look.now, look.problems, look.marks, look.live = SETTINGS, NOW, [], {}, None
+    look.found, look.records = [listed()], {RUN: record(RunState.FAILED)}
+    look.store = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
+    look.delete()
+    assert [one.found.name for one in found] == [JOB] * doomed
+    assert look.problems == []
 
 
 def test_only_what_is_made_for_runs_of_this_deployment_is_looked_at() -> None:
