@@ -112,6 +112,7 @@ CONFIG = KubernetesConfig(
     pull_retry_seconds=0.1,
     probe_seconds=0.05,
     preemption_grace_seconds=2.0,
+    ray_probe_seconds=0,
     watch_history=200,
 )
 

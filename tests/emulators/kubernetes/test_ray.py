@@ -187,15 +187,13 @@ def until(look: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     return found
 
 
-@pytest.fixture(params=[REAL, NOOP])
-def image(request: pytest.FixtureRequest) -> str:
-    """Ray, and what stands for it in other tests."""
-    return str(request.param)
+@pytest.fixture
+def image() -> str:
+    return REAL
 
 
 @pytest.fixture
-def ray(stack: Stack, request: pytest.FixtureRequest) -> Iterator[Ray]:
-    image = request.getfixturevalue("image") if "image" in request.fixturenames else REAL
+def ray(image: str, stack: Stack, request: pytest.FixtureRequest) -> Iterator[Ray]:
     if image == REAL:
         request.getfixturevalue("maxtext_environment")
     write_ray_image(stack.home / "repo")
@@ -237,7 +235,8 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
 
 
 @pytest.mark.slow
-def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(image: str, ray: Ray) -> None:
+@pytest.mark.parametrize("image", [REAL, NOOP])  # Ray, and what stands for it in other tests
+def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(ray: Ray) -> None:
     name = ray.create("exit", "65")
     until(lambda: ray.states(name) == ("Failed", "FAILED"))
     status = ray.status(name)
@@ -268,10 +267,10 @@ def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(image: s
     until(lambda: not ray.pods() and not ray.clusters())
     ray.delete(name)
     until(lambda: gone(ray, name))
-    assert not find_members(ray.kube.directory)
+    until(lambda: not find_members(ray.kube.directory))  # a shim ends after its pod
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("image", [NOOP])  # of Ray itself, its start and its end are what the tests above have seen
 def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> None:
     name = ray.create("sleep", "600", activeDeadlineSeconds=600)
     until(lambda: ray.states(name)[0] == "Running")
@@ -281,10 +280,9 @@ def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> No
     assert "rayClusterName" not in ray.status(name)
     assert_late(ray, name)
 
-    noop = Ray(ray.kube, NOOP)  # another deadline, of a job that runs
-    name = noop.create("sleep", "600")
-    until(lambda: noop.states(name) == ("Running", "RUNNING"))
-    assert_late(noop, name)
+    name = ray.create("sleep", "600")  # another deadline, of a job that runs
+    until(lambda: ray.states(name) == ("Running", "RUNNING"))
+    assert_late(ray, name)
 
 
 def assert_late(ray: Ray, name: str) -> None:
