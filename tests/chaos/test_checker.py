@@ -148,6 +148,7 @@ def stopped() -> Story:
     story.ledger(f"{JOB}1", "intended")
     story.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
     story.tell("running", name=f"{JOB}1")
+    story.tell("told", run=RUN, attempt=1, type="started")
     story.change("TRAINING")
     story.tell("tick", after=400)
     story.notice("budget-50")
@@ -410,7 +411,7 @@ def _warned_by_another_id(story: Story) -> None:
 
 
 def _ended_without_a_word(story: Story) -> None:
-    story.facts = [fact for fact in story.facts if fact.kind != "told"]
+    story.facts = [fact for fact in story.facts if fact.data.get("type") != "failed"]
 
 
 def _ended_without_teardown(story: Story) -> None:

@@ -32,6 +32,7 @@ FOUND = {
         SERVERLESS,
     ): "a deploy that had stalled found the endpoint ready after its end, and the run succeeded with it",
     (5665, SERVERLESS): "a machine that was kept to serve was said to be there for longer than its label had it",
+    (126, ("ray",)): "pods that had lost their Ray cluster went on when their run was over",
 }
 
 

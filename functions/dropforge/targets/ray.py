@@ -85,7 +85,8 @@ class RayJobs(GkeJobs):
             return super().teardown(kind, name)
         if kind == RAY_CLUSTER:
             return kubernetes.delete(name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
-        return kubernetes.delete(name) and self._delete_clusters(name)
+        is_gone = kubernetes.delete(name) and self._delete_clusters(name)
+        return is_gone and kubernetes.delete(name, _pods_of(name))  # those that somebody has orphaned
 
     def _delete_clusters(self, job: str) -> bool:
         """Delete the Ray clusters that a RayJob has left; True once there is none."""
@@ -100,6 +101,13 @@ class RayJobs(GkeJobs):
         prefix = f"{parent}/k8s/namespaces/{namespace}/{GROUP}/rayclusters"
         gone = [kubernetes.delete(f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
         return all(gone)
+
+
+def _pods_of(job: str) -> str:
+    """The selector of all pods that were made for a RayJob's attempt."""
+    origin = names.training_of(job.rpartition("/")[2])
+    assert origin is not None, "the name of an attempt's"
+    return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}"
 
 
 def _check_operator(cluster: Any, name: str) -> None:

@@ -168,6 +168,10 @@ class Api:
         uid = item["metadata"]["uid"]
         return [one for one in self.objects.values() if uid in _owners(one)]
 
+    def family(self, item: Object) -> list[Object]:
+        """An object and all that goes with it."""
+        return [item, *(one for child in self.owned(item) for one in self.family(child))]
+
     def of_kind(self, kind: str) -> list[Object]:
         return [item for item in self.objects.values() if item["kind"] == kind]
 
@@ -181,6 +185,8 @@ class Api:
         for child in self.owned(item):
             if orphan:
                 del child["metadata"]["ownerReferences"]
+                for one in self.family(child):
+                    self.world.fact("orphaned", name=self.name_of(one))
             else:
                 self.delete(child)
         self.doomed(item)

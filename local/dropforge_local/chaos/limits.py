@@ -103,16 +103,15 @@ def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
         return
     last = life.last["attempts"][-1]
     stops, number = seconds_of(last["deadline"]) - SLACK_SECONDS, last["number"]
+    told = [found for found in life.told if found.value["attempt"] == number]
+    began = next((found.time for found in told if found.value["type"] == "started"), None)
     uses = [use for use in training_uses(life) if use.machine.attempt == number]
-    if sum(use.machine.share for use in uses) < 1:
-        return  # of several nodes one was never had, so that nothing has begun
-    use = max(uses, key=lambda use: use.since)
-    if use.since > stops - SLACK_SECONDS or use.until < stops or number in life.silenced:
+    was_lost = number in life.silenced or any(use.machine.by_hand or use.until < stops for use in uses)
+    if began is None or began > stops - SLACK_SECONDS or was_lost:
         return
-    asked = use.machine.asked_to_go()
-    told = [found for found in life.told if found.value["attempt"] == number and found.value["type"] in LAST_WORDS]
-    if asked is not None and not use.machine.by_hand and not any(found.index < asked.index for found in told):
-        yield asked.time, f"attempt {number} was ended by a limit before it could save a checkpoint"
+    asked = min((asked.index for use in uses if (asked := use.machine.asked_to_go())), default=life.end.index)
+    if not any(found.index < asked and found.value["type"] in LAST_WORDS for found in told):
+        yield life.over.time, f"attempt {number} was ended by a limit before it could save a checkpoint"
 
 
 def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:

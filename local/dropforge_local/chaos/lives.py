@@ -53,6 +53,7 @@ class Machine:
     deleting: At | None = None
     gone: At | None = None
     by_hand: bool = False
+    orphaned: bool = False  # what it was made for has been deleted without it
 
     @property
     def origin(self) -> Machine:
@@ -76,7 +77,7 @@ class Machine:
     @property
     def ends_by_itself(self) -> bool:
         """The platform ends it at its time-out, whatever the control plane does."""
-        return "jobs/" in self.origin.name
+        return "jobs/" in self.origin.name and not self.orphaned
 
     @property
     def attempt(self) -> int:
@@ -218,7 +219,7 @@ class _Reader:
             self._failed(here)
         elif kind == "created":
             self._created(here)
-        elif kind in ("made", "running", "ended", "deleting", "gone"):
+        elif kind in ("made", "running", "ended", "deleting", "gone", "orphaned"):
             _happened(self.machines[data["name"]], kind, here)
         elif kind == "call":
             self.calls[data["instance"]] = here
@@ -292,6 +293,8 @@ def _happened(machine: Machine, kind: str, here: At) -> None:
         machine.ended, machine.exit_code = here.time, here.value["exit_code"]
     elif kind == "gone":
         machine.gone = here
+    elif kind == "orphaned":
+        machine.orphaned = True
     elif kind == "made":
         machine.made = here
     elif machine.deleting is None:

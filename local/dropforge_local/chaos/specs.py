@@ -51,8 +51,9 @@ def whole(kind: str) -> dict[str, Any]:
         "cloud_run": [{"region": "us-central1"}, {"region": "europe-west4"}],
         "tpu_vm": [{"zone": "us-central1-a"}, {"zone": "europe-west4-b"}],
         "gke": [{"region": "us-central1"}, {"region": "europe-west4"}],
+        "ray": [{"region": "us-central1"}, {"region": "europe-west4"}],
     }
-    serves = {"cloud_run": "cloud_run", "tpu_vm": "tpu_vm", "gke": "gke"}
+    serves = {"cloud_run": "cloud_run", "tpu_vm": "tpu_vm", "gke": "gke", "ray": "gke"}
     return spec(
         "job-0",
         {"type": kind, "placements": places[kind], "price_usd_per_hour": TRAINING_USD},
@@ -81,6 +82,14 @@ def _gke(draw: random.Random) -> dict[str, Any]:
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
     return {**target, "nodes": draw.choice((1, 1, 2)), "cluster": {"create": draw.random() < 0.3}}
+
+
+def _ray(draw: random.Random) -> dict[str, Any]:
+    """Likewise; on a slice of one host or of four."""
+    regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
+    placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
+    target = {"type": "ray", "placements": placements, "price_usd_per_hour": TRAINING_USD}
+    return {**target, "topology": draw.choice(("2x2", "2x2", "4x4")), "cluster": {"create": draw.random() < 0.3}}
 
 
 def _cloud_run_endpoint(draw: random.Random) -> dict[str, Any]:
@@ -118,11 +127,12 @@ def _limits(draw: random.Random) -> dict[str, Any]:
     return limits
 
 
-TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm, "gke": _gke}
+TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm, "gke": _gke, "ray": _ray}
 SERVERS: dict[str, tuple[Part, ...]] = {
     "cloud_run": (_cloud_run_endpoint,),
     "tpu_vm": (_tpu_vm_endpoint, _training_vm),
     "gke": (_gke_endpoint, _cloud_run_endpoint),
+    "ray": (_gke_endpoint,),
 }
 
 

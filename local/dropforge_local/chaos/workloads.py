@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .kubernetes import Api, Object, has_condition, is_selected, set_condition
 from .nodes import Nodes, is_over
+from .ray import Ray
 from .trainer import Container
 from .world import World
 
@@ -41,6 +43,7 @@ class Workloads:
         self.api = api
         self.launched = launched
         self.nodes = Nodes(world, api)
+        self.ray = Ray(world, api, self.nodes, self._try_pod, self._drive)
         self.nodes.began, self.nodes.ended = self._pod_began, self._pod_ended
         api.made, api.doomed, api.going = self._made, self._doomed, self._going
         self._serving: set[str] = set()  # pods that answer, by uid
@@ -58,6 +61,8 @@ class Workloads:
             "Job": self._begin_job,
             "Deployment": self._begin_deployment,
             "Service": self._begin_service,
+            "RayJob": self.ray.begin_job,
+            "RayCluster": self.ray.begin_cluster,
         }
         if item["kind"] in controllers:
             controllers[item["kind"]](item)
@@ -75,25 +80,23 @@ class Workloads:
         if item["kind"] == "Pod":
             self.nodes.gone(item)
             self._look_at_owners(item)
+        elif item["kind"] == "RayCluster":
+            self.ray.cluster_went(item)
 
     def _perhaps_by_hand(self, item: Object) -> None:
         """Somebody deletes it; what it owns goes with it, or is left behind."""
         world = self.world
         if not world.happens(world.faults.deleted * 0.3):
             return
-        orphan = item["kind"] == "Job" and world.random.random() < 0.3
+        orphan = item["kind"] in ("Job", "RayJob", "RayCluster") and world.random.random() < 0.3
 
         def delete() -> None:
             if self.api.is_live(item) and world.now < world.calm:
-                for one in [item] if orphan else self.family(item):
+                for one in [item] if orphan else self.api.family(item):
                     world.fact("fault", what="deleted", resource=self.api.name_of(one))
                 self.api.delete(item, orphan=orphan)
 
         world.after(world.random.uniform(1, 1200), delete)
-
-    def family(self, item: Object) -> list[Object]:
-        """An object and all that goes with it."""
-        return [item, *(one for child in self.api.owned(item) for one in self.family(child))]
 
     # Pods
 
@@ -103,6 +106,8 @@ class Workloads:
                 self._perhaps_train(owner)
             elif owner["kind"] == "Deployment":
                 self._load(pod, owner)
+            elif owner["kind"] == "RayCluster":
+                self.ray.pod_began(owner)
 
     def _pod_ended(self, pod: Object) -> None:
         self._look_at_owners(pod)
@@ -113,20 +118,32 @@ class Workloads:
                 self._judge(owner)
             elif owner["kind"] == "Deployment":
                 self._scale(owner)
+            elif owner["kind"] == "RayCluster":
+                self.ray.pod_ended(owner, pod)
 
-    def _owners(self, item: Object) -> list[Object]:
-        uids = [one["uid"] for one in item["metadata"].get("ownerReferences", [])]
+    def _owners(self, pod: Object) -> list[Object]:
+        if cluster := self.ray.cluster_of(pod):
+            return [cluster]
+        uids = [one["uid"] for one in pod["metadata"].get("ownerReferences", [])]
         return [one for one in self.api.objects.values() if one["metadata"]["uid"] in uids]
 
-    def _add_pod(self, owner: Object, name: str, labels: dict[str, str], share: float) -> None:
-        template = copy.deepcopy(owner["spec"]["template"])
+    def _add_pod(self, owner: Object, template: Object, name: str, labels: dict[str, str], share: float) -> None:
+        template = copy.deepcopy(template)
         metadata = {"name": f"{name}-{self.world.id():05d}", "namespace": owner["metadata"]["namespace"]}
         metadata["labels"] = {**template["metadata"]["labels"], **labels}
         self.api.add({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}, owner, share)
 
-    def _why_refused(self, owner: Object) -> str:
+    def _try_pod(self, owner: Object, template: Object, name: str, labels: dict[str, str], share: float) -> None:
+        """Make a pod, as soon as admission lets that be done."""
+        if not self.api.is_live(owner):
+            return
+        if self._why_refused(owner, template):
+            return self.world.after(AGAIN_SECONDS, lambda: self._try_pod(owner, template, name, labels, share))
+        self._add_pod(owner, template, name, labels, share)
+
+    def _why_refused(self, owner: Object, template: Object) -> str:
         """Why admission lets a controller make no pod; "" when it does."""
-        namespace, account = owner["metadata"]["namespace"], owner["spec"]["template"]["spec"]["serviceAccountName"]
+        namespace, account = owner["metadata"]["namespace"], template["spec"]["serviceAccountName"]
         if account not in self.api.accounts[namespace]:
             return f'error looking up service account {namespace}/{account}: serviceaccount "{account}" not found'
         refused = self.world.happens(self.world.faults.quota * 0.3)
@@ -145,22 +162,27 @@ class Workloads:
     def _fill(self, job: Object) -> None:
         if not self.api.is_live(job) or has_condition(job, "Failed", "FailureTarget"):
             return
-        if refusal := self._why_refused(job):
+        if refusal := self._why_refused(job, job["spec"]["template"]):
             self.api.tell(job, "FailedCreate", f"Error creating: {refusal}")
             return self.world.after(AGAIN_SECONDS, lambda: self._fill(job))
         count, name = job["spec"]["completions"], job["metadata"]["name"]
         for index in range(count):
             own = f"{name}-{index}" if count > 1 else name
-            self._add_pod(job, own, {JOB_NAME: name}, 1 / count)
+            self._add_pod(job, job["spec"]["template"], own, {JOB_NAME: name}, 1 / count)
 
     def _perhaps_train(self, job: Object) -> None:
         """The first rank reports; it waits for the others."""
         pods = self.api.owned(job)
         running = [pod for pod in pods if pod["status"]["phase"] == "Running" and not self.nodes.has_stopped(pod)]
         if len(running) == job["spec"]["completions"] and self.api.is_live(job):
-            self.launched(self.container(running, partial(self._finish_all, running)))
+            self.launched(self._container(running, partial(self._finish_all, running)))
 
-    def container(self, pods: list[Object], end: Callable[[int | None], None]) -> Container:
+    def _drive(self, pods: list[Object], end: Callable[[int | None], None]) -> None:
+        """A driver's end ends no pod."""
+        container = self._container(pods, end)
+        self.launched(replace(container, die=partial(end, KILLED)))
+
+    def _container(self, pods: list[Object], end: Callable[[int | None], None]) -> Container:
         """What trains in pods, by the first one's environment; it cannot go on without any of them."""
         told = {one["name"]: one["value"] for one in pods[0]["spec"]["containers"][0]["env"]}
         victim = self.world.random.choice(pods) if len(pods) > 1 else pods[0]
@@ -229,11 +251,11 @@ class Workloads:
         if len(pods) >= deployment["spec"]["replicas"]:
             return
         name = f"{deployment['metadata']['name']}-5d4f"
-        if refusal := self._why_refused(deployment):
+        if refusal := self._why_refused(deployment, deployment["spec"]["template"]):
             replica_set = {"kind": "ReplicaSet", "metadata": {"name": name, "uid": ""}}
             self.api.tell(replica_set, "FailedCreate", f"Error creating: {refusal}")
             return self.world.after(AGAIN_SECONDS, lambda: self._scale(deployment))
-        self._add_pod(deployment, name, {}, 1.0)
+        self._add_pod(deployment, deployment["spec"]["template"], name, {}, 1.0)
         self.world.after(0.1, lambda: self._scale(deployment))
 
     def _load(self, pod: Object, deployment: Object) -> None:
