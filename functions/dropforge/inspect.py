@@ -101,6 +101,8 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
     if manifest is not None:
         return _succeeded(store, record, spec, manifest)
     if verdict.error is not None:
+        if cloud is not None and cloud.is_paid:  # for want of capacity it would have cost nothing
+            record = _note_running(store, record, cloud, verdict)
         return _failed(store, record, spec, verdict.error, verdict.started)
     record = _note_running(store, record, cloud, verdict)
     for notice in due(record, spec, utc_now()):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dropforge import inspect
 from dropforge.errors import ErrorClass
 from dropforge.provision import _open_attempt, launch_of
 from dropforge.runs import Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec, seconds
 from dropforge.targets import get_target
+from dropforge.targets.base import Phase, Status
 from dropforge_cli.deployment import placeholders
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -120,6 +124,35 @@ def test_the_end_of_an_attempt_is_noted_once() -> None:
     ended = _record().model_copy(update={"attempts": [first]}).with_end(1, error, NOW + timedelta(seconds=5))
     again = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
     assert again == ended
+
+
+def test_machines_that_have_waited_in_vain_for_the_others_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look that ends the attempt for want of capacity may be the first one that has found them."""
+    job = spec(60, None, 3.6, 1)
+    opened = _open_attempt(_record(), 1, job, NOW)
+    assert opened
+    state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
+    kept = [_record().model_copy(update={**state, "execution": "e"})]
+
+    def update(run: str, change: Callable[[Record], Record]) -> Record:
+        kept.append(change(kept[-1]))
+        return kept[-1]
+
+    found = Status(Phase.PENDING, "no node", ErrorClass.STOCKOUT, is_paid=True)
+    fakes: dict[str, Any] = {
+        "open_store": lambda: SimpleNamespace(update=update, spec=lambda run: job),
+        "settings": placeholders,
+        "utc_now": lambda: NOW + timedelta(minutes=31),
+        "read_manifest": lambda *_: None,
+        "hear": lambda *_: inspect.Heard(),
+        "_cloud": lambda *_: found,
+        "storage": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(inspect, name, fake)
+    monkeypatch.setattr("dropforge.provision.settings", placeholders)
+    assert inspect.inspect("r", "e", 1, "")["status"] == "FAILED"
+    assert kept[-1].training_cost(NOW) == pytest.approx(3.6 * 5 / 60)
 
 
 def _record() -> Record:
