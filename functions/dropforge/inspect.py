@@ -86,9 +86,10 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
     record = store.update(run, lambda found: _with_callback(found, execution, attempt, callback_url))
     if record.execution != execution or record.state.is_terminal or record.attempt != attempt:
         return superseded(record)
-    if record.cancel_requested:
-        return failed(ErrorClass.CANCELLED, "cancelled while training")
     spec = store.spec(run)
+    if record.cancel_requested:
+        _note_waiting(store, record, _cloud(record, spec, None), started=False)
+        return failed(ErrorClass.CANCELLED, "cancelled while training")
     try:
         manifest = read_manifest(storage(), settings().runs_bucket, run)
         cloud = _cloud(record, spec, manifest)
@@ -101,8 +102,7 @@ def inspect(run: str, execution: str, attempt: int, callback_url: str) -> dict[s
     if manifest is not None:
         return _succeeded(store, record, spec, manifest)
     if verdict.error is not None:
-        if cloud is not None and cloud.is_paid:  # for want of capacity it would have cost nothing
-            record = _note_running(store, record, cloud, verdict)
+        record = _note_waiting(store, record, cloud, started=verdict.started)
         return _failed(store, record, spec, verdict.error, verdict.started)
     record = _note_running(store, record, cloud, verdict)
     for notice in due(record, spec, utc_now()):
@@ -263,6 +263,18 @@ def _note_running(store: RunStore, record: Record, cloud: Status | None, verdict
     return store.update(
         record.run, lambda found: found.with_running(attempt.number, running_since(attempt, utc_now(), settings()))
     )
+
+
+def _note_waiting(store: RunStore, record: Record, cloud: Status | None, *, started: bool) -> Record:
+    """Note of an attempt that ends while it waits since when it may have run: it would count from its start.
+
+    It has cost nothing, unless some of its machines were there already, and waited for the others.
+    """
+    attempt, now = record.attempts[-1], utc_now()
+    if started or attempt.running or cloud is None or not (cloud.phase is Phase.PENDING or cloud.is_paid):
+        return record
+    since = running_since(attempt, now, settings()) if cloud.is_paid else now
+    return store.update(record.run, lambda found: found.with_running(attempt.number, since))
 
 
 def _succeeded(store: RunStore, record: Record, spec: JobSpec, manifest: Manifest) -> dict[str, Any]:

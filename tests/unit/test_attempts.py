@@ -126,23 +126,40 @@ def test_the_end_of_an_attempt_is_noted_once() -> None:
     assert again == ended
 
 
-def test_machines_that_have_waited_in_vain_for_the_others_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look that ends the attempt for want of capacity may be the first one that has found them."""
-    job = spec(60, None, 3.6, 1)
+@pytest.mark.parametrize(
+    ("found", "allowed_minutes", "cancelled", "paid_minutes"),
+    [
+        (Status(Phase.PENDING, "", ErrorClass.STOCKOUT), 60, None, 0),
+        # The look that ends the attempt for want of capacity may be the first one that has found them.
+        (Status(Phase.PENDING, "", ErrorClass.STOCKOUT, is_paid=True), 60, None, 5),
+        (Status(Phase.PENDING), 30, None, 0),
+        (Status(Phase.PENDING), 60, NOW, 0),
+        (Status(Phase.PENDING, is_paid=True), 60, NOW, 5),
+        (Status(Phase.RUNNING), 60, NOW, 31),  # nobody has seen since when
+        (None, 60, NOW, 31),
+    ],
+)
+def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
+    found: Status | None,
+    allowed_minutes: int,
+    cancelled: datetime | None,
+    paid_minutes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, now = spec(allowed_minutes, None, 3.6, 1), NOW + timedelta(minutes=31)
     opened = _open_attempt(_record(), 1, job, NOW)
     assert opened
     state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
-    kept = [_record().model_copy(update={**state, "execution": "e"})]
+    kept = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
 
     def update(run: str, change: Callable[[Record], Record]) -> Record:
         kept.append(change(kept[-1]))
         return kept[-1]
 
-    found = Status(Phase.PENDING, "no node", ErrorClass.STOCKOUT, is_paid=True)
     fakes: dict[str, Any] = {
         "open_store": lambda: SimpleNamespace(update=update, spec=lambda run: job),
         "settings": placeholders,
-        "utc_now": lambda: NOW + timedelta(minutes=31),
+        "utc_now": lambda: now,
         "read_manifest": lambda *_: None,
         "hear": lambda *_: inspect.Heard(),
         "_cloud": lambda *_: found,
@@ -151,8 +168,9 @@ def test_machines_that_have_waited_in_vain_for_the_others_have_cost(monkeypatch:
     for name, fake in fakes.items():
         monkeypatch.setattr(inspect, name, fake)
     monkeypatch.setattr("dropforge.provision.settings", placeholders)
-    assert inspect.inspect("r", "e", 1, "")["status"] == "FAILED"
-    assert kept[-1].training_cost(NOW) == pytest.approx(3.6 * 5 / 60)
+    assert inspect.inspect("r", "e", 1, "")["status"] == ("CANCELLED" if cancelled else "FAILED")
+    over = kept[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
+    assert over.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
 
 
 def _record() -> Record:
