@@ -17,7 +17,7 @@ from dropforge_local.chaos.simulation import run, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
-LIVES = 8  # of those that one fault strikes, for each fault and target
+LIVES = 5  # of those that one fault strikes, for each fault and target
 # Seeds that found a defect, by the targets of their runs; docs/chaos.md tells of all.
 SERVERLESS = ("cloud_run", "tpu_vm")
 FOUND = {
@@ -33,6 +33,7 @@ FOUND = {
     ): "a deploy that had stalled found the endpoint ready after its end, and the run succeeded with it",
     (5665, SERVERLESS): "a machine that was kept to serve was said to be there for longer than its label had it",
     (126, ("ray",)): "pods that had lost their Ray cluster went on when their run was over",
+    (335, ("ray",)): "hosts that waited for the head of their Ray cluster cost nothing by our sum",
 }
 
 
@@ -81,7 +82,7 @@ def test_the_command_counts_seeds_and_replays_one() -> None:
 
 def test_seeds_are_full_of_faults() -> None:
     """Not a cloud in which nothing happens: what the seeds above draw is all that can go wrong."""
-    facts = [fact for seed in range(40) for fact in run(seed).facts]
+    facts = [fact for seed in range(24) for fact in run(seed).facts]
     faults = {fact.data["what"] for fact in facts if fact.kind == "fault"}
     assert faults >= {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", "deleted", "repeated"}
     assert {"restart", "silent", "lost_machine", "stuck"} <= faults

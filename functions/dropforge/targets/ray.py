@@ -74,7 +74,13 @@ class RayJobs(GkeJobs):
         status = status_of_ray_job(found)
         if status.phase not in (Phase.PENDING, Phase.RUNNING):
             return status
-        return _problem(api, launch.settings.kubernetes_namespace, found) or status
+        namespace = launch.settings.kubernetes_namespace
+        made = _pods_of_cluster(api, namespace, found)
+        status = _problem(api, namespace, made) or status
+        # The price is that of the hosts, and they may wait for the head.
+        hosts = [pod for pod in made if pod["metadata"]["labels"].get(NODE_TYPE) == "worker"]
+        is_paid = status.phase is Phase.PENDING and any(pod["spec"].get("nodeName") for pod in hosts)
+        return replace(status, is_paid=is_paid)
 
     def listed(self, settings: Settings) -> Iterator[Listed]:
         """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
@@ -139,11 +145,15 @@ def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> 
             yield found._replace(labels=names.labels(run, owner | found.labels))
 
 
-def _problem(api: kubernetes.Kubernetes, namespace: str, job: Object) -> Status | None:
-    """What the pods of a RayJob's cluster tell and the RayJob does not; None when nothing is wrong with them."""
+def _pods_of_cluster(api: kubernetes.Kubernetes, namespace: str, job: Object) -> list[Object]:
+    """The pods of a RayJob's cluster; none before it has one."""
     cluster = (job.get("status") or {}).get("rayClusterName")
-    found = api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
-    for pod in found:
+    return api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
+
+
+def _problem(api: kubernetes.Kubernetes, namespace: str, made: list[Object]) -> Status | None:
+    """What the pods of a RayJob's cluster tell and the RayJob does not; None when nothing is wrong with them."""
+    for pod in made:
         if problem := _problem_of_pending(api, namespace, pod) or _problem_of_head(pod):
             return problem
     return None

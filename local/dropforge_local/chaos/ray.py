@@ -74,15 +74,16 @@ class Ray:
         """The driver begins when all pods run."""
         job, pods = self._job_of(cluster), self._pods_of(cluster)
         running = [pod for pod in pods if pod["status"]["phase"] == "Running" and not self.nodes.has_stopped(pod)]
-        wanted = 1 + cluster["spec"]["workerGroupSpecs"][0]["numOfHosts"]
-        if job is None or job["status"]["jobDeploymentStatus"] in OVER or len(running) < wanted:
+        heads = [pod for pod in running if pod["metadata"]["labels"][GROUP] == HEAD]
+        hosts = [pod for pod in running if pod not in heads]
+        is_whole = heads and len(hosts) >= cluster["spec"]["workerGroupSpecs"][0]["numOfHosts"]
+        if job is None or job["status"]["jobDeploymentStatus"] in OVER or not is_whole:
             return
         before = self._drivers.get(job["metadata"]["uid"], [])
         if before and not any(self.nodes.has_stopped(pod) for pod in before):
             return
         job["status"] |= {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
-        head_first = sorted(running, key=lambda pod: pod["metadata"]["labels"][GROUP] != HEAD)
-        self._drivers[job["metadata"]["uid"]] = head_first
+        head_first = self._drivers[job["metadata"]["uid"]] = [heads[0], *hosts]
         self.train(head_first, lambda code: self._driver_ended(job, code))
 
     def pod_ended(self, cluster: Object, pod: Object) -> None:
