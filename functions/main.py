@@ -96,7 +96,7 @@ def deploy(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 @functions_framework.http
 def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, state, error?} → NOTIFIED | UNTOLD | SUPERSEDED"""
+    """{run, execution, state, error?} → NOTIFIED | UNTOLD | CANCELLED | SUPERSEDED"""
     return _stage(
         request,
         "notify",

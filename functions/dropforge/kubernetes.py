@@ -22,7 +22,7 @@ from .clients import TIMEOUT_SECONDS
 from .errors import CloudError, ErrorClass
 from .listing import Found, Listed, each, settle, unreachable
 from .settings import Settings
-from .targets.base import Resource
+from .targets.base import Resource, check_owner
 
 Object = dict[str, Any]
 
@@ -241,13 +241,8 @@ class Kubernetes:
             return
         name, wanted = resource_of(cluster, manifest).name, manifest["metadata"]["labels"]
         found = self.get(name)
-        labels = found["metadata"].get("labels", {}) if found else wanted
-        if labels.get(names.RUN_LABEL) != wanted[names.RUN_LABEL]:
-            raise CloudError(
-                ErrorClass.CONFIG,
-                f"{name} exists and belongs to {labels!r}",
-                "delete it, or drop the spec again to get another run id",
-            )
+        if found is not None:
+            check_owner(name, found["metadata"].get("labels", {}), wanted[names.RUN_LABEL])
 
     def delete(self, name: str, uid: str) -> None:
         """Begin to delete the object that was seen with that uid, and what it owns. Gone already is success."""

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import clients, names
+from . import clients
 from .catalog import TPU_VMS
 from .classify import classify, classify_text, client_errors, status_of
 from .clients import TIMEOUT_SECONDS
-from .errors import CloudError, ErrorClass
+from .errors import CloudError
 from .listing import Found, Listed, unreachable
 from .settings import Settings
-from .targets.base import Resource
+from .targets.base import Resource, check_owner
 
 QUEUED = "tpu.googleapis.com/QueuedResource"
 NODE = "tpu.googleapis.com/Node"
@@ -182,7 +182,7 @@ def _queue(machine: Machine) -> bool:
         found = _find(client.get_queued_resource, name)
     if found is None:
         return False
-    _check_owner(found.tpu.node_spec[0].node.labels, name, machine.run)
+    check_owner(name, found.tpu.node_spec[0].node.labels, machine.run)
     return True
 
 
@@ -197,7 +197,7 @@ def _take(machine: Machine) -> bool:
         request = tpu_v2.CreateNodeRequest.from_json(json.dumps(node_request(machine)))
         _begin(lambda: client.create_node(request=request, timeout=TIMEOUT_SECONDS), "ALREADY_EXISTS")
         return False
-    _check_owner(node.labels, name, machine.run)
+    check_owner(name, node.labels, machine.run)
     return bool(node.state != tpu_v2.Node.State.CREATING)
 
 
@@ -269,12 +269,3 @@ def _find(get: Callable[..., Any], name: str) -> Any:
         return get(name=name, timeout=TIMEOUT_SECONDS)
     except NotFound:
         return None
-
-
-def _check_owner(labels: Any, name: str, run: str) -> None:
-    if labels.get(names.RUN_LABEL) != run:
-        raise CloudError(
-            ErrorClass.CONFIG,
-            f"{name} exists and belongs to {dict(labels)!r}",
-            "delete it, or drop the spec again to get another run id",
-        )

@@ -19,7 +19,7 @@ from ..errors import CloudError, ErrorClass
 from ..listing import Listed, each
 from ..settings import Settings
 from ..spec import CloudRunServe, JobSpec, seconds
-from ..targets.base import Resource
+from ..targets.base import Resource, check_owner
 from .base import START_HINT, Deployment, endpoint_labels, server_environment
 
 KIND = "run.googleapis.com/Service"
@@ -117,7 +117,7 @@ class CloudRunService:
         while time.monotonic() < deadline:
             service = self._service(service_name(deployment))
             if service is not None:
-                _check_owner(service, deployment.run)
+                check_owner(service.name, service.labels, deployment.run)
                 condition = service.terminal_condition
                 # A failed deployment never becomes the observed generation, so only success is checked for it.
                 if not service.reconciling and condition.state == state.CONDITION_FAILED:
@@ -138,8 +138,8 @@ def _failure(message: str) -> CloudError:
 
 def service_name(deployment: Deployment) -> str:
     """The full resource name of the run's service."""
-    region = _serve(deployment.spec).region or deployment.spec.target.placements[0].region
-    return f"projects/{deployment.settings.project}/locations/{region}/services/{names.endpoint_name(deployment.run)}"
+    parent = f"projects/{deployment.settings.project}/locations/{_region(deployment.spec)}"
+    return f"{parent}/services/{names.endpoint_name(deployment.run)}"
 
 
 def service_request(deployment: Deployment) -> dict[str, Any]:
@@ -195,12 +195,3 @@ def _region(spec: JobSpec) -> str:
 def _serve(spec: JobSpec) -> CloudRunServe:
     assert isinstance(spec.serve, CloudRunServe), "SERVERS leads here only what has this type"
     return spec.serve
-
-
-def _check_owner(service: Any, run: str) -> None:
-    if service.labels.get(names.RUN_LABEL) != run:
-        raise CloudError(
-            ErrorClass.CONFIG,
-            f"{service.name} exists and belongs to {dict(service.labels)!r}",
-            "delete it, or drop the spec again to get another run id",
-        )

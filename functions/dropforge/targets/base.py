@@ -6,7 +6,7 @@ Each verb is one short look or push; none waits for the cloud longer than a few 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from .. import names
 from ..catalog import HourlyPrice
-from ..errors import ErrorClass
+from ..errors import CloudError, ErrorClass
 from ..listing import Listed
 from ..settings import Settings
 from ..spec import JobSpec
@@ -88,6 +88,16 @@ class Target(Protocol):
 
     def teardown(self, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def check_owner(name: str, labels: Mapping[str, str], run: str) -> None:
+    """Raise CloudError unless what was found under a name of a run's is the run's."""
+    if labels.get(names.RUN_LABEL) != run:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            f"{name} exists and belongs to {dict(labels)!r}",
+            "delete it, or drop the spec again to get another run id",
+        )
 
 
 def container_variables(launch: Launch) -> dict[str, str]:

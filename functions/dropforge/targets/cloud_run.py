@@ -20,7 +20,7 @@ from ..errors import CloudError, ErrorClass
 from ..listing import Listed, each
 from ..settings import Settings
 from ..spec import CloudRunTarget, JobSpec
-from .base import Launch, Phase, Resource, Status, class_of_exit, container_variables, run_labels
+from .base import Launch, Phase, Resource, Status, check_owner, class_of_exit, container_variables, run_labels
 
 KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
@@ -66,12 +66,7 @@ class CloudRunJobs:
             raise classify(error) from error
         if job is None:
             return False
-        if job.labels.get(names.RUN_LABEL) != launch.run:
-            raise CloudError(
-                ErrorClass.CONFIG,
-                f"{job.name} exists and belongs to {dict(job.labels)!r}",
-                "delete it, or drop the spec again to get another run id",
-            )
+        check_owner(job.name, job.labels, launch.run)
         _raise_if_failed(job.terminal_condition)
         return self._execution(launch) is not None
 

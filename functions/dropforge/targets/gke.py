@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from .. import clients, kubernetes, names
+from .. import clients, kubernetes
 from ..catalog import GKE_CLUSTER_USD_PER_HOUR, HourlyPrice, gke_price
 from ..classify import classify, classify_text, client_errors, status_of
 from ..clients import TIMEOUT_SECONDS
@@ -22,7 +22,7 @@ from ..kubernetes import CLUSTER, Object
 from ..listing import Listed, each
 from ..settings import Settings
 from ..spec import JobSpec
-from .base import Launch, Phase, Resource, Status
+from .base import Launch, Phase, Resource, Status, check_owner
 from .gke_requests import cluster_of, cluster_request, gke_target, namespace_manifests, requests
 from .gke_status import status_of_job
 
@@ -108,12 +108,7 @@ class GkeJobs:
         if cluster is None:
             self._create_cluster(launch)
             return None
-        if cluster.resource_labels.get(names.RUN_LABEL) != launch.run:
-            raise CloudError(
-                ErrorClass.CONFIG,
-                f"{name} exists and belongs to {dict(cluster.resource_labels)!r}",
-                "delete it, or drop the spec again to get another run id",
-            )
+        check_owner(name, cluster.resource_labels, launch.run)
         if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
             return cluster
         if cluster.status == Cluster.Status.PROVISIONING:
