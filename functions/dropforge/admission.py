@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from . import clients
+from . import clients, names
 from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, SpecProblem
 from .limits import MIN_ENDPOINT_SECONDS, serving_price, training_seconds
@@ -150,10 +150,9 @@ def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
-    name, _, version = secret.partition(":")
-    full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
+    name = names.secret_version(settings.project, secret)
     try:
-        found = clients.secrets().get_secret_version(name=full_name, timeout=TIMEOUT_SECONDS)
+        found = clients.secrets().get_secret_version(name=name, timeout=TIMEOUT_SECONDS)
     except (BadRequest, NotFound):
         expected = f"a secret of project {settings.project}"
         return SpecProblem(pointer, "the secret does not exist", repr(secret), expected)

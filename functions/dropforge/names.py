@@ -65,6 +65,12 @@ def deployment_id(runs_bucket: str) -> str:
     return _digest(runs_bucket)
 
 
+def secret_version(project: str, secret: str) -> str:
+    """The full resource name of a secret that a spec names, as `name` or `name:version`."""
+    name, _, version = secret.partition(":")
+    return f"projects/{project}/secrets/{name}/versions/{version or 'latest'}"
+
+
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:
     """Ownership labels, with the user's own underneath."""
     return {**user, MANAGED_BY: "dropforge", RUN_LABEL: run, **extra}

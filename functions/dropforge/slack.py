@@ -11,7 +11,7 @@ from datetime import datetime
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from . import clients
+from . import clients, names
 from .classify import client_errors
 from .clients import TIMEOUT_SECONDS
 from .limits import Notice, short_endpoint
@@ -100,10 +100,9 @@ def read_secret(secret: str, settings: Settings) -> str:
     """The value of a Secret Manager secret (`name` or `name:version`). Raises LookupError; never shows the value."""
     from google.api_core.exceptions import FailedPrecondition, Forbidden, NotFound
 
-    name, _, version = secret.partition(":")
-    full_name = f"projects/{settings.project}/secrets/{name}/versions/{version or 'latest'}"
+    name = names.secret_version(settings.project, secret)
     try:
-        payload = clients.secrets().access_secret_version(name=full_name, timeout=TIMEOUT_SECONDS).payload
+        payload = clients.secrets().access_secret_version(name=name, timeout=TIMEOUT_SECONDS).payload
     except (FailedPrecondition, Forbidden, NotFound) as error:
         raise LookupError(
             f"secret {secret!r} of project {settings.project} cannot be read: {type(error).__name__}"

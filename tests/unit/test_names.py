@@ -65,3 +65,8 @@ def test_what_serves_is_told_from_what_trains_by_its_name() -> None:
     assert names.is_endpoint(f"{services}/{names.endpoint_name(RUN)}", RUN)
     assert not names.is_endpoint(f"{services}/{names.training_name(RUN, 1)}", RUN)  # the headless one of its pods
     assert not names.is_endpoint(f"{services}/{names.endpoint_name('other-0123456789ab')}", RUN)
+
+
+@pytest.mark.parametrize(("secret", "version"), [("hf-token", "latest"), ("hf-token:", "latest"), ("hf-token:3", "3")])
+def test_a_secret_without_a_version_is_the_latest(secret: str, version: str) -> None:
+    assert names.secret_version("p1", secret) == f"projects/p1/secrets/hf-token/versions/{version}"

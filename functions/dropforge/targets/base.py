@@ -121,11 +121,8 @@ def run_labels(launch: Launch) -> dict[str, str]:
 
 def secret_references(launch: Launch) -> str:
     """DROPFORGE_SECRETS for a container that reads its secrets itself: full version names by variable, as JSON."""
-    references = {}
-    for variable, secret in launch.spec.secrets.items():
-        name, _, version = secret.partition(":")
-        references[variable] = f"projects/{launch.settings.project}/secrets/{name}/versions/{version or 'latest'}"
-    return json.dumps(references)
+    project = launch.settings.project
+    return json.dumps({name: names.secret_version(project, secret) for name, secret in launch.spec.secrets.items()})
 
 
 # Exit codes of our training containers (docs/training.md).
