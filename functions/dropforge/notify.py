@@ -104,7 +104,8 @@ def warn(store: RunStore, record: Record, spec: JobSpec, notice: Notice) -> Reco
     """Tell everybody a notice, once: a second telling, after a death before it was noted, has the same event id."""
     if notice.key in record.notices:
         return record
-    log(notice.text, stage="notify", run=record.run, severity="WARNING", notice=notice.key)
+    # No WARNING: those of this stage are ends that cannot be told (alert run_stuck).
+    log(notice.text, stage="notify", run=record.run, severity="NOTICE", notice=notice.key)
     event = RunEvent(
         id=f"{record.run}/notice/{notice.key}",
         run=record.run,
