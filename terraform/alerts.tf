@@ -12,6 +12,10 @@ locals {
       description = "What the sweep warns of: a resource that no run owns, or one that it could not look at or delete."
       filter      = "jsonPayload.stage=\"sweep\" AND severity>=WARNING"
     }
+    sweeps = {
+      description = "Sweeps that came to their end."
+      filter      = "jsonPayload.stage=\"sweep\" AND jsonPayload.message=\"swept\""
+    }
     unfinished_ends = {
       description = "Tries to tear down or to end a run that failed; they are repeated without end."
       filter      = "jsonPayload.stage=(\"teardown\" OR \"notify\") AND severity>=WARNING"
@@ -21,7 +25,8 @@ locals {
   _log_metric = "metric.type=\"logging.googleapis.com/user/${var.prefix}"
   _dead       = join(", ", [for subscription in google_pubsub_subscription.dead_letter : "\"${subscription.name}\""])
 
-  # Each is raised when the sum over all series exceeds the threshold within the window.
+  # Each is raised when the sum over all series exceeds the threshold within the window, or, with `at_least`, when it does
+  # not come up to that: nothing at all is no data, which counts.
   alerts = {
     dead_letters = {
       summary   = "Events that no function could handle are in a dead-letter topic"
@@ -62,6 +67,14 @@ locals {
       window    = "300s"
       threshold = var.max_machines
       severity  = "WARNING"
+    }
+    no_sweep = {
+      summary  = "No sweep has come to its end for two hours"
+      filter   = "${local._log_metric}/sweeps\" AND resource.type=\"cloud_run_revision\""
+      aligner  = "ALIGN_DELTA"
+      window   = "7200s"
+      at_least = 1
+      severity = "CRITICAL"
     }
     run_stuck = {
       summary   = "A run cannot be torn down, or cannot end"
@@ -117,10 +130,11 @@ resource "google_monitoring_alert_policy" "alert" {
   conditions {
     display_name = each.value.summary
     condition_threshold {
-      filter          = each.value.filter
-      comparison      = "COMPARISON_GT"
-      threshold_value = each.value.threshold
-      duration        = "0s"
+      filter                  = each.value.filter
+      comparison              = can(each.value.at_least) ? "COMPARISON_LT" : "COMPARISON_GT"
+      threshold_value         = can(each.value.at_least) ? each.value.at_least : each.value.threshold
+      duration                = can(each.value.at_least) ? "300s" : "0s"
+      evaluation_missing_data = can(each.value.at_least) ? "EVALUATION_MISSING_DATA_ACTIVE" : null
       aggregations {
         alignment_period     = each.value.window
         per_series_aligner   = each.value.aligner

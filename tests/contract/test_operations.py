@@ -26,6 +26,13 @@ def test_every_alert_says_what_to_do() -> None:
     assert {name for heading in headings for name in re.findall(r"`(\w+)`", heading)} == set(local("alerts"))
 
 
+def test_the_alert_of_missing_sweeps_counts_what_a_sweep_logs_at_its_end() -> None:
+    logged = re.search(r'message=\\?"(\w+)', local("log_metrics")["sweeps"]["filter"])
+    assert logged is not None
+    assert f'log("{logged[1]}", stage="sweep"' in (ROOT / "functions" / "dropforge" / "sweep.py").read_text()
+    assert [name for name, alert in local("alerts").items() if "at_least" in alert] == ["no_sweep"]
+
+
 def test_every_error_class_says_what_to_do_and_what_happens_by_itself() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (yes|no) \| (yes|no) \| (.+) \|$", OPERATIONS, re.M)
     said = {name: (again == "yes", elsewhere == "yes") for name, again, elsewhere, _ in rows}
