@@ -14,7 +14,6 @@ from typing import Any
 import google.api_core.exceptions as refused
 import pytest
 from google.auth.credentials import AnonymousCredentials
-from google.cloud import compute_v1
 
 from dropforge_local.db import Database
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
@@ -25,6 +24,13 @@ PLACE = {"project": "p1", "zone": "us-west1-c"}
 PARENT = "projects/p1/zones/us-west1-c"
 
 
+def clients() -> Any:
+    """Google's, which take longer to import than all else that pytest collects; every worker collects everything."""
+    from google.cloud import compute_v1
+
+    return compute_v1
+
+
 @dataclass
 class Compute:
     url: str
@@ -32,8 +38,8 @@ class Compute:
     background: BackgroundServer
 
     @property
-    def client(self) -> compute_v1.DisksClient:
-        return compute_v1.DisksClient(credentials=AnonymousCredentials(), client_options={"api_endpoint": self.url})
+    def client(self) -> Any:
+        return clients().DisksClient(credentials=AnonymousCredentials(), client_options={"api_endpoint": self.url})
 
     def insert(self, name: str, request_id: str = "", zone: str = PLACE["zone"], **fields: Any) -> Any:
         disk = {"name": name, "size_gb": 20, "type_": f"zones/{zone}/diskTypes/pd-balanced", **fields}
@@ -43,9 +49,9 @@ class Compute:
     def finish(self, operation: Any) -> None:
         """The operations client that DisksClient makes for itself knows no endpoint but Google's."""
         options = {"api_endpoint": self.url}
-        client = compute_v1.ZoneOperationsClient(credentials=AnonymousCredentials(), client_options=options)
+        client = clients().ZoneOperationsClient(credentials=AnonymousCredentials(), client_options=options)
         done = client.wait(operation=operation.name, **PLACE)
-        assert (done.status, done.error.errors) == (compute_v1.Operation.Status.DONE, [])
+        assert (done.status, done.error.errors) == (clients().Operation.Status.DONE, [])
 
     def faults(self, **switches: Any) -> None:
         request = urllib.request.Request(f"{self.url}/_local/compute/faults", json.dumps(switches).encode())
@@ -156,7 +162,7 @@ def test_what_a_killed_stack_began_is_finished(tmp_path: Path) -> None:
     db.close()
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         options = {"api_endpoint": server.url}
-        client = compute_v1.DisksClient(credentials=AnonymousCredentials(), client_options=options)
+        client = clients().DisksClient(credentials=AnonymousCredentials(), client_options=options)
         deadline = time.monotonic() + 10
         while client.get(disk="d1", **PLACE).status != "READY":
             assert time.monotonic() < deadline
