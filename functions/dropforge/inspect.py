@@ -224,7 +224,11 @@ def _stuck(store: RunStore, record: Record, spec: JobSpec, cloud: Status | None,
     """
     attempt, now = record.attempts[-1], utc_now()
     after = timedelta(seconds=seconds(spec.limits.stuck_after))
-    if cloud is None or cloud.phase is not Phase.RUNNING or attempt.running is None or now - attempt.running < after:
+    if cloud is None or cloud.phase is not Phase.RUNNING or attempt.running is None:
+        return None
+    # One that has told nothing may have begun to run as late as the look that found it running.
+    unknown = timedelta(seconds=0 if heard.reports else settings().check_interval_seconds)
+    if now - attempt.running < after + unknown:
         return None
     since = now - after
     if any(report.received > since for report in heard.reports):

@@ -25,6 +25,7 @@ from dropforge.runs import Attempt, Record, RunError, RunState, RunStore, Transi
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.targets.base import Phase, Status
+from dropforge_cli.deployment import placeholders
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -287,10 +288,16 @@ def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
     monkeypatch.setattr("dropforge.inspect.utc_now", lambda: now)
     events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
     heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
+    monkeypatch.setattr("dropforge.inspect.settings", placeholders)
     found = _stuck(events, record(""), spec({}), cloud, heard)
     assert (found is not None) is stuck
     assert events.reads <= 2
     assert _stuck(events, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
     begun = Started(run=RUN, attempt=1, sequence=1, time=now, resumed_step=0)
+    # What has said nothing may have begun a check interval later than is noted.
+    late = spec({"stuck_after": "118m"})
+    assert _stuck(events, record(""), late, cloud, Heard()) is None
+    told = Heard([Report(begun, now - timedelta(minutes=119))])
+    assert (_stuck(events, record(""), late, cloud, told) is not None) is (cloud is RUNNING)
     restarted = Heard([Report(begun, now - timedelta(minutes=30))], heard.progress)
     assert _stuck(events, record(""), spec({}), cloud, restarted) is None
