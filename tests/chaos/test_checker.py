@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.chaos import checker, limits, lives
+from dropforge_local.chaos import checker, limits, lives, progress
 from dropforge_local.chaos.checker import RULES, check
 from dropforge_local.chaos.history import Fact, History
 
@@ -168,6 +168,38 @@ def stopped() -> Story:
     return story
 
 
+def stuck() -> Story:
+    """An attempt that tells of the same step again and again, and is ended for that."""
+    story = Story()
+    limits = {"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}
+    story.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": limits})
+    story.change("ACCEPTED")
+    story.tell("execution", id="e1", run=RUN)
+    story.change(execution="e1")
+    story.change("PROVISIONING")
+    opened = {"number": 1, "started": _iso(story.now), "ended": None, "error": None}
+    opened["deadline"] = _iso(story.now + 3000)
+    story.change(attempts=[opened])
+    story.ledger(f"{JOB}1", "intended")
+    story.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
+    story.tell("running", name=f"{JOB}1")
+    story.change("TRAINING")
+    for sequence, step in enumerate((3, 7, 7, 7)):
+        story.tell("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
+        story.write(f"events/0001-{sequence:015d}-progress.json", None, 0)
+    story.tell("tick", after=60)
+    story.notice("stuck-a1")
+    story.tell("ended", name=f"{JOB}1", exit_code=None)
+    story.change(attempts=[opened | {"ended": _iso(story.now), "error": {"error_class": "stuck"}}])
+    story.change("TEARING_DOWN")
+    story.tell("deleting", name=f"{JOB}1")
+    story.tell("gone", name=f"{JOB}1")
+    story.ledger(f"{JOB}1", "gone")
+    story.change("FAILED", error={"error_class": "stuck"})
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+    return story
+
+
 def cancelled() -> Story:
     """Somebody asks for the end in the middle of training."""
     story = Story()
@@ -193,7 +225,7 @@ def rejected() -> Story:
     return story
 
 
-@pytest.mark.parametrize("story", [served, stopped, cancelled, rejected])
+@pytest.mark.parametrize("story", [served, stopped, stuck, cancelled, rejected])
 def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
     assert check(story().history()) == []
 
@@ -414,6 +446,25 @@ def _ended_without_a_word(story: Story) -> None:
     story.facts = [fact for fact in story.facts if fact.data.get("type") != "failed"]
 
 
+def _stuck_and_untold(story: Story) -> None:
+    _delay(story, _index(story, "tick"), 900)
+    _forget_notice(story, "stuck-a1")
+    _end_otherwise(story)
+
+
+def _stuck_and_left_alone(story: Story) -> None:
+    _delay(story, _index(story, "ended"), 900)
+    _end_otherwise(story)
+
+
+def _stuck_though_it_goes_on(story: Story) -> None:
+    _alter(story, "told", 3, step=8)
+
+
+def _stuck_and_ended_unasked(story: Story) -> None:
+    _alter(story, "dropped", 0, spec=SPEC | {"limits": {"max_duration": "1h", "stuck_after": "5m"}})
+
+
 def _ended_without_teardown(story: Story) -> None:
     for fact in story.facts:
         for entered in (fact.data.get("content") or {}).get("history", []):
@@ -427,10 +478,7 @@ def _too_long(story: Story) -> None:
 
 
 def _loop(story: Story) -> None:
-    for fact in story.facts:
-        for attempt in (fact.data.get("content") or {}).get("attempts", []):
-            if attempt["error"]:
-                attempt["error"]["error_class"] = "code"
+    _end_otherwise(story)
 
 
 def _too_many(story: Story) -> None:
@@ -514,6 +562,10 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("people_are_warned", stopped, _warned_by_another_id),
     ("limits_end_in_order", stopped, _ended_without_a_word),
     ("limits_end_in_order", stopped, _ended_without_teardown),
+    ("stuck_is_told", stuck, _stuck_and_untold),
+    ("stuck_is_told", stuck, _stuck_and_left_alone),
+    ("stuck_is_told", stuck, _stuck_though_it_goes_on),
+    ("stuck_is_told", stuck, _stuck_and_ended_unasked),
     ("endpoint_lives", served, _endpoint_too_early),
     ("endpoint_lives", served, _endless_ttl),
     ("attempts_end", served, _loop),
@@ -540,7 +592,7 @@ def test_every_rule_has_a_mutation() -> None:
     assert {rule.__name__ for rule in RULES} <= {rule for rule, _, _ in MUTATIONS}
 
 
-@pytest.mark.parametrize("module", [checker, limits, lives], ids=["checker", "limits", "lives"])
+@pytest.mark.parametrize("module", [checker, limits, lives, progress], ids=lambda module: module.__name__)
 def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
@@ -549,7 +601,7 @@ def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     }
     others = {node.module for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
     others |= {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
-    assert siblings <= {"history", "limits", "lives"}
+    assert siblings <= {"history", "limits", "lives", "progress"}
     assert {str(name).split(".")[0] for name in others} <= set(sys.stdlib_module_names)
 
 
@@ -573,6 +625,14 @@ def _rename(story: Story, old: str, new: str) -> None:
         for data in (fact.data, *(fact.data.get("content") or {}).get("entries", [])):
             if data.get("name") == old:
                 data["name"] = new
+
+
+def _end_otherwise(story: Story) -> None:
+    """The attempt ended as code that fails."""
+    for fact in story.facts:
+        for attempt in (fact.data.get("content") or {}).get("attempts", []):
+            if attempt["error"]:
+                attempt["error"]["error_class"] = "code"
 
 
 def _forget_notice(story: Story, *keys: str) -> None:

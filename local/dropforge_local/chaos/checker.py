@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import limits
+from . import limits, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, Life, Machine, read, seconds_of
@@ -263,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     attempts_end,
     everybody_is_told,
     *limits.RULES,
+    progress.stuck_is_told,
 )
 
 

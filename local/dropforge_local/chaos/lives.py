@@ -123,6 +123,7 @@ class Life:
     cancels: list[At] = field(default_factory=list)
     intents: list[At] = field(default_factory=list)  # to end it, kept beside a record that did not exist
     told: list[At] = field(default_factory=list)
+    received: list[At] = field(default_factory=list)  # of what attempts told: attempt, sequence and type of each
     silenced: set[int] = field(default_factory=set)  # attempts whose container had no chance to say how it ended
     delays: list[tuple[float, float]] = field(default_factory=list)
     handled: dict[str, At] = field(default_factory=dict)
@@ -284,6 +285,9 @@ class _Reader:
                 self.lives[parts[1]].ledgers.append(found)
             elif parts[2] == "cancel.json":
                 self.lives[parts[1]].intents.append(found)
+        elif parts[0] == "runs" and parts[2:3] == ["events"]:
+            attempt, sequence, kind = parts[3].removesuffix(".json").split("-")
+            self.lives[parts[1]].received.append(At(here.index, here.time, (int(attempt), int(sequence), kind)))
 
 
 def _happened(machine: Machine, kind: str, here: At) -> None:

@@ -127,6 +127,13 @@ def _limits(draw: random.Random) -> dict[str, Any]:
     return limits
 
 
+def stuck_limits(draw: random.Random) -> dict[str, Any]:
+    """After how long without progress what is to be done; for most not before the end."""
+    if draw.random() < 0.4:
+        return {}
+    return {"stuck_after": draw.choice(("5m", "10m")), "on_stuck": draw.choice(("notify", "restart", "fail"))}
+
+
 TARGETS: dict[str, Part] = {"cloud_run": _cloud_run, "tpu_vm": _tpu_vm, "gke": _gke, "ray": _ray}
 SERVERS: dict[str, tuple[Part, ...]] = {
     "cloud_run": (_cloud_run_endpoint,),

@@ -13,6 +13,7 @@ from .storage import Storage
 from .world import World
 
 CHECKPOINT_SECONDS = 60.0
+REPORT_SECONDS = (40.0, 100.0)  # between two reports of progress
 GRACE_SECONDS = 8.0  # at most, until a machine that is taken away has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of our containers
@@ -25,6 +26,7 @@ class Work:
     total: float
     metric: float
     saved: float = 0.0
+    reports: bool = False  # its progress, all the time
     fates: list[str] = field(default_factory=list)  # of the first attempts, where they are not left to chance
 
 
@@ -83,10 +85,24 @@ class _Attempt:
             self._at(halfway, endings[fate])
         elif fate == "stuck":
             self.world.fact("fault", what="stuck", run=self.run, attempt=self.number)
+            if self.work.reports and self.world.random.random() < 0.5:
+                self._repeat()
         else:
             self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
             self._at(self.began + left, self._commit)
+        if self.work.reports and fate != "stuck":
+            self._go_on()
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
+
+    def _go_on(self) -> None:
+        """Tell of progress, again and again."""
+        self._tell("progress", step=int(self.work.saved + self.world.now - self.began), total_steps=5000)
+        self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._go_on)
+
+    def _repeat(self) -> None:
+        """Tell of the same step, likewise."""
+        self._tell("progress", step=int(self.work.saved), total_steps=5000)
+        self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._repeat)
 
     def _fate(self) -> str:
         """How this attempt goes wrong; "": it does not."""
@@ -155,7 +171,8 @@ class _Attempt:
             "type": kind,
             **details,
         }
-        self.world.fact("told", run=self.run, attempt=self.number, type=kind)
+        about = {key: event[key] for key in ("run", "attempt", "sequence", "type")}
+        self.world.fact("told", **about, step=details.get("step"))
         self.trainer.events.job_event(event)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from .world import World
 DROPS_SECONDS = 1200.0
 # When somebody regrets a spec: at once, while it waits for capacity, while it trains, and after its end.
 REGRETS_SECONDS = (0.0, 1.0, 60.0, 600.0, 3000.0, 7200.0)
+# Last digits of the seeds whose users care for progress. Seeds that have found something end in others.
+WATCHED = (2, 3, 7, 8)
 # What is no run's id, and what could be one's.
 FORGED = ("nobody-0123456789ab", "request-000000000000", "../../specs", "", "None", "job-0")
 
@@ -54,7 +57,7 @@ class Workload:
         draw = self.world.random
         when = draw.random() * DROPS_SECONDS
         spec, valid = self._spec(number)
-        work = self._work()
+        work = self._work(spec)
         if draw.random() < 0.6:
             self.world.after(when, lambda: self._drop(f"specs/job-{number}.json", spec, valid, work))
         else:
@@ -90,7 +93,8 @@ class Workload:
         if self.world.now < self.world.calm and self._is_there(name, generation):
             number = int(name.removeprefix("specs/job-").removesuffix(".json"))
             self.world.fact("withdrawn", run=run, how="overwritten")
-            self._drop(name, *self._spec(number), self._work())
+            spec, valid = self._spec(number)
+            self._drop(name, spec, valid, self._work(spec))
 
     def _is_there(self, name: str, generation: int) -> bool:
         found = self.cloud.storage.objects[SPECS].get(name)
@@ -119,8 +123,12 @@ class Workload:
 
     def _spec(self, number: int) -> tuple[dict[str, Any], bool]:
         draw = self.world.random
-        return specs.drawn(draw, f"job-{number}", draw.choice(self.targets))
+        spec, valid = specs.drawn(draw, f"job-{number}", draw.choice(self.targets))
+        if self.world.history.seed % 10 in WATCHED:
+            spec["limits"] |= specs.stuck_limits(random.Random(json.dumps(spec)))
+        return spec, valid
 
-    def _work(self) -> Work:
-        draw = self.world.random
-        return Work(total=draw.uniform(20, 2400), metric=draw.choice((0.9, 0.9, 0.2)))
+    def _work(self, spec: dict[str, Any]) -> Work:
+        """A training that reports if somebody wants to know when it is stuck."""
+        draw, reports = self.world.random, "stuck_after" in spec["limits"]
+        return Work(total=draw.uniform(20, 2400), metric=draw.choice((0.9, 0.9, 0.2)), reports=reports)

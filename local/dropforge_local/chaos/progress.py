@@ -1,0 +1,84 @@
+"""The rule about attempts that make no progress: it reads what they told, and what of that was received, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from .limits import training_uses
+from .lives import CHECK_SECONDS, SLACK_SECONDS, Life, duration_of, seconds_of
+
+PROGRESS = frozenset({"progress", "checkpoint"})
+
+
+def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
+    """What makes no progress for stuck_after is told once, and ended if the spec has it so; what does is left alone.
+
+    Progress is a step beyond all that were received before, and so is any other report of an attempt.
+    """
+    if not life.valid:
+        return
+    policy = life.spec["limits"].get("on_stuck", "notify")
+    for attempt in life.last.get("attempts", []):
+        number, error_class = attempt["number"], (attempt["error"] or {}).get("error_class")
+        notices = [found for found in life.published if found.value["event"].get("notice") == f"stuck-a{number}"]
+        told = notices[0].time if notices else None
+        signs = _signs(life, number)
+        if told is not None:
+            yield from _told_too_early(life, signs, told, number)
+        if error_class == "stuck" and (policy == "notify" or told is None):
+            yield seconds_of(attempt["ended"]), f"attempt {number} was ended as stuck: on_stuck is {policy}"
+        yield from _not_told(life, signs, told, number)
+        if (
+            told is not None
+            and policy != "notify"
+            and error_class != "stuck"
+            and not any(sign > told for sign in signs[:-1])
+        ):
+            until = told + CHECK_SECONDS + SLACK_SECONDS
+            until += life.delay(told, until)
+            if _trains(life, number, until):
+                yield until, f"attempt {number} is stuck, and trains: on_stuck is {policy}"
+
+
+def _signs(life: Life, number: int) -> list[float]:
+    """The moments at which an attempt was known to go on, from that at which all of its machines ran; and its end."""
+    uses = [use for use in training_uses(life) if use.machine.attempt == number]
+    if not uses:
+        return []
+    steps = {(found.value["attempt"], found.value.get("sequence")): found.value.get("step") for found in life.told}
+    signs, best = [max(use.since for use in uses)], -1
+    for found in life.received:
+        of, sequence, kind = found.value
+        step = steps.get((of, sequence))
+        if of == number and (kind not in PROGRESS or (step is not None and step > best)):
+            signs.append(found.time)
+            best = max(best, step or 0) if kind in PROGRESS else best
+    return [*sorted(signs), min(use.until for use in uses)]
+
+
+def _told_too_early(life: Life, signs: list[float], told: float, number: int) -> Iterator[tuple[float, str]]:
+    """A look takes its time, and what was received meanwhile it need not know."""
+    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
+    look = told - SLACK_SECONDS - life.delay(told - after, told)
+    last = max((sign for sign in signs[:-1] if sign <= look), default=signs[0] if signs else told)
+    if last > told - after + SLACK_SECONDS:
+        yield told, f"attempt {number} was said to be stuck after {told - last:.0f} s"
+
+
+def _not_told(life: Life, signs: list[float], told: float | None, number: int) -> Iterator[tuple[float, str]]:
+    """Nor may the notice come too late. Since when a machine runs may be known only a check interval later."""
+    after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
+    for since, until in pairwise(signs):
+        late = since + after + 2 * CHECK_SECONDS + SLACK_SECONDS
+        late += life.delay(since, late)
+        if late < until and (told is None or told > late) and _trains(life, number, late):
+            yield late, f"attempt {number} made no progress for {late - since:.0f} s, and nobody was told"
+
+
+def _trains(life: Life, number: int, time: float) -> bool:
+    """Whether an attempt goes on by the record, and nobody has cancelled the run."""
+    record = life.record_when(time)
+    if record is None or record["state"] not in ("PROVISIONING", "TRAINING") or record["cancel_requested"]:
+        return False
+    return bool(record["attempts"][-1]["number"] == number and record["attempts"][-1]["ended"] is None)
