@@ -100,7 +100,8 @@ def test_ray_clusters_that_a_rayjob_has_left_go_with_it(in_standing_cluster: Lau
         "spec": ray_job_manifest(attempt)["spec"]["rayClusterSpec"],
     }
     api.create(left)
-    api.create({**left, "metadata": {"name": "another-s", "namespace": namespace}})
+    others = ray_job_manifest(replace(attempt, run=f"ray-{uuid.uuid4().hex[:12]}"))["spec"]["rayClusterSpec"]
+    api.create({**left, "metadata": {"name": "another-s", "namespace": namespace}, "spec": others})
     until(lambda: TARGET.teardown(job.kind, job.name), bool)
     found = api.find(namespace, "rayclusters", "ray.io")
     assert [one["metadata"]["name"] for one in found] == ["another-s"]
