@@ -10,6 +10,9 @@ STAMP := $(VENV)/.installed
 SPEC ?= examples/local/cloud_run.json
 TARGET ?= cloud_run
 
+# Modules are compiled when they are first imported (tools/install.py), which must not be at each start of a process.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -26,7 +29,7 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 	@$(BIN)/dropforge demo $(SPEC)
 
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 30
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30
 
 check: $(STAMP) ## formatting, lint, types, generated files
 	@$(BIN)/ruff format --check .

@@ -1,8 +1,9 @@
-"""How `make test` divides the suite between two workers on two cores.
+"""How `make test` divides the suite between three workers on two cores.
 
-A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, longest
-first, and the other those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for
-its fixtures; and what computes shares those of the session.
+A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, and the
+others those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for its fixtures;
+and what computes shares those of the session. Of what computes, those that need MaxText's environment, which is made
+beside the first tests (conftest.py), are not the first.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 COMPUTE = (
-    "tests/containers/test_train_ray.py",
-    "tests/containers/test_maxtext.py",
-    "tests/emulators/kubernetes/test_ray.py",
-    "tests/cli/test_demo.py",
     "tests/containers/test_fsdp.py",
     "tests/containers/test_train.py",
+    "tests/containers/test_train_ray.py",
+    "tests/containers/test_maxtext.py",
+    "tests/cli/test_demo.py",
+    "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/test_serve.py",
     "tests/containers/test_chat.py",
     "tests/containers/test_engine.py",
