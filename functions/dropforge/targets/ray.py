@@ -110,10 +110,9 @@ class RayJobs(GkeJobs):
 
 
 def _pods_of(job: str) -> str:
-    """The selector of all pods that were made for a RayJob's attempt."""
+    """The selector of all pods that were made for a RayJob's attempt; "" for one that is of another make."""
     origin = names.training_of(job.rpartition("/")[2])
-    assert origin is not None, "the name of an attempt's"
-    return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}"
+    return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}" if origin else ""
 
 
 def _check_operator(cluster: Any, name: str) -> None:
