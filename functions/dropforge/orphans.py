@@ -115,6 +115,8 @@ def _listed(place: object, settings: Settings) -> tuple[list[Listed], list[str]]
                 found.append(one)
     except Unlisted as error:
         return found, [problem.message for problem in error.problems]
+    except Exception as error:  # noqa: BLE001  # an answer that nobody has foreseen spares the other places
+        return found, [f"{type(place).__name__} could not be listed: {error!r}"[:500]]
     return found, []
 
 
@@ -132,6 +134,7 @@ def _push(one: Doomed, store: RunStore) -> bool | str:
             return False
         store.note(one.found.run, one.found.name, ResourceState.GONE)
         return True
-    except CloudError as error:
-        log(error.message, stage="sweep", run=one.found.run, severity="ERROR", resource=one.found.name)
-        return f"{one.found.name}: {error.message}"
+    except Exception as error:  # noqa: BLE001  # likewise: of one resource
+        message = error.message if isinstance(error, CloudError) else repr(error)[:500]
+        log(message, stage="sweep", run=one.found.run, severity="ERROR", resource=one.found.name)
+        return f"{one.found.name}: {message}"

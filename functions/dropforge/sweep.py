@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from . import lost_work, orphans
-from .classify import client_errors
-from .errors import DropforgeError
 from .executions import live_executions
 from .log import log
 from .orphans import Deletions, Doomed
@@ -108,10 +106,9 @@ class Look:
 
 def _attempt(call: Callable[[T], U], item: T) -> tuple[T, U] | str:
     """The item and the answer, or what went wrong."""
-    failures: tuple[type[Exception], ...] = (*client_errors(), DropforgeError, ValueError)
     try:
         return item, call(item)
-    except failures as error:
+    except Exception as error:  # noqa: BLE001  # what nobody has foreseen of one spares the others, too
         what = getattr(item, "run", None) or getattr(item, "name", None) or item
         problem = f"{what if isinstance(what, str) else 'the sweep'}: {error!r}"[:500]
         log(problem, stage="sweep", severity="ERROR")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ import pytest
 from dropforge import names, orphans
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.listing import Listed, Unlisted, each, is_of_run
-from dropforge.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge
+from dropforge.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
 from dropforge.runs import (
     Attempt,
     Endpoint,
@@ -145,6 +146,30 @@ def test_a_place_that_cannot_be_listed_spares_the_others_and_is_told() -> None:
     with pytest.raises(Unlisted, match=r"^half is incomplete$"):  # of a kind that the deployment does not use
         list(each(["half", "forbidden"], look, is_used=False))
     assert [one.name for one in each(["forbidden"], look, is_used=False)] == ["forbidden"]
+
+
+def test_what_nobody_has_foreseen_of_one_spares_the_others_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_new_shape(_: Settings) -> Any:
+        yield listed()
+        raise KeyError("createTime")
+
+    odd, even = SimpleNamespace(listed=of_a_new_shape), SimpleNamespace(listed=lambda _: [listed(SERVICE)])
+    monkeypatch.setattr(orphans, "TARGETS", ["odd"])
+    monkeypatch.setattr(orphans, "SERVERS", ["even"])
+    monkeypatch.setattr(orphans, "get_target", lambda _: odd)
+    monkeypatch.setattr(orphans, "get_server", lambda _: even)
+    found, [problem] = list_all(SETTINGS)
+    assert [one.name for one in found] == [JOB, SERVICE]
+    assert "createTime" in problem
+
+    def delete(kind: str, name: str) -> bool:
+        assert name == SERVICE, "a name of another make"
+        return True
+
+    monkeypatch.setattr(orphans, "delete_resource", delete)
+    deletions = orphans.delete([Doomed(one, "left") for one in found], Mock(RunStore))
+    assert [one.name for one in deletions.gone] == [SERVICE]
+    assert "of another make" in deletions.problems[0]
 
 
 def test_an_execution_that_was_superseded_never_owns_the_run_again() -> None:
