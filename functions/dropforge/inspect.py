@@ -224,11 +224,9 @@ def _stuck(store: RunStore, record: Record, spec: JobSpec, cloud: Status | None,
     """
     attempt, now = record.attempts[-1], utc_now()
     after = timedelta(seconds=seconds(spec.limits.stuck_after))
-    if cloud is None or cloud.phase is not Phase.RUNNING or attempt.running is None:
-        return None
-    # One that has told nothing may have begun to run as late as the look that found it running.
-    unknown = timedelta(seconds=0 if heard.reports else settings().check_interval_seconds)
-    if now - attempt.running < after + unknown:
+    # Not since when it may run: some of its machines may have waited for others.
+    began = min((report.received for report in heard.reports), default=attempt.seen)
+    if cloud is None or cloud.phase is not Phase.RUNNING or began is None or now - began < after:
         return None
     since = now - after
     if any(report.received > since for report in heard.reports):
@@ -260,13 +258,16 @@ def _failed(store: RunStore, record: Record, spec: JobSpec, error: RunError, sta
 
 def _note_running(store: RunStore, record: Record, cloud: Status | None, verdict: Verdict) -> Record:
     """Note since when the machine runs, at the earliest; stage notify does, when the container has said so."""
-    attempt = record.attempts[-1]
-    runs = cloud is not None and (cloud.phase is Phase.RUNNING or cloud.is_paid)
-    if verdict.started or attempt.running or not runs:
+    attempt, now = record.attempts[-1], utc_now()
+    runs, is_paid = cloud is not None and cloud.phase is Phase.RUNNING, cloud is not None and cloud.is_paid
+    if verdict.started or not ((runs and not attempt.seen) or (is_paid and not attempt.running)):
         return record
-    return store.update(
-        record.run, lambda found: found.with_running(attempt.number, running_since(attempt, utc_now(), settings()))
-    )
+
+    def change(found: Record) -> Record:
+        noted = found.with_running(attempt.number, running_since(attempt, now, settings()))
+        return noted.with_seen(attempt.number, now) if runs else noted
+
+    return store.update(record.run, change)
 
 
 def _note_waiting(store: RunStore, record: Record, cloud: Status | None, *, started: bool) -> Record:

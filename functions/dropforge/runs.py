@@ -85,6 +85,7 @@ class Attempt(Stored):
 
     `limit` is what decides the deadline. `launched` is when its resources were made; from then on capacity is waited
     for. `running` is the earliest time at which the machine may have begun to run: what it costs is counted from there.
+    `seen` is when all of it was first seen to run, if it had not said so: when it is stuck is counted from there.
     """
 
     number: int
@@ -97,6 +98,7 @@ class Attempt(Stored):
     max_wait_seconds: int | None = None
     launched: datetime | None = None
     running: datetime | None = None
+    seen: datetime | None = None
     ended: datetime | None = None
     error: RunError | None = None
 
@@ -206,6 +208,10 @@ class Record(Stored):
     def with_running(self, attempt: int, since: datetime) -> Record:
         """This record with the time since which an attempt may have run, unless that is noted."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
+
+    def with_seen(self, attempt: int, now: datetime) -> Record:
+        """This record with the time at which an attempt was seen to run, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"seen": a.seen or now}))
 
     def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
         if self.state.is_terminal:  # a call that comes late

@@ -33,6 +33,7 @@ FOUND = {
     ): "a deploy that had stalled found the endpoint ready after its end, and the run succeeded with it",
     (5665, SERVERLESS): "a machine that was kept to serve was said to be there for longer than its label had it",
     (126, ("ray",)): "pods that had lost their Ray cluster went on when their run was over",
+    (1073, ("gke",)): "an attempt of which nothing was heard was said to be stuck from when its first node waited",
     (335, ("ray",)): "hosts that waited for the head of their Ray cluster cost nothing by our sum",
 }
 

@@ -25,7 +25,6 @@ from dropforge.runs import Attempt, Record, RunError, RunState, RunStore, Transi
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.targets.base import Phase, Status
-from dropforge_cli.deployment import placeholders
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -53,7 +52,13 @@ def record(*ends: str, hours: float = 1, usd: float = 1) -> Record:
     for number, end in enumerate(ends, 1):
         error = RunError(error_class=ErrorClass(end), message="x") if end else None
         after = now + timedelta(hours=hours)
-        times = {"started": now, "running": now, "ended": after if end else None, "deadline": NOW + timedelta(days=1)}
+        times = {
+            "started": now,
+            "running": now,
+            "seen": now,
+            "ended": after if end else None,
+            "deadline": NOW + timedelta(days=1),
+        }
         attempts.append(Attempt(number=number, placement=0, region="r", usd_per_hour=usd, error=error, **times))
         now = after
     history = [Transition(state=RunState.ACCEPTED, time=NOW)]
@@ -288,16 +293,13 @@ def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
     monkeypatch.setattr("dropforge.inspect.utc_now", lambda: now)
     events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
     heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
-    monkeypatch.setattr("dropforge.inspect.settings", placeholders)
     found = _stuck(events, record(""), spec({}), cloud, heard)
     assert (found is not None) is stuck
     assert events.reads <= 2
     assert _stuck(events, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
     begun = Started(run=RUN, attempt=1, sequence=1, time=now, resumed_step=0)
-    # What has said nothing may have begun a check interval later than is noted.
-    late = spec({"stuck_after": "118m"})
-    assert _stuck(events, record(""), late, cloud, Heard()) is None
-    told = Heard([Report(begun, now - timedelta(minutes=119))])
-    assert (_stuck(events, record(""), late, cloud, told) is not None) is (cloud is RUNNING)
+    waited = record("")  # for the other one of its machines
+    waited.attempts[0] = waited.attempts[0].model_copy(update={"seen": now - timedelta(minutes=30)})
+    assert _stuck(events, waited, spec({}), cloud, Heard()) is None
     restarted = Heard([Report(begun, now - timedelta(minutes=30))], heard.progress)
     assert _stuck(events, record(""), spec({}), cloud, restarted) is None
