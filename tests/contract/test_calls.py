@@ -51,6 +51,8 @@ UNUSED = {
     },
     Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): FOUND_MADE,
     Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): FOUND_MADE,
+    # Not by `deploy` either, when the machine is so slow that pods are ready by its first look.
+    Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
     Grant("inspect", "run_events_topic", "pubsub.topics.publish"): WARNS,
