@@ -186,7 +186,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
 def test_two_hosts_stopped_and_resumed_elsewhere_train_the_model_that_one_host_does(
     driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
 ) -> None:
-    document = spec(training={"max_steps": STEPS, "checkpoint_steps": 6, "per_device_train_batch_size": ROWS // HOSTS})
+    document = spec(training={"max_steps": STEPS, "checkpoint_steps": 10, "per_device_train_batch_size": ROWS // HOSTS})
     # Time enough to save a checkpoint on a machine that is busy with other tests.
     first = driver.start(document, DROPFORGE_GRACE_SECONDS="100")
     work = tmp_path / "work" / first.run
