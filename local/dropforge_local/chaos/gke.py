@@ -20,6 +20,7 @@ from .world import PROJECT, World
 
 CLUSTER = "container.googleapis.com/Cluster"
 STANDING = "dropforge"
+OWNERS = frozenset({"provision", "inspect"})  # who may work in a cluster that a run has made (terraform/)
 ACCOUNTS = ("dropforge-trainer", "dropforge-server")  # of the namespace of a standing cluster
 
 
@@ -154,7 +155,7 @@ class Gke:
 
     def _add(self, name: str, labels: dict[str, str], has_ray: bool) -> Cluster:
         world, host = self.world, f"gke-{len(self._apis)}.chaos"
-        api = Api(world, name, has_ray)
+        api = Api(world, name, has_ray, OWNERS if labels else None)
         workloads = Workloads(world, api, lambda container: self.launched(container))
         made = Cluster(name, labels, has_ray, world.now, host, api, workloads)
         self.clusters[name] = made

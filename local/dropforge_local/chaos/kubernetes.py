@@ -37,10 +37,11 @@ class Api:
     """One cluster's, and its client. `made` is told of each new object; `doomed` of one that is to go, until it calls
     `release`; `going` of one that goes now."""
 
-    def __init__(self, world: World, cluster: str, has_ray: bool) -> None:
+    def __init__(self, world: World, cluster: str, has_ray: bool, lets_in: frozenset[str] | None = None) -> None:
         self.world = world
         self.cluster = cluster
         self.has_ray = has_ray
+        self.lets_in = lets_in  # the functions that may use it; None: all
         self.objects: dict[str, Object] = {}  # by full name
         self.accounts: dict[str, set[str]] = {}  # service accounts by namespace
         self.events: list[Object] = []
@@ -67,9 +68,11 @@ class Api:
     def call_api(
         self, verb: str, path: str, query: dict[str, str], body: Object | None, _request_timeout: float
     ) -> Any:
+        is_known = self.lets_in is None or self.world.scheduler.current.name.rpartition("-")[0] in self.lets_in
+        refusal = 403, _status("forbidden: Required permission")
         return self.world.effect(
             f"k8s.{verb} {path.rsplit('/', 1)[-1]}",
-            lambda: _response(*self._answer(verb, path, query, body)),
+            lambda: _response(*(self._answer(verb, path, query, body) if is_known else refusal)),
             changes=verb != "GET",
             error=_broken,
         )

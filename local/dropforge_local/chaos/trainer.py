@@ -88,7 +88,8 @@ class _Attempt:
             if self.work.reports and self.world.random.random() < 0.5:
                 self._repeat()
         else:
-            self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
+            if not self.work.reports:
+                self._at(halfway, lambda: self._tell("progress", step=1, total_steps=2))
             self._at(self.began + left, self._commit)
         if self.work.reports and fate != "stuck":
             self._go_on()
