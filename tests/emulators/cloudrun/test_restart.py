@@ -42,7 +42,7 @@ def get(url: str) -> Any:
 
 
 def test_job_that_goes_on_is_adopted_and_seen_to_its_end(stack: Any, make: Any) -> None:
-    name = begin(stack.start(), make, "sleep", "2")
+    name = begin(stack.start(), make, "sleep", "6")  # longer than a stack takes to start
     stack.kill()
     cloud = stack.start()
     assert cloud.executions.get_execution(name=name).running_count == 1
