@@ -7,7 +7,9 @@ was not reached.
 from __future__ import annotations
 
 import json
+import threading
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from . import clients, names
@@ -166,13 +168,25 @@ def _publish(event: RunEvent) -> str:
     data, attributes = run_event_message(event)
     topic = settings().topic(settings().run_events_topic)
     failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
+    publisher = clients.publisher()
+    published = _published(publisher, event.id)
+    if published.is_set():
+        return ""
     try:
-        clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+        publisher.publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+        published.set()
     except failures as error:
         problem = f"the run event {event.id} could not be published: {error or type(error).__name__}"
         log(problem, stage="notify", run=event.run, severity="ERROR")
         return problem
     return ""
+
+
+@lru_cache(maxsize=1024)
+def _published(publisher: Any, event_id: str) -> threading.Event:
+    """Whether this process has published an event: a stage says again where it is at each call, every few seconds for
+    as long as it waits."""
+    return threading.Event()
 
 
 def _details(record: Record, entered: Transition) -> dict[str, Any]:

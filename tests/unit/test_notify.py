@@ -1,32 +1,67 @@
-"""What a notice leaves: in the record, and in the log."""
+"""What is told again, and what is not."""
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
-from unittest.mock import Mock
 
 import pytest
 
-from dropforge import notify
-from dropforge.limits import Notice
-from dropforge.runs import Record, RunState, RunStore, Transition
-from dropforge.spec import JobSpec
+from dropforge import clients
+from dropforge.errors import CloudError
+from dropforge.notify import announce
+from dropforge.runs import Record, RunState, Transition
+from dropforge.settings import Settings
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
-def test_a_notice_is_no_end_that_cannot_be_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A WARNING of this stage is: fifteen of them in half an hour raise the alert run_stuck (terraform/alerts.tf)."""
-    monkeypatch.setattr(notify, "_publish", lambda event: "")
-    monkeypatch.setattr(notify, "_send", lambda *_: ("", False))
-    history = [Transition(state=RunState.TRAINING, time=NOW)]
-    state = RunState.TRAINING
-    record = Record(run="job-0123456789ab", name="n", source="s", state=state, created=NOW, history=history)
-    store = Mock(RunStore, update=lambda _, change: change(record))
-    noted = notify.warn(store, record, Mock(JobSpec), Notice("stuck-a1", "is stuck", "no progress"))
-    assert noted.notices == ["stuck-a1"]
-    told = json.loads(capsys.readouterr().err)
-    assert (told["stage"], told["severity"], told["notice"]) == ("notify", "NOTICE", "stuck-a1")
+class Publisher:
+    """Notes the ids of events; the first `broken` of them time out."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken, self.ids = broken, list[str]()
+
+    def publish(self, topic: str, data: bytes, timeout: float, **attributes: str) -> Publisher:
+        self.ids.append(attributes["ce-id"])
+        return self
+
+    def result(self, timeout: float) -> None:
+        self.broken -= 1
+        if self.broken >= 0:
+            raise TimeoutError
+
+
+def record(state: RunState) -> Record:
+    history = [Transition(state=state, time=NOW, attempt=1)]
+    return Record(run="r-1", name="n", source="s", state=state, created=NOW, history=history)
+
+
+@pytest.fixture(autouse=True)
+def deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dropforge.notify.settings", lambda: Settings(*["x"] * 12))
+
+
+def tell(publisher: Publisher, state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "publisher", lambda: publisher)
+    announce(record(state), state)
+
+
+def test_a_stage_that_waits_is_told_of_once_by_a_process_and_again_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Publisher()
+    for _ in range(3):
+        tell(one, RunState.PROVISIONING, monkeypatch)
+    tell(one, RunState.DEPLOYING, monkeypatch)
+    assert one.ids == ["r-1/1/provisioning", "r-1/1/deploying"]
+    other = Publisher()
+    tell(other, RunState.PROVISIONING, monkeypatch)
+    assert other.ids == ["r-1/1/provisioning"]
+
+
+def test_what_may_not_have_arrived_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = Publisher(broken=2)
+    tell(publisher, RunState.TEARING_DOWN, monkeypatch)  # nobody waits for it
+    with pytest.raises(CloudError, match="could not be published"):
+        tell(publisher, RunState.SUCCEEDED, monkeypatch)
+    for state in (RunState.TEARING_DOWN, RunState.SUCCEEDED, RunState.SUCCEEDED):
+        tell(publisher, state, monkeypatch)
+    assert publisher.ids == [f"r-1/1/{state}" for state in ("tearing_down", "succeeded") * 2]

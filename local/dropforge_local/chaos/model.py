@@ -480,6 +480,13 @@ def _late_sweep(stage: Stage) -> None:
     stage.call("sweep", {})
 
 
+class Publisher:
+    """A client that nobody has used before, as that of an instance that has just started."""
+
+    def __init__(self, publish: Callable[..., Any]) -> None:
+        self.publish = publish
+
+
 def _clients(stage: Stage) -> dict[str, Callable[..., Any]]:
     none = SimpleNamespace
     secret = none(state=none(name="ENABLED"), payload=none(data=b"https://slack.chaos"))
@@ -493,7 +500,7 @@ def _clients(stage: Stage) -> dict[str, Callable[..., Any]]:
 
     return {
         "storage": lambda: stage.storage,
-        "publisher": lambda: none(publish=publish),
+        "publisher": lambda: Publisher(publish),
         "secrets": lambda: none(get_secret_version=lambda **_: secret, access_secret_version=lambda **_: secret),
         "workflow_executions": lambda: stage.workflows,
         "callbacks": lambda: none(post=lambda *_, **__: none(status_code=404)),
