@@ -201,8 +201,8 @@ def _seen(cloud: Status | None, heard: Heard, record: Record, now: datetime, set
         message = f"{cloud.message}: it was deleted from outside"
         return RunError(error_class=ErrorClass.INFRASTRUCTURE, message=message, hint="training starts again")
     # One that has trained waits anew: for a host in place of one that was lost, or for the cloud to note its end.
-    since = max(attempt.launched or attempt.started, heard.last or attempt.started)
-    waited = (now - since).total_seconds()
+    launched = attempt.launched or attempt.started
+    waited = (now - max(launched, heard.last or launched)).total_seconds()
     patience = attempt.max_wait_seconds or settings.provision_deadline_seconds
     if cloud.phase is Phase.PENDING and (is_late or waited > patience):
         found = cloud.error_class or ErrorClass.STOCKOUT
