@@ -79,9 +79,7 @@ class Process:
         clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
         self.output = directory / f"output-{time.monotonic_ns()}"
         with self.output.open("wb") as file:
-            self.popen = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=directory, env=clean, preexec_fn=_in_the_foreground
-            )
+            self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
 
     def wait_for(self, text: str, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
@@ -100,13 +98,20 @@ class Process:
         return self.output.read_text()
 
 
-def _in_the_foreground() -> None:
-    """Ctrl-C reaches a command that somebody has typed, also where these tests run in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C reaches a command that somebody has typed, also where these tests run in the background.
+
+    A signal that is ignored is so in what is started; one that has a handler is not. (Nothing is done between fork and
+    exec: a process of ours has gRPC, which says there that it was forked.)
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
     """Start commands in an empty directory; whatever they leave is ended, and is a failure."""
     started = []
 
