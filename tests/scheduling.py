@@ -1,7 +1,7 @@
-"""How `make test` divides the suite between three workers on two cores.
+"""How `make test` divides the suite between two workers on two cores.
 
 A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, and the
-others those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for its fixtures;
+other those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for its fixtures;
 and what computes shares those of the session. Of what computes, those that need MaxText's environment, which is made
 beside the first tests (conftest.py), are not the first.
 """

@@ -182,7 +182,8 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
             *("serve-deaf", {"startup_timeout": "4s"}, {}, "code", "runs, but nothing answers at http://"),
             marks=pytest.mark.slow,
         ),
-        ("serve-noop", SOON, {"stockout": [ZONE]}, "stockout", "no resources became available"),
+        # Its time in the queue and the endpoint's time to start are over at one moment: who sees it first, says so.
+        ("serve-noop", SOON, {"stockout": [ZONE]}, "stockout", "no resources became available|WAITING_FOR_RESOURCES"),
         ("serve-noop", {"queued": False}, {"stockout": [ZONE]}, "stockout", "no more capacity in the zone"),
         ("serve-noop", {}, {"quota": {ZONE: 4}}, "quota", "Limit: 4 in zone"),
         ("serve-deaf", {"capacity": "spot"}, {"preempt_next": {"after_seconds": 0.1}}, "preempted", "was preempted"),
@@ -197,7 +198,7 @@ def test_what_keeps_an_endpoint_from_answering_is_told(
     answer = cloud.deploy(run)
     assert answer["status"] == "FAILED", answer
     assert answer["error"]["error_class"] == expected, answer
-    assert text in answer["error"]["message"]
+    assert any(one in answer["error"]["message"] for one in text.split("|")), answer
     assert "training" not in answer["error"]["hint"]
     assert answer["error"]["hint"]
     cloud.clean_up(run)

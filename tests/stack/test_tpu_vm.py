@@ -51,7 +51,7 @@ def test_a_zone_without_capacity_is_left_after_its_time(user: User, faults: Any,
 
 def test_a_machine_that_is_taken_away_before_it_trains_is_replaced(user: User, faults: Any) -> None:
     faults(preempt_next={"after_seconds": 0})
-    run = user.drop(user.spec(target=TARGET))
+    run = user.drop(user.spec("hang-once", target=TARGET))  # or it is over before it is taken away
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert [a.error.error_class if a.error else None for a in record.attempts] == ["preempted", None]
