@@ -231,7 +231,8 @@ def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) 
     record = life.record_when(until)
     if until > use.until or record is None or record["state"] not in ("PROVISIONING", "TRAINING"):
         return
-    if record["cancel_requested"] or record["attempts"][-1]["number"] != use.machine.attempt:
+    attempt = record["attempts"][-1]
+    if record["cancel_requested"] or attempt["number"] != use.machine.attempt or attempt["ended"]:
         return
     by_event = {found.value["event"].get("notice") for found in life.published if found.time <= until}
     in_slack = {found.value["event"].rsplit("/", 1)[-1] for found in life.slack if found.time <= until}
