@@ -37,10 +37,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name in [name for name in os.environ if name.startswith("DROPFORGE_") or name.endswith("_EMULATOR_HOST")]:
             del os.environ[name]
         local.up(state)
+        forget_clients()
         yield state
     local.down(state)
     remains = local.leftovers(state)
     assert (remains.processes, remains.ports) == ([], [])
+    forget_clients()
+
+
+def forget_clients() -> None:
+    """Those of another stack, too: whatever was tested before in this process has left some."""
     for function in [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]:
         function.cache_clear()
 
