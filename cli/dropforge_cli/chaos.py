@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import click
 
@@ -60,21 +61,22 @@ def chaos(
 
 def _lives(seeds: range, strike: str | None, each: bool, targets: tuple[str, ...]) -> Iterator[Life]:
     chosen = "".join(f" --target {target}" for target in targets)
-    target = targets[0] if targets else None
-    if strike is not None:
-        yield _struck(_strike(strike), target)
-    elif each:
-        effects = run_struck(Strike(0, STRIKES[0]), target or ONE).facts[-1].data["effects"]
-        yield from (_struck(Strike(effect, fault), target) for effect in range(1, effects + 1) for fault in STRIKES)
-    else:
-        yield from (
-            (f"--seed {seed}{chosen}", lambda seed=seed: run(seed, targets or tuple(TARGETS))) for seed in seeds
+    if strike is None and not each:
+        drawn = targets or tuple(TARGETS)
+        yield from ((f"--seed {seed}{chosen}", partial(run, seed, drawn)) for seed in seeds)
+        return
+    if len(targets) > 1:
+        raise click.BadParameter(
+            f"{', '.join(targets)}: one run is struck, which has one target", param_hint="--target"
         )
+    target = targets[0] if targets else ONE
+    for one in _each_strike(target) if strike is None else [_strike(strike)]:
+        yield f"--strike {one.effect}:{one.fault}{chosen}", partial(run_struck, one, target)
 
 
-def _struck(strike: Strike, target: str | None) -> Life:
-    chosen = f" --target {target}" if target else ""
-    return f"--strike {strike.effect}:{strike.fault}{chosen}", lambda: run_struck(strike, target or ONE)
+def _each_strike(target: str) -> Iterator[Strike]:
+    effects = run_struck(Strike(0, STRIKES[0]), target).facts[-1].data["effects"]
+    yield from (Strike(effect, fault) for effect in range(1, effects + 1) for fault in STRIKES)
 
 
 def _strike(text: str) -> Strike:

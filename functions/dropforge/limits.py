@@ -22,6 +22,7 @@ from .targets import get_target
 MIN_ENDPOINT_SECONDS = 600
 WARN_AT = (50, 80)  # percent of limits.max_cost_usd
 WARN_OF_TIME_AT = 80  # percent of limits.max_duration
+_STOPPED = "it is stopped, and its checkpoints are kept"
 
 
 class Notice(NamedTuple):
@@ -129,7 +130,7 @@ def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
     yield from due_of_budget(record, spec, now)
     used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
     if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
-        text = f"max_duration is {spec.limits.max_duration}; at 100 % it is stopped, and its checkpoints are kept"
+        text = f"max_duration is {spec.limits.max_duration}; at 100 % {_STOPPED}"
         yield Notice(key, f"has used {WARN_OF_TIME_AT} % of its time", text)
 
 
@@ -140,11 +141,7 @@ def due_of_budget(record: Record, spec: JobSpec, now: datetime) -> Iterator[Noti
         return
     passed = [percent for percent in WARN_AT if spent >= budget * percent / 100]
     if passed and f"budget-{passed[-1]}" not in record.notices:
-        end = (
-            "the endpoint is deleted; the model is kept"
-            if record.endpoint
-            else "it is stopped, and its checkpoints are kept"
-        )
+        end = "the endpoint is deleted, and the model is kept" if record.endpoint else _STOPPED
         text = f"{spent:.2f} of {budget:g} USD are spent; at 100 % {end}"
         yield Notice(f"budget-{passed[-1]}", f"has used {passed[-1]} % of its budget", text)
 

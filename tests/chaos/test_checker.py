@@ -92,6 +92,34 @@ class Story:
         self.tell("gone", name=f"{JOB}{number}")
         self.ledger(f"{JOB}{number}", "gone")
 
+    def begin(self, limits: dict[str, Any], seconds: float) -> float:
+        """A run with these limits, until its only attempt trains, which may take so long; when that was opened."""
+        self.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": limits})
+        self.change("ACCEPTED")
+        self.tell("execution", id="e1", run=RUN)
+        self.change(execution="e1")
+        self.change("PROVISIONING")
+        started = self.now
+        opened = {"number": 1, "started": _iso(started), "deadline": _iso(started + seconds)}
+        self.change(attempts=[opened | {"ended": None, "error": None}])
+        self.ledger(f"{JOB}1", "intended")
+        self.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
+        self.tell("running", name=f"{JOB}1")
+        self.change("TRAINING")
+        return started
+
+    def fail(self, error_class: str, exit_code: int | None) -> None:
+        """Its only attempt ends so, and the run with it."""
+        self.tell("ended", name=f"{JOB}1", exit_code=exit_code)
+        error = {"error_class": error_class}
+        self.change(attempts=[self.record["attempts"][0] | {"ended": _iso(self.now), "error": error}])
+        self.change("TEARING_DOWN")
+        self.tell("deleting", name=f"{JOB}1")
+        self.tell("gone", name=f"{JOB}1")
+        self.ledger(f"{JOB}1", "gone")
+        self.change("FAILED", error=error)
+        self.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+
     def sweep(self, after: float = 1.0) -> None:
         """One that has no problems."""
         self.sweeps += 1
@@ -137,19 +165,8 @@ def served() -> Story:
 def stopped() -> Story:
     """An attempt that its budget ends, after two warnings of the budget and one of the time."""
     story = Story()
-    story.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": {"max_duration": "15m", "max_cost_usd": 0.8}})
-    story.change("ACCEPTED")
-    story.tell("execution", id="e1", run=RUN)
-    story.change(execution="e1")
-    story.change("PROVISIONING")
-    started = story.now
-    opened = {"number": 1, "started": _iso(started), "deadline": _iso(started + 800), "ended": None, "error": None}
-    story.change(attempts=[opened])
-    story.ledger(f"{JOB}1", "intended")
-    story.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
-    story.tell("running", name=f"{JOB}1")
+    started = story.begin({"max_duration": "15m", "max_cost_usd": 0.8}, 800)
     story.tell("told", run=RUN, attempt=1, type="started")
-    story.change("TRAINING")
     story.tell("tick", after=400)
     story.notice("budget-50")
     story.tell("tick", after=200)
@@ -157,46 +174,20 @@ def stopped() -> Story:
     story.tell("tick", after=80)
     story.notice("time-80")
     story.tell("told", after=started + 780 - story.now, run=RUN, attempt=1, type="failed")
-    story.tell("ended", name=f"{JOB}1", exit_code=75)
-    story.change(attempts=[opened | {"ended": _iso(story.now), "error": {"error_class": "budget"}}])
-    story.change("TEARING_DOWN")
-    story.tell("deleting", name=f"{JOB}1")
-    story.tell("gone", name=f"{JOB}1")
-    story.ledger(f"{JOB}1", "gone")
-    story.change("FAILED", error={"error_class": "budget"})
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+    story.fail("budget", exit_code=75)
     return story
 
 
 def stuck() -> Story:
     """An attempt that tells of the same step again and again, and is ended for that."""
     story = Story()
-    limits = {"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}
-    story.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": limits})
-    story.change("ACCEPTED")
-    story.tell("execution", id="e1", run=RUN)
-    story.change(execution="e1")
-    story.change("PROVISIONING")
-    opened = {"number": 1, "started": _iso(story.now), "ended": None, "error": None}
-    opened["deadline"] = _iso(story.now + 3000)
-    story.change(attempts=[opened])
-    story.ledger(f"{JOB}1", "intended")
-    story.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
-    story.tell("running", name=f"{JOB}1")
-    story.change("TRAINING")
+    story.begin({"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}, 3000)
     for sequence, step in enumerate((3, 7, 7, 7)):
         story.tell("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
         story.write(f"events/0001-{sequence:015d}-progress.json", None, 0)
     story.tell("tick", after=60)
     story.notice("stuck-a1")
-    story.tell("ended", name=f"{JOB}1", exit_code=None)
-    story.change(attempts=[opened | {"ended": _iso(story.now), "error": {"error_class": "stuck"}}])
-    story.change("TEARING_DOWN")
-    story.tell("deleting", name=f"{JOB}1")
-    story.tell("gone", name=f"{JOB}1")
-    story.ledger(f"{JOB}1", "gone")
-    story.change("FAILED", error={"error_class": "stuck"})
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+    story.fail("stuck", exit_code=None)
     return story
 
 

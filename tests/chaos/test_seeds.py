@@ -79,6 +79,8 @@ def test_the_command_counts_seeds_and_replays_one() -> None:
     one = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--target", "tpu_vm", "--verbose"])
     assert f"digest {run(1, ['tpu_vm']).digest}" in one.output
     assert "dropped" in one.output
+    struck = CliRunner().invoke(cli, ["chaos", "--each", "--target", "gke", "--target", "ray"])
+    assert (struck.exit_code, "gke, ray: one run is struck, which has one target" in struck.output) == (2, True)
 
 
 FAULTS = {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", "deleted", "repeated"}

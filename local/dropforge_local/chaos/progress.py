@@ -9,6 +9,7 @@ from .limits import training_uses
 from .lives import CHECK_SECONDS, SLACK_SECONDS, Life, duration_of, seconds_of
 
 PROGRESS = frozenset({"progress", "checkpoint"})
+_POD = "k8s.io/Pod"
 
 
 def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
@@ -72,7 +73,7 @@ def _not_told(life: Life, signs: list[float], told: float | None, number: int) -
     for since, until in pairwise(signs):
         late = since + after + 2 * CHECK_SECONDS + SLACK_SECONDS
         late += life.delay(since, late)
-        if late < until and (told is None or told > late) and _trains(life, number, late):
+        if late < until and (told is None or told > late) and _trains(life, number, late) and _runs(life, number, late):
             yield late, f"attempt {number} made no progress for {late - since:.0f} s, and nobody was told"
 
 
@@ -82,3 +83,10 @@ def _trains(life: Life, number: int, time: float) -> bool:
     if record is None or record["state"] not in ("PROVISIONING", "TRAINING") or record["cancel_requested"]:
         return False
     return bool(record["attempts"][-1]["number"] == number and record["attempts"][-1]["ended"] is None)
+
+
+def _runs(life: Life, number: int, time: float) -> bool:
+    """Whether none of an attempt's pods was still waiting for its node then: the attempt was pending, by the cloud."""
+    pods = [machine for machine in life.training if machine.kind == _POD and machine.attempt == number]
+    there = [pod for pod in pods if pod.created.time <= time and (pod.gone is None or pod.gone.time > time)]
+    return all(pod.running is not None and pod.running <= time for pod in there)
