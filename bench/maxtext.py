@@ -38,7 +38,7 @@ def main() -> None:
 
 def measure(http: str) -> None:
     """Run the example and print what it took."""
-    from dropforge.runs import open_store
+    from dropforge.store import open_store
     from dropforge_cli.logs import read_log
 
     run, store = drop(), open_store()

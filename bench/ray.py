@@ -60,8 +60,8 @@ class Cloud:
         from google.cloud import pubsub_v1
 
         from dropforge import clients
-        from dropforge.runs import RunStore
         from dropforge.settings import settings
+        from dropforge.store import RunStore
 
         self.settings = settings()
         self.client = clients.storage()

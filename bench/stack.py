@@ -77,8 +77,8 @@ class User:
         from google.cloud import pubsub_v1
 
         from dropforge import clients
-        from dropforge.runs import RunStore
         from dropforge.settings import settings
+        from dropforge.store import RunStore
 
         self.info = info
         self.settings = settings()

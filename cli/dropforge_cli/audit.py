@@ -12,8 +12,9 @@ import click
 
 from dropforge.listing import Listed
 from dropforge.orphans import list_all, serves
-from dropforge.runs import Ledger, Record, ResourceState, RunStore, open_store
+from dropforge.runs import Ledger, Record, ResourceState
 from dropforge.settings import settings
+from dropforge.store import RunStore, open_store
 
 from .deployment import connect
 from .display import stderr, stdout, table

@@ -19,8 +19,9 @@ from rich.console import Console
 from dropforge import clients
 from dropforge.artifacts import upload_directory
 from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.runs import Record, RunState, open_store
+from dropforge.runs import Record, RunState
 from dropforge.spec import JobSpec
+from dropforge.store import open_store
 
 from . import report
 from .deployment import Deployment, of_stack

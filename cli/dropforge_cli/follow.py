@@ -17,7 +17,8 @@ from rich.text import Text
 
 from dropforge import names
 from dropforge.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
-from dropforge.runs import Record, RunState, RunStore, open_store, utc_now
+from dropforge.runs import Record, RunState, utc_now
+from dropforge.store import RunStore, open_store
 
 from .deployment import Deployment
 from .display import duration

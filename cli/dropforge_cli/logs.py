@@ -11,7 +11,8 @@ import click
 import requests
 
 from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.runs import Ledger, RunStore, open_store
+from dropforge.runs import Ledger
+from dropforge.store import RunStore, open_store
 
 from .deployment import Deployment, connect
 from .options import state_option

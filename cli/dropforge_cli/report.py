@@ -15,9 +15,10 @@ from dropforge.artifacts import read_artifact, read_manifest
 from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import NotFound
-from dropforge.runs import Endpoint, Record, RunState, RunStore, utc_now
+from dropforge.runs import Endpoint, Record, RunState, utc_now
 from dropforge.serving import get_server
 from dropforge.spec import JobSpec
+from dropforge.store import RunStore
 from dropforge.targets import get_target
 
 from .deployment import Deployment

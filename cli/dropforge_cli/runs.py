@@ -13,7 +13,8 @@ from rich.console import Console
 from dropforge import clients, names
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import NotFound
-from dropforge.runs import Ledger, Record, RunState, RunStore, open_store, utc_now
+from dropforge.runs import Ledger, Record, RunState, utc_now
+from dropforge.store import RunStore, open_store
 
 from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd

@@ -20,8 +20,9 @@ from rich.console import Console
 from dropforge import __version__, clients, names
 from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.listing import Unlisted
-from dropforge.runs import RunState, RunStore, open_store, utc_now
+from dropforge.runs import RunState, utc_now
 from dropforge.spec import JobSpec, seconds
+from dropforge.store import RunStore, open_store
 from dropforge.targets import TARGETS, get_target
 
 from .deployment import Deployment, connect

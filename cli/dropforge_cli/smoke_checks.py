@@ -24,8 +24,9 @@ from dropforge.clients import TIMEOUT_SECONDS
 from dropforge.errors import DropforgeError
 from dropforge.listing import Listed
 from dropforge.orphans import list_all
-from dropforge.runs import Endpoint, Ledger, Record, ResourceState, RunState, RunStore, utc_now
+from dropforge.runs import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
 from dropforge.spec import JobSpec
+from dropforge.store import RunStore
 
 from .audit import compare
 from .deployment import Deployment

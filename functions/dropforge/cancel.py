@@ -17,7 +17,8 @@ from .errors import NotFound, RetryLater
 from .executions import wake
 from .log import log
 from .notify import conclude, tell
-from .runs import Record, RunState, RunStore, open_store, utc_now
+from .runs import Record, RunState, utc_now
+from .store import RunStore, open_store
 from .teardown import end_endpoint
 
 END_TOLD = "end"  # among the notices of a record

@@ -15,11 +15,12 @@ from .log import log
 from .notify import announce
 from .outcome import failed, superseded, waiting
 from .provision import launch_of
-from .runs import Endpoint, Record, ResourceState, RunState, RunStore, open_store, utc_now
+from .runs import Endpoint, Record, ResourceState, RunState, utc_now
 from .serving import get_server
 from .serving.base import START_HINT, Deployment
 from .settings import settings
 from .spec import JobSpec, seconds
+from .store import RunStore, open_store
 
 COMPLETION_TIMEOUT_SECONDS = 120
 RETRY_SECONDS = 5

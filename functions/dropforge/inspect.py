@@ -18,9 +18,10 @@ from .log import log
 from .notify import warn
 from .outcome import failed, retry_or_fail, superseded, waiting
 from .provision import launch_of
-from .runs import Attempt, Record, RunError, RunStore, open_store, utc_now
+from .runs import Attempt, Record, RunError, utc_now
 from .settings import Settings, settings
 from .spec import JobSpec, TrainingVmServe, seconds
+from .store import RunStore, open_store
 from .targets import get_target
 from .targets.base import Phase, Status
 

@@ -10,7 +10,7 @@ from .errors import RetryLater
 from .events import JobEvent, parse_job_event
 from .executions import wake
 from .log import log
-from .runs import open_store
+from .store import open_store
 
 # The events that change what the workflow does next. Progress and checkpoints are only kept.
 WAKING = frozenset({"started", "succeeded", "failed", "preempted"})

@@ -15,10 +15,11 @@ from .limits import Notice, due_of_budget
 from .log import log
 from .notify import notify, tell, warn
 from .provision import launch_of
-from .runs import Record, RunState, RunStore, utc_now
+from .runs import Record, RunState, utc_now
 from .serving import get_server
 from .serving.base import Deployment
 from .settings import Settings
+from .store import RunStore
 from .submit import accept_again, note_execution, resume, submit_object
 from .teardown import delete_remaining, end_endpoint
 

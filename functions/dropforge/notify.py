@@ -20,10 +20,11 @@ from .events import RunEvent, run_event_message
 from .limits import Notice, running_since
 from .log import log
 from .outcome import superseded
-from .runs import Record, RunError, RunState, RunStore, Transition, open_store, utc_now
+from .runs import Record, RunError, RunState, Transition, utc_now
 from .settings import settings
 from .slack import Message, notice_message, send, slack_message
 from .spec import JobSpec
+from .store import RunStore, open_store
 
 PUBLISH_TIMEOUT_SECONDS = 20
 

@@ -16,9 +16,10 @@ from . import names
 from .errors import CloudError
 from .listing import Listed, Unlisted, is_of_run
 from .log import log
-from .runs import Record, ResourceState, RunState, RunStore
+from .runs import Record, ResourceState, RunState
 from .serving import SERVERS, get_server
 from .settings import Settings
+from .store import RunStore
 from .targets import TARGETS, get_target
 from .teardown import delete_resource
 

@@ -13,9 +13,10 @@ from .limits import paid_seconds
 from .log import log
 from .notify import announce
 from .outcome import failed, outcome_of, retry_or_fail, superseded, waiting
-from .runs import Attempt, Limit, Record, ResourceState, RunError, RunState, RunStore, open_store, utc_now
+from .runs import Attempt, Limit, Record, ResourceState, RunError, RunState, utc_now
 from .settings import settings
 from .spec import JobSpec, seconds
+from .store import RunStore, open_store
 from .targets import get_target
 from .targets.base import Launch
 

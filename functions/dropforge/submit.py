@@ -19,9 +19,10 @@ from .clients import TIMEOUT_SECONDS
 from .errors import InvalidSpec, RetryLater, SpecProblem
 from .executions import find_execution, start_execution
 from .log import log
-from .runs import Record, RunState, RunStore, Transition, open_store, utc_now
+from .runs import Record, RunState, Transition, utc_now
 from .settings import settings
 from .spec import MAX_SPEC_BYTES, JobSpec, parse_spec, redact
+from .store import RunStore, open_store
 
 # A first delivery that has made the record starts the execution within this; a second one waits that long.
 START_SECONDS = 5

@@ -14,8 +14,9 @@ from . import lost_work, orphans
 from .executions import live_executions
 from .log import log
 from .orphans import Deletions, Doomed
-from .runs import open_store, utc_now
+from .runs import utc_now
 from .settings import settings
+from .store import open_store
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -10,9 +10,10 @@ from .errors import CloudError
 from .log import log
 from .notify import announce
 from .outcome import superseded, waiting
-from .runs import LedgerEntry, Outcome, Record, ResourceState, RunState, RunStore, open_store, utc_now
+from .runs import LedgerEntry, Outcome, Record, ResourceState, RunState, utc_now
 from .serving import get_server
 from .serving.base import Server
+from .store import RunStore, open_store
 from .targets import get_target
 from .targets.base import Target
 

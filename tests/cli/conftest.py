@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 
 from dropforge import clients, names
 from dropforge.events import JobEvent
-from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, RunStore, Transition
+from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.settings import settings
+from dropforge.store import RunStore
 from dropforge_cli.main import cli
 from dropforge_local.db import Database
 from dropforge_local.emulators.pubsub import PubSubEmulator

@@ -18,11 +18,12 @@ import pytest
 
 from dropforge import clients, lost_work, names, orphans, sweep
 from dropforge.provision import launch_of
-from dropforge.runs import Attempt, Record, RunState, RunStore, Transition, utc_now
+from dropforge.runs import Attempt, Record, RunState, Transition, utc_now
 from dropforge.serving import get_server
 from dropforge.serving.base import Deployment
 from dropforge.settings import settings
 from dropforge.spec import JobSpec
+from dropforge.store import RunStore
 from dropforge.targets import get_target
 from dropforge.targets.base import Launch, Phase, Resource, Status, Target
 

@@ -15,10 +15,11 @@ import pytest
 
 from dropforge import clients, names, sweep
 from dropforge.deploy import deploy
-from dropforge.runs import ResourceState, RunState, RunStore, utc_now
+from dropforge.runs import ResourceState, RunState, utc_now
 from dropforge.serving import gke
 from dropforge.serving.base import Deployment
 from dropforge.settings import settings
+from dropforge.store import RunStore
 from dropforge.teardown import teardown
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all

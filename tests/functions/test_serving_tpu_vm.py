@@ -16,10 +16,11 @@ import pytest
 
 from dropforge import clients, names, sweep, tpu
 from dropforge.deploy import deploy
-from dropforge.runs import ResourceState, RunState, RunStore, utc_now
+from dropforge.runs import ResourceState, RunState, utc_now
 from dropforge.serving import tpu_vm
 from dropforge.serving.base import Deployment
 from dropforge.settings import settings
+from dropforge.store import RunStore
 from dropforge.teardown import teardown
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all

@@ -16,8 +16,9 @@ import functions_framework
 import pytest
 
 from dropforge import clients, names
-from dropforge.runs import Record, RunStore
+from dropforge.runs import Record
 from dropforge.settings import settings
+from dropforge.store import RunStore
 from dropforge_local.db import Database
 from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator

@@ -17,8 +17,9 @@ import pytest
 
 from dropforge import clients, names
 from dropforge.errors import NotFound
-from dropforge.runs import Record, RunStore
+from dropforge.runs import Record
 from dropforge.settings import Settings, settings
+from dropforge.store import RunStore
 from dropforge_local import stack as local
 from dropforge_local.stack import IMAGES, StackConfig, StackInfo
 
@@ -168,11 +169,20 @@ class User:
         if "/k8s/" in resource:
             cluster, pod = next(iter(Clusters(self.info).pods(run)))
             self.post("_local/kubernetes/faults", {"preempt": {"cluster": cluster, "pod": pod}})
-        elif "/queuedResources/" in resource:
-            self.post("_local/tpu/faults", {"preempt": self.machine(run)})
+        else:
+            self._strike(run, "preempt")
+
+    def run_out_of_memory(self, run: str) -> None:
+        """Fill the memory of the machine of a run on Cloud Run or Cloud TPU."""
+        self._strike(run, "out_of_memory")
+
+    def _strike(self, run: str, fault: str) -> None:
+        resource = self.training(run)
+        if "/queuedResources/" in resource:
+            self.post("_local/tpu/faults", {fault: self.machine(run)})
         else:
             execution = next(iter(clients.run_executions().list_executions(parent=resource)))
-            self.post("_local/cloudrun/faults", {"preempt": execution.name})
+            self.post("_local/cloudrun/faults", {fault: execution.name})
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         """Tell the stack's own interface something."""

@@ -22,8 +22,9 @@ from dropforge.inspect import inspect
 from dropforge.job_events import receive_job_event
 from dropforge.notify import notify
 from dropforge.provision import provision
-from dropforge.runs import Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.runs import Record, ResourceState, RunState, Transition, utc_now
 from dropforge.spec import JobSpec
+from dropforge.store import RunStore
 from dropforge.submit import submit_message, submit_object
 from dropforge.sweep import sweep
 from dropforge.targets.base import Launch, Phase, Status

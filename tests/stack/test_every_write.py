@@ -25,7 +25,8 @@ from dropforge.errors import RetryLater
 from dropforge.inspect import inspect
 from dropforge.notify import notify
 from dropforge.provision import provision
-from dropforge.runs import RunError, RunState, RunStore
+from dropforge.runs import RunError, RunState
+from dropforge.store import RunStore
 from dropforge.teardown import teardown
 
 from .conftest import User

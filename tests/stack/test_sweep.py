@@ -19,7 +19,8 @@ from google.api_core.exceptions import ServiceUnavailable
 from dropforge import clients, lost_work, names, orphans
 from dropforge import sweep as swept
 from dropforge.provision import launch_of
-from dropforge.runs import RunState, RunStore, utc_now
+from dropforge.runs import RunState, utc_now
+from dropforge.store import RunStore
 from dropforge.submit import submit_message
 from dropforge.sweep import sweep
 from dropforge.targets import get_target

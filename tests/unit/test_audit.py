@@ -7,7 +7,8 @@ from unittest.mock import Mock
 from dropforge import names
 from dropforge.kubernetes import CLUSTER
 from dropforge.listing import Listed
-from dropforge.runs import Ledger, LedgerEntry, Record, ResourceState, RunState, RunStore, Transition, utc_now
+from dropforge.runs import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition, utc_now
+from dropforge.store import RunStore
 from dropforge.targets.gke import JOB
 from dropforge_cli.audit import MISSING, Difference, compare
 

@@ -21,9 +21,10 @@ from dropforge.inspect import Heard, Report, _stuck
 from dropforge.limits import due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.outcome import retry_or_fail
 from dropforge.provision import _open_attempt, pause_seconds
-from dropforge.runs import Attempt, Record, RunError, RunState, RunStore, Transition, Versioned
+from dropforge.runs import Attempt, Record, RunError, RunState, Transition
 from dropforge.settings import Settings
 from dropforge.spec import JobSpec, parse_spec
+from dropforge.store import RunStore, Versioned
 from dropforge.targets.base import Phase, Status
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -15,8 +15,9 @@ from dropforge import lost_work, names
 from dropforge.cancel import END_TOLD
 from dropforge.errors import CloudError, ErrorClass, RetryLater
 from dropforge.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
-from dropforge.runs import Endpoint, Record, RunState, RunStore, Transition
+from dropforge.runs import Endpoint, Record, RunState, Transition
 from dropforge.settings import Settings
+from dropforge.store import RunStore
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)

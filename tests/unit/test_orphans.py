@@ -13,18 +13,9 @@ from dropforge import names, orphans
 from dropforge.errors import CloudError, ErrorClass
 from dropforge.listing import Listed, Unlisted, each, is_of_run
 from dropforge.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
-from dropforge.runs import (
-    Attempt,
-    Endpoint,
-    Ledger,
-    LedgerEntry,
-    Record,
-    ResourceState,
-    RunState,
-    RunStore,
-    Transition,
-)
+from dropforge.runs import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.settings import Settings
+from dropforge.store import RunStore
 from dropforge.sweep import Look
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
