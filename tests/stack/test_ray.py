@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dropforge.errors import ErrorClass
 from dropforge.runs import RunState
 
 from .clusters import Clusters
@@ -41,16 +40,5 @@ def test_hosts_and_head_that_are_taken_away_are_replaced_within_the_attempt(user
     take_away(user, head)  # with the driver: the operator submits the job again
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
-    assert len(record.attempts) == 1
-    assert_clean(user, run)
-
-
-def test_a_head_that_runs_out_of_memory_does_not_get_its_job_again_and_again(user: User) -> None:
-    run = user.drop(user.spec("hog", target=TARGET))
-    record = user.wait(run)
-    assert record.error
-    assert record.error.error_class is ErrorClass.OUT_OF_MEMORY
-    assert "(OOMKilled)" in record.error.message
-    assert "head_memory_gib" in record.error.hint
     assert len(record.attempts) == 1
     assert_clean(user, run)

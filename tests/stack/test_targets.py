@@ -22,6 +22,7 @@ from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import GATE, assert_clean, states
 
 Part = dict[str, Any]
+MORE_MEMORY = {"cloud_run": "memory_gib", "gke": "memory_gib", "ray": "head_memory_gib", "tpu_vm": "accelerator_type"}
 
 
 def test_everything_that_the_stack_has_is_tested(user: User) -> None:
@@ -64,6 +65,20 @@ def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(
     assert len(record.attempts) == 1
     assert_clean(user, run)
     assert user.slack(run, "failed")[-1].endswith("failed")
+
+
+def test_an_attempt_that_ran_out_of_memory_is_not_repeated(user: User, target: Part) -> None:
+    run = user.drop(user.spec("hog", target=target | ({"memory_gib": 1} if target["type"] == "gke" else {})))
+    if target["type"] in ("cloud_run", "tpu_vm"):  # machines that a test cannot fill
+        user.wait(run, "TRAINING")
+        user.run_out_of_memory(run)
+    record = user.wait(run)
+    assert record.state is RunState.FAILED
+    assert record.error is not None
+    assert record.error.error_class == "out_of_memory", record.error
+    assert MORE_MEMORY[target["type"]] in record.error.hint
+    assert len(record.attempts) == 1
+    assert_clean(user, run)
 
 
 def test_every_event_thrice_changes_nothing(user: User, target: Part) -> None:

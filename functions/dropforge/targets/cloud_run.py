@@ -26,6 +26,10 @@ KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
 LOOK_SECONDS = 0.1
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
+# As a condition says it, without an exit code: "Task T failed with exit code: 0 and message: ...". No page of Google's
+# has it; people who ran into it do (https://github.com/search?q=%22configured+memory+limit+was+reached%22&type=code).
+_OUT_OF_MEMORY = "configured memory limit was reached"
+_MEMORY_HINT = "raise target.memory_gib"
 # Reasons of a condition (run_v2 Condition.CommonReason) that no further attempt can mend.
 _OUR_MISTAKES = frozenset(
     {
@@ -132,7 +136,7 @@ class CloudRunJobs:
         """The first failed task's last attempt: its exit code, or a status when the platform ended it."""
         tasks = clients.run_tasks().list_tasks(parent=execution, timeout=TIMEOUT_SECONDS)
         results = [task.last_attempt_result for task in tasks if task.last_attempt_result]
-        return next((result for result in results if result.exit_code or result.status.code), None)
+        return next((r for r in results if r.exit_code or r.term_signal or r.status.code), None)
 
     def _delete(self, name: str) -> bool:
         from google.api_core.exceptions import NotFound
@@ -217,6 +221,8 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     reason = run_v2.Condition.CommonReason(completed.reason).name
     if reason in _OUR_MISTAKES:
         return Status(Phase.FAILED, f"{reason}: {completed.message}", ErrorClass.CONFIG)
+    if _OUT_OF_MEMORY in completed.message:
+        return Status(Phase.FAILED, completed.message, ErrorClass.OUT_OF_MEMORY, hint=_MEMORY_HINT)
     result = result_of_task()
     if result is not None and result.exit_code:
         found, code = class_of_exit(result.exit_code), result.exit_code

@@ -46,6 +46,7 @@ hint=''
 failed_command=''
 terminated='' # set by SIGTERM
 exit_code=''  # the container's
+oom_killed=''
 run='' attempt='' role='' bucket='' topic='' job=''
 state=$ROOT/run/dropforge # until the data disk is there
 log=$ROOT/var/log/dropforge.log
@@ -272,7 +273,7 @@ run_container() {
     fi
     docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
     timeout --preserve-status --kill-after="$KILL_SECONDS" "$left" \
-        docker run --rm --name dropforge --privileged --network host --shm-size 16g --volume "$work:/work" \
+        docker run --name dropforge --privileged --network host --shm-size 16g --volume "$work:/work" \
         ${arguments[@]+"${arguments[@]}"} "$image" &
     job=$!
     while
@@ -281,6 +282,8 @@ run_container() {
         kill -0 "$job" 2>/dev/null # it goes on, and a signal has ended the wait
     do :; done
     job=''
+    oom_killed=$(docker inspect --format '{{.State.OOMKilled}}' dropforge 2>/dev/null || true)
+    docker rm --force dropforge >/dev/null 2>&1 || true # its environment has the secrets
     echo "the container ended with exit code $exit_code"
 }
 
@@ -291,6 +294,10 @@ explain_exit() {
     fi
     if [ "$(date +%s)" -ge "$deadline" ]; then
         fail deadline "the container was stopped at the deadline"
+    fi
+    if [ "$oom_killed" = true ]; then
+        fail out_of_memory "the machine's memory ran out: a process was killed (exit code $exit_code)" \
+            "take a larger accelerator_type, whose machine has more memory, or a smaller batch"
     fi
     case $exit_code in
     125) fail infrastructure "the container could not be started" ;;

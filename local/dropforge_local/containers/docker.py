@@ -1,7 +1,7 @@
 """`docker` on an emulated machine: images are read from their Dockerfiles, a container is a child process.
 
-Knows `login`, `pull`, `run` in the foreground, `stop` and `rm`, with the options that make sense here; anything else
-is refused. Exit codes are Docker's: 125 for its own failures, else the container's.
+Knows `login`, `pull`, `run` in the foreground, `stop`, `rm`, and of `inspect` whether memory ran out, with the options
+that make sense here; anything else is refused. Exit codes are Docker's: 125 for its own failures, else the container's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .images import ImageNotFound, ImageStore
 from .processes import MARKER
 
 SETTINGS = "etc/dropforge-docker.json"
+OOM_KILLED = "{{.State.OOMKilled}}"  # what may be asked of a container
 FAILED = 125
 STOP_SECONDS = 10.0
 # What every process of the machine has, and a container's must have as well.
@@ -34,6 +35,15 @@ def configure(root: Path, images: ImageStore, environment: Mapping[str, str]) ->
     puts in every container's environment."""
     settings = {"images": str(images.root), "directory": str(images.directory), "environment": dict(environment)}
     (root / SETTINGS).write_text(json.dumps(settings))
+
+
+def run_out_of_memory(root: Path) -> int:
+    """Do to the containers of a machine what its kernel does when the memory is full; how many there were."""
+    running = [path for path in _containers(root).glob("*") if _is_running(root, path.name)]
+    for path in running:
+        (path / "oom-killed").touch()
+        _signal(_pid(root, path.name), signal.SIGKILL)
+    return len(running)
 
 
 class DockerError(Exception):
@@ -93,6 +103,9 @@ def run(root: Path, options: argparse.Namespace) -> int:
 
 def stop(root: Path, options: argparse.Namespace) -> int:
     pid = _pid(root, options.name)
+    if not _is_running(root, options.name):
+        print(options.name)
+        return 0
     _signal(pid, signal.SIGTERM)
     deadline = time.monotonic() + options.time
     while _is_running(root, options.name) and time.monotonic() < deadline:
@@ -104,11 +117,18 @@ def stop(root: Path, options: argparse.Namespace) -> int:
 
 def remove(root: Path, options: argparse.Namespace) -> int:
     pid = _pid(root, options.name)
-    if _is_running(root, options.name) and not options.force:
-        raise DockerError(f"cannot remove container {options.name!r}: container is running")
-    _signal(pid, signal.SIGKILL)
+    if _is_running(root, options.name):
+        if not options.force:
+            raise DockerError(f"cannot remove container {options.name!r}: container is running")
+        _signal(pid, signal.SIGKILL)
     shutil.rmtree(_containers(root) / options.name, ignore_errors=True)
     print(options.name)
+    return 0
+
+
+def inspect(root: Path, options: argparse.Namespace) -> int:
+    _pid(root, options.name)
+    print(str((_containers(root) / options.name / "oom-killed").exists()).lower())
     return 0
 
 
@@ -131,6 +151,7 @@ def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: 
         process.send_signal(early)
     code = process.wait()
     _signal(process.pid, signal.SIGKILL)
+    (directory / "ended").touch()  # its number may be another process's from now on
     return 128 - code if code < 0 else code
 
 
@@ -162,6 +183,8 @@ def _pid(root: Path, name: str) -> int:
 
 
 def _is_running(root: Path, name: str) -> bool:
+    if (_containers(root) / name / "ended").exists():
+        return False
     try:
         os.killpg(_pid(root, name), 0)
     except (ProcessLookupError, PermissionError, DockerError):
@@ -225,6 +248,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--force", "-f", action="store_true")
     one.add_argument("name")
     one.set_defaults(command=remove)
+    one = commands.add_parser("inspect")
+    one.add_argument("--format", "-f", choices=[OOM_KILLED], required=True)
+    one.add_argument("name")
+    one.set_defaults(command=inspect)
     return parser
 
 

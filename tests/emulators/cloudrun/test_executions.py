@@ -62,7 +62,9 @@ def test_run_operation_ends_with_the_execution(cloud: Any, make: Any) -> None:
 def test_non_zero_exit_fails_with_its_code(cloud: Any, make: Any) -> None:
     execution = cloud.wait(start(cloud, make, "fail").name)
     assert completed(execution).execution_reason == REASON.NON_ZERO_EXIT_CODE
-    assert "task0 failed with message: The container exited with an error" in completed(execution).message
+    assert completed(execution).message.endswith(
+        "failed with exit code: 7 and message: The container exited with an error."
+    )
     assert only_task(cloud, execution).last_attempt_result.exit_code == 7
 
 
@@ -148,7 +150,8 @@ def test_task_past_its_timeout_is_ended_politely_and_fails(cloud: Any, make: Any
     assert "checkpoint" in cloud.logs(execution.name)
     result = only_task(cloud, execution).last_attempt_result
     assert (result.status.code, result.term_signal) == (4, 15)
-    assert "maximum timeout of 1 seconds" in result.status.message
+    assert result.status.message == "The configured timeout was reached."
+    assert "reached the maximum timeout of 1 seconds" in cloud.logs(execution.name)
 
 
 def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
@@ -160,7 +163,9 @@ def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
 def test_memory_above_the_limit_is_killed(cloud: Any, make: Any) -> None:
     execution = cloud.wait(start(cloud, make, "hog").name)
     result = only_task(cloud, execution).last_attempt_result
-    assert (result.exit_code, result.status.message) == (137, "The container exceeded its memory limit.")
+    assert (result.exit_code, result.term_signal) == (0, 9)
+    expected = "task0 failed with exit code: 0 and message: The configured memory limit was reached."
+    assert completed(execution).message.endswith(expected)
     assert "Memory limit of 512 MiB exceeded" in cloud.logs(execution.name)
 
 

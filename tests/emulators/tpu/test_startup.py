@@ -261,6 +261,15 @@ def test_what_the_container_could_not_tell(
     assert text in event.message
 
 
+def test_the_memory_runs_out(lab: Lab) -> None:
+    lab.train("sleep")
+    lab.wait_for_line("training sleep")
+    lab.faults(out_of_memory="n1")
+    status = lab.ended()
+    assert (status["error_class"], status["exit_code"]) == (ErrorClass.OUT_OF_MEMORY, 137)
+    assert lab.event().error_class == ErrorClass.OUT_OF_MEMORY
+
+
 class BrokenHalf(socketserver.ThreadingTCPServer):
     """In front of a server: every other connection, the first one too, ends when its request has come."""
 

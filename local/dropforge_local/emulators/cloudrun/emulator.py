@@ -314,8 +314,9 @@ class CloudRunEmulator:
     async def _set_faults(self, request: web.Request) -> web.Response:
         body = parse_faults(await request.read())
         switches = self._context.faults.configure(body, {one.method for one in self._table})
-        if "preempt" in body:
-            self._executions.preempt(body["preempt"])
+        for action in ("preempt", "out_of_memory"):
+            if action in body:
+                self._executions.terminate(body[action], action)
         self._context.capacity.notify()
         return web.json_response(switches)
 

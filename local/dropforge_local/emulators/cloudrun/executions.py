@@ -14,6 +14,7 @@ from typing import Any
 from google.cloud import run_v2
 from google.rpc import status_pb2
 
+from ...containers.logs import append_platform_line
 from ...containers.processes import LOST, OUT_OF_MEMORY, Container, Exit
 from ...errors import RPC_CODE, ApiError
 from . import rules
@@ -160,13 +161,13 @@ class Executions:
             store.delete(name)
             connection.execute("DELETE FROM cloudrun_stops WHERE execution = ?", [name])
 
-    def preempt(self, name: str) -> None:
-        """Take the machines away from a running execution, as maintenance does from GPU tasks."""
+    def terminate(self, name: str, fault: str) -> None:
+        """Take the machines away from a running execution, as maintenance does from GPU tasks, or fill their memory."""
         names = [one for one in self._drivers if name in (one, short(one))]
         if not names:
             raise ApiError("NOT_FOUND", f"execution {name!r} is not running")
         for one in names:
-            self._drivers[one].preempt()
+            self._drivers[one].terminate(fault)
 
     def _request_stop(self, name: str, reason: str) -> None:
         store = self._context.store
@@ -220,10 +221,11 @@ class Driver:
         self._complete()
         self.finished.set()
 
-    def preempt(self) -> None:
+    def terminate(self, fault: str) -> None:
+        grace = self._context.config.grace_seconds if fault == "preempt" else 0
+        reason = PREEMPTED if fault == "preempt" else OUT_OF_MEMORY
         for container in self._containers.values():
-            grace = self._context.config.grace_seconds
-            self._context.background.spawn(container.terminate(grace, PREEMPTED))
+            self._context.background.spawn(container.terminate(grace, reason))
 
     async def _run_task(self, name: str, execution: Any, slots: asyncio.Semaphore) -> None:
         async with slots:
@@ -280,8 +282,11 @@ class Driver:
                 ended = container.exit
                 late = ended.at > deadline + grace  # it went on while no stack was there to end it
                 ended = Exit(ended.code, ended.at, TIMED_OUT) if late and not ended.reason else ended
+            elif self._is_stopping():
+                ended = await container.terminate(grace, STOPPED)
             else:
-                ended = await container.terminate(grace, STOPPED if self._is_stopping() else TIMED_OUT)
+                append_platform_line(container.directory, _timeout_line(timeout_seconds))
+                ended = await container.terminate(grace, TIMED_OUT)
         finally:
             del self._containers[container.id]
         self._context.workloads.ended(container)
@@ -294,7 +299,7 @@ class Driver:
             task = store.get(name)
             if isinstance(attempt, Exit) and attempt.reason == STOPPED:
                 return True
-            task.last_attempt_result = _attempt_result(attempt, self._timeout_text(task))
+            task.last_attempt_result = _attempt_result(attempt)
             succeeded = not task.last_attempt_result.status.code
             done = succeeded or task.retried >= task.max_retries
             if done:
@@ -388,7 +393,9 @@ class Driver:
             text = "Execution completed successfully."
             return condition("Completed", "SUCCEEDED", now, text), Status.EXECUTION_SUCCEEDED
         failed = next(task for task in self._context.store.children("tasks", self.name) if _state_of(task) == "failed")
-        text = f"Task {short(failed.name)} failed with message: {failed.last_attempt_result.status.message}"
+        result = failed.last_attempt_result
+        what = f"failed with exit code: {result.exit_code} and message: {result.status.message}"
+        text = f"Task {short(failed.name)} {what}"
         verdict = condition("Completed", "FAILED", now, text, execution_reason="NON_ZERO_EXIT_CODE")
         return verdict, Status.EXECUTION_FAILED
 
@@ -411,11 +418,12 @@ class Driver:
         ).fetchone()
         return row["reason"] if row else ""
 
-    def _timeout_text(self, task: Any) -> str:
-        return (
-            f"The configured timeout was reached: the maximum timeout of {seconds(task.timeout):g} seconds. "
-            "To change it, see https://cloud.google.com/run/docs/configuring/task-timeout"
-        )
+
+def _timeout_line(timeout_seconds: float) -> str:
+    return (
+        f"Terminating task because it has reached the maximum timeout of {timeout_seconds:g} seconds. "
+        "To change this limit, see https://cloud.google.com/run/docs/configuring/task-timeout"
+    )
 
 
 def _container_id(task: Any, execution: Any) -> str:
@@ -480,21 +488,27 @@ def _task_environment(execution: Any, task: Any) -> dict[str, str]:
     }
 
 
-def _attempt_result(attempt: Exit | str, timeout_text: str) -> Any:
-    """Code 0 is success; exit_code and term_signal exclude each other."""
+def _attempt_result(attempt: Exit | str) -> Any:
+    """Code 0 is success; exit_code and term_signal exclude each other.
+
+    The texts about exit codes, timeouts and memory, and the codes of the first two, are those that people report of
+    Cloud Run; the others are ours.
+    """
     if isinstance(attempt, str):
         return _result("FAILED_PRECONDITION", attempt)
     if attempt.reason == TIMED_OUT:
-        return _result("DEADLINE_EXCEEDED", timeout_text, term_signal=_signal_of(attempt))
+        return _result("DEADLINE_EXCEEDED", "The configured timeout was reached.", term_signal=_signal_of(attempt))
     if attempt.reason == PREEMPTED:
         text = "The instance was terminated by the system: GPU instances are not migrated at maintenance."
         return _result("UNAVAILABLE", text, term_signal=_signal_of(attempt))
     if attempt.reason == OUT_OF_MEMORY:
-        return _result("RESOURCE_EXHAUSTED", "The container exceeded its memory limit.", exit_code=attempt.code)
+        return _result(
+            "RESOURCE_EXHAUSTED", "The configured memory limit was reached.", term_signal=_signal_of(attempt)
+        )
     if attempt.reason == LOST:
         return _result("UNAVAILABLE", "The container was killed from outside.", exit_code=attempt.code)
     if attempt.code:
-        return _result("UNKNOWN", "The container exited with an error.", exit_code=attempt.code)
+        return _result("ABORTED", "The container exited with an error.", exit_code=attempt.code)
     return run_v2.TaskAttemptResult()
 
 

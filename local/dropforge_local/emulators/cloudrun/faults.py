@@ -8,10 +8,10 @@ from .config import CloudRunConfig
 
 
 class Faults(Switches):
-    """The fault switches of one emulator. `preempt` names an execution, and acts at once."""
+    """The fault switches of one emulator. `preempt` and `out_of_memory` name an execution, and act at once."""
 
     def __init__(self, db: Database, config: CloudRunConfig) -> None:
-        super().__init__(db, "cloudrun_settings", {"stockout": [], "quota": {}}, actions=("preempt",))
+        super().__init__(db, "cloudrun_settings", {"stockout": [], "quota": {}}, ("preempt", "out_of_memory"))
         self._config = config
 
     def is_stocked_out(self, region: str) -> bool:

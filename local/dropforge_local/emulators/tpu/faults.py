@@ -9,7 +9,7 @@ from ...db import Database
 from ...errors import ApiError
 from ..faults import Switches
 
-ACTIONS = ("preempt", "reboot", "maintenance")  # each names a node, and acts at once
+ACTIONS = ("preempt", "reboot", "maintenance", "out_of_memory")  # each names a node, and acts at once
 PREEMPT_NEXT = {"count", "after_seconds"}
 
 

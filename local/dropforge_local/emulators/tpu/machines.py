@@ -16,6 +16,7 @@ from typing import Any
 
 from google.cloud import tpu_v2
 
+from ...containers import docker
 from ...containers.images import ImageStore
 from ...containers.processes import Container, ContainerSpec, Runtime
 from ...workflows.clock import Clock
@@ -104,6 +105,10 @@ class Machines:
             await server.stop()
         if self._store.node_row(name):
             shutil.rmtree(self._root(name), ignore_errors=True)
+
+    def run_out_of_memory(self, name: str) -> int:
+        """Kill a machine's containers as its kernel does; how many there were."""
+        return docker.run_out_of_memory(self._root(name))
 
     def notify(self, name: str) -> None:
         """Tell those who wait for a change of a machine's metadata."""

@@ -171,6 +171,11 @@ class Nodes:
             self._set_ready(self._store.get_node(name))
         await self._machines.boot(name)
 
+    async def run_out_of_memory(self, name: str) -> None:
+        """The kernel kills the container; the machine goes on."""
+        if not self._machines.run_out_of_memory(name):
+            log.warning("no container runs on %s", name)
+
     def find(self, part: str) -> str:
         """The one node whose name ends with `part`. Raises ApiError."""
         found = [node.name for node in self._store.nodes() if part and node.name.endswith(part)]
@@ -202,6 +207,7 @@ class Nodes:
             "preempt": self.preempt,
             "reboot": self.reboot,
             "maintenance": self.maintain,
+            "out_of_memory": self.run_out_of_memory,
         }
         self._spawn(actions[action](name))
 
