@@ -162,6 +162,35 @@ def served() -> Story:
     return story
 
 
+def warned() -> Story:
+    """A model that is served until its budget is spent, and three sweeps meanwhile."""
+    story = Story()
+    started = story.begin({"max_duration": "15m", "max_cost_usd": 0.1}, 50)
+    story.tell("told", after=40, run=RUN, attempt=1, type="succeeded")
+    story.tell("ended", name=f"{JOB}1", exit_code=0)
+    story.change(attempts=[story.record["attempts"][0] | {"ended": _iso(story.now)}])
+    story.tell("deleting", name=f"{JOB}1")
+    story.tell("gone", name=f"{JOB}1")
+    story.ledger(f"{JOB}1", "gone")
+    story.change("DEPLOYING")
+    story.ledger(SERVICE, "intended")
+    story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
+    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 540)})
+    story.change("TEARING_DOWN")
+    story.change("SUCCEEDED")
+    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+    for key, after in (("budget-50", 150), ("budget-80", 320)):
+        story.tell("call", after=started + after - story.now, instance=f"sweep-{key}")
+        story.notice(key)
+        story.tell("answer", instance=f"sweep-{key}", status=200, body={"problems": []})
+    story.tell("call", after=300, instance="sweep-8")
+    story.tell("deleting", name=SERVICE)
+    story.tell("gone", name=SERVICE)
+    story.tell("answer", instance="sweep-8", status=200, body={"problems": []})
+    story.ledger(SERVICE, "gone")
+    return story
+
+
 def stopped() -> Story:
     """An attempt that its budget ends, after two warnings of the budget and one of the time."""
     story = Story()
@@ -216,7 +245,7 @@ def rejected() -> Story:
     return story
 
 
-@pytest.mark.parametrize("story", [served, stopped, stuck, cancelled, rejected])
+@pytest.mark.parametrize("story", [served, warned, stopped, stuck, cancelled, rejected])
 def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
     assert check(story().history()) == []
 
@@ -548,6 +577,8 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("within_duration", served, _too_long),
     ("people_are_warned", stopped, _unwarned_of_money),
     ("people_are_warned", stopped, _unwarned_in_slack),
+    ("people_are_warned", warned, _unwarned_of_money),
+    ("people_are_warned", warned, _unwarned_in_slack),
     ("people_are_warned", stopped, _unwarned_of_time),
     ("people_are_warned", stopped, _warned_too_early),
     ("people_are_warned", stopped, _warned_by_another_id),

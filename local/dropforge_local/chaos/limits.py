@@ -69,7 +69,8 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
 def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
     """A warning that is due while a machine trains is told at once, and always by the same id.
 
-    When a machine began to run is known a check interval later at most; until then its cost is not.
+    When a machine began to run is known a check interval later at most; until then its cost is not. A warning that is
+    due while the model is served is told by the next sweep.
     """
     for found in life.published:
         if (key := found.value["event"].get("notice")) and found.value["id"] != f"{life.run}/notice/{key}":
@@ -79,10 +80,15 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
     limit = _budget(life)
     for percent in WARN_AT if limit is not None else ():
         assert limit is not None, "looked at only with a budget"
-        if (due := _reached(life, limit * percent / 100)) is not None:
-            keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
+        keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
+        training = [use for use in training_uses(life) if not life.is_stray(use.machine)]
+        if (due := _reached(training, limit * percent / 100)) is not None:
             patience = 0.0 if due[1] - due[0].since > 2 * CHECK_SECONDS else CHECK_SECONDS
             yield from _untold(life, keys, *due, patience)
+            continue
+        serving = [use for use in serving_uses(life) if not life.is_stray(use.machine)]
+        if (due := _reached([*training, *serving], limit * percent / 100)) is not None:
+            yield from _untold_by_sweep(life, keys, *due)
     created, allowed = _bounds(life)
     time = created + allowed * WARN_OF_TIME_AT / 100
     for found in life.published:
@@ -211,9 +217,8 @@ def serving_uses(life: Life) -> Iterator[Use]:
             yield Use(machine, max(deployed, machine.running), until, price)
 
 
-def _reached(life: Life, usd: float) -> tuple[Use, float] | None:
-    """When training has cost so much, and the machine that ran then; None: it never has."""
-    uses = [use for use in training_uses(life) if not life.is_stray(use.machine)]
+def _reached(uses: list[Use], usd: float) -> tuple[Use, float] | None:
+    """When these have cost so much, and the machine that ran then; None: they never have."""
     times = sorted({time for use in uses for time in (use.since, use.until)})
     for since, until in pairwise(times):
         running = [use for use in uses if use.since <= since and until <= use.until]
@@ -234,11 +239,42 @@ def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) 
     attempt = record["attempts"][-1]
     if record["cancel_requested"] or attempt["number"] != use.machine.attempt or attempt["ended"]:
         return
+    for where in _silent(life, keys, until):
+        yield until, f"{keys[0]} was due for {until - due:.0f} s, and no {where} told it"
+
+
+def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
+    """What is wrong when none of these notices was told by the sweep after they were due, of a model that is served."""
+    over = life.over
+    if over is None or over.value["state"] != "SUCCEEDED":
+        return
+    began = max(due, over.time) + SLACK_SECONDS
+    sweep = next((s for s in life.sweeps if s.clean and s.began.time > began and not _is_held_up(life, s)), None)
+    if sweep is None or use.until < sweep.ended.time:
+        return
+    record = life.record_when(sweep.ended.time)
+    assert record is not None, "it is over"
+    if (
+        record["cancel_requested"]
+        or not record["endpoint"]
+        or seconds_of(record["endpoint"]["expires"]) < sweep.ended.time + SLACK_SECONDS
+    ):
+        return
+    for where in _silent(life, keys, sweep.ended.time):
+        yield sweep.ended.time, f"a sweep found nothing wrong, and {keys[0]}, which was due, was told by no {where}"
+
+
+def _is_held_up(life: Life, sweep: Sweep) -> bool:
+    return life.delay(sweep.began.time, sweep.ended.time) > 0
+
+
+def _silent(life: Life, keys: list[str], until: float) -> Iterator[str]:
+    """Where none of these notices was told."""
     by_event = {found.value["event"].get("notice") for found in life.published if found.time <= until}
     in_slack = {found.value["event"].rsplit("/", 1)[-1] for found in life.slack if found.time <= until}
     for told, where in ((by_event, "event"), (in_slack, "Slack message")):
         if not told & set(keys):
-            yield until, f"{keys[0]} was due for {until - due:.0f} s, and no {where} told it"
+            yield where
 
 
 def _may_be_spent(life: Life, time: float) -> bool:
