@@ -164,8 +164,11 @@ class CloudRun:
             job = self._execution(parent)
             if job.ended is None or job.exit_code == 0:
                 return [SimpleNamespace(last_attempt_result=None)]
-            code = 4 if job.exit_code is None and self._timed_out(job) else (10 if job.exit_code is None else 0)
-            result = SimpleNamespace(exit_code=job.exit_code or 0, status=SimpleNamespace(code=code))
+            code = 4 if job.exit_code is None and self._timed_out(job) else 10
+            signal = 0 if job.exit_code else 9
+            result = SimpleNamespace(
+                exit_code=job.exit_code or 0, term_signal=signal, status=SimpleNamespace(code=code)
+            )
             return [SimpleNamespace(last_attempt_result=result)]
 
         return self.world.effect("run.list_tasks", read)
@@ -191,7 +194,7 @@ class CloudRun:
         state = states.CONDITION_RECONCILING
         if job.ended is not None:
             state = states.CONDITION_SUCCEEDED if job.exit_code == 0 else states.CONDITION_FAILED
-        message = "" if job.exit_code in (None, 0) else f"The container exited with an error: {job.exit_code}."
+        message = f"Task t failed with exit code: {job.exit_code or 0} and message: ..." if job.exit_code != 0 else ""
         condition = SimpleNamespace(type_="Completed", state=state, reason=0, message=message)
         return SimpleNamespace(
             name=f"{job.name}/executions/{job.name.rsplit('/', 1)[1]}-{job.request.start_execution_token}",

@@ -22,8 +22,7 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
     policy = life.spec["limits"].get("on_stuck", "notify")
     for attempt in life.last.get("attempts", []):
         number, error_class = attempt["number"], (attempt["error"] or {}).get("error_class")
-        notices = [found for found in life.published if found.value["event"].get("notice") == f"stuck-a{number}"]
-        told = notices[0].time if notices else None
+        told = _told(life, f"stuck-a{number}")
         signs = _signs(life, number)
         if told is not None:
             yield from _told_too_early(life, signs, told, number)
@@ -40,6 +39,13 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
             until += life.delay(told, until)
             if _trains(life, number, until):
                 yield until, f"attempt {number} is stuck, and trains: on_stuck is {policy}"
+
+
+def _told(life: Life, key: str) -> float | None:
+    """When a notice was first told, by event or in Slack: what one of them refuses does not hold up what follows."""
+    times = [found.time for found in life.published if found.value["event"].get("notice") == key]
+    times += [found.time for found in life.slack if found.value["event"].endswith(f"/notice/{key}")]
+    return min(times, default=None)
 
 
 def _signs(life: Life, number: int) -> list[float]:
