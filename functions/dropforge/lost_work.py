@@ -1,5 +1,5 @@
 """Part of stage `sweep`: work that was lost. A spec without a run, a run that no execution goes on with, an end that
-nobody was told of, an endpoint that somebody else has deleted, or that has used up most of its budget."""
+nobody was told of, an endpoint that somebody else has deleted, that has used up most of its budget, or has ended."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from .teardown import delete_remaining, end_endpoint
 
 LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
 LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
+ENDPOINT_LOST = "endpoint-lost"  # a notice's key
 # A call that found its run open may write into the ledger after the end, and leaves that to whoever looks: none of
 # these calls lasts longer than a function may (540 s, terraform/functions.tf).
 LATE_FOR = timedelta(minutes=15)
@@ -105,7 +106,7 @@ def settle(
 ) -> None:
     """What a run that is over has left goes, but for its endpoint, and its end is told; later, it is open no more.
 
-    What its endpoint has cost is warned of here: nobody else looks at it any more.
+    What its endpoint has cost is warned of here, and its end told: nobody else looks at it any more.
 
     `listed` are the names of all that the cloud lists. `live` is None when nobody knows which executions are.
     """
@@ -114,8 +115,10 @@ def settle(
         if _is_served(record, now) and not _has_lost_endpoint(store, record, listed, settings):
             delete_remaining(store, run, keep_endpoint=True)
             _warn_of_budget(store, record, now)
+        elif record.endpoint:
+            is_over = end_endpoint(store, run) and _tell_of_endpoint(store, store.record(run))
         else:
-            is_over = end_endpoint(store, run) if record.endpoint else not delete_remaining(store, run)
+            is_over = not delete_remaining(store, run)
     finally:
         is_told = live is not None and _tell(store, record, live, settings)
     if is_over and is_told and now - record.history[-1].time > LATE_FOR:
@@ -156,8 +159,27 @@ def _has_lost_endpoint(store: RunStore, record: Record, listed: frozenset[str], 
         f"{record.endpoint.service} does not exist any more, and its time was not over: it was deleted from outside. "
         f"What is left of the endpoint is deleted as well; the model is kept"
     )
-    notice = Notice("endpoint-lost", "has lost its endpoint", text)
+    notice = Notice(ENDPOINT_LOST, "has lost its endpoint", text)
     return notice.key in warn(store, record, spec, notice).notices  # untold, it is looked for again
+
+
+def _tell_of_endpoint(store: RunStore, record: Record) -> bool:
+    """Tell people, once, that what was served has ended, and why; False: they could not be told yet."""
+    endpoint, spec = record.endpoint, store.spec(record.run)
+    assert endpoint is not None
+    assert spec.serve is not None, "only a run that serves has an endpoint"
+    if record.state is not RunState.SUCCEEDED or ENDPOINT_LOST in record.notices:
+        return True
+    why = f"its ttl of {spec.serve.ttl} is over"
+    if record.cancel_requested:
+        why = "somebody has cancelled it"
+    elif endpoint.limit == "max_cost_usd":
+        why = "the budget is spent"
+    cost = record.serving_cost(utc_now())
+    price = "" if cost is None else f"; it cost at most ${cost:.2f}"
+    text = f"{endpoint.service} is deleted: {why}{price}. The model is kept"
+    notice = Notice("endpoint-ended", "is not served any more", text)
+    return notice.key in warn(store, record, spec, notice).notices
 
 
 def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:

@@ -126,6 +126,13 @@ class Story:
         self.tell("call", after=after, instance=f"sweep-{self.sweeps}")
         self.tell("answer", instance=f"sweep-{self.sweeps}", status=200, body={"problems": []})
 
+    def end_endpoint(self, sweep: str) -> None:
+        """The last that a sweep does for a run, and another one."""
+        self.change(endpoint=self.record["endpoint"] | {"ended": _iso(self.now)})
+        self.notice("endpoint-ended")
+        self.tell("answer", instance=sweep, status=200, body={"problems": []})
+        self.sweep(after=600)
+
     def notice(self, key: str) -> None:
         id_ = f"{RUN}/notice/{key}"
         event = {"id": id_, "run": RUN, "notice": key, "time": _iso(self.now)}
@@ -149,7 +156,7 @@ def served() -> Story:
     story.change("DEPLOYING")
     story.ledger(SERVICE, "intended")
     story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
-    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 600)})
+    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 600), "ended": None})
     story.change("TEARING_DOWN")
     story.change("SUCCEEDED")
     story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
@@ -157,8 +164,8 @@ def served() -> Story:
     story.tell("call", after=300, instance="sweep-8")
     story.tell("deleting", name=SERVICE)
     story.tell("gone", name=SERVICE)
-    story.tell("answer", instance="sweep-8", status=200, body={"problems": []})
     story.ledger(SERVICE, "gone")
+    story.end_endpoint("sweep-8")
     return story
 
 
@@ -175,7 +182,7 @@ def warned() -> Story:
     story.change("DEPLOYING")
     story.ledger(SERVICE, "intended")
     story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
-    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 540)})
+    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 540), "ended": None})
     story.change("TEARING_DOWN")
     story.change("SUCCEEDED")
     story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
@@ -186,8 +193,8 @@ def warned() -> Story:
     story.tell("call", after=300, instance="sweep-8")
     story.tell("deleting", name=SERVICE)
     story.tell("gone", name=SERVICE)
-    story.tell("answer", instance="sweep-8", status=200, body={"problems": []})
     story.ledger(SERVICE, "gone")
+    story.end_endpoint("sweep-8")
     return story
 
 
@@ -443,6 +450,17 @@ def _unwarned_of_money(story: Story) -> None:
     _forget_notice(story, "budget-50", "budget-80")
 
 
+def _ended_silently(story: Story) -> None:
+    _forget_notice(story, "endpoint-ended")
+
+
+def _ended_too_early(story: Story) -> None:
+    id_ = f"{RUN}/notice/endpoint-ended"
+    event = {"id": id_, "run": RUN, "notice": "endpoint-ended"}
+    told = Fact(story.now - 1000, "published", {"topic": "run-events", "id": id_, "event": event})
+    story.facts.insert(_index(story, "execution_ended"), told)
+
+
 def _unwarned_in_slack(story: Story) -> None:
     story.facts = [f for f in story.facts if not (f.kind == "slack" and "/notice/budget" in f.data["event"])]
 
@@ -590,6 +608,8 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("stuck_is_told", stuck, _stuck_and_ended_unasked),
     ("endpoint_lives", served, _endpoint_too_early),
     ("endpoint_lives", served, _endless_ttl),
+    ("endpoint_end_is_told", served, _ended_silently),
+    ("endpoint_end_is_told", served, _ended_too_early),
     ("attempts_end", served, _loop),
     ("attempts_end", served, _too_many),
     ("everybody_is_told", served, _untold),

@@ -19,7 +19,7 @@ from google.api_core.exceptions import ServiceUnavailable
 from dropforge import clients, lost_work, names, orphans
 from dropforge import sweep as swept
 from dropforge.provision import launch_of
-from dropforge.runs import RunState, utc_now
+from dropforge.runs import Record, RunState, utc_now
 from dropforge.store import RunStore
 from dropforge.submit import submit_message
 from dropforge.sweep import sweep
@@ -206,6 +206,27 @@ def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed_until_so
     assert user.slack(run, "has lost its endpoint").count(":warning: noop has lost its endpoint") == 1
     assert differences(run) == []
     assert run not in dict(user.store.open_runs())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["by-its-ttl", "by-a-cancel"])
+def test_people_are_told_once_that_an_endpoint_has_ended(user: User, is_cancelled: bool) -> None:
+    run = user.drop(user.spec(serve=SERVE))
+    assert user.wait(run).endpoint is not None
+    if is_cancelled:
+        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
+    else:
+        user.store.update(run, _expired)
+    for _ in range(2):
+        sweep()
+    assert user.slack(run, "any more").count(":warning: noop is not served any more") == 1
+    assert run not in dict(user.store.open_runs())
+    assert_clean(user, run)
+
+
+def _expired(record: Record) -> Record:
+    assert record.endpoint is not None
+    return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"expires": utc_now()})})
 
 
 def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(

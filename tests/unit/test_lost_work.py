@@ -64,6 +64,7 @@ class World:
         self.executions: dict[str, str] = {}
         self.cloud: set[str] = set()
         self.done: list[str] = []
+        self.notices: list[Any] = []
         self.told = True  # what is to be told can be told
         self.meanwhile: Any = lambda: None  # what somebody else does while the cloud is asked
         patch.setattr(lost_work, "state_of", lambda execution, _: self.executions.get(execution, ""))
@@ -109,6 +110,7 @@ class World:
 
     def warn(self, store: RunStore, found: Record, spec: Any, notice: Any) -> Record:
         self.done.append(f"warn {notice.key}")
+        self.notices.append(notice)
         return store.update(found.run, lambda old: old.with_notice(notice.key)) if self.told else found
 
     def exists(self, deployment: Any) -> bool:
@@ -383,7 +385,37 @@ def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> 
     ended = world.store.record(RUN).endpoint
     assert ended
     assert ended.ended
-    assert world.done == ["delete serve"]
+    assert world.done == ["delete serve", "warn endpoint-ended"]
+    assert not world.is_open
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "why"),
+    [
+        ({}, "ttl", "its ttl of 24h is over"),
+        ({}, "max_cost_usd", "the budget is spent"),
+        ({"cancel_requested": NOW}, "ttl", "somebody has cancelled it"),
+    ],
+)
+def test_people_are_told_why_nothing_is_served_any_more(
+    world: World, changes: dict[str, Any], limit: str, why: str
+) -> None:
+    ended = endpoint(-SECOND).model_copy(update={"ended": NOW, "limit": limit})
+    world.over(RunState.SUCCEEDED, endpoint=ended, **changes)
+    world.told = False
+    world.settle()
+    assert world.is_open, "it is told at the next sweep"
+    world.told = True
+    world.settle()
+    assert world.done == ["warn endpoint-ended"] * 2
+    assert why in world.notices[-1].text
+    assert not world.is_open
+
+
+def test_the_end_of_an_endpoint_that_never_served_is_not_told(world: World) -> None:
+    world.over(RunState.FAILED, endpoint=endpoint(HOUR).model_copy(update={"ended": NOW}))
+    world.settle()
+    assert world.done == []
     assert not world.is_open
 
 

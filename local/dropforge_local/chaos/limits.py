@@ -164,6 +164,22 @@ def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
             yield asked.time, f"{machine.name} was deleted {late:.0f} s after its ttl"
 
 
+def endpoint_end_is_told(life: Life) -> Iterator[tuple[float, str]]:
+    """That an endpoint has ended is told by the next sweep, and no sooner."""
+    endpoint = life.last.get("endpoint")
+    told = [found.time for found in life.published if found.value["event"].get("notice") == "endpoint-ended"]
+    ended = seconds_of(endpoint["ended"]) if endpoint and endpoint["ended"] else None
+    if told and (ended is None or told[0] < ended - SLACK_SECONDS):
+        yield told[0], "it was told that its endpoint has ended, and that has not"
+    if ended is None or life.over is None or life.over.value["state"] != "SUCCEEDED":
+        return
+    sweep = _sweep_after(life, max(ended, life.over.time) + SLACK_SECONDS)
+    if sweep is None:
+        return
+    for where in _silent(life, ["endpoint-ended", "endpoint-lost"], sweep.ended.time):
+        yield sweep.ended.time, f"a sweep found nothing wrong, and no {where} told that its endpoint has ended"
+
+
 RULES: tuple[Rule, ...] = (
     within_budget,
     within_duration,
@@ -171,6 +187,7 @@ RULES: tuple[Rule, ...] = (
     limits_end_in_order,
     endpoint_lives,
     endpoint_ends,
+    endpoint_end_is_told,
 )
 
 
@@ -248,8 +265,7 @@ def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Itera
     over = life.over
     if over is None or over.value["state"] != "SUCCEEDED":
         return
-    began = max(due, over.time) + SLACK_SECONDS
-    sweep = next((s for s in life.sweeps if s.clean and s.began.time > began and not _is_held_up(life, s)), None)
+    sweep = _sweep_after(life, max(due, over.time) + SLACK_SECONDS)
     if sweep is None or use.until < sweep.ended.time:
         return
     record = life.record_when(sweep.ended.time)
@@ -264,8 +280,10 @@ def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Itera
         yield sweep.ended.time, f"a sweep found nothing wrong, and {keys[0]}, which was due, was told by no {where}"
 
 
-def _is_held_up(life: Life, sweep: Sweep) -> bool:
-    return life.delay(sweep.began.time, sweep.ended.time) > 0
+def _sweep_after(life: Life, time: float) -> Sweep | None:
+    """The first clean sweep that began then, and that no fault held up."""
+    sweeps = (sweep for sweep in life.sweeps if sweep.clean and sweep.began.time > time)
+    return next((sweep for sweep in sweeps if not life.delay(sweep.began.time, sweep.ended.time)), None)
 
 
 def _silent(life: Life, keys: list[str], until: float) -> Iterator[str]:
