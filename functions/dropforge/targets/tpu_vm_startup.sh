@@ -30,6 +30,7 @@ trap 'failed_command=$BASH_COMMAND' ERR
 readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/targets/base.py
 readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
 readonly KILL_SECONDS=10                  # after the deadline; the container has had its time by then
+readonly OFF_SECONDS=1800                 # after the deadline; the control plane has deleted the machine long before
 readonly LOG_BYTES=8388608
 readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
 readonly LOOK_SECONDS=3 # between two looks at the run's record
@@ -55,6 +56,7 @@ main() {
     mkdir -p "$state" "${log%/*}"
     exec > >(trap '' TERM && exec tee -a "$log") 2>&1
     read_metadata
+    bound_life
     prepare_disk
     if [ "$role" = train ]; then
         train
@@ -140,6 +142,13 @@ read_metadata() {
         server_deadline=$(attribute dropforge-server-deadline)
     fi
     echo "run $run, attempt $attempt: $role on $(metadata instance/name)"
+}
+
+# A machine that nobody deletes, because nobody is left who would, turns itself off. Best effort, and for each boot.
+bound_life() {
+    local last=${server_deadline:-$deadline} minutes
+    minutes=$(((last + OFF_SECONDS - $(date +%s)) / 60))
+    shutdown -P "+$((minutes > 1 ? minutes : 1))" "dropforge: nobody has deleted this machine" || true
 }
 
 # What a report needs.

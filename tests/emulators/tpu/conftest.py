@@ -37,6 +37,7 @@ CONFIG = TpuConfig(
     grace_seconds=5.0,
     reboot_seconds=0.1,
     maintenance_seconds=0.1,
+    minute_seconds=5.0,
 )
 NAP_PY = """
     import os, signal, sys, time

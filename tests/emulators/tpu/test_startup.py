@@ -270,6 +270,21 @@ def test_the_memory_runs_out(lab: Lab) -> None:
     assert lab.event().error_class == ErrorClass.OUT_OF_MEMORY
 
 
+def test_a_machine_that_nobody_deletes_turns_itself_off(lab: Lab) -> None:
+    lab.train("0", **{"dropforge-deadline": "1700000000"})
+    assert lab.ended()["error_class"] == ErrorClass.DEADLINE
+    wait_for(lambda: lab.node().state == State.STOPPED)
+    assert not any(lab.processes().values())
+    lab.delete()
+
+
+def test_a_machine_that_is_kept_is_on_for_as_long_as_it_may_serve(lab: Lab) -> None:
+    lab.train("0", **(lab.keep() | {"dropforge-deadline": "1700000000"}))
+    serial = lab.wait_for_line("Shutdown scheduled in +")
+    minutes = int(serial.partition("Shutdown scheduled in +")[2].split()[0])
+    assert 30 < minutes <= 40  # 600 s, and 1800 in which others may delete it
+
+
 class BrokenHalf(socketserver.ThreadingTCPServer):
     """In front of a server: every other connection, the first one too, ends when its request has come."""
 

@@ -73,6 +73,7 @@ class TpuConfig:
     queue_seconds: float = 0.3  # between two states of a queued resource
     grace_seconds: float = 30.0  # between SIGTERM and SIGKILL: https://cloud.google.com/compute/docs/instances/spot
     reboot_seconds: float = 1.0
+    minute_seconds: float = 60.0  # of a machine's own clock, when it is told to be off by then
     maintenance_seconds: float = 2.0  # between the notice in the metadata and the reboot
     chips_per_zone: int = 32  # per generation and tier, unless the fault `quota` says otherwise
     metadata_ports: range = range(15000, 16000)

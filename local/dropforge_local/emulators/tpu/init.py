@@ -14,6 +14,8 @@ AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def main(script: str = "") -> int:
+    with open(os.path.join(os.environ["DROPFORGE_ROOT"], "run/init.pid"), "w") as file:
+        file.write(str(os.getpid()))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler would not be kept for sigwait
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     child, stopping = start(script) if script else 0, False

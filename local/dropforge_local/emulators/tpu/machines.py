@@ -33,7 +33,7 @@ READY, PREEMPTED = tpu_v2.Node.State.READY, tpu_v2.Node.State.PREEMPTED
 
 
 class Machines:
-    """Boots machines and ends them. `crashed` is called with the node of one that ended by itself."""
+    """Boots machines and ends them. `crashed` and `powered_off` are called with the node of one that did so."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Machines:
         self._servers: dict[str, MetadataServer] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.crashed: Callable[[str], Awaitable[None]]
+        self.powered_off: Callable[[str], Awaitable[None]]
 
     async def start(self) -> None:
         await self._runtime.start()
@@ -128,7 +129,7 @@ class Machines:
         self._watchers.pop(name, None)
         self._ended(container)
         log.warning("the machine of %s ended by itself", name)
-        await self.crashed(name)
+        await (self.powered_off if sandbox.is_powered_off(self._root(name)) else self.crashed)(name)
 
     def _ended(self, container: Container) -> None:
         container.release()
@@ -155,6 +156,7 @@ class Machines:
             "GCE_METADATA_IP": metadata,
             "DROPFORGE_ROOT": str(root),
             "DROPFORGE_SANDBOX_PYTHON": sys.executable,
+            "DROPFORGE_SANDBOX_MINUTE": str(self._config.minute_seconds),
         }
         return ContainerSpec(tuple(words), env, root)
 

@@ -45,6 +45,7 @@ class Nodes:
         self._tasks: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()
         machines.crashed = self.reboot
+        machines.powered_off = self.note_power_off
 
     async def start(self) -> None:
         """Find the machines of nodes again, and go on with what an earlier stack was about to do to them."""
@@ -163,6 +164,13 @@ class Nodes:
         """What stopping a node stands for."""
         await self._machines.shut_down(name, self._config.grace_seconds)
         self._set_state(self._store.get_node(name), State.STOPPED)
+
+    async def note_power_off(self, name: str) -> None:
+        """A machine has shut itself down: it stays so, as a VM of Compute Engine does."""
+        node = self._store.find_node(name)
+        if node is not None and node.state == State.READY:
+            self._set_state(node, State.STOPPED)
+            self._notify()
 
     async def resume(self, name: str) -> None:
         """What starting a stopped node stands for."""

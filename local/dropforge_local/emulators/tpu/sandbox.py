@@ -32,3 +32,8 @@ def prepare(root: Path, disks: Sequence[Path], images: ImageStore, platform_env:
         # Compute Engine's name for a disk that was attached without one.
         (root / f"dev/disk/by-id/google-persistent-disk-{index}").symlink_to(f"../../{device}")
     docker.configure(root, images, platform_env)
+
+
+def is_powered_off(root: Path) -> bool:
+    """Whether a machine that has ended was told so by itself (shims/shutdown)."""
+    return (root / "run/powered-off").exists()
