@@ -29,7 +29,7 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 	@$(BIN)/dropforge demo $(SPEC)
 
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 30
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30
 
 check: $(STAMP) ## formatting, lint, types, generated files
 	@$(BIN)/ruff format --check .

@@ -17,6 +17,13 @@ NO_PYTHON = 3  # tools/maxtext_env.py
 MAKER = pytest.StashKey["Maker"]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        from .scheduling import COMPUTES, NICENESS
+
+        os.nice(NICENESS if worker == COMPUTES else 0)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Ours in place of xdist's own, where files are what is divided."""

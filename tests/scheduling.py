@@ -1,9 +1,10 @@
-"""How `make test` divides the suite between two workers on two cores.
+"""How `make test` divides the suite between three workers on two cores.
 
 A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, and the
-other those that wait; whoever has no more of its own takes from the other's end. A file stays whole, for its fixtures;
-and what computes shares those of the session. Of what computes, those that need MaxText's environment, which is made
-beside the first tests (conftest.py), are not the first.
+others those that wait; whoever has no more of its own takes from the others' end. What computes is niced: a test that
+waits for something gets a core when that has come. A file stays whole, for its fixtures; and what computes shares those
+of the session. Of what computes, those that need MaxText's environment, which is made beside the first tests
+(conftest.py), are not the first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from xdist.scheduler.loadfile import LoadFileScheduling
 
+COMPUTES = "gw0"  # the worker, as xdist calls it
+NICENESS = 5  # a third of the weight of what is not nice
 COMPUTE = (
     "tests/containers/test_fsdp.py",
     "tests/containers/test_train.py",
@@ -30,12 +33,12 @@ COMPUTE = (
 
 
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Gives the first worker the files of COMPUTE from their beginning, and the others the rest, as collected."""
+    """Gives one worker the files of COMPUTE from their beginning, and the others the rest, as collected."""
 
     def _assign_work_unit(self, node: Any) -> None:
         computes = [file for file in COMPUTE if file in self.workqueue]
         waits = [file for file in self.workqueue if file not in COMPUTE]
-        first = node is next(iter(self.nodes))
-        file = (computes or waits[-1:])[0] if first else (waits or computes[-1:])[0]
+        is_first = node.gateway.id == COMPUTES
+        file = (computes or waits[-1:])[0] if is_first else (waits or computes[-1:])[0]
         self.workqueue.move_to_end(file, last=False)  # of which the base class takes the first
         super()._assign_work_unit(node)
