@@ -77,7 +77,7 @@ def forget_clients() -> None:
             made.cache_clear()
 
 
-def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 30) -> Any:
+def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 60) -> Any:
     """What `read` gives, once it is accepted."""
     deadline = time.monotonic() + seconds
     while not accept(found := read()):

@@ -46,7 +46,7 @@ def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
     return asyncio.run(life())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"

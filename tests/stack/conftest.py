@@ -116,7 +116,7 @@ class User:
             time.sleep(0.05)
         raise AssertionError(f"run {run} was not there in {timeout} s; it is {record!r}")
 
-    def until(self, condition: Callable[[], object], timeout: float = 30) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"not in {timeout} s"

@@ -56,7 +56,7 @@ def start(served: Any, source: str = WAITER) -> tuple[Any, str]:
     return record, json.loads(told[3])["url"]
 
 
-def eventually(condition: Any, seconds: float = 10) -> Any:
+def eventually(condition: Any, seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "not in time"

@@ -35,7 +35,7 @@ def workflows(served: Any) -> workflows_v1.WorkflowsClient:
     return workflows_v1.WorkflowsClient(transport=WorkflowsGrpcTransport(channel=channel))
 
 
-def until(condition: Callable[[], Any], seconds: float = 10) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():

@@ -179,7 +179,7 @@ class Cloud:
         with urllib.request.urlopen(request, timeout=10) as response:
             return json.loads(response.read())
 
-    def wait(self, name: str, seconds: float = 20) -> run_v2.Execution:
+    def wait(self, name: str, seconds: float = 60) -> run_v2.Execution:
         """The execution once it has completed."""
         return self.until(
             lambda: self.executions.get_execution(name=name), lambda one: bool(one.completion_time), seconds
@@ -189,7 +189,7 @@ class Cloud:
         """The result of an operation, without the second that the client sleeps between looks by default."""
         return operation.result(timeout=20, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
-    def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 20) -> Any:
+    def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
         while not accept(found := read()):
             assert time.monotonic() < deadline, f"not in time: {found}"

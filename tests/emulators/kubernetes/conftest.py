@@ -159,7 +159,7 @@ class Kube:
         with urllib.request.urlopen(request, timeout=10) as response:
             return json.loads(response.read())
 
-    def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 20) -> Any:
+    def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
         while not accept(found := read()):
             assert time.monotonic() < deadline, f"not in time: {found}"
@@ -172,7 +172,7 @@ class Kube:
     def create_job(self, name: str, *args: str, **spec: Any) -> Any:
         return self.batch.create_namespaced_job(self.namespace, make_job(name, *args, **spec))
 
-    def wait_job(self, name: str, seconds: float = 20) -> Any:
+    def wait_job(self, name: str, seconds: float = 60) -> Any:
         """The job once it has a last word."""
         return self.until(lambda: self.job(name), lambda job: ended(job), seconds)
 
@@ -182,7 +182,7 @@ class Kube:
     def pod(self, name: str) -> Any:
         return self.core.read_namespaced_pod(name, self.namespace)
 
-    def wait_pod(self, name: str, phase: str, seconds: float = 20) -> Any:
+    def wait_pod(self, name: str, phase: str, seconds: float = 60) -> Any:
         return self.until(lambda: self.pod(name), lambda pod: pod.status.phase == phase, seconds)
 
     def create_pod(self, name: str, *args: str, **spec: Any) -> Any:

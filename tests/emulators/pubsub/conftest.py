@@ -77,7 +77,7 @@ class PubSub:
             warnings.simplefilter("ignore", DeprecationWarning)
             return list(self.subscriber.pull(request=request, retry=None, timeout=20).received_messages)
 
-    def pull_until(self, subscription: str, count: int, seconds: float = 10) -> list[Any]:
+    def pull_until(self, subscription: str, count: int, seconds: float = 60) -> list[Any]:
         """Pull until `count` messages have come, in as many answers as it takes."""
         received: list[Any] = []
         deadline = time.monotonic() + seconds
@@ -144,7 +144,7 @@ def timeless(tmp_path: Path) -> Iterator[PubSub]:
     yield from serve(VirtualClock(), tmp_path / "state.db")
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 10) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """Poll until `condition` holds, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -161,7 +161,7 @@ class Cloud:
             return json.load(answer)
 
 
-def wait_for(condition: Callable[[], bool], explain: Callable[[], object] = lambda: "", seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], explain: Callable[[], object] = lambda: "", seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()
