@@ -190,11 +190,11 @@ def delete(name: str, pods: str = "") -> bool:
     kubernetes = connect(cluster)
     deadline = time.monotonic() + GONE_WAIT_SECONDS
     while left := _left(kubernetes, name, pods):
-        if time.monotonic() > deadline:
-            return False
         for one, found in left:
             if "deletionTimestamp" not in found["metadata"]:
                 kubernetes.delete(one, found["metadata"]["uid"])
+        if time.monotonic() > deadline:  # after it was asked for once, however long the look has taken
+            return False
         time.sleep(LOOK_SECONDS)
     return True
 
