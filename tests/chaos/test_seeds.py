@@ -35,7 +35,10 @@ FOUND = {
     (126, ("ray",)): "pods that had lost their Ray cluster went on when their run was over",
     (1073, ("gke",)): "an attempt of which nothing was heard was said to be stuck from when its first node waited",
     (335, ("ray",)): "hosts that waited for the head of their Ray cluster cost nothing by our sum",
-    (81016, tuple(TARGETS)): "a sweep gave up a Deployment whose first look took minutes before it had asked for its end",
+    (
+        81016,
+        tuple(TARGETS),
+    ): "a sweep gave up a Deployment whose first look took minutes before it had asked for its end",
 }
 
 
