@@ -21,7 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from .scheduling import COMPUTES, NICENESS
 
-        os.nice(NICENESS if worker == COMPUTES else 0)
+        if worker == COMPUTES:
+            os.nice(NICENESS)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -126,11 +126,25 @@ class Story:
         self.tell("call", after=after, instance=f"sweep-{self.sweeps}")
         self.tell("answer", instance=f"sweep-{self.sweeps}", status=200, body={"problems": []})
 
-    def end_endpoint(self, sweep: str) -> None:
-        """The last that a sweep does for a run, and another one."""
+    def serve(self, seconds: float) -> None:
+        """The endpoint, for so long, and the run's end."""
+        self.change("DEPLOYING")
+        self.ledger(SERVICE, "intended")
+        self.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
+        self.change(endpoint={"ready": _iso(self.now), "expires": _iso(self.now + seconds), "ended": None})
+        self.change("TEARING_DOWN")
+        self.change("SUCCEEDED")
+        self.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+
+    def end_endpoint(self) -> None:
+        """The sweep that ends it, and another one."""
+        self.tell("call", after=300, instance="sweep-8")
+        self.tell("deleting", name=SERVICE)
+        self.tell("gone", name=SERVICE)
+        self.ledger(SERVICE, "gone")
         self.change(endpoint=self.record["endpoint"] | {"ended": _iso(self.now)})
         self.notice("endpoint-ended")
-        self.tell("answer", instance=sweep, status=200, body={"problems": []})
+        self.tell("answer", instance="sweep-8", status=200, body={"problems": []})
         self.sweep(after=600)
 
     def notice(self, key: str) -> None:
@@ -153,19 +167,9 @@ def served() -> Story:
     story.change("PROVISIONING")
     story.attempt(1, "preempted")
     story.attempt(2, None)
-    story.change("DEPLOYING")
-    story.ledger(SERVICE, "intended")
-    story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
-    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 600), "ended": None})
-    story.change("TEARING_DOWN")
-    story.change("SUCCEEDED")
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+    story.serve(600)
     story.sweep(after=400)
-    story.tell("call", after=300, instance="sweep-8")
-    story.tell("deleting", name=SERVICE)
-    story.tell("gone", name=SERVICE)
-    story.ledger(SERVICE, "gone")
-    story.end_endpoint("sweep-8")
+    story.end_endpoint()
     return story
 
 
@@ -179,22 +183,12 @@ def warned() -> Story:
     story.tell("deleting", name=f"{JOB}1")
     story.tell("gone", name=f"{JOB}1")
     story.ledger(f"{JOB}1", "gone")
-    story.change("DEPLOYING")
-    story.ledger(SERVICE, "intended")
-    story.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
-    story.change(endpoint={"ready": _iso(story.now), "expires": _iso(story.now + 540), "ended": None})
-    story.change("TEARING_DOWN")
-    story.change("SUCCEEDED")
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+    story.serve(540)
     for key, after in (("budget-50", 150), ("budget-80", 320)):
         story.tell("call", after=started + after - story.now, instance=f"sweep-{key}")
         story.notice(key)
         story.tell("answer", instance=f"sweep-{key}", status=200, body={"problems": []})
-    story.tell("call", after=300, instance="sweep-8")
-    story.tell("deleting", name=SERVICE)
-    story.tell("gone", name=SERVICE)
-    story.ledger(SERVICE, "gone")
-    story.end_endpoint("sweep-8")
+    story.end_endpoint()
     return story
 
 

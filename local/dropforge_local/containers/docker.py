@@ -42,7 +42,7 @@ def run_out_of_memory(root: Path) -> int:
     running = [path for path in _containers(root).glob("*") if _is_running(root, path.name)]
     for path in running:
         (path / "oom-killed").touch()
-        _signal(_pid(root, path.name), signal.SIGKILL)
+        _signal_container(root, path.name, signal.SIGKILL)
     return len(running)
 
 
@@ -102,25 +102,21 @@ def run(root: Path, options: argparse.Namespace) -> int:
 
 
 def stop(root: Path, options: argparse.Namespace) -> int:
-    pid = _pid(root, options.name)
-    if not _is_running(root, options.name):
-        print(options.name)
-        return 0
-    _signal(pid, signal.SIGTERM)
+    _pid(root, options.name)
+    _signal_container(root, options.name, signal.SIGTERM)
     deadline = time.monotonic() + options.time
     while _is_running(root, options.name) and time.monotonic() < deadline:
         time.sleep(0.05)
-    _signal(pid, signal.SIGKILL)
+    _signal_container(root, options.name, signal.SIGKILL)
     print(options.name)
     return 0
 
 
 def remove(root: Path, options: argparse.Namespace) -> int:
-    pid = _pid(root, options.name)
-    if _is_running(root, options.name):
-        if not options.force:
-            raise DockerError(f"cannot remove container {options.name!r}: container is running")
-        _signal(pid, signal.SIGKILL)
+    _pid(root, options.name)
+    if _is_running(root, options.name) and not options.force:
+        raise DockerError(f"cannot remove container {options.name!r}: container is running")
+    _signal_container(root, options.name, signal.SIGKILL)
     shutil.rmtree(_containers(root) / options.name, ignore_errors=True)
     print(options.name)
     return 0
@@ -190,6 +186,12 @@ def _is_running(root: Path, name: str) -> bool:
     except (ProcessLookupError, PermissionError, DockerError):
         return False
     return True
+
+
+def _signal_container(root: Path, name: str, number: signal.Signals) -> None:
+    """Nothing happens once it has ended: its number may be another process's by then."""
+    if _is_running(root, name):
+        _signal(_pid(root, name), number)
 
 
 def _signal(group: int, number: signal.Signals) -> None:

@@ -222,8 +222,8 @@ class Driver:
         self.finished.set()
 
     def terminate(self, fault: str) -> None:
-        grace = self._context.config.grace_seconds if fault == "preempt" else 0
-        reason = PREEMPTED if fault == "preempt" else OUT_OF_MEMORY
+        preempted = self._context.config.grace_seconds, PREEMPTED
+        grace, reason = preempted if fault == "preempt" else (0, OUT_OF_MEMORY)
         for container in self._containers.values():
             self._context.background.spawn(container.terminate(grace, reason))
 
