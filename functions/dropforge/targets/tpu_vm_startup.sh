@@ -320,6 +320,7 @@ report_ends() {
     reason="the server has ended $TOLD_ENDS times, the last time with exit code $exit_code; the end of its log:
 $(tail -n 4 "$log")"
     reason=${reason:0:1500}
+    if [ "$oom_killed" = true ]; then error_class=out_of_memory; fi
     note_end "$exit_code"
     report
 }

@@ -413,6 +413,17 @@ def test_a_server_is_started_at_every_boot(lab: Lab) -> None:
     assert lab.read("serve/status.json") is None
 
 
+def test_a_server_that_the_memory_does_not_suffice_for(lab: Lab) -> None:
+    lab.train("sleep", **{"dropforge-role": "serve", "dropforge-attempt": "0"})
+    for times in (1, 2, 3):
+        lab.wait_for_line("training sleep", count=times)
+        lab.faults(out_of_memory="n1")
+        lab.wait_for_line("ended with exit code 137", count=times)
+    wait_for(lambda: lab.read("serve/status.json") is not None, lab.serial)
+    status = json.loads(lab.read("serve/status.json") or "")
+    assert (status["error_class"], status["exit_code"]) == (ErrorClass.OUT_OF_MEMORY, 137)
+
+
 @pytest.mark.slow
 def test_a_machine_that_is_kept_serves_when_its_run_is_deployed(lab: Lab) -> None:
     lab.note("TRAINING")
