@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from dropforge_local.db import Database
-from dropforge_local.workflows.clock import SystemClock
-from dropforge_local.workflows.engine import Engine
-from dropforge_local.workflows.limits import Limits
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from workflows_engine.engine import Engine
+from workflows_engine.limits import Limits
 
 FLOW = "projects/bench/locations/local/workflows/flow"
 STEPS = 20

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dropforge_local import stack as local
+from dropforge_local.stack import control as local
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "local" / "tpu_vm.json"
@@ -38,7 +38,7 @@ def main() -> None:
 
 def measure(http: str) -> None:
     """Run the example and print what it took."""
-    from dropforge.store import open_store
+    from dropforge.run.store import open_store
     from dropforge_cli.logs import read_log
 
     run, store = drop(), open_store()
@@ -53,8 +53,9 @@ def measure(http: str) -> None:
 
 def drop() -> str:
     """Upload the example, without its endpoint and its secrets, and what it reads; its run id."""
-    from dropforge import clients, names
-    from dropforge.settings import settings
+    from dropforge.base import names
+    from dropforge.base.settings import settings
+    from dropforge.cloud import clients
     from dropforge_cli.demo import upload_source
 
     spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}, "secrets": {}}
@@ -68,7 +69,7 @@ def drop() -> str:
 
 def ended(store: Any, run: str) -> Any:
     """The record, once it is terminal."""
-    from dropforge.errors import NotFound
+    from dropforge.base.errors import NotFound
 
     deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline:

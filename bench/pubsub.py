@@ -25,10 +25,10 @@ BULK = 2000
 PROJECT = "projects/bench"
 SERVER = """
 import asyncio, sys
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
 from dropforge_local.emulators.pubsub import PubSubEmulator
-from dropforge_local.server import Server
-from dropforge_local.workflows.clock import SystemClock
+from dropforge_local.base.server import Server
+from dropforge_local.base.clock import SystemClock
 
 async def main():
     server = Server([PubSubEmulator(Database(sys.argv[1]), SystemClock())])

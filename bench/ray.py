@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from dropforge_local import stack as local
 from dropforge_local.containers.processes import find_members
+from dropforge_local.stack import control as local
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "local" / "ray.json"
@@ -59,9 +59,9 @@ class Cloud:
     def __init__(self) -> None:
         from google.cloud import pubsub_v1
 
-        from dropforge import clients
-        from dropforge.settings import settings
-        from dropforge.store import RunStore
+        from dropforge.base.settings import settings
+        from dropforge.cloud import clients
+        from dropforge.run.store import RunStore
 
         self.settings = settings()
         self.client = clients.storage()
@@ -73,7 +73,7 @@ class Cloud:
 
     def drop(self, spec: dict[str, Any]) -> str:
         """Upload a spec, and what it reads; its run id."""
-        from dropforge import names
+        from dropforge.base import names
         from dropforge_cli.demo import upload_source
 
         for uri in (spec["model"]["source"], spec["dataset"]["source"]):
@@ -137,7 +137,7 @@ def memory(state: Path) -> tuple[float, int]:
 
 def _ended(cloud: Cloud, run: str) -> Any:
     """The record, once it is terminal."""
-    from dropforge.errors import NotFound
+    from dropforge.base.errors import NotFound
 
     with suppress(NotFound):
         record = cloud.store.record(run)

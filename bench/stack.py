@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dropforge_local import stack as local
-from dropforge_local.stack import IMAGES, StackConfig, StackInfo
+from dropforge_local.stack import control as local
+from dropforge_local.stack.control import IMAGES, StackConfig, StackInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENTIAL, TOGETHER = 40, 100
@@ -76,9 +76,9 @@ class User:
     def __init__(self, info: StackInfo) -> None:
         from google.cloud import pubsub_v1
 
-        from dropforge import clients
-        from dropforge.settings import settings
-        from dropforge.store import RunStore
+        from dropforge.base.settings import settings
+        from dropforge.cloud import clients
+        from dropforge.run.store import RunStore
 
         self.info = info
         self.settings = settings()
@@ -92,7 +92,8 @@ class User:
 
     def drop(self, name: str, behave: str = "succeed") -> str:
         """Upload a train-only spec; its run id."""
-        from dropforge import clients, names
+        from dropforge.base import names
+        from dropforge.cloud import clients
 
         spec = {
             "api_version": "dropforge/v1",
@@ -113,7 +114,7 @@ class User:
             return list(threads.map(self.drop, names))
 
     def cancel_all(self, runs: Sequence[str]) -> None:
-        from dropforge import clients
+        from dropforge.cloud import clients
 
         topic = self.settings.topic(self.settings.requests_topic)
         sent = [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in runs]
@@ -144,7 +145,8 @@ class User:
         """How many executions the workflow has, by run; those in `state` only, if given."""
         from google.cloud.workflows import executions_v1
 
-        from dropforge import clients, names
+        from dropforge.base import names
+        from dropforge.cloud import clients
 
         request = executions_v1.ListExecutionsRequest(
             parent=self.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
@@ -234,7 +236,7 @@ def show(what: str, seconds: list[float]) -> None:
 
 
 def _execution_start(user: User, run: str) -> float:
-    from dropforge import clients
+    from dropforge.cloud import clients
 
     name = f"{user.settings.workflow_name}/executions/{user.store.record(run).execution}"
     return float(clients.workflow_executions().get_execution(name=name).start_time.timestamp())

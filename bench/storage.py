@@ -26,10 +26,10 @@ KIBIBYTE = b"x" * 1024
 
 _SERVER = """
 import pathlib, sys
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
+from dropforge_local.base.server import BackgroundServer
+from dropforge_local.base.clock import SystemClock
 root = pathlib.Path(sys.argv[1])
 build = lambda: [StorageEmulator(Database(root / "state.sqlite"), root / "blobs", SystemClock())]
 with BackgroundServer(build) as server:

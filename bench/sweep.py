@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of them are over at last")
     wanted = parser.parse_args(arguments)
     with running_stack() as (_, info):
-        from dropforge.sweep import sweep
+        from dropforge.stages.sweep.sweep import sweep
 
         user = User(info)
         execution = _live_execution(user)
@@ -53,8 +53,9 @@ def _live_execution(user: User) -> str:
 
 
 def _make(user: User, run: str, execution: str) -> None:
-    from dropforge import clients, names
-    from dropforge.runs import Attempt, Record, RunState, Transition, utc_now
+    from dropforge.base import names
+    from dropforge.cloud import clients
+    from dropforge.run.record import Attempt, Record, RunState, Transition, utc_now
 
     now = utc_now()
     attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
@@ -72,7 +73,7 @@ def _make(user: User, run: str, execution: str) -> None:
 
 
 def _end(user: User, run: str) -> None:
-    from dropforge.runs import RunState, utc_now
+    from dropforge.run.record import RunState, utc_now
 
     for state in (RunState.TEARING_DOWN, RunState.FAILED):
         user.store.update(run, lambda record, state=state: record.entered(state, utc_now()))  # type: ignore[misc]

@@ -129,7 +129,7 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     from plan import find_device, make_plan, shape_of
     from trainer import build_trainer
 
-    from dropforge.artifacts import Source
+    from dropforge.run.artifacts import Source
     from dropforge.spec import parse_spec
 
     spec = parse_spec(json.dumps(job_spec(adapter)).encode())

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 import flask
 import functions_framework
 
-from dropforge.cancel import cancel, cancel_deleted
-from dropforge.deploy import deploy as deploy_run
-from dropforge.errors import CloudError, Conflict, ErrorClass, NotFound
-from dropforge.events import pubsub_message, uploaded_object
-from dropforge.inspect import inspect as inspect_run
-from dropforge.job_events import receive_job_event
-from dropforge.log import log
-from dropforge.names import is_run_id, is_spec_object
-from dropforge.notify import notify as notify_run
-from dropforge.provision import provision as provision_run
-from dropforge.runs import Outcome, RunError, RunState
-from dropforge.submit import submit_message, submit_object, submit_uri
-from dropforge.sweep import sweep as sweep_all
-from dropforge.teardown import teardown as teardown_run
+from dropforge.base.errors import CloudError, Conflict, ErrorClass, NotFound
+from dropforge.base.log import log
+from dropforge.base.names import is_run_id, is_spec_object
+from dropforge.run.events import pubsub_message, uploaded_object
+from dropforge.run.record import Outcome, RunError, RunState
+from dropforge.stages.await_.inspect import inspect as inspect_run
+from dropforge.stages.await_.job_events import receive_job_event
+from dropforge.stages.cancel import cancel, cancel_deleted
+from dropforge.stages.deploy import deploy as deploy_run
+from dropforge.stages.notify import notify as notify_run
+from dropforge.stages.provision import provision as provision_run
+from dropforge.stages.submit import submit_message, submit_object, submit_uri
+from dropforge.stages.sweep.sweep import sweep as sweep_all
+from dropforge.stages.teardown import teardown as teardown_run
 
 T = TypeVar("T")
 

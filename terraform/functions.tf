@@ -4,7 +4,7 @@ locals {
   functions     = { for name, account in local.accounts : name => account if can(account.called_by) }
   functions_url = "https://${var.region}-${var.project_id}.cloudfunctions.net/${var.prefix}-"
 
-  # Keys are fields of functions/dropforge/settings.py: those of images are named by the images, the others are here.
+  # Keys are fields of functions/dropforge/base/settings.py: those of images are named by the images, the others are here.
   settings = merge(local._settings, { for role, image in var.images : "${role}_image" => image })
   _settings = {
     project                    = var.project_id

@@ -58,7 +58,7 @@ resource "google_compute_firewall" "servers" {
   description   = "Requests to endpoints on TPU VMs."
   network       = google_compute_network.network[0].id
   source_ranges = values(var.subnetwork_ranges)
-  target_tags   = ["dropforge-server"] # functions/dropforge/tpu.py
+  target_tags   = ["dropforge-server"] # functions/dropforge/cloud/tpu.py
 
   allow {
     protocol = "tcp"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dropforge.events import job_event_schema, run_event_schema
+from dropforge.run.events import job_event_schema, run_event_schema
 from dropforge.spec import job_spec_schema
 
 ROOT = Path(__file__).resolve().parent.parent / "schemas"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from dropforge.settings import Settings
+from dropforge.base.settings import Settings
 
 from . import google_apis
 from .google_apis import NotAsked, Refused

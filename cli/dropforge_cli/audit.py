@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import click
 
-from dropforge.listing import Listed
-from dropforge.orphans import list_all, serves
-from dropforge.runs import Ledger, Record, ResourceState
-from dropforge.settings import settings
-from dropforge.store import RunStore, open_store
+from dropforge.base.settings import settings
+from dropforge.cloud.listing import Listed
+from dropforge.run.record import Ledger, Record, ResourceState
+from dropforge.run.store import RunStore, open_store
+from dropforge.stages.sweep.orphans import list_all, serves
 
 from .deployment import connect
 from .display import stderr, stdout, table

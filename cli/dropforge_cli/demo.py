@@ -16,12 +16,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dropforge import clients
-from dropforge.artifacts import upload_directory
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.runs import Record, RunState
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.run.artifacts import upload_directory
+from dropforge.run.record import Record, RunState
+from dropforge.run.store import open_store
 from dropforge.spec import JobSpec
-from dropforge.store import open_store
 
 from . import report
 from .deployment import Deployment, of_stack
@@ -103,7 +103,7 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
 
 def _start(state: Path, out: Console) -> Deployment:
     """A fresh stack, after ending what a demo that was killed has left."""
-    from dropforge_local import stack
+    from dropforge_local.stack import control as stack
 
     for name in stack.down(state, delete=True):
         out.print(f"ended {name}, which an earlier demo had left")
@@ -123,7 +123,7 @@ def _step(out: Console, what: str, work: Callable[[], None]) -> None:
 
 def make_environment(tool: str) -> None:
     """Run the tool that makes an environment, unless it is there; it says itself what it does. Raises CliError."""
-    from dropforge_local.stack import ROOT
+    from dropforge_local.stack.control import ROOT
 
     made = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
     if made.returncode:
@@ -212,7 +212,7 @@ def _end(state: Path, out: Console, *, interrupted: bool) -> bool:
 
     After an interruption the emulated cloud is deleted with what was in it; otherwise it must be empty by itself.
     """
-    from dropforge_local import stack
+    from dropforge_local.stack import control as stack
 
     stack.down(state)
     left = stack.leftovers(state)

@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dropforge.errors import DropforgeError
-from dropforge.settings import Settings, settings
+from dropforge.base.errors import DropforgeError
+from dropforge.base.settings import Settings, settings
 
 from .problems import CliError
 
 if TYPE_CHECKING:
-    from dropforge_local.stack import StackInfo
+    from dropforge_local.stack.control import StackInfo
 
 CONFIG = Path("dropforge.toml")
 LOCAL_LOOK_SECONDS, CLOUD_LOOK_SECONDS = 0.25, 3.0
@@ -79,13 +79,13 @@ def running(state: Path) -> StackInfo | None:
     """The live stack of a state directory."""
     if not (state / "stack.json").exists():
         return None  # importing the emulators to find that out takes a second
-    from dropforge_local import stack
+    from dropforge_local.stack import control as stack
 
     return stack.running(state)
 
 
 def state_directory(option: str | None) -> Path:
-    """Where the local stack keeps its state; as dropforge_local.stack.state_directory, without importing it."""
+    """Where the local stack keeps its state; as dropforge_local.stack.control.state_directory, without importing it."""
     return Path(option or os.environ.get("DROPFORGE_STATE") or "build/local").resolve()
 
 

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dropforge import names
-from dropforge.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
-from dropforge.runs import Record, RunState, utc_now
-from dropforge.store import RunStore, open_store
+from dropforge.base import names
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
+from dropforge.run.record import Record, RunState, utc_now
+from dropforge.run.store import RunStore, open_store
 
 from .deployment import Deployment
 from .display import duration

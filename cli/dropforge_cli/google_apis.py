@@ -12,8 +12,8 @@ import os
 from functools import cache
 from typing import Any
 
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import DropforgeError
+from dropforge.base.errors import DropforgeError
+from dropforge.cloud.clients import TIMEOUT_SECONDS
 
 APIS = {
     "artifactregistry": "ARTIFACT_REGISTRY_EMULATOR_HOST",

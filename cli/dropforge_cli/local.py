@@ -19,7 +19,7 @@ PORT = click.IntRange(0, 65535)
 @state_option
 def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, state: str | None) -> None:
     """Start the local stack: emulated Google APIs and the functions, on this machine only."""
-    from dropforge_local import stack
+    from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
     already = running(directory) is not None
@@ -41,7 +41,7 @@ def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, st
 @state_option
 def down(delete: bool, state: str | None) -> None:
     """Stop the local stack and every container process that it started, even if it was killed."""
-    from dropforge_local import stack
+    from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
     ended = stack.down(directory, delete=delete)

@@ -10,9 +10,9 @@ import time
 import click
 import requests
 
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.runs import Ledger
-from dropforge.store import RunStore, open_store
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.run.record import Ledger
+from dropforge.run.store import RunStore, open_store
 
 from .deployment import Deployment, connect
 from .options import state_option

@@ -11,15 +11,17 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dropforge import names
-from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
-from dropforge.limits import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, short_endpoint, training_seconds
-from dropforge.serving import get_server
-from dropforge.serving.base import Deployment as EndpointDeployment
-from dropforge.settings import Settings
-from dropforge.spec import GkeServe, JobSpec, TpuVmServe, TrainingVmServe, seconds
-from dropforge.targets import get_target
-from dropforge.targets.base import Launch, Resource
+from dropforge.base import names
+from dropforge.base.settings import Settings
+from dropforge.cloud.resource import Resource
+from dropforge.money import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, short_endpoint, training_seconds
+from dropforge.platforms import get_server, get_target
+from dropforge.platforms.gke.spec import GkeServe
+from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.platforms.serving import Deployment as EndpointDeployment
+from dropforge.platforms.tpu_vm.spec import TpuVmServe, TrainingVmServe
+from dropforge.platforms.training import Launch
+from dropforge.spec import JobSpec, seconds
 
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd

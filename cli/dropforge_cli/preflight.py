@@ -14,25 +14,20 @@ from urllib.parse import quote
 
 import click
 
-from dropforge import clients
-from dropforge.admission import check as check_admission
-from dropforge.catalog import TPU_VMS
-from dropforge.classify import client_errors
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import InvalidSpec
-from dropforge.limits import short_endpoint
-from dropforge.settings import Settings
-from dropforge.spec import (
-    CloudRunServe,
-    CloudRunTarget,
-    GkeServe,
-    GkeTarget,
-    JobSpec,
-    RayTarget,
-    TpuVmServe,
-    TpuVmTarget,
-)
-from dropforge.targets import get_target
+from dropforge.base.errors import InvalidSpec
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.cloud.classify import client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.money import short_endpoint
+from dropforge.platforms import get_target
+from dropforge.platforms.cloud_run.spec import CloudRunServe, CloudRunTarget
+from dropforge.platforms.gke.spec import GkeServe, GkeTarget
+from dropforge.platforms.ray.spec import RayTarget
+from dropforge.platforms.tpu_vm.catalog import TPU_VMS
+from dropforge.platforms.tpu_vm.spec import TpuVmServe, TpuVmTarget
+from dropforge.spec import JobSpec
+from dropforge.stages.admission import check as check_admission
 
 from . import accounts, google_apis, quotas
 from .deployment import connect

@@ -9,9 +9,9 @@ from typing import IO, Any
 
 import click
 
-from dropforge.classify import classify, client_errors
-from dropforge.errors import CloudError, DropforgeError, InvalidSpec
-from dropforge.spec import redact
+from dropforge.base.errors import CloudError, DropforgeError, InvalidSpec
+from dropforge.base.redact import redact
+from dropforge.cloud.classify import classify, client_errors
 
 FAILED, INTERRUPTED = 1, 130
 LONGEST_MESSAGE = 2000
@@ -67,5 +67,5 @@ def _of_client(error: Exception) -> CliError:
 
 
 def _of_stack(error: Exception) -> CliError | None:
-    stack = sys.modules.get("dropforge_local.stack")
+    stack = sys.modules.get("dropforge_local.stack.control")
     return CliError(str(error)) if stack is not None and isinstance(error, stack.StackError) else None

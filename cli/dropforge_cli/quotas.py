@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dropforge.catalog import TPU_VMS
+from dropforge.platforms.tpu_vm.catalog import TPU_VMS
 
 from . import google_apis
 from .google_apis import NotAsked, Refused

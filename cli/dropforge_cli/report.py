@@ -10,16 +10,15 @@ from typing import Any
 import requests
 from rich.console import Console
 
-from dropforge import clients
-from dropforge.artifacts import read_artifact, read_manifest
-from dropforge.catalog import SECONDS_PER_HOUR, HourlyPrice
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import NotFound
-from dropforge.runs import Endpoint, Record, RunState, utc_now
-from dropforge.serving import get_server
+from dropforge.base.errors import NotFound
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.platforms import get_server, get_target
+from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.run.artifacts import read_artifact, read_manifest
+from dropforge.run.record import Endpoint, Record, RunState, utc_now
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.store import RunStore
-from dropforge.targets import get_target
 
 from .deployment import Deployment
 from .display import number, table, titled, usd

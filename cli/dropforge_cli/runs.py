@@ -10,11 +10,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dropforge import clients, names
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import NotFound
-from dropforge.runs import Ledger, Record, RunState, utc_now
-from dropforge.store import RunStore, open_store
+from dropforge.base import names
+from dropforge.base.errors import NotFound
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.run.record import Ledger, Record, RunState, utc_now
+from dropforge.run.store import RunStore, open_store
 
 from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd

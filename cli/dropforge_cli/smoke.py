@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from dropforge import __version__, clients, names
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.listing import Unlisted
-from dropforge.runs import RunState, utc_now
+from dropforge import __version__
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.listing import Unlisted
+from dropforge.platforms import TARGETS, get_target
+from dropforge.run.record import RunState, utc_now
+from dropforge.run.store import RunStore, open_store
 from dropforge.spec import JobSpec, seconds
-from dropforge.store import RunStore, open_store
-from dropforge.targets import TARGETS, get_target
 
 from .deployment import Deployment, connect
 from .display import duration, stdout, table, titled, usd

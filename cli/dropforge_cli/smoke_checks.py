@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 
 import requests
 
-from dropforge import clients, names
-from dropforge.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
-from dropforge.classify import client_errors
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import DropforgeError
-from dropforge.listing import Listed
-from dropforge.orphans import list_all
-from dropforge.runs import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
+from dropforge.base import names
+from dropforge.base.errors import DropforgeError
+from dropforge.cloud import clients
+from dropforge.cloud.classify import client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.listing import Listed
+from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
+from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.store import RunStore
+from dropforge.stages.sweep.orphans import list_all
 
 from .audit import compare
 from .deployment import Deployment

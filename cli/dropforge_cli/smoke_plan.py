@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dropforge import names
-from dropforge.catalog import CLOUD_RUN_MACHINES, TPU_VMS
-from dropforge.settings import Settings
+from dropforge.base import names
+from dropforge.base.settings import Settings
+from dropforge.platforms import TARGETS
+from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
+from dropforge.platforms.tpu_vm.catalog import TPU_VMS
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.targets import TARGETS
 
 from .display import usd
 from .plan import make_plan

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from dropforge import clients, names
-from dropforge.admission import budget_problems, fit_problems, time_problems
-from dropforge.clients import TIMEOUT_SECONDS
-from dropforge.errors import InvalidSpec
-from dropforge.limits import short_endpoint
+from dropforge.base import names
+from dropforge.base.errors import InvalidSpec
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
+from dropforge.stages.admission import budget_problems, fit_problems, time_problems
 
 from .deployment import Deployment, connect
 from .display import stdout

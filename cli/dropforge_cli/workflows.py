@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from dropforge_local.workflows.billing import summary
-from dropforge_local.workflows.clock import Clock, SystemClock, VirtualClock
-from dropforge_local.workflows.compiler import compile_source
-from dropforge_local.workflows.errors import DeployError, EngineError, Problem
-from dropforge_local.workflows.history import timeline
-from dropforge_local.workflows.limits import Limits
-from dropforge_local.workflows.mock import ScriptedMocks
-from dropforge_local.workflows.simulate import Simulation, simulate
+from workflows_engine.billing import summary
+from workflows_engine.clock import Clock, SystemClock, VirtualClock
+from workflows_engine.compiler import compile_source
+from workflows_engine.errors import DeployError, EngineError, Problem
+from workflows_engine.history import timeline
+from workflows_engine.limits import Limits
+from workflows_engine.mock import ScriptedMocks
+from workflows_engine.simulate import Simulation, simulate
 
 SOURCE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

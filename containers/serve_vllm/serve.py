@@ -39,9 +39,10 @@ from engine import (
     vllm_tpu_environment,
 )
 
-from dropforge import artifacts, clients
-from dropforge.errors import DropforgeError
-from dropforge.log import log
+from dropforge.base.errors import DropforgeError
+from dropforge.base.log import log
+from dropforge.cloud import clients
+from dropforge.run import artifacts
 
 BAD_CONFIG = 64
 NOT_FOUND = 66

@@ -18,7 +18,7 @@ from job import INTERNAL, JobError
 from rows import Row
 from stages import Result, Work, stage_main
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 
 # Of the loss on the same tokens, by MaxText and by transformers. MaxText 0.2.5 rounds a tied embedding to bfloat16 for
 # the output layer (attend_on_embedding in layers/embeddings.py): 5e-4 on the tiny model. With bfloat16, weights and

@@ -28,10 +28,10 @@ from stages import AFTER_TRAIN, Runner, Work, train_script
 from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
 from train import is_committed, load_spec
 
-from dropforge import clients
-from dropforge.artifacts import Manifest
-from dropforge.container_secrets import load_secrets
-from dropforge.log import log
+from dropforge.base.log import log
+from dropforge.cloud import clients
+from dropforge.cloud.container_secrets import load_secrets
+from dropforge.run.artifacts import Manifest
 from dropforge.spec import JobSpec
 
 WORK_DIRECTORY = "DROPFORGE_WORK_DIRECTORY"

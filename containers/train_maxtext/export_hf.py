@@ -15,7 +15,7 @@ from job import INTERNAL, JobError
 from maxtext_settings import common, use_source_config
 from stages import Result, Work, stage_main
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 
 Tensors = dict[str, tuple[str, list[int]]]
 

@@ -18,8 +18,8 @@ from job import config_error, data_error
 from stages import Result, Work, stage_main
 from train import check_gate, fetch_model
 
-from dropforge import clients
-from dropforge.artifacts import Source
+from dropforge.cloud import clients
+from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, SyntheticDataset
 
 # On which the trained loss is compared with the exported model's, on a CPU: so many rows, or random tokens.

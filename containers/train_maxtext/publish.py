@@ -8,8 +8,8 @@ from export import Provenance, publish, write_card
 from job import Job
 from stages import Result, Work, stage_main
 
-from dropforge import clients
-from dropforge.artifacts import Source
+from dropforge.cloud import clients
+from dropforge.run.artifacts import Source
 
 PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-tunix", "transformers")
 

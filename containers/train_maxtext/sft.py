@@ -23,7 +23,7 @@ from maxtext_settings import common
 from prepare import total_steps
 from stages import Result, Work, stage_main
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 from dropforge.spec import JobSpec
 
 Tell = Callable[..., None]

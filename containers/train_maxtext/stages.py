@@ -22,8 +22,8 @@ from typing import Any
 
 from job import INTERNAL, OUT_OF_MEMORY, Job, JobError, classify, config_error, out_of_memory
 
-from dropforge.errors import ErrorClass
-from dropforge.log import log
+from dropforge.base.errors import ErrorClass
+from dropforge.base.log import log
 from dropforge.spec import JobSpec
 
 # The second half of the export stage, "check", has an interpreter and so a process of its own.

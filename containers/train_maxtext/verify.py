@@ -9,7 +9,7 @@ from typing import Any
 from job import INTERNAL, JobError, data_error
 from stages import Result, Work, stage_main
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 
 
 def run(work: Work) -> Result:

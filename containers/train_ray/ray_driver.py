@@ -20,7 +20,7 @@ from report import Reporter
 from shared_checkpoints import STEPS, newest, prune, read_notes, root_of, write_notes
 from stages import AFTER_TRAIN, Work
 
-from dropforge.log import log
+from dropforge.base.log import log
 
 LOOK_SECONDS = 2.0
 

@@ -24,9 +24,9 @@ from shared_checkpoints import STEPS, newest, root_of, upload
 from stages import Result, Work, classify_stage, describe, stage_main, write_json
 from tpu_slice import Slice
 
-from dropforge import clients
-from dropforge.artifacts import download_prefix
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
+from dropforge.cloud import clients
+from dropforge.run.artifacts import download_prefix
 
 WORKER_FAILURES = 3  # lost workers within one attempt; each goes on from the newest checkpoint
 POLL_SECONDS = 0.5

@@ -16,9 +16,9 @@ from typing import Any
 
 from job import Job
 
-from dropforge import clients
-from dropforge.artifacts import checkpoint_prefix, delete_blobs, parse_gs_uri
-from dropforge.log import log
+from dropforge.base.log import log
+from dropforge.cloud import clients
+from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, parse_gs_uri
 
 PREFIX = "maxtext"
 STEPS = "run/checkpoints"

@@ -14,9 +14,9 @@ from typing import Any
 from job import Job
 from report import Reporter
 
-from dropforge import artifacts
-from dropforge.artifacts import ArtifactFile, Checkpoint
-from dropforge.log import log
+from dropforge.base.log import log
+from dropforge.run import artifacts
+from dropforge.run.artifacts import ArtifactFile, Checkpoint
 
 KEEP = 2
 NOTES = "dropforge.json"  # beside the trainer's own files: what a later attempt must know

@@ -17,11 +17,11 @@ from job import INTERNAL, Job, JobError
 from plan import dtype_of, host_memory
 from rows import Row
 
-from dropforge import artifacts
-from dropforge.artifacts import Manifest, Source
-from dropforge.errors import Conflict, ErrorClass
-from dropforge.events import dumps
-from dropforge.log import log
+from dropforge.base.errors import Conflict, ErrorClass
+from dropforge.base.log import log
+from dropforge.run import artifacts
+from dropforge.run.artifacts import Manifest, Source
+from dropforge.run.events import dumps
 from dropforge.spec import JobSpec, SyntheticDataset
 
 SHARD_SIZE = "4GB"  # streamed by the server, several at once

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import redacted_output
 from world import World, read_world
 
-from dropforge.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
-from dropforge.spec import redact
-from dropforge.spec.parts import TOKEN
+from dropforge.base.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
+from dropforge.base.redact import TOKEN, redact
 
 DONE = 0
 BAD_CONFIG = 64

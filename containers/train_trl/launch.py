@@ -15,9 +15,9 @@ from outcome import Outcome, read_outcomes
 from stop import RANKS_MARGIN_SECONDS, Stopped, StopRequest
 from world import DIRECTORY, World
 
-from dropforge import container_secrets
-from dropforge.errors import ErrorClass
-from dropforge.log import log
+from dropforge.base.errors import ErrorClass
+from dropforge.base.log import log
+from dropforge.cloud import container_secrets
 from dropforge.spec import JobSpec
 
 TRAIN = Path(__file__).with_name("train.py")

@@ -14,8 +14,8 @@ from typing import Literal
 from job import DONE, STOPPED, Job, JobError, Redactor, classify
 from stop import Stopped, StopRequest
 
-from dropforge.errors import ErrorClass
-from dropforge.log import log
+from dropforge.base.errors import ErrorClass
+from dropforge.base.log import log
 
 Reason = Literal["", "preempted", "deadline"]
 _PATTERN = "outcome-{rank}.json"

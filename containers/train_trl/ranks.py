@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from job import INTERNAL, JobError, config_error
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 
 # How long ranks wait for one that reads the model, or evaluates it, before they give it up.
 PATIENCE = timedelta(minutes=30)

@@ -11,10 +11,11 @@ from typing import Any
 from job import Job, JobError, Redactor
 from outcome import Outcome
 
-from dropforge import clients
-from dropforge.artifacts import Manifest, manifest_uri
-from dropforge.errors import ErrorClass
-from dropforge.events import (
+from dropforge.base.errors import ErrorClass
+from dropforge.base.log import log
+from dropforge.cloud import clients
+from dropforge.run.artifacts import Manifest, manifest_uri
+from dropforge.run.events import (
     Checkpointed,
     Failed,
     JobEvent,
@@ -24,7 +25,6 @@ from dropforge.events import (
     Succeeded,
     job_event_message,
 )
-from dropforge.log import log
 
 PROGRESS_SECONDS = 2.0
 PROGRESS_STEPS = 20

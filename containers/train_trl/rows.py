@@ -17,7 +17,7 @@ from typing import Any
 
 from job import data_error, missing
 
-from dropforge.artifacts import Source, parse_gs_uri
+from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Columns, Dataset, Evaluation
 
 Message = dict[str, str]

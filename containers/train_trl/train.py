@@ -34,11 +34,12 @@ from report import FLUSH_SECONDS, ProgressMeter, Reporter
 from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
 from world import World
 
-from dropforge import artifacts, clients
-from dropforge.artifacts import Source
-from dropforge.container_secrets import load_secrets
-from dropforge.log import log
-from dropforge.names import spec_object
+from dropforge.base.log import log
+from dropforge.base.names import spec_object
+from dropforge.cloud import clients
+from dropforge.cloud.container_secrets import load_secrets
+from dropforge.run import artifacts
+from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, parse_spec
 
 

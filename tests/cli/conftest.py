@@ -14,17 +14,18 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner, Result
 
-from dropforge import clients, names
-from dropforge.events import JobEvent
-from dropforge.runs import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
-from dropforge.settings import settings
-from dropforge.store import RunStore
+from dropforge.base import names
+from dropforge.base.settings import settings
+from dropforge.cloud import clients
+from dropforge.run.events import JobEvent
+from dropforge.run.record import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.run.store import RunStore
 from dropforge_cli.main import cli
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"

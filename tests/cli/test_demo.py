@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge_local.recording import FILE, SERVER, TRAINER
+from dropforge_local.base.recording import FILE, SERVER, TRAINER
 
 from ..contract.calls import grants, needs, unmet, unused
 from .conftest import ROOT

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 from rich.console import Console
 
-from dropforge.errors import ErrorClass
-from dropforge.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
-from dropforge.runs import Record, RunState
-from dropforge.store import RunStore
+from dropforge.base.errors import ErrorClass
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, Succeeded
+from dropforge.run.record import Record, RunState
+from dropforge.run.store import RunStore
 from dropforge_cli.deployment import Deployment, connect
 from dropforge_cli.display import duration, number, usd
 from dropforge_cli.follow import Follower, LineDisplay, Snapshot, render, show_until_terminal

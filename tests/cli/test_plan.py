@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dropforge import catalog
+from dropforge.platforms.cloud_run import catalog
 from dropforge.spec import parse_spec
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import Plan, make_plan
@@ -121,7 +121,7 @@ def test_an_unknown_price_is_called_unknown_never_0(dropforge: Run) -> None:
     plan = plan_of(target=target, serve=None, limits={"max_duration": "1h"})
     assert plan.placements[0].worst_case_usd is None
     assert plan.worst_case_usd is None
-    assert plan.warnings == ["unknown price: no price for Cloud Run vcpu in asia-southeast1 in dropforge/catalog.py"]
+    assert plan.warnings == ["unknown price: no price for Cloud Run vcpu in asia-southeast1 in the catalog"]
     Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "target": target, "limits": {}}))
     output = dropforge("plan", "s.json").output
     assert "worst case  unknown in all" in output

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import yaml
 
-from dropforge import clients
+from dropforge.cloud import clients
 from dropforge_cli import preflight
 from dropforge_cli.accounts import USES
 from dropforge_cli.google_apis import APIS

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from google.cloud import pubsub_v1
 
-from dropforge import clients, names
-from dropforge.errors import ErrorClass
-from dropforge.events import Progress
-from dropforge.runs import Endpoint, RunError, RunState
+from dropforge.base import names
+from dropforge.base.errors import ErrorClass
+from dropforge.cloud import clients
+from dropforge.run.events import Progress
+from dropforge.run.record import Endpoint, RunError, RunState
 
 from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry
 

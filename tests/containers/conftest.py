@@ -22,15 +22,15 @@ from google.api_core.exceptions import DeadlineExceeded
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from dropforge.artifacts import Manifest, read_artifact, read_manifest, upload_directory
-from dropforge.events import JobEvent, parse_job_event
+from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
+from dropforge.run.events import JobEvent, parse_job_event
 from dropforge_local import fsdp_shim, tiny
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer, Emulator, Server
-from dropforge_local.workflows.clock import SystemClock
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "containers" / "train_trl"

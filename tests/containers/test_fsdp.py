@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
+from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
 from dropforge.spec import parse_spec
 
 # One test waits for several attempts, its own and those that others share.

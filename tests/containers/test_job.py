@@ -14,8 +14,8 @@ from outcome import Outcome, outcome_of
 from report import PROGRESS_STEPS, ProgressMeter, Reporter
 from stop import StopRequest
 
-from dropforge.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
-from dropforge.events import JobEvent
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
+from dropforge.run.events import JobEvent
 
 ENVIRONMENT = {
     "DROPFORGE_PROJECT": "p",
@@ -160,7 +160,7 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
 
 
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dropforge import clients
+    from dropforge.cloud import clients
 
     class Publisher:
         def publish(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
 def test_events_are_published_once_and_only_where_somebody_listens(
     environment: dict[str, str], topics: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dropforge import clients
+    from dropforge.cloud import clients
 
     class Publisher:
         def publish(self, topic: str, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from outcome import Outcome, read_outcomes
 from stop import StopRequest
 from world import World, read_world
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 from dropforge.spec import JobSpec
 
 JOB = Job("p", "demo-0123456789ab", 1, "b", "", None, 10)

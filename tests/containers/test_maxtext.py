@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge.artifacts import (
+from dropforge.base.errors import ErrorClass
+from dropforge.run.artifacts import (
     COMPLETE,
     Manifest,
     checkpoints,
@@ -28,7 +29,6 @@ from dropforge.artifacts import (
     upload_directory,
     verify_manifest,
 )
-from dropforge.errors import ErrorClass
 from dropforge_local import tiny
 from dropforge_local.containers.images import ImageStore
 

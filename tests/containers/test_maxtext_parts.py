@@ -14,7 +14,7 @@ from job import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, Job, JobError, Re
 from report import Reporter
 from stop import Stopped
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 from dropforge.spec import JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,7 @@ SLICE = {
 
 @pytest.fixture
 def root(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("dropforge.clients.storage", lambda: cloud.client)
+    monkeypatch.setattr("dropforge.cloud.clients.storage", lambda: cloud.client)
     return f"gs://{RUNS}/checkpoints/r-{uuid.uuid4().hex[:12]}/maxtext"
 
 

@@ -94,7 +94,7 @@ def endpoint(request: pytest.FixtureRequest, cloud: Any, uninterrupted: Any) -> 
 def samples(cloud: Any, uninterrupted: Any) -> list[dict[str, Any]]:
     import json
 
-    from dropforge.artifacts import read_artifact
+    from dropforge.run.artifacts import read_artifact
 
     return list(json.loads(read_artifact(cloud.client, "runs-bucket", uninterrupted[1], "samples.json")))
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from google.cloud import storage
 
-from dropforge.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
+from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
 
 # One test waits for several attempts, its own and those that others share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge.artifacts import read_manifest, verify_manifest
+from dropforge.run.artifacts import read_manifest, verify_manifest
 from dropforge_local import ray_shim
 from dropforge_local.containers.images import ImageStore, Process
 

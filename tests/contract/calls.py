@@ -1,6 +1,7 @@
 """What the recorded calls of a local stack need, in the terms of terraform/permissions.yaml.
 
-A stack with `record` in its config writes the calls (dropforge_local.recording); methods.yaml says what each asks for.
+A stack with `record` in its config writes the calls (dropforge_local.base.recording). methods.yaml says what each call
+needs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-from dropforge_local import stack_process as stack
+from dropforge_local.stack import process as stack
 
 from .configuration import permissions
 
@@ -79,7 +80,7 @@ BELOW = {
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}
 ANYWHERE = ("project", "clusters", "own_clusters", "tpus")  # scopes that are all the project's
-ENDERS = ("on_spec_message", "sweep", "teardown")  # dropforge.teardown.delete_remaining
+ENDERS = ("on_spec_message", "sweep", "teardown")  # dropforge.stages.teardown.delete_remaining
 WEBHOOKS = {"slack-webhook"}
 
 

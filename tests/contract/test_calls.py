@@ -13,13 +13,14 @@ from unittest.mock import patch
 import pytest
 import requests
 
-from dropforge import clients, names
-from dropforge.runs import Record, RunState, Transition, utc_now
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.run.record import Record, RunState, Transition, utc_now
 from dropforge.spec import JobSpec
-from dropforge_local import stack as local
-from dropforge_local.functions_host import entry_points
-from dropforge_local.identity import Identity
-from dropforge_local.recording import FILE, TRAINER
+from dropforge_local.base.identity import Identity
+from dropforge_local.base.recording import FILE, TRAINER
+from dropforge_local.stack import control as local
+from dropforge_local.stack.functions_host import entry_points
 
 from ..stack.conftest import NOOP_CONFIG, User, user_of
 from ..stack.targets import PARTS, SERVES

@@ -13,7 +13,7 @@ import hcl2
 import pytest
 import yaml
 
-from dropforge import names
+from dropforge.base import names
 from dropforge_cli.main import cli
 
 from .configuration import ROOT, blocks, render, resources

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dropforge.settings import Settings
+from dropforge.base.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # From outside: the environment is to have nothing that is not required.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from dropforge_local.functions_host import entry_points
+from dropforge_local.stack.functions_host import entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = (ROOT / "workflows" / "run.workflows.yaml").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import hcl2
 import pytest
 
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
 
 from .configuration import ROOT, blocks, local
 from .gcloud import refused
@@ -29,7 +29,7 @@ def test_every_alert_says_what_to_do() -> None:
 def test_the_alert_of_missing_sweeps_counts_what_a_sweep_logs_at_its_end() -> None:
     logged = re.search(r'message=\\?"(\w+)', local("log_metrics")["sweeps"]["filter"])
     assert logged is not None
-    assert f'log("{logged[1]}", stage="sweep"' in (ROOT / "functions" / "dropforge" / "sweep.py").read_text()
+    assert f'log("{logged[1]}", stage="sweep"' in (ROOT / "functions" / "dropforge" / "stages" / "sweep" / "sweep.py").read_text()
     assert [name for name, alert in local("alerts").items() if "at_least" in alert] == ["no_sweep"]
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from dropforge import names
-from dropforge.catalog import CLOUD_RUN_MACHINES
-from dropforge.settings import Settings
-from dropforge.tpu import SERVER_PORT, SERVER_TAG
-from dropforge_local import stack_process as stack
+from dropforge.base import names
+from dropforge.base.settings import Settings
+from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
+from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
-from dropforge_local.functions_host import entry_points
+from dropforge_local.stack import process as stack
+from dropforge_local.stack.functions_host import entry_points
 
 from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
 

@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 import yaml
 
-from dropforge.settings import Settings
-from dropforge_local import stack_process as stack
-from dropforge_local.functions_host import entry_points
+from dropforge.base.settings import Settings
+from dropforge_local.stack import process as stack
+from dropforge_local.stack.functions_host import entry_points
 
 from .configuration import ROOT, images, permissions
 from .provider import Provider, Schema

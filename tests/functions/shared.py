@@ -16,16 +16,18 @@ from typing import Any
 
 import pytest
 
-from dropforge import clients, lost_work, names, orphans, sweep
-from dropforge.provision import launch_of
-from dropforge.runs import Attempt, Record, RunState, Transition, utc_now
-from dropforge.serving import get_server
-from dropforge.serving.base import Deployment
-from dropforge.settings import settings
+from dropforge.base import names
+from dropforge.base.settings import settings
+from dropforge.cloud import clients
+from dropforge.cloud.resource import Resource
+from dropforge.platforms import get_server, get_target
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import Launch, Phase, Status, Target
+from dropforge.run.record import Attempt, Record, RunState, Transition, utc_now
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.store import RunStore
-from dropforge.targets import get_target
-from dropforge.targets.base import Launch, Phase, Resource, Status, Target
+from dropforge.stages.provision import launch_of
+from dropforge.stages.sweep import lost_work, orphans, sweep
 
 ME = "the-execution-of-this-test"
 NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"

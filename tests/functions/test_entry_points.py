@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dropforge.errors import Conflict, NotFound
+from dropforge.base.errors import Conflict, NotFound
 
 MAIN = Path(__file__).resolve().parents[2] / "functions" / "main.py"
 RUN = {"run": "job-0123456789ab", "execution": "e-1"}
@@ -144,6 +144,6 @@ def test_only_a_bad_request_is_a_bad_request(
     def fail() -> Any:
         raise error
 
-    module = {"inspect": "inspect", "notify": "notify"}.get(name, name)
-    monkeypatch.setattr(f"dropforge.{module}.open_store", fail)
+    module = {"inspect": "await_.inspect"}.get(name, name)
+    monkeypatch.setattr(f"dropforge.stages.{module}.open_store", fail)
     assert post(name, STAGES[name]).status_code == status

@@ -16,20 +16,21 @@ import google.auth
 import pytest
 from google.cloud import container_v1
 
-from dropforge import clients, kubernetes
-from dropforge.errors import CloudError, ErrorClass
-from dropforge.settings import Settings
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients, kubernetes
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.gke.train import JOB, GkeJobs
+from dropforge.platforms.ray.train import RayJobs
+from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
-from dropforge.targets.base import Launch, Phase, Resource
-from dropforge.targets.gke import JOB, GkeJobs
-from dropforge.targets.ray import RayJobs
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
-from dropforge_local.db import Database
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
-from dropforge_local.server import BackgroundServer, Emulator
-from dropforge_local.workflows.clock import SystemClock
 
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dropforge import clients, kubernetes
-from dropforge.errors import CloudError, ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud import clients, kubernetes
+from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
+from dropforge.platforms.ray.requests import ray_job_manifest, requests
+from dropforge.platforms.ray.train import RAY_CLUSTER, RayJobs
+from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
-from dropforge.targets.base import Launch, Phase
-from dropforge.targets.gke_requests import cluster_of, namespace_manifests
-from dropforge.targets.ray import RAY_CLUSTER, RayJobs
-from dropforge.targets.ray_requests import ray_job_manifest, requests
 
 from .shared import Stages, until
 from .test_gke import SETTINGS, STANDING, Cloud, cloud, running

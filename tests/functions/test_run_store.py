@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dropforge.errors import Conflict
-from dropforge.runs import Record, ResourceState, RunState, Transition, utc_now
-from dropforge.store import RunStore, Versioned
-from dropforge_local.db import Database
+from dropforge.base.errors import Conflict
+from dropforge.run.record import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.store import RunStore, Versioned
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 BUCKET = "runs"
 _numbers = itertools.count()
@@ -124,7 +124,7 @@ def test_a_refused_write_costs_nobody_a_change(process: Callable[[], CountingSto
 
 
 def test_no_process_remembers_everything(process: Callable[[], CountingStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dropforge.store.KNOWN", 2)
+    monkeypatch.setattr("dropforge.run.store.KNOWN", 2)
     store = process()
     made = [new_run(store) for _ in range(3)]
     for run in made:

@@ -13,23 +13,25 @@ from unittest.mock import patch
 
 import pytest
 
-from dropforge import clients, names, sweep
-from dropforge.deploy import deploy
-from dropforge.runs import ResourceState, RunState, utc_now
-from dropforge.serving import gke
-from dropforge.serving.base import Deployment
-from dropforge.settings import settings
-from dropforge.store import RunStore
-from dropforge.teardown import teardown
+from dropforge.base import names
+from dropforge.base.settings import settings
+from dropforge.cloud import clients
+from dropforge.platforms.gke import serve as gke
+from dropforge.platforms.serving import Deployment
+from dropforge.run.record import ResourceState, RunState, utc_now
+from dropforge.run.store import RunStore
+from dropforge.stages.deploy import deploy
+from dropforge.stages.sweep import sweep
+from dropforge.stages.teardown import teardown
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
-from dropforge_local.db import Database
 from dropforge_local.emulators.container import GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 from .shared import (
     ME,

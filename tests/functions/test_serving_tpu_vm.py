@@ -14,23 +14,25 @@ from unittest.mock import patch
 
 import pytest
 
-from dropforge import clients, names, sweep, tpu
-from dropforge.deploy import deploy
-from dropforge.runs import ResourceState, RunState, utc_now
-from dropforge.serving import tpu_vm
-from dropforge.serving.base import Deployment
-from dropforge.settings import settings
-from dropforge.store import RunStore
-from dropforge.teardown import teardown
+from dropforge.base import names
+from dropforge.base.settings import settings
+from dropforge.cloud import clients, tpu
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.tpu_vm import serve as tpu_vm
+from dropforge.run.record import ResourceState, RunState, utc_now
+from dropforge.run.store import RunStore
+from dropforge.stages.deploy import deploy
+from dropforge.stages.sweep import sweep
+from dropforge.stages.teardown import teardown
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
-from dropforge_local.db import Database
 from dropforge_local.emulators.compute import ComputeEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 from .shared import (
     ME,

@@ -16,25 +16,26 @@ from typing import Any
 import pytest
 from google.cloud import tpu_v2
 
-from dropforge import clients
-from dropforge.disks import ensure_disk
-from dropforge.errors import CloudError, ErrorClass
-from dropforge.settings import Settings
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.cloud.disks import ensure_disk
+from dropforge.cloud.resource import Resource
+from dropforge.cloud.tpu import NODE, QUEUED
+from dropforge.platforms.tpu_vm import train as tpu_vm
+from dropforge.platforms.tpu_vm.train import DISK, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
+from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import parse_spec
-from dropforge.targets import tpu_vm
-from dropforge.targets.base import Launch, Phase, Resource, Status
-from dropforge.targets.tpu_vm import DISK, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
-from dropforge.tpu import NODE, QUEUED
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
-from dropforge_local.db import Database
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from dropforge_local.server import BackgroundServer, Emulator
-from dropforge_local.workflows.clock import SystemClock
 
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
@@ -316,7 +317,9 @@ def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -
     stranger = replace(attempt, run=attempt.run[::-1])
     with pytest.MonkeyPatch.context() as patch:
         for function in ("node_name", "queued_name", "disk_name"):
-            patch.setattr(f"dropforge.targets.tpu_vm.{function}", partial(_name_of, getattr(tpu_vm, function), attempt))
+            patch.setattr(
+                f"dropforge.platforms.tpu_vm.train.{function}", partial(_name_of, getattr(tpu_vm, function), attempt)
+            )
         with pytest.raises(CloudError, match="exists and belongs to") as refusal:
             TARGET.provision(stranger)
     assert refusal.value.error_class is ErrorClass.CONFIG

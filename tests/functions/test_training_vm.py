@@ -9,16 +9,18 @@ from unittest.mock import patch
 
 import pytest
 
-from dropforge import clients, names, sweep
-from dropforge.artifacts import MANIFEST, Manifest
-from dropforge.cancel import cancel
-from dropforge.errors import RetryLater
-from dropforge.inspect import inspect
-from dropforge.provision import provision
-from dropforge.runs import RunState, utc_now
-from dropforge.settings import settings
-from dropforge.targets.tpu_vm import DISK
-from dropforge.teardown import teardown
+from dropforge.base import names
+from dropforge.base.errors import RetryLater
+from dropforge.base.settings import settings
+from dropforge.cloud import clients
+from dropforge.platforms.tpu_vm.train import DISK
+from dropforge.run.artifacts import MANIFEST, Manifest
+from dropforge.run.record import RunState, utc_now
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.cancel import cancel
+from dropforge.stages.provision import provision
+from dropforge.stages.sweep import sweep
+from dropforge.stages.teardown import teardown
 
 from .shared import ME, eventually, is_there, make_run, until
 from .test_serving_tpu_vm import IMAGES, ZONE, Cloud, cloud, running, spec

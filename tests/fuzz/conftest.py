@@ -15,19 +15,20 @@ from unittest.mock import patch
 import functions_framework
 import pytest
 
-from dropforge import clients, names
-from dropforge.runs import Record
-from dropforge.settings import settings
-from dropforge.store import RunStore
-from dropforge_local.db import Database
+from dropforge.base import names
+from dropforge.base.settings import settings
+from dropforge.cloud import clients
+from dropforge.run.record import Record
+from dropforge.run.store import RunStore
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.functions_host import SOURCE, entry_points
-from dropforge_local.server import BackgroundServer, Emulator
-from dropforge_local.workflows.clock import SystemClock
-from dropforge_local.workflows.engine import Engine
+from dropforge_local.stack.functions_host import SOURCE, entry_points
+from workflows_engine.engine import Engine
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")

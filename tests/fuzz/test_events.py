@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dropforge import names
-from dropforge.runs import Record, RunState, Transition, utc_now
+from dropforge.base import names
+from dropforge.run.record import Record, RunState, Transition, utc_now
 
 from .conftest import EVENT, RUNS, WORKFLOW, App
 from .documents import mutated, odd_values

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dropforge.errors import InvalidSpec, SpecProblem
-from dropforge.runs import Record, RunState
+from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.run.record import Record, RunState
 from dropforge.spec import job_spec_schema, parse_spec
 
 from .conftest import App

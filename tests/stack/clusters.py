@@ -13,8 +13,8 @@ from typing import Any
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import container_v1
 
-from dropforge import names
-from dropforge_local.stack import StackInfo
+from dropforge.base import names
+from dropforge_local.stack.control import StackInfo
 
 # Where the API has the kinds that a run may create, by their parts of a ledger's names.
 APIS = {

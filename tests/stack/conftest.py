@@ -15,13 +15,14 @@ from unittest.mock import patch
 
 import pytest
 
-from dropforge import clients, names
-from dropforge.errors import NotFound
-from dropforge.runs import Record
-from dropforge.settings import Settings, settings
-from dropforge.store import RunStore
-from dropforge_local import stack as local
-from dropforge_local.stack import IMAGES, StackConfig, StackInfo
+from dropforge.base import names
+from dropforge.base.errors import NotFound
+from dropforge.base.settings import Settings, settings
+from dropforge.cloud import clients
+from dropforge.run.record import Record
+from dropforge.run.store import RunStore
+from dropforge_local.stack import control as local
+from dropforge_local.stack.control import IMAGES, StackConfig, StackInfo
 
 from .clusters import Clusters
 from .machines import machines_of_run

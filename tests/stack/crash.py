@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
-from dropforge import names
-from dropforge.runs import Record, RunState
-from dropforge_local import stack as local
+from dropforge.base import names
+from dropforge.run.record import Record, RunState
+from dropforge_local.stack import control as local
 
 from .conftest import NOOP_CONFIG, user_of
 from .targets import PARTS, SERVES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dropforge import clients, names
+from dropforge.base import names
+from dropforge.cloud import clients
 
 from .targets import PARTS
 

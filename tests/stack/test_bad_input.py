@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dropforge import clients, names
-from dropforge.runs import RunState
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.run.record import RunState
 
 from .conftest import User
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from dropforge import clients
-from dropforge.runs import RunState
+from dropforge.cloud import clients
+from dropforge.run.record import RunState
 from dropforge_cli.main import cli
-from dropforge_local import stack as local
-from dropforge_local.stack import IMAGES
+from dropforge_local.stack import control as local
+from dropforge_local.stack.control import IMAGES
 
 from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
 from .targets import PARTS, SERVES

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from dropforge import clients, names
-from dropforge.cancel import cancel, cancel_deleted
-from dropforge.deploy import deploy
-from dropforge.inspect import inspect
-from dropforge.notify import notify
-from dropforge.provision import provision
-from dropforge.runs import RunState, utc_now
-from dropforge.teardown import teardown
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.run.record import RunState, utc_now
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.cancel import cancel, cancel_deleted
+from dropforge.stages.deploy import deploy
+from dropforge.stages.notify import notify
+from dropforge.stages.provision import provision
+from dropforge.stages.teardown import teardown
 
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
@@ -140,8 +141,8 @@ def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every placement has refused: nothing is asked for, and a look comes every few seconds all the same."""
-    from dropforge.errors import CloudError, ErrorClass
-    from dropforge.targets.cloud_run import CloudRunJobs
+    from dropforge.base.errors import CloudError, ErrorClass
+    from dropforge.platforms.cloud_run.train import CloudRunJobs
 
     def refuse(*_: Any) -> bool:
         raise CloudError(ErrorClass.STOCKOUT, "none left")
@@ -153,7 +154,7 @@ def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the
     assert answer["status"] == "PENDING"
     assert 0 < answer["wait_seconds"] <= 15
     later = utc_now() + timedelta(seconds=user.settings.capacity_pause_seconds + 1)
-    monkeypatch.setattr("dropforge.provision.utc_now", lambda: later)
+    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
     assert provision(run, ME, 3)["retry"] is True
     assert user.store.record(run).attempts[-1].region == "us-central1"
     cancel(run)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dropforge_cli.logs import read_log
-from dropforge_local import stack as local
-from dropforge_local.stack import CLUSTER, IMAGES
+from dropforge_local.stack import control as local
+from dropforge_local.stack.control import CLUSTER, IMAGES
 
 from .clusters import Clusters
 from .conftest import User

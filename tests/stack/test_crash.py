@@ -13,8 +13,8 @@ import psutil
 import pytest
 import requests
 
-from dropforge_local import stack as local
-from dropforge_local.crash import VARIABLE
+from dropforge_local.stack import control as local
+from dropforge_local.stack.crash import VARIABLE
 
 from .conftest import user_of
 from .crash import Case, Harness, Result, Tried, table

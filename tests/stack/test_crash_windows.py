@@ -14,22 +14,23 @@ import pytest
 import requests
 from google.api_core.exceptions import NotFound, ServiceUnavailable
 
-from dropforge import clients, names
-from dropforge.deploy import deploy
-from dropforge.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
-from dropforge.executions import start_execution
-from dropforge.inspect import inspect
-from dropforge.job_events import receive_job_event
-from dropforge.notify import notify
-from dropforge.provision import provision
-from dropforge.runs import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
+from dropforge.cloud import clients
+from dropforge.cloud.executions import start_execution
+from dropforge.platforms.cloud_run.train import CloudRunJobs
+from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.run.record import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.store import RunStore
-from dropforge.submit import submit_message, submit_object
-from dropforge.sweep import sweep
-from dropforge.targets.base import Launch, Phase, Status
-from dropforge.targets.cloud_run import CloudRunJobs
-from dropforge.teardown import teardown
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.await_.job_events import receive_job_event
+from dropforge.stages.deploy import deploy
+from dropforge.stages.notify import notify
+from dropforge.stages.provision import provision
+from dropforge.stages.submit import submit_message, submit_object
+from dropforge.stages.sweep.sweep import sweep
+from dropforge.stages.teardown import teardown
 
 from .conftest import User
 from .test_runs import assert_clean
@@ -130,7 +131,7 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
     monkeypatch.setattr(CloudRunJobs, "provision", lambda *_: False)
     assert provision(run, ME, 1)["status"] == "PENDING"
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.provision.utc_now", lambda: later)
+    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
     answer = provision(run, ME, 1)
     assert (answer["status"], answer["retry"]) == ("FAILED", True)
     assert answer["error"]["error_class"] == "stockout"
@@ -147,7 +148,7 @@ def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monk
     with pytest.raises(CloudError):
         provision(run, ME, 1)
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.provision.utc_now", lambda: later)
+    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
     answer = provision(run, ME, 1)
     assert (answer["error"]["error_class"], answer["retry"]) == ("transient", True)
     end(user, run)
@@ -178,7 +179,7 @@ def test_a_model_that_is_committed_between_two_looks_counts(user: User, monkeypa
         return status
 
     monkeypatch.setattr(CloudRunJobs, "inspect", late_look)
-    monkeypatch.setattr("dropforge.inspect.read_manifest", lambda *_: None)
+    monkeypatch.setattr("dropforge.stages.await_.inspect.read_manifest", lambda *_: None)
     assert inspect(run, ME, 1, URL)["status"] == "SUCCEEDED"
     end(user, run)
 
@@ -220,13 +221,13 @@ def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: py
         raise ServiceUnavailable("the reply was lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dropforge.submit.start_execution", start_and_die)
+        patch.setattr("dropforge.stages.submit.start_execution", start_and_die)
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
     run = names.run_id_of_message(key)
     with suppress(RetryLater):  # unless the execution has come to `provision` by now
         submit_message(data, key)
-    monkeypatch.setattr("dropforge.submit.START_SECONDS", 0)
+    monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
     submit_message(data, key)
     assert user.wait(run).state is RunState.SUCCEEDED
     assert len(user.executions(run)) == 1
@@ -244,11 +245,11 @@ def test_death_between_record_and_start_is_followed_up_by_the_next_delivery(
         raise ServiceUnavailable("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dropforge.submit.notify.announce", die)
+        patch.setattr("dropforge.stages.submit.notify.announce", die)
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
-    monkeypatch.setattr("dropforge.submit.START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.submit.notify.announce", lambda record, state: told.append(state))
+    monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
+    monkeypatch.setattr("dropforge.stages.submit.notify.announce", lambda record, state: told.append(state))
     submit_message(data, key)
     assert told == ["ACCEPTED"]
     run = names.run_id_of_message(key)
@@ -286,8 +287,8 @@ def test_a_run_that_another_delivery_has_accepted_is_not_told_as_rejected(
         accept.append(submit_message(json.dumps(user.spec()).encode(), name))
         raise InvalidSpec([SpecProblem("", "deleted", None, None)])
 
-    monkeypatch.setattr("dropforge.submit.names.run_id_of_object", lambda *_: names.run_id_of_message(name))
-    monkeypatch.setattr("dropforge.submit.read_spec", accepted_meanwhile)
+    monkeypatch.setattr("dropforge.stages.submit.names.run_id_of_object", lambda *_: names.run_id_of_message(name))
+    monkeypatch.setattr("dropforge.stages.submit.read_spec", accepted_meanwhile)
     record = submit_object(bucket, name, "1", 100)
     assert blob.exists() is False
     assert record.state is not RunState.REJECTED
@@ -306,7 +307,7 @@ def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: 
         return keep(store, name, data, content_type)
 
     monkeypatch.setattr(RunStore, "put_new", keep_slowly)
-    monkeypatch.setattr("dropforge.job_events.wake", lambda url, body: woken.append(url) or True)
+    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda url, body: woken.append(url) or True)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
     receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
     assert woken == [URL]
@@ -323,7 +324,7 @@ def test_a_deploy_that_comes_late_notes_no_endpoint(user: User, monkeypatch: pyt
         done.append(eventually(lambda: teardown(run, ME, "run", False)))
         return ""
 
-    monkeypatch.setattr("dropforge.deploy.completion_problem", torn_down_meanwhile)
+    monkeypatch.setattr("dropforge.stages.deploy.completion_problem", torn_down_meanwhile)
     assert eventually(lambda: deploy(run, ME))["status"] == "SUPERSEDED"
     assert user.store.record(run).endpoint is None
     assert_clean(user, run)
@@ -384,7 +385,7 @@ def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
     assert lost
     user.store.note(runs[0], lost.service, ResourceState.GONE)
     faults(fail_next={"method": "delete_service", "status": "PERMISSION_DENIED"})
-    monkeypatch.setattr("dropforge.sweep.utc_now", lambda: utc_now() + timedelta(days=2))
+    monkeypatch.setattr("dropforge.stages.sweep.sweep.utc_now", lambda: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 1
     assert len(sweep()["deleted"]) == 1
     for run in runs:

@@ -18,16 +18,18 @@ import requests
 from kubernetes.client.rest import RESTClientObject
 from slack_sdk.webhook import WebhookClient
 
-from dropforge import clients, names, submit
-from dropforge.cancel import cancel
-from dropforge.deploy import deploy
-from dropforge.errors import RetryLater
-from dropforge.inspect import inspect
-from dropforge.notify import notify
-from dropforge.provision import provision
-from dropforge.runs import RunError, RunState
-from dropforge.store import RunStore
-from dropforge.teardown import teardown
+from dropforge.base import names
+from dropforge.base.errors import RetryLater
+from dropforge.cloud import clients
+from dropforge.run.record import RunError, RunState
+from dropforge.run.store import RunStore
+from dropforge.stages import submit
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.cancel import cancel
+from dropforge.stages.deploy import deploy
+from dropforge.stages.notify import notify
+from dropforge.stages.provision import provision
+from dropforge.stages.teardown import teardown
 
 from .conftest import User
 from .targets import SERVES
@@ -100,7 +102,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     deaths = Deaths(monkeypatch)
     executions = Executions()
     monkeypatch.setattr(submit, "START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.inspect.REPORT_SECONDS", 0)
+    monkeypatch.setattr("dropforge.stages.await_.inspect.REPORT_SECONDS", 0)
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
     deaths.around(submit, "start_execution", lambda run, _: f"start {run}")

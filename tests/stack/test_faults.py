@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dropforge import names
-from dropforge.runs import RunState
-from dropforge_local import stack as local
-from dropforge_local.stack import StackConfig, StackError
+from dropforge.base import names
+from dropforge.run.record import RunState
+from dropforge_local.stack import control as local
+from dropforge_local.stack.control import StackConfig, StackError
 
 from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states
@@ -102,7 +102,7 @@ def test_simultaneous_deliveries_are_one_run(own_stack: Callable[[], User]) -> N
 
 
 def user_generation(user: User, name: str) -> str:
-    from dropforge import clients
+    from dropforge.cloud import clients
 
     return str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dropforge import names
-from dropforge.runs import RunState
+from dropforge.base import names
+from dropforge.run.record import RunState
 
 from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states

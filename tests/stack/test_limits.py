@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dropforge import names
-from dropforge.deploy import deploy
-from dropforge.inspect import inspect
-from dropforge.provision import launch_of, provision
-from dropforge.runs import Record, RunState, utc_now
-from dropforge.targets import get_target
-from dropforge.targets.base import Phase
+from dropforge.base import names
+from dropforge.platforms import get_target
+from dropforge.platforms.training import Phase
+from dropforge.run.record import Record, RunState, utc_now
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.deploy import deploy
+from dropforge.stages.provision import launch_of, provision
 
 from .conftest import User
 from .test_crash_windows import ME, URL, end, eventually, launched
@@ -71,7 +71,7 @@ def test_the_budget_is_warned_of_at_50_and_80_percent_once_each(user: User) -> N
 
 def test_the_cloud_ends_what_the_budget_no_longer_pays_for(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when nobody of ours is there to end it; and the next attempt is not opened."""
-    monkeypatch.setattr("dropforge.provision.MIN_ATTEMPT_SECONDS", 1)
+    monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=priced(user, 3600), limits={"max_cost_usd": 3})
     record, spec = user.store.record(run), user.store.spec(run)
     assert record.attempts[0].limit == "max_cost_usd"

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from google.cloud.workflows import executions_v1
 
-from dropforge import clients, names
-from dropforge.runs import ResourceState, RunState
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.run.record import ResourceState, RunState
 
 from .conftest import User
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dropforge.runs import RunState
+from dropforge.run.record import RunState
 
 from .clusters import Clusters
 from .conftest import User

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import requests
 
-from dropforge import clients, names
-from dropforge.runs import Record, RunState
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.run.record import Record, RunState
 
 from .conftest import User
 
@@ -94,7 +95,7 @@ def deliver_upload(user: User, bucket: str, name: str, generation: str) -> int:
 
 def deliver(user: User, function: str, event: str, bucket: str, name: str, generation: str) -> int:
     """The status of an event of Cloud Storage that is delivered by hand, as Eventarc would."""
-    from dropforge_local.identity import Identity
+    from dropforge_local.base.identity import Identity
 
     url = user.info.functions + function
     token = Identity((user.state / "identity").read_text()).token("OIDC", url)

@@ -16,15 +16,17 @@ import requests
 from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
 
-from dropforge import clients, lost_work, names, orphans
-from dropforge import sweep as swept
-from dropforge.provision import launch_of
-from dropforge.runs import Record, RunState, utc_now
-from dropforge.store import RunStore
-from dropforge.submit import submit_message
-from dropforge.sweep import sweep
-from dropforge.targets import get_target
-from dropforge.targets.base import Launch
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.platforms import get_target
+from dropforge.platforms.training import Launch
+from dropforge.run.record import Record, RunState, utc_now
+from dropforge.run.store import RunStore
+from dropforge.stages.provision import launch_of
+from dropforge.stages.submit import submit_message
+from dropforge.stages.sweep import lost_work, orphans
+from dropforge.stages.sweep import sweep as swept
+from dropforge.stages.sweep.sweep import sweep
 from dropforge_cli.main import cli
 
 from .conftest import User

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import requests
 
-from dropforge import clients, names
-from dropforge.inspect import inspect
-from dropforge.provision import launch_of
-from dropforge.runs import RunState
-from dropforge.serving import SERVERS
-from dropforge.targets import TARGETS, get_target
-from dropforge.targets.base import Phase
+from dropforge.base import names
+from dropforge.cloud import clients
+from dropforge.platforms import SERVERS, TARGETS, get_target
+from dropforge.platforms.training import Phase
+from dropforge.run.record import RunState
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.provision import launch_of
 
 from .conftest import User
 from .targets import PARTS, SERVES
@@ -146,7 +146,7 @@ def test_the_cloud_itself_ends_an_attempt_at_its_deadline(
     user: User, target: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when nobody of ours is there to end it."""
-    monkeypatch.setattr("dropforge.provision.MIN_ATTEMPT_SECONDS", 1)
+    monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
     record, spec = user.store.record(run), user.store.spec(run)
     cloud = eventually(lambda: _look(target["type"], launch_of(record, spec)))

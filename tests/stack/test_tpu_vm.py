@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from dropforge import names
-from dropforge.deploy import completion_problem
-from dropforge.inspect import inspect
-from dropforge.runs import RunState
+from dropforge.base import names
+from dropforge.run.record import RunState
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.deploy import completion_problem
 from dropforge_cli.logs import read_log
 
 from .conftest import User

@@ -2,7 +2,7 @@
 
 A stack's start is 2 s of imports, in two processes, and little else: a harness that starts thousands would do nothing
 else. The zygote opens nothing, starts no thread and makes no client before it forks, so that what it forks is as new as
-what `python -m dropforge_local.stack_main` starts; and dies, holds its lock and leaves its children as that does.
+what `python -m dropforge_local.stack.main` starts; and dies, holds its lock and leaves its children as that does.
 
     harness ── zygote ── a stack (a child of init, as every stack)
                            └─ the nursery, forked while the stack has one thread ── the functions, again and again
@@ -39,7 +39,7 @@ CLIENTS = (
 
 
 class Zygote:
-    """Starts stacks; `spawn` stands for `dropforge_local.stack._spawn`."""
+    """Starts stacks; `spawn` stands for `dropforge_local.stack.control._spawn`."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,7 +49,7 @@ class Zygote:
         self._last: psutil.Process | None = None
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
-        """Start what `python -m dropforge_local.stack_main ARGUMENTS` would; its pid."""
+        """Start what `python -m dropforge_local.stack.main ARGUMENTS` would; its pid."""
         while self._last and _threads(self._last) > 1:  # its last one may be a moment behind, and holds its ports
             time.sleep(0.01)
         request = {"arguments": list(command[3:]), "log": str(log_path), "environment": dict(os.environ)}
@@ -113,9 +113,10 @@ class Functions:
 
 
 def main(descriptor: int) -> None:
-    from dropforge_local import functions_host, functions_process, stack_main
+    from dropforge_local.stack import functions_host, functions_process
+    from dropforge_local.stack.control import main as stack_main
 
-    for name in ("dropforge_local.stack_process", *CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
+    for name in ("dropforge_local.stack.process", *CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
@@ -185,7 +186,7 @@ def _nursery() -> socket.socket:
 
 
 def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    from dropforge_local import functions_host
+    from dropforge_local.stack.control import functions_host
 
     reading, log, listener = descriptors
     _become(request, [reading, log, log])

@@ -12,13 +12,13 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from dropforge import artifacts
-from dropforge.artifacts import Manifest, Source
-from dropforge.errors import Conflict, DropforgeError, NotFound
-from dropforge_local.db import Database
+from dropforge.base.errors import Conflict, DropforgeError, NotFound
+from dropforge.run import artifacts
+from dropforge.run.artifacts import Manifest, Source
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 RUN = "tiny-0123456789ab"
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dropforge import inspect
-from dropforge.errors import ErrorClass
-from dropforge.provision import _open_attempt, launch_of
-from dropforge.runs import Record, RunError, RunState, Transition
+from dropforge.base.errors import ErrorClass
+from dropforge.platforms import get_target
+from dropforge.platforms.training import Phase, Status
+from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec, seconds
-from dropforge.targets import get_target
-from dropforge.targets.base import Phase, Status
+from dropforge.stages.await_ import inspect
+from dropforge.stages.provision import _open_attempt, launch_of
 from dropforge_cli.deployment import placeholders
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -90,7 +90,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", TARGETS)
 def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour, of which the first placement was waited for 40 minutes: the next resource has 20, and says so itself."""
-    monkeypatch.setattr("dropforge.provision.settings", placeholders)
+    monkeypatch.setattr("dropforge.stages.provision.settings", placeholders)
     job = spec(60, None, 1.0, 1).model_dump(mode="json", exclude_none=True)
     job |= {"target": {"type": kind, **TARGETS[kind]}, "training": {"adapter": {"type": "none"}}}
     parsed = JobSpec.model_validate_json(json.dumps({**job, "serve": None}))
@@ -167,7 +167,7 @@ def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(inspect, name, fake)
-    monkeypatch.setattr("dropforge.provision.settings", placeholders)
+    monkeypatch.setattr("dropforge.stages.provision.settings", placeholders)
     assert inspect.inspect("r", "e", 1, "")["status"] == ("CANCELLED" if cancelled else "FAILED")
     over = kept[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
     assert over.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)

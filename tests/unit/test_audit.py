@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from dropforge import names
-from dropforge.kubernetes import CLUSTER
-from dropforge.listing import Listed
-from dropforge.runs import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition, utc_now
-from dropforge.store import RunStore
-from dropforge.targets.gke import JOB
+from dropforge.base import names
+from dropforge.cloud.kubernetes import CLUSTER
+from dropforge.cloud.listing import Listed
+from dropforge.platforms.gke.train import JOB
+from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.store import RunStore
 from dropforge_cli.audit import MISSING, Difference, compare
 
 RUN = "job-0123456789ab"

@@ -6,8 +6,8 @@ import pytest
 import requests
 from google.api_core import exceptions
 
-from dropforge.classify import classify, status_of
-from dropforge.errors import ErrorClass
+from dropforge.base.errors import ErrorClass
+from dropforge.cloud.classify import classify, status_of
 
 
 def over_rest(http: int, status: str, message: str) -> exceptions.GoogleAPICallError:

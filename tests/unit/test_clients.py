@@ -6,7 +6,8 @@ import google.auth
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
-from dropforge import clients, orphans, sweep
+from dropforge.cloud import clients
+from dropforge.stages.sweep import orphans, sweep
 
 
 def test_every_thread_of_a_sweep_keeps_its_connection_to_cloud_storage(monkeypatch: pytest.MonkeyPatch) -> None:

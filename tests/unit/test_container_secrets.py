@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dropforge import clients
-from dropforge.container_secrets import load_secrets
-from dropforge.errors import CloudError, ErrorClass
-from dropforge_local.db import Database
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud import clients
+from dropforge.cloud.container_secrets import load_secrets
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
-from dropforge_local.errors import ApiError
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import VirtualClock
+from workflows_engine.clock import VirtualClock
 
 PARENT = "projects/test-project/secrets"
 VALUE = "hf_" + "v" * 30
@@ -113,9 +113,9 @@ def test_a_malformed_variable_is_refused_without_being_shown(text: str, found: s
 
 def test_without_the_variable_nothing_is_imported() -> None:
     code = (
-        "import sys; from dropforge.container_secrets import load_secrets\n"
+        "import sys; from dropforge.cloud.container_secrets import load_secrets\n"
         "before = set(sys.modules)\n"
         "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(environ)\n"
-        "assert set(sys.modules) == before and 'dropforge.clients' not in before"
+        "assert set(sys.modules) == before and 'dropforge.cloud.clients' not in before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -14,10 +14,10 @@ import pytest
 import requests
 from google.cloud.pubsub_v1 import types
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import SystemClock
 
 TOPIC = "projects/local-project/topics/told"
 

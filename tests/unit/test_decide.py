@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dropforge.errors import ErrorClass
-from dropforge.events import Failed, Preempted, Started, Succeeded
-from dropforge.inspect import Heard, Report, decide
-from dropforge.runs import Attempt, Record, RunState, Transition
-from dropforge.settings import Settings
-from dropforge.targets.base import Phase, Status
+from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.platforms.training import Phase, Status
+from dropforge.run.events import Failed, Preempted, Started, Succeeded
+from dropforge.run.record import Attempt, Record, RunState, Transition
+from dropforge.stages.await_.inspect import Heard, Report, decide
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"

@@ -15,15 +15,15 @@ import pytest
 from google.cloud import container_v1
 from kubernetes import client
 
-from dropforge import kubernetes
-from dropforge.admission import budget_problems, cluster_problems
-from dropforge.errors import CloudError, ErrorClass
-from dropforge.settings import Settings
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import kubernetes
+from dropforge.platforms.gke import train as gke
+from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
+from dropforge.platforms.gke.status import status_of_job
+from dropforge.platforms.training import Launch, Phase, Status, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.targets import gke
-from dropforge.targets.base import Launch, Phase, Status, class_of_exit
-from dropforge.targets.gke_requests import cluster_request, job_manifest, service_manifest
-from dropforge.targets.gke_status import status_of_job
+from dropforge.stages.admission import budget_problems, cluster_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dropforge import inspect
-from dropforge.admission import MIN_ATTEMPT_SECONDS, budget_problems
-from dropforge.errors import ErrorClass
-from dropforge.events import Started
-from dropforge.inspect import Heard, Report, _stuck
-from dropforge.limits import due, endpoint_expiry, seconds_to_warning, short_endpoint
-from dropforge.outcome import retry_or_fail
-from dropforge.provision import _open_attempt, pause_seconds
-from dropforge.runs import Attempt, Record, RunError, RunState, Transition
-from dropforge.settings import Settings
+from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.money import due, endpoint_expiry, seconds_to_warning, short_endpoint
+from dropforge.platforms.training import Phase, Status
+from dropforge.run.events import Started
+from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
+from dropforge.run.store import RunStore, Versioned
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.store import RunStore, Versioned
-from dropforge.targets.base import Phase, Status
+from dropforge.stages.admission import MIN_ATTEMPT_SECONDS, budget_problems
+from dropforge.stages.answers import retry_or_fail
+from dropforge.stages.await_ import inspect
+from dropforge.stages.await_.inspect import Heard, Report, _stuck
+from dropforge.stages.provision import _open_attempt, pause_seconds
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -159,7 +159,7 @@ def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: 
 def test_it_pauses_when_every_placement_has_refused(
     ends: list[str], placements: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dropforge.provision.settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr("dropforge.stages.provision.settings", lambda: Settings(*["x"] * 12))
     job, run = spec({}, placements), record(*ends)
     ended = run.attempts[-1].ended if ends else NOW
     assert ended is not None
@@ -291,7 +291,7 @@ def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
 ) -> None:
     """`steps` by the minutes since they were told; the attempt has been running for two hours."""
     now = NOW + timedelta(hours=2)
-    monkeypatch.setattr("dropforge.inspect.utc_now", lambda: now)
+    monkeypatch.setattr("dropforge.stages.await_.inspect.utc_now", lambda: now)
     events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
     heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
     found = _stuck(events, record(""), spec({}), cloud, heard)

@@ -11,13 +11,14 @@ import pytest
 from google.api_core.exceptions import NotFound as Missing
 from google.api_core.exceptions import PreconditionFailed
 
-from dropforge import lost_work, names
-from dropforge.cancel import END_TOLD
-from dropforge.errors import CloudError, ErrorClass, RetryLater
-from dropforge.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
-from dropforge.runs import Endpoint, Record, RunState, Transition
-from dropforge.settings import Settings
-from dropforge.store import RunStore
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass, RetryLater
+from dropforge.base.settings import Settings
+from dropforge.run.record import Endpoint, Record, RunState, Transition
+from dropforge.run.store import RunStore
+from dropforge.stages.cancel import END_TOLD
+from dropforge.stages.sweep import lost_work
+from dropforge.stages.sweep.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
@@ -79,7 +80,7 @@ class World:
         patch.setattr(lost_work, "utc_now", lambda: NOW)
         patch.setattr(lost_work, "launch_of", lambda *_: None)
         patch.setattr(lost_work, "get_server", lambda _: SimpleNamespace(exists=self.exists))
-        patch.setattr("dropforge.teardown.delete_resource", self.delete)
+        patch.setattr("dropforge.stages.teardown.delete_resource", self.delete)
 
     @property
     def is_open(self) -> bool:
@@ -348,7 +349,7 @@ def test_an_end_is_told_even_if_a_resource_is_refused(world: World, monkeypatch:
     def refuse(kind: str, name: str) -> bool:
         raise CloudError(ErrorClass.PERMISSION, "no")
 
-    monkeypatch.setattr("dropforge.teardown.delete_resource", refuse)
+    monkeypatch.setattr("dropforge.stages.teardown.delete_resource", refuse)
     with pytest.raises(CloudError):
         world.settle()
     assert world.done == ["notify FAILED for old"]

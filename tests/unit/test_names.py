@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dropforge import names
+from dropforge.base import names
 
 RUN = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", 1234567890123456)
 

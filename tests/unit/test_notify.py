@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from dropforge import clients
-from dropforge.errors import CloudError
-from dropforge.notify import announce
-from dropforge.runs import Record, RunState, Transition
-from dropforge.settings import Settings
+from dropforge.base.errors import CloudError
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.run.record import Record, RunState, Transition
+from dropforge.stages.notify import announce
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -38,7 +38,7 @@ def record(state: RunState) -> Record:
 
 @pytest.fixture(autouse=True)
 def deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dropforge.notify.settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr("dropforge.stages.notify.settings", lambda: Settings(*["x"] * 12))
 
 
 def tell(publisher: Publisher, state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from dropforge import names, orphans
-from dropforge.errors import CloudError, ErrorClass
-from dropforge.listing import Listed, Unlisted, each, is_of_run
-from dropforge.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
-from dropforge.runs import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
-from dropforge.settings import Settings
-from dropforge.store import RunStore
-from dropforge.sweep import Look
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud.listing import Listed, Unlisted, each, is_of_run
+from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
+from dropforge.run.store import RunStore
+from dropforge.stages.sweep import orphans
+from dropforge.stages.sweep.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
+from dropforge.stages.sweep.sweep import Look
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)

@@ -12,14 +12,14 @@ import jsonschema
 import pytest
 import yaml
 
-from dropforge.catalog import TpuSlice, tpu_slice
-from dropforge.errors import CloudError, ErrorClass, InvalidSpec
-from dropforge.settings import Settings
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
+from dropforge.base.settings import Settings
+from dropforge.platforms.ray.catalog import TpuSlice, tpu_slice
+from dropforge.platforms.ray.requests import ray_job_manifest, requests
+from dropforge.platforms.ray.status import status_of_ray_job
+from dropforge.platforms.ray.train import RayJobs
+from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.targets.base import Launch, Phase
-from dropforge.targets.ray import RayJobs
-from dropforge.targets.ray_requests import ray_job_manifest, requests
-from dropforge.targets.ray_status import status_of_ray_job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray-llama3-8b.json"

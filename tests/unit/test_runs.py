@@ -4,9 +4,19 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dropforge.errors import Conflict, ErrorClass
-from dropforge.runs import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunError, RunState, Transition
-from dropforge.store import RunStore
+from dropforge.base.errors import Conflict, ErrorClass
+from dropforge.run.record import (
+    Attempt,
+    Endpoint,
+    Ledger,
+    LedgerEntry,
+    Record,
+    ResourceState,
+    RunError,
+    RunState,
+    Transition,
+)
+from dropforge.run.store import RunStore
 from dropforge_local.chaos.faults import Strike
 from dropforge_local.chaos.storage import Storage
 from dropforge_local.chaos.world import World

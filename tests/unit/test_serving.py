@@ -12,13 +12,16 @@ import jsonschema
 import pytest
 from google.cloud import run_v2, tpu_v2
 
-from dropforge import clients, names, pods
-from dropforge.admission import server_image_problems
-from dropforge.errors import CloudError, ErrorClass
-from dropforge.serving import cloud_run, gke, tpu_vm
-from dropforge.serving.base import Deployment
-from dropforge.settings import Settings
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients, pods
+from dropforge.platforms.cloud_run import serve as cloud_run
+from dropforge.platforms.gke import serve as gke
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
+from dropforge.stages.admission import server_image_problems
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "k8s-1.35-subset-strict.json"

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
-from dropforge import clients
-from dropforge.runs import Attempt, Endpoint, Record, RunState, Transition
-from dropforge.settings import Settings
-from dropforge.slack import Message, send, slack_message
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.run.record import Attempt, Endpoint, Record, RunState, Transition
 from dropforge.spec import JobSpec
+from dropforge.tell.slack import Message, send, slack_message
 
 SETTINGS = Settings(*["x"] * 12)
 CANARY = "CanaryCanary"
@@ -133,7 +133,7 @@ def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_b
 # begins to import meanwhile is printed.
 _TWO_SENDERS = """
 import sys, threading
-from dropforge import slack
+from dropforge.tell import slack
 
 held, go, early = threading.Event(), threading.Event(), []
 

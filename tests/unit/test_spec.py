@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dropforge.errors import InvalidSpec, SpecProblem
-from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, redact, seconds
+from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.redact import redact
+from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "schemas" / "examples"

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dropforge.runs import Attempt, Record, RunState, Transition
-from dropforge.teardown import RETRY_SECONDS, SLOW_AFTER, SLOW_RETRY_SECONDS, _not_gone
+from dropforge.run.record import Attempt, Record, RunState, Transition
+from dropforge.stages.teardown import RETRY_SECONDS, SLOW_AFTER, SLOW_RETRY_SECONDS, _not_gone
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"

@@ -12,12 +12,13 @@ from google.api_core.exceptions import NotFound
 from google.cloud import tpu_v2
 from google.longrunning import operations_pb2
 
-from dropforge import clients, names, tpu
-from dropforge.admission import fit_problems, image_problems
-from dropforge.errors import CloudError, ErrorClass
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud import clients, tpu
+from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, machine, status_of, status_of_node
+from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
-from dropforge.targets.base import Launch, Phase
-from dropforge.targets.tpu_vm import STARTUP_SCRIPT, machine, status_of, status_of_node
+from dropforge.stages.admission import fit_problems, image_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 

@@ -1,7 +1,7 @@
 """The job spec, version 1: the contract with users, and the source of schemas/job_spec.schema.json.
 
-What depends on where a run trains and serves is in targets.py and serving.py. Rules that JSON Schema cannot say are the
-validators at the end of each class.
+What depends on where a run trains and serves is in the platforms' own classes (kinds.py). Rules that JSON Schema cannot
+say are the validators at the end of each class.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from ..catalog import CLOUD_RUN_MAX_TASK_SECONDS
-from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source, seconds
-from .serving import CloudRunServe, GkeServe, TpuVmServe, TrainingVmServe
-from .targets import CloudRunTarget, GkeTarget, RayTarget, TpuVmTarget, check_cloud_run_region, check_tpu_vm_zone
+from .kinds import AnyServe, AnyTarget
+from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
@@ -214,7 +212,7 @@ class Notify(Part):
 class JobSpec(Part):
     """One fine-tuning job: what to train, on what, where, and what to do with the result."""
 
-    model_config = ConfigDict(title="dropforge job spec")
+    model_config = ConfigDict(title="dropforge job spec", defer_build=True)  # until the platforms are known
 
     schema_uri: str | None = Field(default=None, alias="$schema")
     api_version: Literal["dropforge/v1"]
@@ -222,9 +220,9 @@ class JobSpec(Part):
     model: Model
     dataset: AnyDataset
     training: Training = Training()
-    target: Annotated[CloudRunTarget | GkeTarget | TpuVmTarget | RayTarget, Field(discriminator="type")]
+    target: AnyTarget
     evaluation: Evaluation | None = None
-    serve: Annotated[CloudRunServe | GkeServe | TpuVmServe | TrainingVmServe, Field(discriminator="type")] | None
+    serve: AnyServe | None
     limits: Limits = Limits()
     notify: Notify = Notify()
     secrets: dict[EnvName, SecretName] = Field(default={}, max_length=32)
@@ -235,42 +233,11 @@ class JobSpec(Part):
         if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
             message, expected = "a variable that dropforge sets itself", "a name that does not start with DROPFORGE_"
             raise Wrong(f"/secrets/{taken[0]}", message, taken[0], expected)
-        if isinstance(self.target, CloudRunTarget):
-            self._fits_cloud_run()
-        if isinstance(self.target, GkeTarget):
-            self._fits_gke(self.target)
-        if isinstance(self.target, TpuVmTarget | RayTarget):
-            self._fits_maxtext()
-        elif self.training.method == "pretrain":
-            message, expected = f"target {self.target.type} does not pre-train", "'sft', or target tpu_vm or ray"
-            raise Wrong("/training/method", message, "pretrain", expected)
+        self.target.check(self)
         self._trains_what_it_is_given()
-        if isinstance(self.serve, CloudRunServe) and self.serve.region is None:
-            region = self.target.placements[0].region
-            check_cloud_run_region(self.serve.accelerator, region, "/serve/region")
-        if isinstance(self.serve, TpuVmServe) and self.serve.zone is None:
-            self._serves_where_it_trains(self.serve.accelerator_type)
-        if isinstance(self.serve, TrainingVmServe) and not isinstance(self.target, TpuVmTarget):
-            expected = "target.type 'tpu_vm', or another endpoint"
-            raise Wrong("/serve/type", "only a TPU VM is kept after it has trained", self.serve.type, expected)
+        if self.serve is not None:
+            self.serve.check(self)
         return self
-
-    def _fits_cloud_run(self) -> None:
-        if seconds(self.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
-            message = "longer than a Cloud Run task with a GPU may run"
-            raise Wrong("/limits/max_duration", message, self.limits.max_duration, "at most 12h")
-
-    def _fits_gke(self, target: GkeTarget) -> None:
-        processes = target.nodes * target.accelerator_count
-        if processes > 1 and self.training.adapter.type == "qlora":
-            message = f"4-bit weights cannot be sharded over {processes} processes"
-            raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
-
-    def _fits_maxtext(self) -> None:
-        if (adapter := self.training.adapter.type) != "none":
-            given = "training" in self.model_fields_set and "adapter" in self.training.model_fields_set
-            pointer = "/training/adapter/type" if given else "/training"
-            raise Wrong(pointer, "on TPUs every weight is trained", adapter, "'none'")
 
     def _trains_what_it_is_given(self) -> None:
         synthetic = isinstance(self.dataset, SyntheticDataset)
@@ -281,12 +248,6 @@ class JobSpec(Part):
             raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", "training.method 'pretrain'")
         if synthetic and self.evaluation is not None:
             raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
-
-    def _serves_where_it_trains(self, accelerator_type: str) -> None:
-        if not isinstance(self.target, TpuVmTarget):
-            message, expected = "a required field is missing", "the zone of the endpoint's TPU VM"
-            raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
-        check_tpu_vm_zone(accelerator_type, self.target.placements[0].zone, "/serve/zone")
 
 
 def job_spec_schema() -> dict[str, Any]:

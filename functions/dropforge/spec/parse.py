@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 
 from pydantic import JsonValue, ValidationError
 
-from ..errors import InvalidSpec, SpecProblem
+from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.redact import TOKEN, redact
+
 from .job import JobSpec
-from .parts import TOKEN, Wrong, redact, shown
+from .parts import Wrong, shown
 
 MAX_SPEC_BYTES = 256 * 1024
 MAX_PROBLEMS = 50  # listed for one spec: all of them must fit a run event, and be found within a function's time-out

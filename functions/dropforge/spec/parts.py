@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import SpecProblem
+from dropforge.base.errors import SpecProblem
+from dropforge.base.redact import redact
 
 _DURATION = r"^[1-9][0-9]{0,5}(s|m|h|d)$"
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -22,13 +23,11 @@ SecretName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}(:([1-9][0-9]*|
 EnvName = Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]{0,127}$")]
 Region = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]$")]
 Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]-[a-z]$")]
-
-# Prefixes that providers give to credentials, so that they can be found where they should not be.
-TOKEN = re.compile(
-    r"(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|https://hooks\.slack\.com/services/\S+|AKIA[A-Z0-9]{16})"
-)
+# A Compute Engine reservation: https://cloud.google.com/compute/docs/reference/rest/v1/reservations
+Reservation = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+# https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
+ClusterName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
 
 
 class Wrong(ValueError):
@@ -45,6 +44,24 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class PlacementSpec(Protocol):
+    """What the placements of every target have."""
+
+    @property
+    def region(self) -> str: ...
+    @property
+    def max_wait(self) -> Duration | None: ...
+
+
+class Placement(Part):
+    """Where an attempt may run; tried in the order given."""
+
+    region: Region
+    max_wait: Duration | None = Field(
+        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+    )
+
+
 def seconds(duration: str) -> int:
     """`"2h"` as 7200."""
     return int(duration[:-1]) * _UNIT_SECONDS[duration[-1]]
@@ -58,11 +75,6 @@ def check_source(value: str) -> str:
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", value):
         raise Wrong("", "not a source", value, "a Hugging Face Hub id (owner/name) or gs://bucket/path")
     return value
-
-
-def redact(text: str) -> str:
-    """`text` with everything that looks like a credential replaced."""
-    return TOKEN.sub("[redacted]", text)
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from dropforge.settings import Settings
+from dropforge.base.settings import Settings
 
 from .cloudrun import CloudRun
 from .disks import Disks

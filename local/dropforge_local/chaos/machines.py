@@ -1,4 +1,4 @@
-"""What runs on TPU VMs: the startup script's part, as targets/tpu_vm_startup.sh plays it.
+"""What runs on TPU VMs: the startup script's part, as platforms/tpu_vm/startup.sh plays it.
 
 It starts the container, writes down how that ended, and becomes a server when the run's record asks for that. A
 machine goes on, and is paid for, whatever becomes of its container.

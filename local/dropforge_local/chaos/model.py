@@ -17,17 +17,18 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
-from dropforge import names
-from dropforge.catalog import HourlyPrice
-from dropforge.errors import CloudError, DropforgeError, ErrorClass
-from dropforge.listing import Listed
-from dropforge.settings import Settings
+from dropforge.base import names
+from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud.listing import Listed
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
-from dropforge.targets.base import Launch, Phase, Resource, Status
+from workflows_engine import effects
+from workflows_engine.machine import Wait
+from workflows_engine.values import restore, store
 
-from ..workflows import effects
-from ..workflows.machine import Wait
-from ..workflows.values import restore, store
 from .cloud import RUNS, SPECS, deployment
 from .faults import Strike
 from .functions import entry_points

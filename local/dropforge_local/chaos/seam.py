@@ -21,9 +21,12 @@ from typing import Any
 from uuid import UUID
 
 import dropforge
-from dropforge import clients, log, runs, serving, settings, targets
+from dropforge import platforms
+from dropforge.base import log, settings
+from dropforge.cloud import clients
+from dropforge.run import record as runs
+from workflows_engine import machine
 
-from ..workflows import machine
 from .functions import entry_points
 from .world import World
 
@@ -79,10 +82,10 @@ def _originals() -> dict[str, Any]:
         "log": log.log,
         "ThreadPoolExecutor": ThreadPoolExecutor,
         "uuid": uuid,
-        "get_target": targets.get_target,
-        "get_server": serving.get_server,
-        "TARGETS": targets.TARGETS,
-        "SERVERS": serving.SERVERS,
+        "get_target": platforms.get_target,
+        "get_server": platforms.get_server,
+        "TARGETS": platforms.TARGETS,
+        "SERVERS": platforms.SERVERS,
     }
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..workflows import effects, http
-from ..workflows.compiler import compile_source
-from ..workflows.errors import WorkflowError, system_error
-from ..workflows.limits import Limits
-from ..workflows.machine import Machine, Wait
-from ..workflows.program import Program
-from ..workflows.values import Value
+from workflows_engine import effects, http
+from workflows_engine.compiler import compile_source
+from workflows_engine.errors import WorkflowError, system_error
+from workflows_engine.limits import Limits
+from workflows_engine.machine import Machine, Wait
+from workflows_engine.program import Program
+from workflows_engine.values import Value
+
 from .world import LOCATION, PROJECT, World
 
 SOURCE = Path(__file__).resolve().parents[3] / "workflows" / "run.workflows.yaml"

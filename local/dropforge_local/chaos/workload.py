@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from dropforge import names
+from dropforge.base import names
 
 from . import specs
 from .cloud import SPECS, Cloud

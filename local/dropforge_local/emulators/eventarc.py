@@ -18,7 +18,8 @@ from urllib.parse import quote
 import grpc
 from aiohttp import web
 
-from ..errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from .pubsub import PubSubEmulator
 from .pubsub.push import MESSAGE_PUBLISHED
 from .pubsub.resources import timestamp

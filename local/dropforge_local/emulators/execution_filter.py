@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
-from ..errors import ApiError
-from ..workflows.store import ExecutionRecord
+from dropforge_local.base.errors import ApiError
+from workflows_engine.store import ExecutionRecord
 
 Predicate = Callable[[ExecutionRecord], bool]
 

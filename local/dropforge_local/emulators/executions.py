@@ -16,11 +16,12 @@ from aiohttp import web
 from google.cloud.workflows.executions_v1.types import executions as api
 from google.protobuf import json_format
 
-from ..errors import ApiError
-from ..workflows import http
-from ..workflows.engine import Engine, ExecutionRecord
-from ..workflows.history import read_entries, step_entry
-from ..workflows.values import from_json, to_json
+from dropforge_local.base.errors import ApiError
+from workflows_engine import http
+from workflows_engine.engine import Engine, ExecutionRecord
+from workflows_engine.history import read_entries, step_entry
+from workflows_engine.values import from_json, to_json
+
 from . import rpc, workflows_admin
 from .execution_filter import field_of, parse_filter, parse_order
 from .rpc import Message, Method, Service

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from ..db import Database
-from ..errors import HTTP_STATUS, ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import HTTP_STATUS, ApiError
 
 FAIL_NEXT = {"method", "status", "after_effect", "count", "delay_seconds", "message"}
 

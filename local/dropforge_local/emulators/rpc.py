@@ -20,7 +20,7 @@ from aiohttp import web
 from google.protobuf import any_pb2, json_format
 from google.rpc import status_pb2
 
-from ..errors import RPC_CODE, ApiError
+from dropforge_local.base.errors import RPC_CODE, ApiError
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from aiohttp import web
 from google.cloud import secretmanager_v1 as api
 from google.protobuf import empty_pb2, field_mask_pb2, timestamp_pb2
 
-from ..db import Database
-from ..errors import ApiError
-from ..workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from . import rpc
 from .rpc import Message, Method, Service
 

@@ -16,9 +16,9 @@ from urllib.parse import parse_qs
 import grpc
 from aiohttp import web
 
-from ..db import Database
-from ..errors import ApiError
-from ..workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
 
 MAX_BLOCKS = 50
 MAX_ATTACHMENTS = 100

@@ -11,9 +11,10 @@ from google.cloud.workflows_v1.types import workflows as api
 from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format, timestamp_pb2
 
-from ..errors import ApiError
-from ..workflows.engine import Engine, Revision, WorkflowRecord
-from ..workflows.errors import DeployError, EngineError
+from dropforge_local.base.errors import ApiError
+from workflows_engine.engine import Engine, Revision, WorkflowRecord
+from workflows_engine.errors import DeployError, EngineError
+
 from . import rpc
 from .rpc import Message, Method, Service
 

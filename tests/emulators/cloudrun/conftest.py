@@ -20,13 +20,13 @@ from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import run_v2
 
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.ports import free_port
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
-from dropforge_local.db import Database
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
-from dropforge_local.ports import free_port
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import SystemClock
 
 PARENT = "projects/p1/locations/us-central1"
 REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"

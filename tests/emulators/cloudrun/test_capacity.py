@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
 from dropforge_local.emulators.cloudrun import CloudRunConfig
 from dropforge_local.emulators.cloudrun.capacity import Capacity, GpuKind
 from dropforge_local.emulators.cloudrun.faults import Faults

@@ -11,7 +11,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import run_v2
 
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
 from dropforge_local.emulators.cloudrun import CloudRunConfig
 from dropforge_local.emulators.cloudrun.messages import OUTPUT_ONLY, REQUIRED
 

@@ -15,10 +15,10 @@ import google.api_core.exceptions as refused
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 PLACE = {"project": "p1", "zone": "us-west1-c"}
 PARENT = "projects/p1/zones/us-west1-c"

@@ -22,13 +22,13 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import container_v1
 from kubernetes import client
 
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
-from dropforge_local.db import Database
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
-from dropforge_local.server import BackgroundServer, Emulator
-from dropforge_local.workflows.clock import SystemClock
 
 PARENT = "projects/p1/locations/us-central1"
 Status = container_v1.Cluster.Status

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import pytest
 import requests
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
 from dropforge_local.emulators.pubsub import DeliveryFaults, PubSubEmulator
-from dropforge_local.errors import ApiError
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 T = TypeVar("T")
 FINALIZED = "google.cloud.storage.object.v1.finalized"

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from kubernetes import client
 
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
-from dropforge_local.db import Database
 from dropforge_local.emulators.kubernetes import Accelerator, KubernetesConfig, KubernetesEmulator
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import SystemClock
 
 NAME = "projects/p1/locations/us-central1/clusters/c1"
 REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"

@@ -20,10 +20,11 @@ import pytest
 from google.api_core.gapic_v1.method import DEFAULT
 from google.cloud import pubsub_v1
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import SystemClock, VirtualClock
+from workflows_engine.clock import VirtualClock
 
 PROJECT = "projects/test-project"
 

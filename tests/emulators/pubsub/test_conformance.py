@@ -18,7 +18,7 @@ from google.api_core import exceptions
 from google.cloud import pubsub_v1
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from dropforge_local.workflows.clock import SystemClock
+from dropforge_local.base.clock import SystemClock
 
 from .conftest import PROJECT, Endpoint, PubSub, eventually, serve
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dropforge_local.base.errors import ApiError
 from dropforge_local.emulators.pubsub.filters import compile_filter
-from dropforge_local.errors import ApiError
 
 KEYS = st.sampled_from(["a", "kind", "run-id", "x_1", "with space", "日本", 'q"uote', "AND", "attributes"])
 VALUES = st.sampled_from(["", "v", "value", 'quo"te', "back\\slash", "日本", "line\nbreak", "OR"])

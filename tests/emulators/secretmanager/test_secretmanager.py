@@ -25,10 +25,10 @@ from google.cloud.secretmanager_v1.services.secret_manager_service.transports im
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import VirtualClock
+from workflows_engine.clock import VirtualClock
 
 PARENT = "projects/test-project"
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slack_sdk.webhook import WebhookClient
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.slack import SlackSink
-from dropforge_local.server import BackgroundServer, Server
-from dropforge_local.workflows.clock import SystemClock
 
 
 def build(path: Path) -> list[SlackSink]:

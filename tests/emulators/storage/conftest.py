@@ -16,10 +16,10 @@ import requests
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import ObjectChange, StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 
 @dataclass

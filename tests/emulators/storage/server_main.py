@@ -6,10 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import Server
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.server import Server
-from dropforge_local.workflows.clock import SystemClock
 
 
 async def main(root: Path) -> None:

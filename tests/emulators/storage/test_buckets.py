@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
-from dropforge_local.workflows.clock import SystemClock, VirtualClock
+from workflows_engine.clock import VirtualClock
 
 from .conftest import Api
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dropforge_local.db import Database
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import ObjectChange, StorageEmulator
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import SystemClock
 
 from .conftest import Api, Running
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import requests
 
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.storage.blobs import SMALL_BYTES
 from dropforge_local.emulators.storage.preconditions import Preconditions
 from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS
-from dropforge_local.server import BackgroundServer
-from dropforge_local.workflows.clock import VirtualClock
+from workflows_engine.clock import VirtualClock
 
 from .conftest import Api, Running
 

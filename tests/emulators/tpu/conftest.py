@@ -18,13 +18,13 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
-from dropforge_local.db import Database
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from dropforge_local.server import BackgroundServer, Emulator, Server
-from dropforge_local.workflows.clock import SystemClock
 
 PARENT = "projects/p1/locations/us-west1-c"
 NODE = {"accelerator_type": "v5litepod-8", "runtime_version": "v2-alpha-tpuv5-lite"}

@@ -16,9 +16,9 @@ import pytest
 from google.cloud import tpu_v2
 from google.cloud.location import locations_pb2
 
-from dropforge_local.db import Database
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.tpu import TpuEmulator
-from dropforge_local.server import BackgroundServer
 
 from .conftest import NODE, PARENT, Cloud, QueuedState, State, build, wait_for
 

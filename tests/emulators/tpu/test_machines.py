@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dropforge_local.ports import free_port
-from dropforge_local.server import BackgroundServer
+from dropforge_local.base.ports import free_port
+from dropforge_local.base.server import BackgroundServer
 
 from .conftest import IMAGE, PARENT, Cloud, State, build, wait_for
 

@@ -28,24 +28,24 @@ from typing import Any
 import psutil
 import pytest
 
-import dropforge.targets
-from dropforge import names
-from dropforge.errors import ErrorClass
-from dropforge.events import JobEvent, parse_job_event
+from dropforge.base import names
+from dropforge.base.errors import ErrorClass
+from dropforge.platforms import tpu_vm
+from dropforge.run.events import JobEvent, parse_job_event
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import find_members
-from dropforge_local.db import Database
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuEmulator, sandbox
-from dropforge_local.server import BackgroundServer, Emulator
-from dropforge_local.workflows.clock import SystemClock
 
 from .conftest import CONFIG, DOCKERFILE, Cloud, State, wait_for
 
-SCRIPT = Path(dropforge.targets.__file__).with_name("tpu_vm_startup.sh")
+SCRIPT = Path(tpu_vm.__file__).with_name("startup.sh")
 BUCKET, TOPIC, SUBSCRIPTION = "runs", "projects/p1/topics/job-events", "projects/p1/subscriptions/test"
 HOSTS = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
 SECRET = "hf_TopSecretValue0123456789"

@@ -8,7 +8,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+
 from .capacity import Capacity
 from .config import CloudRunConfig
 from .faults import Faults

@@ -13,11 +13,12 @@ import grpc
 from aiohttp import web
 from google.cloud import run_v2
 
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
-from ...db import Database
-from ...errors import ApiError
-from ...workflows.clock import Clock
 from ..faults import parse_faults
 from . import rules
 from .capacity import Capacity

@@ -14,9 +14,10 @@ from typing import Any
 from google.cloud import run_v2
 from google.rpc import status_pb2
 
+from dropforge_local.base.errors import RPC_CODE, ApiError
+
 from ...containers.logs import append_platform_line
 from ...containers.processes import LOST, OUT_OF_MEMORY, Container, Exit
-from ...errors import RPC_CODE, ApiError
 from . import rules
 from .capacity import gpu_kind
 from .context import Context

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...db import Database
+from dropforge_local.base.db import Database
+
 from ..faults import Switches
 from .config import CloudRunConfig
 

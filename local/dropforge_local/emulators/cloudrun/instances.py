@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 
+from dropforge_local.base.ports import HOST, free_port
+
 from ...containers.processes import Container
-from ...ports import free_port
-from ...server import HOST
 from .capacity import gpu_kind
 from .context import Context
 from .messages import has

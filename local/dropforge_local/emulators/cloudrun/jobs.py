@@ -9,7 +9,8 @@ from typing import Any
 
 from google.cloud import run_v2
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from . import rules
 from .capacity import gpu_kind
 from .context import Context

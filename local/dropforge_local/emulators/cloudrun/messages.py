@@ -10,7 +10,7 @@ from google.cloud import run_v2
 from google.cloud.run_v2 import types
 from google.protobuf import duration_pb2, json_format, timestamp_pb2
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
 
 Message = TypeVar("Message", bound=Any)
 

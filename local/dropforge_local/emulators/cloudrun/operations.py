@@ -8,9 +8,10 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
-from ...db import Database
-from ...errors import RPC_CODE, ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import RPC_CODE, ApiError
+
 from .messages import pack
 from .store import new_uid
 

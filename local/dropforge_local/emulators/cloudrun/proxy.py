@@ -12,7 +12,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from ...server import HOST
+from dropforge_local.base.ports import HOST
+
 from .instances import Instance, Pool
 from .workloads import Unready
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from google.cloud import run_v2
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from .capacity import GpuKind
 from .config import GIB, CloudRunConfig
 from .faults import Faults

@@ -14,9 +14,9 @@ import aiohttp
 from google.cloud import run_v2
 from google.protobuf import field_mask_pb2
 
-from ...errors import ApiError
-from ...ports import free_port
-from ...server import HOST
+from dropforge_local.base.errors import ApiError
+from dropforge_local.base.ports import HOST, free_port
+
 from . import rules
 from .capacity import gpu_kind
 from .context import Context

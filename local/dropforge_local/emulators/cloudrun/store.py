@@ -10,8 +10,8 @@ from typing import Any
 
 from google.cloud import run_v2
 
-from ...db import Database
-from ...errors import ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS cloudrun_resources (

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.errors import ApiError
+
 from ...containers.images import Image, ImageNotFound, ImageStore
 from ...containers.logs import last_lines
 from ...containers.processes import Container, ContainerSpec, Runtime
-from ...errors import ApiError
-from ...workflows.clock import Clock
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...db import Database
-from ...errors import ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS compute_disks (

@@ -18,9 +18,10 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from ...db import Database
-from ...errors import ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from ..faults import Switches, parse_faults
 from .config import ComputeConfig
 from .disks import LINK, Disks, check_zone, in_use, make_disk, timestamp

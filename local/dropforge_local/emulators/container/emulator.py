@@ -15,10 +15,11 @@ import grpc
 from aiohttp import web
 from google.cloud import container_v1
 
-from ...db import Database
-from ...errors import RPC_CODE, ApiError
-from ...server import HOST
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import RPC_CODE, ApiError
+from dropforge_local.base.ports import HOST
+
 from .. import rpc
 from ..faults import Faulty, Switches, parse_faults
 from ..kubernetes import KubernetesEmulator

@@ -7,7 +7,8 @@ import json
 import re
 from typing import Any
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from .config import GkeConfig
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")

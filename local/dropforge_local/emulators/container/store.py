@@ -8,8 +8,8 @@ from typing import Any
 from google.cloud import container_v1
 from google.protobuf import json_format
 
-from ...db import Database
-from ...errors import ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS container_clusters (

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from ...server import HOST
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.ports import HOST
+
 from . import discovery
 from .faults import Faults, suffer
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ...server import HOST
+from dropforge_local.base.ports import HOST
 
 VALID = datetime.timedelta(days=3650)
 

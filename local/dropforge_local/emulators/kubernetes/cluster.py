@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from ...db import Database
-from ...errors import ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from .api import ApiServer, LogOptions, Note
 from .certificates import Certificates, server_context
 from .config import KubernetesConfig

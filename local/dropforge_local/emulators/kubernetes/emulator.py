@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 from aiohttp import web
 
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+from dropforge_local.base.ports import HOST, free_port, is_listening
+
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
-from ...db import Database
-from ...errors import ApiError
-from ...ports import free_port, is_listening
-from ...server import HOST
-from ...workflows.clock import Clock
 from ..faults import parse_faults
 from .api import Note
 from .certificates import Certificates, make_certificates

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+
 from . import admission, rules
 from .defaults import set_create_defaults, set_defaults
 from .kinds import JOB, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind

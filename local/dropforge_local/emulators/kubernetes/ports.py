@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...db import Database
-from ...ports import free_port
+from dropforge_local.base.db import Database
+from dropforge_local.base.ports import free_port
 
 
 class Ports:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import uuid
 
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+
 from .kinds import EVENT, Kind
 from .store import Object, Store
 from .times import timestamp

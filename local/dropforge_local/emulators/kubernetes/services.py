@@ -15,7 +15,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from ...server import HOST
+from dropforge_local.base.ports import HOST
+
 from .config import KubernetesConfig
 from .controllers.owned import is_finished, is_ready
 from .kinds import POD, SERVICE

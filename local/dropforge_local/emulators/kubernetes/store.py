@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...db import Database
+from dropforge_local.base.db import Database
+
 from .kinds import BY_KEY, Kind
 
 SCHEMA = """

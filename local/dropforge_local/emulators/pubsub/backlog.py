@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...db import Database
-from ...errors import ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from .checks import DELETED_TOPIC, invalid, seconds
 from .faults import DeliveryFaults
 from .filters import compile_filter

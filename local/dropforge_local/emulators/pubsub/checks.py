@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from ..rpc import Message
 from .filters import compile_filter
 

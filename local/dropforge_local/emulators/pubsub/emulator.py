@@ -10,8 +10,9 @@ import grpc
 from aiohttp import web
 from google.cloud.pubsub_v1 import types
 
-from ...db import Database
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from .. import rpc
 from .backlog import Backlog, Content
 from .checks import check_messages, check_topic

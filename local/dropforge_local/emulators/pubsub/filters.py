@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
 
 Predicate = Callable[[Mapping[str, str]], bool]
 MAX_FILTER_BYTES = 256

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import grpc
 from google.cloud.pubsub_v1 import types
 
-from ...errors import ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.errors import ApiError
+
 from ..rpc import Message, abort
 from .backlog import Backlog, Delivery
 from .checks import check_modified_deadline, check_stream_deadline, invalid

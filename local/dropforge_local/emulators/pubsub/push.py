@@ -13,7 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+
 from .backlog import Backlog, Delivery
 from .resources import Resources, Subscription, timestamp
 from .wakes import Wakes, supervise, wait

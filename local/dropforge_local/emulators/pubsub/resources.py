@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from google.cloud.pubsub_v1 import types
 from google.protobuf import timestamp_pb2
 
-from ...db import Database
-from ...errors import ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from ..rpc import Message
 from .checks import DELETED_TOPIC, seconds
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from google.cloud.pubsub_v1 import types
 from google.protobuf import empty_pb2, field_mask_pb2
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from ..rpc import Message, Method, Service
 from .backlog import Backlog, Content
 from .checks import (

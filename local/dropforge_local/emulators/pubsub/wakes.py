@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
 
 log = logging.getLogger(__name__)
 

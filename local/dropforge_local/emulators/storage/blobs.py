@@ -20,7 +20,8 @@ from typing import BinaryIO, TypeVar
 
 import google_crc32c
 
-from ...db import Database
+from dropforge_local.base.db import Database
+
 from .errors import disk_failed
 from .models import Content
 

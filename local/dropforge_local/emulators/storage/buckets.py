@@ -8,8 +8,9 @@ import json
 import sqlite3
 from typing import Any
 
-from ...db import Database
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from .errors import StorageError, bucket_not_found, invalid, precondition_failed
 from .models import Attributes, Bucket, Edit, rfc3339
 from .names import check_bucket_name

@@ -9,8 +9,9 @@ from pathlib import Path
 import grpc
 from aiohttp import web
 
-from ...db import Database
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from .batch import answer_batch
 from .blobs import BlobStore
 from .bucket_routes import BucketRoutes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
 
 
 class StorageError(ApiError):

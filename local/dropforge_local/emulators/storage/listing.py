@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import re2
 
-from ...db import Database
+from dropforge_local.base.db import Database
+
 from .errors import invalid
 from .models import StoredObject
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...db import Database
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from .blobs import BlobStore
 from .buckets import Buckets
 from .errors import object_not_found

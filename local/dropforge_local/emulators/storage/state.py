@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...db import Database
+from dropforge_local.base.db import Database
+
 from .blobs import BlobStore
 from .buckets import Buckets
 from .objects import Objects

@@ -10,8 +10,9 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...db import Database
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from .errors import StorageError
 from .models import Attributes
 from .preconditions import Preconditions

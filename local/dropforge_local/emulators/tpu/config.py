@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ...server import HOST
+from dropforge_local.base.ports import HOST
 
 
 @dataclass(frozen=True)

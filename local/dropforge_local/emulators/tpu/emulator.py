@@ -22,11 +22,12 @@ from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2
 from google.rpc import status_pb2
 
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from ...containers.images import ImageStore
 from ...containers.logs import last_lines
-from ...db import Database
-from ...errors import ApiError
-from ...workflows.clock import Clock
 from .. import rpc
 from ..compute.disks import Disks
 from ..faults import Faulty, parse_faults

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...db import Database
-from ...errors import ApiError
+from dropforge_local.base.db import Database
+from dropforge_local.base.errors import ApiError
+
 from ..faults import Switches
 
 ACTIONS = ("preempt", "reboot", "maintenance", "out_of_memory")  # each names a node, and acts at once

@@ -16,10 +16,11 @@ from typing import Any
 
 from google.cloud import tpu_v2
 
+from dropforge_local.base.clock import Clock
+
 from ...containers import docker
 from ...containers.images import ImageStore
 from ...containers.processes import Container, ContainerSpec, Runtime
-from ...workflows.clock import Clock
 from ..compute.disks import Disks
 from . import sandbox
 from .config import TpuConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ...server import HOST
+from dropforge_local.base.ports import HOST
 
 ROOT = "/computeMetadata/v1"
 HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}

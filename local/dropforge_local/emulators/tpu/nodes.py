@@ -13,9 +13,10 @@ from typing import Any
 from google.cloud import tpu_v2
 from google.rpc import status_pb2
 
-from ...errors import RPC_CODE, ApiError
-from ...ports import free_port
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.errors import RPC_CODE, ApiError
+from dropforge_local.base.ports import free_port
+
 from ..compute.disks import Disks
 from . import rules
 from .config import TpuConfig

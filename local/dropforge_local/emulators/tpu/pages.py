@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
 
 T = TypeVar("T")
 

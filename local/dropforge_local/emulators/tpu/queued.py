@@ -14,8 +14,9 @@ from typing import Any
 from google.cloud import tpu_v2
 from google.rpc import status_pb2
 
-from ...errors import RPC_CODE, ApiError
-from ...workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.errors import RPC_CODE, ApiError
+
 from .config import TpuConfig
 from .nodes import Nodes
 from .nodes import State as NodeState

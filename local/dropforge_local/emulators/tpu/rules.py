@@ -9,7 +9,8 @@ from typing import Any
 
 from google.cloud import tpu_v2
 
-from ...errors import ApiError
+from dropforge_local.base.errors import ApiError
+
 from .config import ANY_RUNTIME, Generation, TpuConfig
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")

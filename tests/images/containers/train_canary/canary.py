@@ -16,9 +16,9 @@ from outcome import Outcome, outcome_of
 from report import Reporter
 from stop import StopRequest
 
-from dropforge import clients
-from dropforge.container_secrets import load_secrets
-from dropforge.names import spec_object
+from dropforge.base.names import spec_object
+from dropforge.cloud import clients
+from dropforge.cloud.container_secrets import load_secrets
 from dropforge.spec import parse_spec
 
 SEEN_SECONDS = 1.5  # so that whoever looks at processes finds this one

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from ....db import Database
-from ....workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+
 from ..store import Change
 
 log = logging.getLogger(__name__)

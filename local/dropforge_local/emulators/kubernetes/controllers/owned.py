@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....workflows.clock import Clock
+from dropforge_local.base.clock import Clock
+
 from ..config import KubernetesConfig
 from ..kinds import POD, Kind
 from ..objects import DeleteOptions, Objects

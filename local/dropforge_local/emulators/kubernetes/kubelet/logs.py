@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dropforge_local.base.db import Database
+
 from ....containers.logs import LOG, TIMES, last_lines
-from ....db import Database
 from ..refusals import Refusal
 from ..store import Object
 from ..times import timestamp

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from ....server import HOST
+from dropforge_local.base.ports import HOST
+
 from ..store import Object
 
 

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dropforge_local.base.clock import Clock
+from dropforge_local.base.db import Database
+from dropforge_local.base.ports import HOST
+
 from .... import fsdp_shim, ray_shim
 from ....containers.images import ImageNotFound, ImageStore
 from ....containers.processes import Container, ContainerSpec, Runtime
-from ....db import Database
-from ....server import HOST
-from ....workflows.clock import Clock
 from ..admission import GPU
 from ..controllers.owned import controller_of
 from ..kinds import BY_NAME, POD

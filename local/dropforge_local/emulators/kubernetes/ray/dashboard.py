@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from ....server import HOST
+from dropforge_local.base.ports import HOST
 
 TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 

@@ -1,0 +1,157 @@
+"""What a spec's limits come to: how long a run may train and serve, what has been used, and when people are warned.
+
+Prices are those that were pinned when an attempt was opened and the endpoint begun; what is not known to be unused is
+counted as used, so that the sum is an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from .base.settings import Settings
+from .platforms import get_server, get_target
+from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from .platforms.tpu_vm.spec import TrainingVmServe
+from .run.record import Attempt, Record
+from .spec import JobSpec, seconds, serving_seconds
+
+# The shortest endpoint that is worth starting: its price is kept back from what training may cost.
+MIN_ENDPOINT_SECONDS = 600
+WARN_AT = (50, 80)  # percent of limits.max_cost_usd
+WARN_OF_TIME_AT = 80  # percent of limits.max_duration
+_STOPPED = "it is stopped, and its checkpoints are kept"
+
+
+class Notice(NamedTuple):
+    """Something that people should hear once while a run goes on. `key` is unique within the run."""
+
+    key: str
+    headline: str
+    text: str
+
+
+def serving_price(spec: JobSpec) -> HourlyPrice:
+    """What all instances that the endpoint may have cost for an hour, while they run. The spec must serve."""
+    assert spec.serve is not None, "asked only of specs that serve"
+    return get_server(spec.serve.type).price(spec).times(spec.serve.max_instances)
+
+
+def training_budget(spec: JobSpec) -> float | None:
+    """US dollars that training may cost: the budget without what the shortest endpoint costs; None: no budget."""
+    budget = spec.limits.max_cost_usd
+    if budget is None or spec.serve is None:
+        return budget
+    hourly = serving_price(spec).usd_per_hour or 0.0
+    return budget - hourly * MIN_ENDPOINT_SECONDS / SECONDS_PER_HOUR
+
+
+def paid_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> int | None:
+    """How long the budget pays for training at `price`; None when nothing bounds it."""
+    budget = training_budget(spec)
+    if budget is None or price.usd_per_hour is None:
+        return None
+    return max(0, int((budget - spent_usd) / price.usd_per_hour * SECONDS_PER_HOUR))
+
+
+def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
+    """How long the first attempt may take: max_duration, or what the budget pays for if that is less."""
+    allowed, paid = seconds(spec.limits.max_duration), paid_seconds(spec, price)
+    return allowed if paid is None else min(allowed, paid)
+
+
+def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float = 0.0) -> int:
+    """How long the endpoint may live, from when it is begun: to start and for its ttl, or what the budget pays for.
+
+    `usd_per_hour` is for all of its instances: one that has scaled to zero costs less, which is not known beforehand.
+    """
+    assert spec.serve is not None, "asked only of specs that serve"
+    allowed = serving_seconds(spec.serve)
+    if spec.limits.max_cost_usd is None or not usd_per_hour:
+        return allowed
+    left = max(0.0, spec.limits.max_cost_usd - spent_usd)
+    return min(allowed, int(left / usd_per_hour * SECONDS_PER_HOUR))
+
+
+def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
+    """Until when the endpoint of a run may live that was begun at `began`, at the price that was pinned then."""
+    spent = record.training_cost(began) or 0.0
+    return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
+
+
+def kept_until(record: Record, spec: JobSpec) -> datetime:
+    """Until when what serves may exist by a label that it got before it was an endpoint; no bound if it got none."""
+    if not isinstance(spec.serve, TrainingVmServe):
+        return datetime.max.replace(tzinfo=UTC)
+    return record.attempts[-1].deadline + timedelta(seconds=serving_seconds(spec.serve))
+
+
+def short_endpoint(spec: JobSpec) -> str:
+    """What the budget takes from the endpoint's ttl, for people to read before the run; "" when it pays for all of it.
+
+    It pays for all if it does even when training takes all of its time at the dearest placement.
+    """
+    budget = spec.limits.max_cost_usd
+    if budget is None or spec.serve is None:
+        return ""
+    target, hourly = get_target(spec.target.type), serving_price(spec).usd_per_hour
+    prices = [target.price(spec, placement).usd_per_hour for placement in range(len(target.regions(spec)))]
+    if hourly is None or None in prices:
+        return ""  # admission refuses it: there is nothing to count with
+    training = max(price or 0.0 for price in prices) * seconds(spec.limits.max_duration) / SECONDS_PER_HOUR
+    needed = training + hourly * serving_seconds(spec.serve) / SECONDS_PER_HOUR
+    if needed <= budget:
+        return ""
+    at_most = endpoint_seconds(spec, hourly)
+    at_least = max(endpoint_seconds(spec, hourly, training), min(at_most, MIN_ENDPOINT_SECONDS))
+    counted = "which counts as running all the time"
+    if spec.serve.max_instances > 1:
+        counted = f"all {spec.serve.max_instances} instances of which count as running all the time"
+    return (
+        f"the budget of {budget:g} USD may end the endpoint before its ttl of {spec.serve.ttl}: it pays for "
+        f"{_time(at_most)} of the endpoint, {counted}, or {_time(at_least)} when training takes all of its "
+        f"{spec.limits.max_duration}; {math.ceil(needed * 100) / 100:.2f} USD pay for all of it"
+    )
+
+
+def _time(length: float) -> str:
+    return f"{length / SECONDS_PER_HOUR:.1f} h" if length >= SECONDS_PER_HOUR else f"{length / 60:.0f} min"
+
+
+def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:
+    """Since when an attempt that is seen to run may have run: it did not at the look before, a check interval ago."""
+    return max(attempt.launched or attempt.started, now - timedelta(seconds=settings.check_interval_seconds))
+
+
+def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
+    """The warnings about money and time that have not been given yet, of a run that trains."""
+    yield from due_of_budget(record, spec, now)
+    used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
+    if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
+        text = f"max_duration is {spec.limits.max_duration}; at 100 % {_STOPPED}"
+        yield Notice(key, f"has used {WARN_OF_TIME_AT} % of its time", text)
+
+
+def due_of_budget(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
+    """The latest warning about money, unless it has been given: of a run that trains or serves."""
+    budget, spent = spec.limits.max_cost_usd, record.cost(now)
+    if budget is None or spent is None:
+        return
+    passed = [percent for percent in WARN_AT if spent >= budget * percent / 100]
+    if passed and f"budget-{passed[-1]}" not in record.notices:
+        end = "the endpoint is deleted, and the model is kept" if record.endpoint else _STOPPED
+        text = f"{spent:.2f} of {budget:g} USD are spent; at 100 % {end}"
+        yield Notice(f"budget-{passed[-1]}", f"has used {passed[-1]} % of its budget", text)
+
+
+def seconds_to_warning(record: Record, spec: JobSpec, now: datetime) -> float:
+    """Seconds until the next warning is due, if the present attempt goes on; infinite when none is."""
+    waits = []
+    budget, spent, hourly = spec.limits.max_cost_usd, record.cost(now), record.attempts[-1].usd_per_hour
+    if budget is not None and spent is not None and hourly:
+        waits += [(budget * percent / 100 - spent) / hourly * SECONDS_PER_HOUR for percent in WARN_AT]
+    used = (now - record.created).total_seconds()
+    waits.append(seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 - used)
+    return min((wait for wait in waits if wait > 0), default=float("inf"))

@@ -1,0 +1,201 @@
+"""Serving `cloud_run`: vLLM on a Cloud Run service with one GPU, IAM on, scaling to zero.
+
+API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.services
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.cloud.classify import classify, classify_text, client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.resource import Resource, check_owner
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.spec import JobSpec, seconds
+
+from .catalog import cloud_run_price, cloud_run_regions
+from .spec import CloudRunServe
+
+KIND = "run.googleapis.com/Service"
+PORT = 8000
+READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+LOOK_SECONDS = 0.2
+PROBE_PERIOD_SECONDS = 5  # a startup probe's period and time-out are each at most 240 s
+
+
+class CloudRunService:
+    """See `Server` for the contract of each verb."""
+
+    def region(self, deployment: Deployment) -> str:
+        return _region(deployment.spec)
+
+    def price(self, spec: JobSpec) -> HourlyPrice:
+        serve = _serve(spec)
+        if serve.price_usd_per_hour is not None:
+            return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
+        return cloud_run_price(serve.accelerator, _region(spec), serve.cpu, serve.memory_gib)
+
+    def resources(self, deployment: Deployment) -> list[Resource]:
+        return [Resource(KIND, service_name(deployment), service_request(deployment))]
+
+    def deploy(self, deployment: Deployment) -> str | None:
+        try:
+            if self._service(service_name(deployment)) is None:
+                self._create(deployment)
+            return self._ready(deployment)
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def why_not_ready(self, deployment: Deployment) -> CloudError:
+        try:
+            service = self._service(service_name(deployment))
+        except client_errors() as error:
+            raise classify(error) from error
+        message = service.terminal_condition.message if service is not None else "the service does not exist"
+        return CloudError(ErrorClass.CODE, message or "the platform does not call it ready", START_HINT)
+
+    def exists(self, deployment: Deployment) -> bool:
+        try:
+            return self._service(service_name(deployment)) is not None
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """In every region that may have some: the API has no listing over all regions."""
+        yield from each(cloud_run_regions(), lambda region: _services_in(region, settings))
+
+    def teardown(self, kind: str, name: str) -> bool:
+        from google.api_core.exceptions import NotFound
+
+        services = clients.run_services()
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        try:
+            if not services.get_service(name=name, timeout=TIMEOUT_SECONDS).delete_time:
+                services.delete_service(name=name, timeout=TIMEOUT_SECONDS)
+            while time.monotonic() < deadline:
+                services.get_service(name=name, timeout=TIMEOUT_SECONDS)
+                time.sleep(LOOK_SECONDS)
+        except NotFound:
+            return True
+        except client_errors() as error:
+            raise classify(error) from error
+        return False
+
+    def _service(self, name: str) -> Any:
+        from google.api_core.exceptions import NotFound
+
+        try:
+            return clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
+        except NotFound:
+            return None
+
+    def _create(self, deployment: Deployment) -> None:
+        from google.api_core.exceptions import Conflict
+        from google.cloud import run_v2
+
+        request = service_request(deployment)
+        service = run_v2.Service.from_json(json.dumps(request["service"]), ignore_unknown_fields=False)
+        try:
+            clients.run_services().create_service(
+                parent=request["parent"], service=service, service_id=request["serviceId"], timeout=TIMEOUT_SECONDS
+            )
+        except Conflict:
+            return  # ours, from a reply that was lost; `_ready` looks whose it is
+
+    def _ready(self, deployment: Deployment) -> str | None:
+        """Look for a while; the URL once the service is ready, None while it is still being made."""
+        from google.cloud import run_v2
+
+        state = run_v2.Condition.State
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        while time.monotonic() < deadline:
+            service = self._service(service_name(deployment))
+            if service is not None:
+                check_owner(service.name, service.labels, deployment.run)
+                condition = service.terminal_condition
+                # A failed deployment never becomes the observed generation, so only success is checked for it.
+                if not service.reconciling and condition.state == state.CONDITION_FAILED:
+                    raise _failure(condition.message)
+                if not service.reconciling and service.observed_generation == service.generation:
+                    return str(service.uri)
+            time.sleep(LOOK_SECONDS)
+        return None
+
+
+def _failure(message: str) -> CloudError:
+    """Why a revision did not become ready: quota, an image and the like, or its own container."""
+    error = classify_text("FAILED_PRECONDITION", message)
+    if error.error_class is ErrorClass.CONFIG and re.search(r"container failed|startup probe", message, re.I):
+        return CloudError(ErrorClass.CODE, message, START_HINT)
+    return error
+
+
+def service_name(deployment: Deployment) -> str:
+    """The full resource name of the run's service."""
+    parent = f"projects/{deployment.settings.project}/locations/{_region(deployment.spec)}"
+    return f"{parent}/services/{names.endpoint_name(deployment.run)}"
+
+
+def service_request(deployment: Deployment) -> dict[str, Any]:
+    """The createService request, as JSON."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    labels = endpoint_labels(deployment)
+    template = {
+        "labels": labels,
+        "serviceAccount": settings.server_service_account,
+        "timeout": "600s",
+        "scaling": {"minInstanceCount": serve.min_instances, "maxInstanceCount": serve.max_instances},
+        "maxInstanceRequestConcurrency": serve.max_num_seqs,
+        "nodeSelector": {"accelerator": serve.accelerator},
+        "gpuZonalRedundancyDisabled": True,
+        "vpcAccess": {
+            "networkInterfaces": [{"network": settings.network, "subnetwork": settings.subnetwork}],
+            "egress": "PRIVATE_RANGES_ONLY",
+        },
+        "containers": [_container(deployment, serve)],
+    }
+    parent, _, service_id = service_name(deployment).rpartition("/services/")
+    service = {"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template}
+    return {"parent": parent, "serviceId": service_id, "service": service}
+
+
+def _services_in(region: str, settings: Settings) -> list[Listed]:
+    parent = f"projects/{settings.project}/locations/{region}"
+    services = clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS)
+    return [Listed(KIND, service.name, dict(service.labels), service.create_time) for service in services]
+
+
+def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
+    limits = {"cpu": str(serve.cpu), "memory": f"{serve.memory_gib}Gi", "nvidia.com/gpu": "1"}
+    return {
+        "image": deployment.settings.serve_vllm_image,
+        "env": server_environment(deployment, serve.max_model_len, serve.max_num_seqs),
+        # Instance-based billing: a GPU service must keep its CPU between requests.
+        "resources": {"limits": limits, "cpuIdle": False, "startupCpuBoost": True},
+        "ports": [{"name": "http1", "containerPort": PORT}],
+        "startupProbe": {
+            "httpGet": {"path": "/health", "port": PORT},
+            "periodSeconds": PROBE_PERIOD_SECONDS,
+            "timeoutSeconds": PROBE_PERIOD_SECONDS - 1,
+            "failureThreshold": max(1, seconds(serve.startup_timeout) // PROBE_PERIOD_SECONDS),
+        },
+    }
+
+
+def _region(spec: JobSpec) -> str:
+    return _serve(spec).region or spec.target.placements[0].region
+
+
+def _serve(spec: JobSpec) -> CloudRunServe:
+    assert isinstance(spec.serve, CloudRunServe), "SERVERS leads here only what has this type"
+    return spec.serve

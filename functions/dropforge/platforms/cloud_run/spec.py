@@ -1,0 +1,95 @@
+"""What a spec says of Cloud Run: `target.type` and `serve.type` 'cloud_run'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from dropforge.platforms.gpus import GPUS
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
+
+from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS
+
+if TYPE_CHECKING:
+    from dropforge.spec import JobSpec
+
+
+class CloudRunTarget(TargetSpec):
+    """A Cloud Run job with one GPU (https://cloud.google.com/run/docs/configuring/jobs/gpu)."""
+
+    type: Literal["cloud_run"]
+    accelerator: str = "nvidia-l4"
+    cpu: int = Field(default=8, ge=1, le=64)
+    memory_gib: int = Field(default=32, ge=1, le=512)
+    zonal_redundancy: bool = False
+    placements: list[Placement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Your price, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_run_offers_it(self) -> CloudRunTarget:
+        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        for index, placement in enumerate(self.placements):
+            check_cloud_run_region(self.accelerator, placement.region, f"/placements/{index}/region")
+        return self
+
+    @property
+    def accelerators(self) -> Accelerators:
+        return Accelerators(1, self.accelerator, GPUS[self.accelerator].memory_gib)
+
+    def check(self, job: JobSpec) -> None:
+        if seconds(job.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
+            message = "longer than a Cloud Run task with a GPU may run"
+            raise Wrong("/limits/max_duration", message, job.limits.max_duration, "at most 12h")
+        super().check(job)
+
+
+class CloudRunServe(ServeSpec):
+    """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
+
+    type: Literal["cloud_run"]
+    accelerator: str = "nvidia-l4"
+    cpu: int = Field(default=8, ge=1, le=64)
+    memory_gib: int = Field(default=32, ge=1, le=512)
+    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
+    min_instances: int = Field(default=0, ge=0, le=100)
+    max_instances: int = Field(default=1, ge=1, le=100)
+    startup_timeout: Duration = "20m"
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_run_offers_it(self) -> CloudRunServe:
+        check_cloud_run_machine(self.accelerator, self.cpu, self.memory_gib)
+        if self.region is not None:
+            check_cloud_run_region(self.accelerator, self.region, "/region")
+        if self.min_instances > self.max_instances:
+            expected = f"at most max_instances, {self.max_instances}"
+            raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
+        return self
+
+    def check(self, job: JobSpec) -> None:
+        if self.region is None:
+            check_cloud_run_region(self.accelerator, job.target.placements[0].region, "/serve/region")
+
+
+def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:
+    """Raise Wrong unless Cloud Run offers `accelerator` with that much CPU and memory."""
+    known = CLOUD_RUN_MACHINES.get(accelerator)
+    if known is None:
+        expected = f"one of {', '.join(sorted(CLOUD_RUN_MACHINES))}"
+        raise Wrong("/accelerator", "Cloud Run does not offer this accelerator", accelerator, expected)
+    if cpu < known.min_cpu:
+        raise Wrong("/cpu", f"too little for {accelerator}", cpu, f"at least {known.min_cpu}")
+    if memory_gib < known.min_memory_gib:
+        raise Wrong("/memory_gib", f"too little for {accelerator}", memory_gib, f"at least {known.min_memory_gib}")
+
+
+def check_cloud_run_region(accelerator: str, region: str, pointer: str) -> None:
+    """Raise Wrong, at `pointer`, unless Cloud Run has `accelerator` in `region`."""
+    regions = CLOUD_RUN_MACHINES[accelerator].regions
+    if region not in regions:
+        raise Wrong(pointer, f"Cloud Run does not offer {accelerator} there", region, f"one of {', '.join(regions)}")

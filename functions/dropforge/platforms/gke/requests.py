@@ -1,0 +1,224 @@
+"""What target `gke` asks for: an Autopilot cluster of the attempt's own when the spec wants one, a headless Service
+when there are several nodes, and the Job. Pure, and exactly what is sent.
+
+Node labels: https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus,
+https://cloud.google.com/kubernetes-engine/docs/how-to/consuming-reservations
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dropforge.base import names
+from dropforge.cloud.kubernetes import CLUSTER, Object, cluster_name, resource_of
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.ray.spec import RayTarget
+from dropforge.platforms.training import EXIT_CLASSES, Launch, container_variables, run_labels, secret_references
+from dropforge.spec import JobSpec
+
+from .spec import GkePlacement, GkeServe, GkeTarget
+
+CONTAINER = "trainer"
+USER = 10001  # of containers/train_trl/Dockerfile: the kubelet accepts a user that is not root by its number only
+MAIN_PORT = 29500
+GRACE_SECONDS = 120  # for a last checkpoint
+SPOT_GRACE_SECONDS = 25  # all that Autopilot gives to a Spot pod
+RAY_OPERATOR = {"rayOperatorConfig": {"enabled": True}}
+KEPT_SECONDS = 24 * 3600  # a Job that nobody tears down goes by itself, long after everybody has looked at it
+
+
+def requests(launch: Launch) -> list[Resource]:
+    """What is created, in order."""
+    target, cluster = gke_target(launch.spec), cluster_of(launch)
+    manifests = [*([service_manifest(launch)] if target.nodes > 1 else []), job_manifest(launch)]
+    own = [Resource(CLUSTER, cluster, cluster_request(launch))] if target.cluster.create else []
+    return own + [resource_of(cluster, manifest) for manifest in manifests]
+
+
+def gke_target(spec: JobSpec) -> GkeTarget:
+    """The spec's target, which is one of GKE."""
+    assert isinstance(spec.target, GkeTarget), "TARGETS leads here only what has this type"
+    return spec.target
+
+
+def cluster_of(launch: Launch) -> str:
+    """The full name of the attempt's cluster: its own, the spec's, or the deployment's."""
+    target, settings = launch.spec.target, launch.settings
+    assert isinstance(target, GkeTarget | RayTarget), "only these are on clusters"
+    own = names.training_name(launch.run, launch.attempt) if target.cluster.create else None
+    region = target.placements[launch.placement].region
+    return cluster_name(settings.project, region, own or target.cluster.name or settings.gke_cluster)
+
+
+def cluster_request(launch: Launch) -> dict[str, Any]:
+    """The createCluster request, as JSON. Its nodes have no public address, and IAM guards the one way in."""
+    parent, _, name = cluster_of(launch).rpartition("/clusters/")
+    cluster = {
+        "name": name,
+        "autopilot": {"enabled": True},
+        "releaseChannel": {"channel": "RAPID"},
+        "resourceLabels": run_labels(launch),
+        "network": launch.settings.network,
+        "subnetwork": launch.settings.subnetwork,
+        "ipAllocationPolicy": {"useIpAliases": True},
+        "networkConfig": {"defaultEnablePrivateNodes": True},
+        "autoscaling": {
+            "autoprovisioningNodePoolDefaults": {
+                "serviceAccount": launch.settings.nodes_service_account,
+                "oauthScopes": ["https://www.googleapis.com/auth/cloud-platform"],
+            }
+        },
+        **({"addonsConfig": RAY_OPERATOR} if isinstance(launch.spec.target, RayTarget) else {}),
+        "controlPlaneEndpointsConfig": {
+            "dnsEndpointConfig": {"allowExternalTraffic": True},
+            "ipEndpointsConfig": {"enabled": False},
+        },
+    }
+    return {"parent": parent, "cluster": cluster}
+
+
+def namespace_manifests(launch: Launch) -> list[Object]:
+    """What a new cluster lacks and a standing one has: the namespace, and the account that training runs as.
+
+    All clusters of a project share one identity pool, so the account may act as the trainer's here as it may there.
+    """
+    settings = launch.settings
+    namespace = settings.kubernetes_namespace
+    account = {
+        "name": settings.kubernetes_trainer_account,
+        "namespace": namespace,
+        "annotations": {"iam.gke.io/gcp-service-account": settings.trainer_service_account},
+    }
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
+    ]
+
+
+def service_manifest(launch: Launch) -> Object:
+    """What gives the Job's pods names that their ranks can meet at, before they are ready."""
+    ports = [{"name": "rendezvous", "port": MAIN_PORT}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(launch),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {key: run_labels(launch)[key] for key in (names.RUN_LABEL, names.ATTEMPT_LABEL)},
+            "ports": ports,
+        },
+    }
+
+
+def job_manifest(launch: Launch) -> Object:
+    """The Job: one try, because retries are ours. A pod that fails is the end of it, and the reason tells why."""
+    target = gke_target(launch.spec)
+    indexed = {"completionMode": "Indexed"} if target.nodes > 1 else {}
+    rules = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": sorted(EXIT_CLASSES)},
+        },
+    ]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(launch),
+        "spec": {
+            **indexed,
+            "completions": target.nodes,
+            "parallelism": target.nodes,
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",  # the one that goes with a podFailurePolicy
+            "podFailurePolicy": {"rules": rules},
+            "activeDeadlineSeconds": launch.timeout_seconds,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "template": {"metadata": _pod_metadata(launch), "spec": _pod(launch)},
+        },
+    }
+
+
+def _pod_metadata(launch: Launch) -> Object:
+    # Autopilot may move a pod to another node to save some; this keeps it where it is, but Spot pods cannot have it.
+    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": stays})}
+
+
+def _pod(launch: Launch) -> Object:
+    target, settings = gke_target(launch.spec), launch.settings
+    shared_memory = {"medium": "Memory", "sizeLimit": f"{target.shared_memory_gib}Gi"}
+    return {
+        **({"subdomain": _metadata(launch)["name"]} if target.nodes > 1 else {}),
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _grace_seconds(launch),
+        "serviceAccountName": settings.kubernetes_trainer_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "nodeSelector": node_labels(target.accelerator, target.placements[launch.placement]),
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(launch)],
+        "volumes": [{"name": "shared-memory", "emptyDir": shared_memory}],
+    }
+
+
+def _container(launch: Launch) -> Object:
+    target = gke_target(launch.spec)
+    limits = {"nvidia.com/gpu": str(target.accelerator_count)}
+    if target.cpu is not None:
+        limits["cpu"] = str(target.cpu)
+    if target.memory_gib is not None:
+        limits["memory"] = f"{target.memory_gib}Gi"
+    return {
+        "name": CONTAINER,
+        "image": launch.settings.train_trl_image,
+        "env": [{"name": name, "value": value} for name, value in _variables(launch).items()],
+        "resources": {"limits": limits, "requests": {"ephemeral-storage": f"{target.ephemeral_storage_gib}Gi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+
+
+def _variables(launch: Launch) -> dict[str, str]:
+    target, name = gke_target(launch.spec), _metadata(launch)["name"]
+    variables = {
+        **container_variables(launch),
+        "DROPFORGE_GRACE_SECONDS": str(_grace_seconds(launch)),
+        "DROPFORGE_NUM_PROCESSES": str(target.accelerator_count),
+    }
+    if target.nodes > 1:
+        variables["DROPFORGE_NUM_MACHINES"] = str(target.nodes)
+        variables["DROPFORGE_MAIN_ADDRESS"] = f"{name}-0.{name}:{MAIN_PORT}"
+    if launch.spec.secrets:
+        variables["DROPFORGE_SECRETS"] = secret_references(launch)
+    return variables
+
+
+def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, str]:
+    """What Autopilot makes a node from: the labels that a pod selects it by."""
+    labels = {
+        "cloud.google.com/gke-accelerator": accelerator,
+        "cloud.google.com/gke-gpu-driver-version": "latest",
+    }
+    if wanted.capacity == "spot":
+        labels["cloud.google.com/gke-spot"] = "true"
+    if wanted.capacity == "flex_start":
+        labels["cloud.google.com/gke-flex-start"] = "true"
+    if wanted.reservation is not None:
+        labels["cloud.google.com/reservation-name"] = wanted.reservation
+        labels["cloud.google.com/reservation-affinity"] = "specific"
+    return labels
+
+
+def _metadata(launch: Launch) -> Object:
+    name = names.training_name(launch.run, launch.attempt)
+    return {"name": name, "namespace": launch.settings.kubernetes_namespace, "labels": run_labels(launch)}
+
+
+def _grace_seconds(launch: Launch) -> int:
+    return SPOT_GRACE_SECONDS if _is_spot(launch) else GRACE_SECONDS
+
+
+def _is_spot(launch: Launch) -> bool:
+    return gke_target(launch.spec).placements[launch.placement].capacity == "spot"

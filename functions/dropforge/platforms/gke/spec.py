@@ -1,0 +1,121 @@
+"""What a spec says of GKE: `target.type` and `serve.type` 'gke'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from dropforge.platforms.gpus import GPUS
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
+
+from .catalog import GKE_ACCELERATORS
+
+if TYPE_CHECKING:
+    from dropforge.spec import JobSpec
+
+
+class GkePlacement(Placement):
+    """A region of GKE and the kind of capacity that is asked for there."""
+
+    capacity: Capacity = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+
+    @model_validator(mode="after")
+    def _names_its_reservation(self) -> GkePlacement:
+        if (self.capacity == "reservation") != (self.reservation is not None):
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+class GkeCluster(Part):
+    """A standing cluster by its name, the same in every region; or one that lives only as long as the attempt."""
+
+    name: ClusterName | None = Field(default=None, description="Default: the deployment's own cluster.")
+    create: bool = Field(default=False, description="Make an Autopilot cluster for the attempt, and delete it.")
+
+    @model_validator(mode="after")
+    def _exists_or_is_made(self) -> GkeCluster:
+        if self.create and self.name is not None:
+            raise Wrong("/name", "a cluster that the run makes is named after the run", self.name, "no name")
+        return self
+
+
+class GkeTarget(TargetSpec):
+    """A Kubernetes Job on GKE Autopilot: one or several nodes with the same GPUs, sharded by FSDP2."""
+
+    type: Literal["gke"]
+    accelerator: str = "nvidia-l4"
+    accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
+    nodes: int = Field(default=1, ge=1, le=64)
+    cluster: GkeCluster = GkeCluster()
+    cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Of each node; default: likewise.")
+    shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
+    ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
+    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all nodes, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> GkeTarget:
+        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        return self
+
+    @property
+    def accelerators(self) -> Accelerators:
+        count = self.accelerator_count * self.nodes
+        return Accelerators(count, self.accelerator, count * GPUS[self.accelerator].memory_gib)
+
+    def check(self, job: JobSpec) -> None:
+        processes = self.nodes * self.accelerator_count
+        if processes > 1 and job.training.adapter.type == "qlora":
+            message = f"4-bit weights cannot be sharded over {processes} processes"
+            raise Wrong("/training/adapter/type", message, "qlora", "'lora' or 'none', or one GPU on one node")
+        super().check(job)
+
+
+class GkeServe(ServeSpec):
+    """A vLLM endpoint as a Deployment on a standing GKE Autopilot cluster, reached inside the VPC only."""
+
+    type: Literal["gke"]
+    accelerator: str = "nvidia-l4"
+    accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
+    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    cluster: ClusterName | None = Field(default=None, description="Default: the target's, or the deployment's own.")
+    capacity: Capacity = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: likewise.")
+    ephemeral_storage_gib: int = Field(default=20, ge=10, le=6000)
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
+    min_instances: int = Field(default=1, ge=1, le=100)
+    max_instances: int = Field(default=1, ge=1, le=100, description="More than min_instances: scaled by the queue.")
+    target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
+    startup_timeout: Duration = "30m"
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> GkeServe:
+        check_gke_accelerator(self.accelerator, self.accelerator_count)
+        if self.min_instances > self.max_instances:
+            expected = f"at most max_instances, {self.max_instances}"
+            raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
+        if (self.capacity == "reservation") != (self.reservation is not None):
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+def check_gke_accelerator(accelerator: str, count: int) -> None:
+    """Raise Wrong unless Autopilot offers nodes with `count` of `accelerator`."""
+    counts = GKE_ACCELERATORS.get(accelerator)
+    if counts is None:
+        expected = f"one of {', '.join(sorted(GKE_ACCELERATORS))}"
+        raise Wrong("/accelerator", "GKE Autopilot does not offer this accelerator", accelerator, expected)
+    if count not in counts:
+        expected = f"one of {', '.join(map(str, counts))}"
+        raise Wrong("/accelerator_count", f"GKE Autopilot has no node with so many {accelerator}", count, expected)

@@ -1,0 +1,176 @@
+"""Target `gke`: one Kubernetes Job per attempt on GKE Autopilot, in a standing cluster or in one of the attempt's own.
+
+A cluster takes minutes to make and to delete; each call looks once and goes on when it is there. Retries are ours: the
+Job has one try, and what became of it is read from the Job, its pods and their events.
+API: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients, kubernetes
+from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.kubernetes import CLUSTER, Object
+from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.resource import Resource, check_owner
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.spec import JobSpec
+
+from .catalog import GKE_CLUSTER_USD_PER_HOUR, gke_price
+from .requests import cluster_of, cluster_request, gke_target, namespace_manifests, requests
+from .status import status_of_job
+
+JOB = "batch.k8s.io/Job"
+JOB_NAME = "batch.kubernetes.io/job-name"  # the label that a Job gives to its pods
+
+
+class GkeJobs:
+    """See `Target` for the contract of each verb."""
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        return [placement.region for placement in spec.target.placements]
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        target = gke_target(spec)
+        if target.price_usd_per_hour is not None:
+            price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
+        else:
+            where = target.placements[placement]
+            gpus = target.accelerator_count * target.nodes
+            price = gke_price(target.accelerator, gpus, where.region, where.capacity)
+        if target.cluster.create and price.usd_per_hour is not None:
+            return replace(price, usd_per_hour=round(price.usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+        return price
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        return requests(launch)
+
+    def provision(self, launch: Launch) -> bool:
+        if gke_target(launch.spec).cluster.create:
+            cluster = self._own_cluster(launch)
+        else:
+            cluster = kubernetes.standing_cluster(cluster_of(launch), "target.cluster.name")
+        if cluster is None:
+            return False
+        api = kubernetes.connect(cluster)
+        if gke_target(launch.spec).cluster.create:
+            for manifest in namespace_manifests(launch):
+                api.create(manifest)
+        for resource in requests(launch):
+            if resource.kind != CLUSTER:
+                api.ensure(cluster_of(launch), resource.request)
+        return True
+
+    def inspect(self, launch: Launch) -> Status:
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(cluster_of(launch))
+        if cluster is None or cluster.status == Cluster.Status.STOPPING:
+            return Status(
+                Phase.GONE, f"{cluster_of(launch)} {'does not exist' if cluster is None else 'is being deleted'}"
+            )
+        job = requests(launch)[-1]
+        api = kubernetes.connect(cluster)
+        found = api.get(job.name)
+        if found is None:
+            return Status(Phase.GONE, f"{job.name} does not exist")
+        namespace = launch.settings.kubernetes_namespace
+        pods = api.find(namespace, "pods", labelSelector=_pods_of(job.name))
+
+        def events_of(uid: str) -> list[Object]:
+            return api.find(namespace, "events", fieldSelector=f"involvedObject.uid={uid}")
+
+        return status_of_job(found, pods, gke_target(launch.spec).nodes, events_of)
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """Clusters of an attempt's own, with what is in them and in the standing ones."""
+        is_used = bool(settings.gke_cluster)
+        yield from each([settings], _clusters, is_used=is_used)
+        yield from kubernetes.listed(settings, _listed_in, is_used=is_used)
+
+    def teardown(self, kind: str, name: str) -> bool:
+        if kind == CLUSTER:
+            return self._delete_cluster(name)
+        return kubernetes.delete(name, _pods_of(name) if kind == JOB else "")
+
+    def _own_cluster(self, launch: Launch) -> Any:
+        """The attempt's own cluster once it runs, made if need be; None while it is being made."""
+        from google.cloud.container_v1 import Cluster
+
+        name = cluster_of(launch)
+        cluster = kubernetes.find_cluster(name)
+        if cluster is None:
+            self._create_cluster(launch)
+            return None
+        check_owner(name, cluster.resource_labels, launch.run)
+        if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
+            return cluster
+        if cluster.status == Cluster.Status.PROVISIONING:
+            return None
+        message = f"{name} is {cluster.status.name}: {kubernetes.conditions_of(cluster)}"
+        error = classify_text("FAILED_PRECONDITION", message)
+        if not error.error_class.moves_on:
+            error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt makes another cluster")
+        raise error
+
+    def _create_cluster(self, launch: Launch) -> None:
+        from google.api_core.exceptions import Conflict
+        from google.cloud.container_v1 import Cluster
+
+        request = cluster_request(launch)
+        cluster = Cluster.from_json(json.dumps(request["cluster"]), ignore_unknown_fields=False)
+        try:
+            clients.gke().create_cluster(parent=request["parent"], cluster=cluster, timeout=TIMEOUT_SECONDS)
+        except Conflict:
+            return  # ours, from a reply that was lost; the next look says whose it is
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def _delete_cluster(self, name: str) -> bool:
+        """Begin to delete a cluster, which takes minutes; True once it does not exist."""
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(name)
+        if cluster is None:
+            return True
+        if cluster.status == Cluster.Status.STOPPING:
+            return False
+        try:
+            clients.gke().delete_cluster(name=name, timeout=TIMEOUT_SECONDS)
+        except client_errors() as error:
+            # It may be gone by now; or another operation runs, of which a cluster has one at a time.
+            if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
+                raise classify(error) from error
+        return False
+
+
+def _clusters(settings: Settings) -> Iterator[Listed]:
+    """Clusters that belong to an attempt, in every state."""
+    for cluster in kubernetes.clusters(settings).clusters:
+        if kubernetes.is_of_attempt(cluster):
+            name = kubernetes.cluster_name(settings.project, cluster.location, cluster.name)
+            created = datetime.fromisoformat(cluster.create_time)
+            yield Listed(CLUSTER, name, dict(cluster.resource_labels), created)
+
+
+def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
+    """Jobs, Services, and pods that have lost their Job, in one cluster."""
+    namespace = settings.kubernetes_namespace
+    pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
+    jobs = list(api.each(namespace, "batch/v1", "Job", kubernetes.OF_ATTEMPTS))
+    services = list(api.each(namespace, "v1", "Service", kubernetes.OF_ATTEMPTS))
+    for item in [*jobs, *services, *kubernetes.orphans(pods, "Job", jobs)]:
+        yield kubernetes.listed_of(cluster, item)
+
+
+def _pods_of(job: str) -> str:
+    return f"{JOB_NAME}={job.rpartition('/')[2]}"

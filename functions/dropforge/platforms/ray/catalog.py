@@ -1,0 +1,64 @@
+"""The TPU slices that GKE makes: chips, hosts and topologies, each with its source."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class GkeTpu:
+    """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule."""
+
+    memory_gib: float  # of each chip
+    topologies: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        """What a topology may be, for an error message."""
+        if self.topologies:
+            return f"one of {', '.join(self.topologies)}"
+        return "three numbers such as 2x2x4, none smaller than the one before, each 1, 2, or a multiple of 4"
+
+
+@dataclass(frozen=True)
+class TpuSlice:
+    """A slice of TPU hosts; `chips` are a host's."""
+
+    hosts: int
+    chips: int
+
+
+_FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+# By the label cloud.google.com/gke-tpu-accelerator (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
+GKE_TPUS = {
+    "tpu-v4-podslice": GkeTpu(32),
+    "tpu-v5-lite-podslice": GkeTpu(16, _FLAT_SLICES),
+    "tpu-v5p-slice": GkeTpu(95),
+    "tpu-v6e-slice": GkeTpu(32, _FLAT_SLICES),
+}
+TPU_HOST_CHIPS = 4  # of every slice of several hosts; one host alone has up to 8
+
+
+def tpu_slice(accelerator: str, topology: str) -> TpuSlice | None:
+    """The hosts of a slice, by its topology (`4x4`, `2x2x2`); None when GKE makes no such slice."""
+    known = GKE_TPUS.get(accelerator)
+    if known is None or not re.fullmatch(r"[1-9]\d{0,2}(x[1-9]\d{0,2}){1,2}", topology):
+        return None
+    sides = [int(side) for side in topology.split("x")]
+    if known.topologies and topology not in known.topologies:
+        return None
+    if not known.topologies and not _is_cuboid(sides):
+        return None
+    chips = prod(sides)
+    if chips <= TPU_HOST_CHIPS or (known.topologies and chips == 8):
+        return TpuSlice(1, chips)
+    return TpuSlice(chips // TPU_HOST_CHIPS, TPU_HOST_CHIPS)
+
+
+def _is_cuboid(sides: list[int]) -> bool:
+    """Whether hosts of 2x2x1 chips make it: the last side may be 1 only where the slice is one host."""
+    fits = all(side in (1, 2) or side % 4 == 0 for side in sides)
+    whole = sides == [2, 2, 1] or (sides == sorted(sides) and sides[0] >= 2)
+    return len(sides) == 3 and fits and whole

@@ -1,0 +1,161 @@
+"""What target `ray` asks for: a RayJob, whose cluster of a head and one slice of TPU hosts ends with it. Pure, and
+exactly what is sent; in an Autopilot cluster of the attempt's own when the spec wants one.
+
+RayJob: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html; TPUs in it:
+https://cloud.google.com/kubernetes-engine/docs/add-on/ray-on-gke/concepts/overview. Only fields that KubeRay has had
+for long are needed: an older operator drops what it does not know, as authOptions, and Ray then asks for no token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud.kubernetes import CLUSTER, Object, resource_of
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.gke.requests import cluster_of, cluster_request, node_labels
+from dropforge.platforms.training import Launch, container_variables, run_labels, secret_references
+from dropforge.spec import JobSpec
+
+from .spec import RayTarget
+
+RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
+ENTRYPOINT = "python ray_driver.py"
+HEAD, WORKER = "ray-head", "ray-worker"
+TPU = "google.com/tpu"
+KEPT_SECONDS = 60  # of the cluster after the job, for who reads its logs
+GRACE_SECONDS = 30
+VBAR_PORT = 8353  # of the host's agent, which libtpu of v6e asks (KubeRay's sample ray-job.tpu-v6e-16-multihost.yaml)
+
+
+def requests(launch: Launch) -> list[Resource]:
+    """What is created, in order."""
+    cluster = cluster_of(launch)
+    own = [Resource(CLUSTER, cluster, cluster_request(launch))] if ray_target(launch.spec).cluster.create else []
+    return [*own, resource_of(cluster, ray_job_manifest(launch))]
+
+
+def ray_target(spec: JobSpec) -> RayTarget:
+    """The spec's target, which is one of Ray."""
+    assert isinstance(spec.target, RayTarget), "TARGETS leads here only what has this type"
+    return spec.target
+
+
+def ray_job_manifest(launch: Launch) -> Object:
+    """The RayJob: one try, because retries are ours."""
+    metadata = {
+        "name": names.training_name(launch.run, launch.attempt),
+        "namespace": launch.settings.kubernetes_namespace,
+        "labels": run_labels(launch),
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata,
+        "spec": {
+            "entrypoint": ENTRYPOINT,
+            "submissionMode": "HTTPMode",  # by the operator: no pod of its own, which could fail in ways of its own
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": launch.timeout_seconds,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "rayClusterSpec": {
+                "rayVersion": RAY_VERSION,
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": _head(launch),
+                "workerGroupSpecs": [_workers(launch)],
+            },
+        },
+    }
+
+
+def _head(launch: Launch) -> Object:
+    """It runs the driver and every stage but training; no worker of Ray's is put there."""
+    target = ray_target(launch.spec)
+    amounts = {
+        "cpu": str(target.head_cpu),
+        "memory": f"{target.head_memory_gib}Gi",
+        "ephemeral-storage": f"{target.head_storage_gib}Gi",
+    }
+    variables = container_variables(launch) | _slice_variables(launch)
+    variables["DROPFORGE_GRACE_SECONDS"] = variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(GRACE_SECONDS)  # Ray gives 3 s
+    if launch.spec.secrets:
+        variables["DROPFORGE_SECRETS"] = secret_references(launch)
+    container = _container(launch, HEAD, variables, {"limits": amounts, "requests": amounts})
+    return {"rayStartParams": {"num-cpus": "0"}, "template": _template(launch, container, {})}
+
+
+def _workers(launch: Launch) -> Object:
+    """The slice: one replica of all its hosts, which come and go together."""
+    target = ray_target(launch.spec)
+    chips = {TPU: str(target.slice.chips)}
+    container = _container(launch, WORKER, {}, {"limits": chips, "requests": chips})
+    container["env"] += [
+        {"name": "JAX_PLATFORMS", "value": "tpu,cpu"},
+        {"name": "NODE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
+        {"name": "VBAR_CONTROL_SERVICE_URL", "value": f"$(NODE_IP):{VBAR_PORT}"},
+    ]
+    return {
+        "groupName": "slice",
+        "replicas": 1,
+        "minReplicas": 1,
+        "maxReplicas": 1,
+        "numOfHosts": target.slice.hosts,
+        "rayStartParams": {},
+        "template": _template(launch, container, _slice_labels(launch)),
+    }
+
+
+def _template(launch: Launch, container: Object, selector: dict[str, str]) -> Object:
+    spec: dict[str, Any] = {
+        "serviceAccountName": launch.settings.kubernetes_trainer_account,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "enableServiceLinks": False,
+        "containers": [container],
+    }
+    if selector:
+        spec["nodeSelector"] = selector
+    return {"metadata": {"labels": run_labels(launch)}, "spec": spec}
+
+
+def _container(launch: Launch, name: str, variables: dict[str, str], resources: Object) -> Object:
+    return {
+        "name": name,
+        "image": _image(launch),
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "resources": resources,
+    }
+
+
+def _image(launch: Launch) -> str:
+    if not launch.settings.train_ray_image:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            "this deployment has no image for target ray",
+            "set DROPFORGE_TRAIN_RAY_IMAGE to an image of containers/train_ray",
+        )
+    return launch.settings.train_ray_image
+
+
+def _slice_labels(launch: Launch) -> dict[str, str]:
+    """What GKE makes the slice's nodes from."""
+    target = ray_target(launch.spec)
+    placement = target.placements[launch.placement]
+    asked = {key: value for key, value in node_labels("", placement).items() if "gke-accelerator" not in key}
+    asked.pop("cloud.google.com/gke-gpu-driver-version")
+    return {
+        "cloud.google.com/gke-tpu-accelerator": target.accelerator,
+        "cloud.google.com/gke-tpu-topology": target.topology,
+        **asked,
+    }
+
+
+def _slice_variables(launch: Launch) -> dict[str, str]:
+    target = ray_target(launch.spec)
+    return {
+        "DROPFORGE_TPU_ACCELERATOR": target.accelerator,
+        "DROPFORGE_TPU_TOPOLOGY": target.topology,
+        "DROPFORGE_TPU_HOSTS": str(target.slice.hosts),
+        "DROPFORGE_TPU_CHIPS_PER_HOST": str(target.slice.chips),
+    }

@@ -1,0 +1,55 @@
+"""What a spec says of Ray on GKE: `target.type` 'ray'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from dropforge.platforms.gke.spec import GkeCluster, GkePlacement
+from dropforge.spec.kinds import Accelerators, TargetSpec, check_full_training
+from dropforge.spec.parts import Wrong
+
+from .catalog import GKE_TPUS, TpuSlice, tpu_slice
+
+if TYPE_CHECKING:
+    from dropforge.spec import JobSpec
+
+
+class RayTarget(TargetSpec):
+    """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
+
+    type: Literal["ray"]
+    accelerator: str = Field(default="tpu-v6e-slice", description="GKE's name of the TPU generation.")
+    topology: str = Field(default="4x4", description="Chips of the slice; hosts and their chips follow from it.")
+    cluster: GkeCluster = GkeCluster()
+    head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
+    head_memory_gib: int = Field(default=100, ge=1, le=1000, description="It holds the model twice, in 32 bits.")
+    head_storage_gib: int = Field(default=200, ge=10, le=6000, description="For weights before and after training.")
+    placements: list[GkePlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all hosts, where ours is unknown.")
+
+    @property
+    def slice(self) -> TpuSlice:
+        """Hosts and chips of the topology."""
+        found = tpu_slice(self.accelerator, self.topology)
+        assert found is not None, "validated"
+        return found
+
+    @model_validator(mode="after")
+    def _gke_offers_it(self) -> RayTarget:
+        known = GKE_TPUS.get(self.accelerator)
+        if known is None:
+            expected = f"one of {', '.join(sorted(GKE_TPUS))}"
+            raise Wrong("/accelerator", "GKE does not offer this TPU", self.accelerator, expected)
+        if tpu_slice(self.accelerator, self.topology) is None:
+            raise Wrong("/topology", f"{self.accelerator} has no such slice", self.topology, known.expected)
+        return self
+
+    @property
+    def accelerators(self) -> Accelerators:
+        chips = self.slice.hosts * self.slice.chips
+        return Accelerators(1, f"{self.accelerator} {self.topology}", chips * GKE_TPUS[self.accelerator].memory_gib)
+
+    def check(self, job: JobSpec) -> None:
+        check_full_training(job)

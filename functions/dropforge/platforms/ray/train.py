@@ -1,0 +1,184 @@
+"""Target `ray`: one RayJob per attempt, on GKE with the Ray operator, in a standing cluster or the attempt's own.
+
+The RayJob makes a Ray cluster and ends it; a Ray cluster that is left over is found by the RayJob's name and deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import kubernetes, pods
+from dropforge.cloud.kubernetes import CLUSTER, Object
+from dropforge.cloud.listing import Listed
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.gke.catalog import GKE_CLUSTER_USD_PER_HOUR
+from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
+from dropforge.platforms.gke.train import GkeJobs
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.spec import JobSpec
+
+from .requests import ray_target, requests
+from .status import status_of_ray_job
+
+GROUP = "ray.io"
+RAY_CLUSTER = "ray.io/RayCluster"
+ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
+OF_CLUSTER = "ray.io/cluster"  # the labels that a cluster gives to its pods
+NODE_TYPE = "ray.io/node-type"
+_MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in 32 bits"
+
+
+class RayJobs(GkeJobs):
+    """See `Target` for the contract of each verb. Clusters are made and deleted as for target `gke`."""
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        target = ray_target(spec)
+        if target.price_usd_per_hour is None:
+            where = f"{target.accelerator} {target.topology} in {target.placements[placement].region}"
+            source = f"no price for {where} in the catalog; set target.price_usd_per_hour"
+            return HourlyPrice(None, None, source)
+        price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
+        if target.cluster.create:
+            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+        return price
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        return requests(launch)
+
+    def provision(self, launch: Launch) -> bool:
+        own = ray_target(launch.spec).cluster.create
+        name = cluster_of(launch)
+        cluster = self._own_cluster(launch) if own else kubernetes.standing_cluster(name, "target.cluster.name")
+        if cluster is None:
+            return False
+        _check_operator(cluster, name)
+        api = kubernetes.connect(cluster)
+        for manifest in namespace_manifests(launch) if own else ():
+            api.create(manifest)
+        api.ensure(name, requests(launch)[-1].request)
+        return True
+
+    def inspect(self, launch: Launch) -> Status:
+        from google.cloud.container_v1 import Cluster
+
+        cluster = kubernetes.find_cluster(cluster_of(launch))
+        if cluster is None or cluster.status == Cluster.Status.STOPPING:
+            return Status(Phase.GONE, f"{cluster_of(launch)} does not exist, or is being deleted")
+        job = requests(launch)[-1]
+        api = kubernetes.connect(cluster)
+        found = api.get(job.name)
+        if found is None:
+            return Status(Phase.GONE, f"{job.name} does not exist")
+        status = status_of_ray_job(found)
+        if status.phase not in (Phase.PENDING, Phase.RUNNING):
+            return status
+        namespace = launch.settings.kubernetes_namespace
+        made = _pods_of_cluster(api, namespace, found)
+        status = _problem(api, namespace, made) or status
+        # The price is that of the hosts, and they may wait for the head.
+        hosts = [pod for pod in made if pod["metadata"]["labels"].get(NODE_TYPE) == "worker"]
+        is_paid = status.phase is Phase.PENDING and any(pod["spec"].get("nodeName") for pod in hosts)
+        return replace(status, is_paid=is_paid)
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
+        yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
+
+    def teardown(self, kind: str, name: str) -> bool:
+        if kind == CLUSTER:
+            return super().teardown(kind, name)
+        if kind == RAY_CLUSTER:
+            return kubernetes.delete(name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
+        is_gone = kubernetes.delete(name) and self._delete_clusters(name)
+        return is_gone and kubernetes.delete(name, _pods_of(name))  # those that somebody has orphaned
+
+    def _delete_clusters(self, job: str) -> bool:
+        """Delete the Ray clusters that a RayJob has left; True once there is none."""
+        parent, _, path = job.partition("/k8s/namespaces/")
+        namespace, name = path.partition("/")[0], path.rpartition("/")[2]
+        cluster = kubernetes.find_cluster(parent)
+        if cluster is None or not kubernetes.has_endpoint(cluster):
+            return True
+        api = kubernetes.connect(cluster)
+        left = api.find(namespace, "rayclusters", GROUP, labelSelector=f"{ORIGIN}={name}")
+        names = [one["metadata"]["name"] for one in left]
+        prefix = f"{parent}/k8s/namespaces/{namespace}/{GROUP}/rayclusters"
+        gone = [kubernetes.delete(f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
+        return all(gone)
+
+
+def _pods_of(job: str) -> str:
+    """The selector of all pods that were made for a RayJob's attempt; "" for one that is of another make."""
+    origin = names.training_of(job.rpartition("/")[2])
+    return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}" if origin else ""
+
+
+def _check_operator(cluster: Any, name: str) -> None:
+    """A RayJob is an unknown kind to a cluster without the add-on, or one that nobody looks at."""
+    if not cluster.addons_config.ray_operator_config.enabled:
+        raise CloudError(
+            ErrorClass.CONFIG,
+            f"{name} has no Ray operator, which target ray needs",
+            f"gcloud container clusters update {name.rpartition('/')[2]} --update-addons=RayOperator=ENABLED",
+        )
+
+
+def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
+    """RayJobs, Ray clusters that have lost theirs, and pods that have lost their Ray cluster, in one cluster."""
+    namespace = settings.kubernetes_namespace
+    pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
+    clusters = list(api.each(namespace, "ray.io/v1", "RayCluster", ORIGIN))
+    jobs = list(api.each(namespace, "ray.io/v1", "RayJob", kubernetes.OF_ATTEMPTS))
+    live = {job["metadata"]["name"] for job in jobs}
+    left = [one for one in clusters if one["metadata"]["labels"][ORIGIN] not in live]
+    for item in [*jobs, *kubernetes.orphans(pods, "RayCluster", clusters)]:
+        yield kubernetes.listed_of(cluster, item)
+    for item in left:
+        # Whose it is, is said by the RayJob that it names: not every version of the operator copies the labels.
+        if origin := names.training_of(item["metadata"]["labels"][ORIGIN]):
+            run, attempt = origin
+            owner = {names.ATTEMPT_LABEL: str(attempt), names.DEPLOYMENT_LABEL: settings.deployment}
+            found = kubernetes.listed_of(cluster, item)
+            yield found._replace(labels=names.labels(run, owner | found.labels))
+
+
+def _pods_of_cluster(api: kubernetes.Kubernetes, namespace: str, job: Object) -> list[Object]:
+    """The pods of a RayJob's cluster; none before it has one."""
+    cluster = (job.get("status") or {}).get("rayClusterName")
+    return api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
+
+
+def _problem(api: kubernetes.Kubernetes, namespace: str, made: list[Object]) -> Status | None:
+    """What the pods of a RayJob's cluster tell and the RayJob does not; None when nothing is wrong with them."""
+    for pod in made:
+        if problem := _problem_of_pending(api, namespace, pod) or _problem_of_head(pod):
+            return problem
+    return None
+
+
+def _problem_of_pending(api: kubernetes.Kubernetes, namespace: str, pod: Object) -> Status | None:
+    if pod["status"].get("phase") != "Pending":
+        return None
+    events = api.find(namespace, "events", fieldSelector=f"involvedObject.uid={pod['metadata']['uid']}")
+    error = pods.broken(pod, events) or pods.unschedulable(pod, events)
+    if error is None:
+        return None
+    phase = Phase.FAILED if error.error_class is ErrorClass.CONFIG else Phase.PENDING
+    return Status(phase, error.message, error.error_class, hint=error.hint)
+
+
+def _problem_of_head(pod: Object) -> Status | None:
+    """A head that ends is started again, and gets its job again: for ever, if that is what it ends of."""
+    if pod["metadata"]["labels"].get(NODE_TYPE) != "head" or pod["status"].get("phase") == "Pending":
+        return None
+    error = pods.broken(pod, [])
+    if error is None:
+        return None
+    is_memory = error.error_class is ErrorClass.OUT_OF_MEMORY
+    return Status(Phase.FAILED, error.message, error.error_class, hint=_MEMORY_HINT if is_memory else error.hint)

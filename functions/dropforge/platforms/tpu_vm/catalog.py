@@ -1,0 +1,30 @@
+"""The TPU VMs of one machine that Cloud TPU offers: chips, zones, runtimes and disks, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TpuVm:
+    """A TPU slice of one machine: its chips, where it is, what boots on it, and the kind of disk that it takes."""
+
+    chips: int
+    memory_gib: float  # of each chip
+    zones: tuple[str, ...]
+    runtimes: tuple[str, ...]
+    disk_type: str
+
+
+_V5E_ZONES = ("europe-west4-b", "us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a")
+_V5P_ZONES = ("europe-west4-b", "us-central1-a", "us-east5-a")
+_V6E_ZONES = ("europe-west4-a", "us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b")
+_ANY_TPU = "tpu-ubuntu2204-base"
+
+# By accelerator type; the first runtime is the default (https://cloud.google.com/tpu/docs/regions-zones, .../runtimes,
+# .../attach-durable-block-storage). Slices of several machines are for the target that coordinates them.
+TPU_VMS = {
+    **{f"v5litepod-{n}": TpuVm(n, 16, _V5E_ZONES, ("v2-alpha-tpuv5-lite", _ANY_TPU), "pd-balanced") for n in (1, 4, 8)},
+    "v5p-8": TpuVm(4, 95, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
+    **{f"v6e-{n}": TpuVm(n, 32, _V6E_ZONES, ("v2-alpha-tpuv6e", _ANY_TPU), "hyperdisk-balanced") for n in (1, 4, 8)},
+}

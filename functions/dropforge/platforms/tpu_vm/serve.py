@@ -1,0 +1,209 @@
+"""Serving `tpu_vm`: vLLM's TPU build on one TPU VM, reached inside the VPC only.
+
+The machine runs the startup script of those that train, in the role of a server. Nothing of the platform looks whether
+the server answers, so that is asked of the server itself, at the node's own address.
+https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients, tpu
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
+from dropforge.platforms.training import Phase, Status
+from dropforge.spec import JobSpec, seconds
+
+from .spec import TpuVmServe, TpuVmTarget
+from .train import STARTUP_SCRIPT, status_of
+
+READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+LOOK_SECONDS = 1.0
+HEALTH_SECONDS = 5.0
+_HINTS = {
+    ErrorClass.STOCKOUT: "serve in another zone, on other capacity, or raise serve.startup_timeout",
+    ErrorClass.PREEMPTED: "serve on capacity that is not taken away: on_demand, or a reservation",
+    ErrorClass.INFRASTRUCTURE: "drop the spec again, or serve in another zone",
+}
+
+
+class TpuVmServer:
+    """See `Server` for the contract of each verb."""
+
+    def region(self, deployment: Deployment) -> str:
+        return _zone(deployment.spec)
+
+    def price(self, spec: JobSpec) -> HourlyPrice:
+        serve = _serve(spec)
+        if serve.price_usd_per_hour is not None:
+            return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
+        where = f"{serve.accelerator_type} in {_zone(spec)}"
+        return HourlyPrice(None, None, f"no price for TPU VM {where} in the catalog; set serve.price_usd_per_hour")
+
+    def resources(self, deployment: Deployment) -> list[Resource]:
+        return tpu.resources(self.machine(deployment))
+
+    def deploy(self, deployment: Deployment) -> str | None:
+        wanted = self.machine(deployment)
+        deadline = time.monotonic() + READY_WAIT_SECONDS
+        while time.monotonic() < deadline:
+            if self.ensure(wanted) and (url := self._ready(deployment, wanted)):
+                return url
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def why_not_ready(self, deployment: Deployment) -> CloudError:
+        wanted = self.machine(deployment)
+        try:
+            status, url, reported = _look(deployment, wanted)
+        except client_errors() as error:
+            raise classify(error) from error
+        if reported:
+            return reported
+        if status.phase is not Phase.RUNNING:
+            return _error(status)
+        hint = f"{START_HINT}; a firewall may keep requests from it (docs/serving.md)"
+        return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
+
+    def exists(self, deployment: Deployment) -> bool:
+        """Without its node, a queued resource is nothing that answers."""
+        try:
+            _, node = tpu.look(self.machine(deployment))
+        except client_errors() as error:
+            raise classify(error) from error
+        return node is not None
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        lists = (tpu.list_queued, tpu.list_nodes)
+        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.serve_vllm_tpu_image))
+        yield from (one for one in found if names.EXPIRES_LABEL in one.labels)
+
+    def teardown(self, kind: str, name: str) -> bool:
+        return tpu.delete(kind, name)
+
+    def machine(self, deployment: Deployment) -> tpu.Machine:
+        """The endpoint's machine."""
+        return machine(deployment)
+
+    def ensure(self, wanted: tpu.Machine) -> bool:
+        """Ask for the machine, unless it is there; True once it is. Raises CloudError."""
+        return tpu.ensure(wanted)
+
+    def _ready(self, deployment: Deployment, wanted: tpu.Machine) -> str | None:
+        """The URL once the server answers, None while it is on its way. Raises CloudError for what no waiting mends."""
+        try:
+            status, url, reported = _look(deployment, wanted)
+        except client_errors() as error:
+            raise classify(error) from error
+        if url and status.phase is Phase.RUNNING and is_healthy(url):
+            return url
+        if status.phase is Phase.FAILED:
+            raise _error(status)
+        if reported and reported.error_class is not ErrorClass.TRANSIENT:
+            raise reported
+        return None
+
+
+def machine(deployment: Deployment) -> tpu.Machine:
+    """The endpoint's machine. It waits for capacity as long as the endpoint may take to start."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    parent = f"projects/{settings.project}/locations/{_zone(deployment.spec)}"
+    name = names.endpoint_name(deployment.run)
+    return tpu.Machine(
+        settings=settings,
+        run=deployment.run,
+        node=f"{parent}/nodes/{name}",
+        queued=f"{parent}/queuedResources/{name}" if serve.queued else "",
+        accelerator_type=serve.accelerator_type,
+        runtime_version=serve.runtime_version,
+        capacity=serve.capacity,
+        reservation=serve.reservation,
+        wait_seconds=seconds(serve.startup_timeout),
+        use_seconds=seconds(serve.ttl),
+        service_account=settings.server_service_account,
+        labels=endpoint_labels(deployment),
+        metadata=metadata(deployment),
+        tags=(tpu.SERVER_TAG,),
+    )
+
+
+def metadata(deployment: Deployment) -> dict[str, str]:
+    """What the startup script goes by; its head says what each key means. There is no topic: events are training's."""
+    serve, settings = _serve(deployment.spec), deployment.settings
+    environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
+    return {
+        "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
+        "dropforge-role": "serve",
+        "dropforge-run": deployment.run,
+        "dropforge-attempt": "0",
+        "dropforge-image": settings.serve_vllm_tpu_image,
+        "dropforge-env": tpu.server_variables(environment, serve.accelerator_type),
+        "dropforge-deadline": str(int(deployment.expires.timestamp())),
+        "dropforge-runs-bucket": settings.runs_bucket,
+    }
+
+
+def url_of(node: Any) -> str | None:
+    """Where a node's server listens, by the address that the API gives it; None while it has none."""
+    if node is None or not node.network_endpoints:
+        return None
+    return f"http://{node.network_endpoints[0].ip_address}:{tpu.SERVER_PORT}"
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the server at `url` says that its model is loaded."""
+    try:
+        return bool(clients.endpoint(url).get(f"{url}/health", timeout=HEALTH_SECONDS).ok)
+    except client_errors():
+        return False
+
+
+def _look(deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
+    """What the cloud says of the machine, where it can be reached, and what its startup script says it failed of."""
+    queued, node = tpu.look(wanted)
+    reported = None if node is None else _reported(deployment)
+    return status_of(queued, node, wanted), url_of(node), reported
+
+
+def _reported(deployment: Deployment) -> CloudError | None:
+    from google.api_core.exceptions import NotFound
+
+    bucket = clients.storage().bucket(deployment.settings.runs_bucket)
+    try:
+        blob = bucket.blob(names.server_object(deployment.run, "status.json"))
+        found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+    except NotFound:
+        return None
+    hint = f"see gs://{bucket.name}/{names.server_object(deployment.run, 'startup.log')}"
+    return CloudError(ErrorClass(found["error_class"]), found["message"], hint)
+
+
+def _error(status: Status) -> CloudError:
+    """What the state of a machine that does not serve means for an endpoint."""
+    error_class = status.error_class or ErrorClass.INFRASTRUCTURE
+    if error_class is ErrorClass.TRANSIENT:  # what has ended so does not pass
+        error_class = ErrorClass.INFRASTRUCTURE
+    return CloudError(error_class, status.message, _HINTS.get(error_class, status.hint))
+
+
+def _zone(spec: JobSpec) -> str:
+    if zone := _serve(spec).zone:
+        return zone
+    assert isinstance(spec.target, TpuVmTarget), "the spec was validated: without a zone, its target is a TPU VM"
+    return spec.target.placements[0].zone
+
+
+def _serve(spec: JobSpec) -> TpuVmServe:
+    assert isinstance(spec.serve, TpuVmServe), "SERVERS leads here only what has this type"
+    return spec.serve

@@ -1,0 +1,164 @@
+"""What a spec says of Cloud TPU VMs: `target.type` 'tpu_vm', `serve.type` 'tpu_vm' and 'training_vm'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training
+from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
+
+from .catalog import TPU_VMS
+
+if TYPE_CHECKING:
+    from dropforge.spec import JobSpec
+
+
+class TpuVmPlacement(Part):
+    """A zone with TPUs and the kind of capacity that is asked for there."""
+
+    zone: Zone
+    capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    max_wait: Duration | None = Field(
+        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+    )
+
+    @property
+    def region(self) -> str:
+        """The zone's region."""
+        return self.zone.rsplit("-", 1)[0]
+
+    @model_validator(mode="after")
+    def _names_its_reservation(self) -> TpuVmPlacement:
+        if self.reservation is not None and self.capacity != "reservation":
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        return self
+
+
+class TpuVmTarget(TargetSpec):
+    """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
+
+    type: Literal["tpu_vm"]
+    accelerator_type: str = Field(default="v5litepod-8", examples=["v5litepod-8", "v6e-4"])
+    runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
+    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
+    placements: list[TpuVmPlacement] = Field(min_length=1, max_length=20)
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_tpu_offers_it(self) -> TpuVmTarget:
+        check_tpu_vm(self.accelerator_type, self.runtime_version)
+        for index, placement in enumerate(self.placements):
+            self._check_placement(placement, f"/placements/{index}")
+        return self
+
+    def _check_placement(self, placement: TpuVmPlacement, pointer: str) -> None:
+        check_tpu_vm_zone(self.accelerator_type, placement.zone, f"{pointer}/zone")
+        if placement.capacity == "guaranteed" and not self.queued:
+            raise Wrong(f"{pointer}/capacity", "only the queue guarantees", "guaranteed", "queued: true")
+        check_tpu_vm_reservation(placement.capacity, placement.reservation, self.queued, pointer)
+
+    @property
+    def accelerators(self) -> Accelerators:
+        slice_ = TPU_VMS[self.accelerator_type]
+        return Accelerators(1, self.accelerator_type, slice_.chips * slice_.memory_gib)
+
+    def check(self, job: JobSpec) -> None:
+        check_full_training(job)
+
+
+class OneMachine(ServeSpec):
+    """An endpoint on one machine: nothing scales it."""
+
+    @property
+    def min_instances(self) -> int:
+        """Always there."""
+        return 1
+
+    @property
+    def max_instances(self) -> int:
+        """Never more."""
+        return 1
+
+
+class TrainingVmServe(OneMachine):
+    """A vLLM endpoint on the TPU VM that trained, which is kept: no second machine, and no second wait for capacity."""
+
+    type: Literal["training_vm"]
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
+    startup_timeout: Duration = Field(default="30m", description="From the end of the training to an answer.")
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+
+    def check(self, job: JobSpec) -> None:
+        if not isinstance(job.target, TpuVmTarget):
+            expected = "target.type 'tpu_vm', or another endpoint"
+            raise Wrong("/serve/type", "only a TPU VM is kept after it has trained", self.type, expected)
+
+
+class TpuVmServe(OneMachine):
+    """A vLLM endpoint on a Cloud TPU VM of its own, one machine, reached inside the VPC only."""
+
+    type: Literal["tpu_vm"]
+    accelerator_type: str = Field(default="v5litepod-8", description="The model is on all of its chips.")
+    runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
+    zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
+    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    capacity: Literal["on_demand", "spot", "reservation"] = "on_demand"
+    reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
+    max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
+    max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
+    startup_timeout: Duration = Field(default="45m", description="From the request to an answer, the queue included.")
+    ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+
+    @model_validator(mode="after")
+    def _cloud_tpu_offers_it(self) -> TpuVmServe:
+        check_tpu_vm(self.accelerator_type, self.runtime_version)
+        if self.zone is not None:
+            check_tpu_vm_zone(self.accelerator_type, self.zone, "/zone")
+        if self.reservation is not None and self.capacity != "reservation":
+            found = {"capacity": self.capacity, "reservation": self.reservation}
+            raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
+        check_tpu_vm_reservation(self.capacity, self.reservation, self.queued, "")
+        return self
+
+    def check(self, job: JobSpec) -> None:
+        if self.zone is not None:
+            return
+        if not isinstance(job.target, TpuVmTarget):
+            message, expected = "a required field is missing", "the zone of the endpoint's TPU VM"
+            raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
+        check_tpu_vm_zone(self.accelerator_type, job.target.placements[0].zone, "/serve/zone")
+
+
+def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
+    """Raise Wrong unless a TPU VM of one machine has the type, and boots the runtime; None is its default."""
+    known = TPU_VMS.get(accelerator_type)
+    if known is None:
+        message, expected = "no TPU VM of one machine has this type", f"one of {', '.join(sorted(TPU_VMS))}"
+        raise Wrong("/accelerator_type", message, accelerator_type, expected)
+    if runtime_version not in (None, *known.runtimes):
+        message, expected = f"does not boot on {accelerator_type}", f"one of {', '.join(known.runtimes)}"
+        raise Wrong("/runtime_version", message, runtime_version, expected)
+
+
+def check_tpu_vm_zone(accelerator_type: str, zone: str, pointer: str) -> None:
+    """Raise Wrong at `pointer` unless the zone has TPU VMs of the type, which is known."""
+    zones = TPU_VMS[accelerator_type].zones
+    if zone not in zones:
+        message = f"Cloud TPU does not offer {accelerator_type} there"
+        raise Wrong(pointer, message, zone, f"one of {', '.join(zones)}")
+
+
+def check_tpu_vm_reservation(capacity: str, reservation: str | None, queued: bool, pointer: str) -> None:
+    """Raise Wrong below `pointer` unless the reservation is named where, and only where, the API can use its name."""
+    if reservation is not None and not queued:
+        message = "a node that is not queued cannot name its reservation"
+        raise Wrong(f"{pointer}/reservation", message, reservation, "no name, or queued: true")
+    if capacity == "reservation" and reservation is None and queued:
+        raise Wrong(f"{pointer}/reservation", "a required field is missing", None, "the reservation's name")

@@ -1,0 +1,497 @@
+#!/bin/bash
+# The startup script of a dropforge TPU VM. It runs at every boot, runs one container, and reports how that ended; a
+# machine that is kept after it has trained runs a server then.
+#
+# Static: everything specific comes as metadata of the node, set by targets/tpu_vm.py:
+#
+#   dropforge-role              train: one attempt, done once | serve: a server, started again at every boot
+#   dropforge-run               the run's id
+#   dropforge-attempt           the attempt's number; 0 for a server
+#   dropforge-image             what to run: REGISTRY/PATH/NAME@sha256:DIGEST
+#   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
+#   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
+#   dropforge-deadline          Unix seconds: when the container is stopped, if it has not stopped by itself before
+#   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json};
+#                               for a server, which leaves them when it does not stay up, runs/RUN/machine/serve/...
+#   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
+#   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
+#   dropforge-server-image      what to run once it has trained and the run's record says DEPLOYING; absent: nothing
+#   dropforge-server-env        the environment of that, as above
+#   dropforge-server-deadline   when that is stopped, or is not waited for any longer
+#
+# The container finds the disk at /work. What it says by an exit code below, it has published itself; any other end is
+# published here. Reference: https://cloud.google.com/tpu/docs/run-in-container
+
+set -Eeuo pipefail
+trap finish EXIT # first: what fails from here on is reported
+trap on_term TERM
+trap 'failed_command=$BASH_COMMAND' ERR
+
+readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/platforms/training.py
+readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
+readonly KILL_SECONDS=10                  # after the deadline; the container has had its time by then
+readonly OFF_SECONDS=1800                 # after the deadline; the control plane has deleted the machine long before
+readonly LOG_BYTES=8388608
+readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
+readonly LOOK_SECONDS=3 # between two looks at the run's record
+ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
+METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
+STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
+SECRETS=${SECRET_MANAGER_EMULATOR_HOST:-https://secretmanager.googleapis.com}
+PUBSUB=${CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB:-https://pubsub.googleapis.com/}
+
+step=begin       # what was being done, for the report
+error_class=code # dropforge.base.errors.ErrorClass of a failure in this step
+reason=''        # why it failed, when that is known
+hint=''
+failed_command=''
+terminated='' # set by SIGTERM
+exit_code=''  # the container's
+oom_killed=''
+run='' attempt='' role='' bucket='' topic='' job=''
+state=$ROOT/run/dropforge # until the data disk is there
+log=$ROOT/var/log/dropforge.log
+
+main() {
+    mkdir -p "$state" "${log%/*}"
+    exec > >(trap '' TERM && exec tee -a "$log") 2>&1
+    read_metadata
+    bound_life
+    prepare_disk
+    if [ "$role" = train ]; then
+        train
+        if [ -z "$server_image" ]; then return; fi
+        conclude 0
+        if ! is_wanted; then return; fi
+        become_server
+    fi
+    serve
+}
+
+train() {
+    if [ -e "$state/DONE" ]; then
+        echo "this attempt has ended before the machine was rebooted; reporting it again"
+        return
+    fi
+    start_container
+    explain_exit
+}
+
+# Until the machine, or its time, ends.
+serve() {
+    local ends
+    start_container
+    for ((ends = 1; ; ends++)); do
+        if [ "$ends" = "$TOLD_ENDS" ]; then report_ends; fi
+        sleep "$((ends < TOLD_ENDS ? ends : 10))"
+        run_container
+    done
+}
+
+start_container() {
+    rm -f "$state/status.json" "$state/event.json"
+    pull_image
+    read_environment
+    read_secrets
+    run_container
+}
+
+# Whether the run's record says that what was trained here is to be served; waits until it says so or otherwise.
+is_wanted() {
+    local word
+    while [ "$(date +%s)" -lt "$server_deadline" ]; do
+        word=$(api GET "$STORAGE/storage/v1/b/$bucket/o/runs%2F$run%2Frecord.json?alt=media" | word_of_record) || word=
+        case $word in
+        serve) return 0 ;;
+        end) return 1 ;;
+        esac
+        sleep "$LOOK_SECONDS"
+    done
+    return 1
+}
+
+word_of_record() {
+    python3 -c 'import json, sys
+record, attempt = json.load(sys.stdin), int(sys.argv[1])
+states = {entered["state"] for entered in record["history"]}
+is_latest = record["attempts"][-1]["number"] == attempt
+is_over = states & {"TEARING_DOWN", "SUCCEEDED", "FAILED", "CANCELLED"}
+print("serve" if is_latest and "DEPLOYING" in states else "end" if is_over or not is_latest else "wait")' "$attempt"
+}
+
+# Chips and disk are free: the container that trained has ended.
+become_server() {
+    role=serve attempt=0 image=$server_image environment=$server_environment deadline=$server_deadline
+    secrets='' topic='' exit_code=''
+    state=${state%/*}/$(kind)
+    mkdir -p "$state"
+    echo "run $run: serve"
+}
+
+read_metadata() {
+    step=metadata error_class=infrastructure
+    identify
+    image=$(attribute dropforge-image)
+    environment=$(optional dropforge-env)
+    secrets=$(optional dropforge-secrets)
+    deadline=$(attribute dropforge-deadline)
+    disk=$(optional dropforge-data-disk)
+    server_image=$(optional dropforge-server-image)
+    if [ -n "$server_image" ]; then
+        server_environment=$(attribute dropforge-server-env)
+        server_deadline=$(attribute dropforge-server-deadline)
+    fi
+    echo "run $run, attempt $attempt: $role on $(metadata instance/name)"
+}
+
+# A machine that nobody deletes, because nobody is left who would, turns itself off. Best effort, and for each boot.
+bound_life() {
+    local last=${server_deadline:-$deadline} minutes
+    minutes=$(((last + OFF_SECONDS - $(date +%s)) / 60))
+    shutdown -P "+$((minutes > 1 ? minutes : 1))" "dropforge: nobody has deleted this machine" || true
+}
+
+# What a report needs.
+identify() {
+    bucket=$(attribute dropforge-runs-bucket)
+    topic=$(optional dropforge-job-events-topic)
+    role=$(attribute dropforge-role)
+    attempt=$(attribute dropforge-attempt)
+    run=$(attribute dropforge-run)
+}
+
+prepare_disk() {
+    step=disk error_class=infrastructure
+    local data=$ROOT/var/lib/dropforge device
+    if [ -n "$disk" ]; then
+        data=$ROOT/mnt/dropforge
+        mkdir -p "$data"
+        if ! mountpoint -q "$data"; then
+            device=$(find_disk)
+            format_if_blank "$device"
+            mount -o discard "$device" "$data"
+        fi
+    fi
+    work=$data/work
+    state=$data/state/$run/$(kind)
+    mkdir -p "$work" "$state"
+}
+
+# Prints the data disk's device: the one of that name or, where disks have no names, the only one that is not in use.
+find_disk() {
+    local candidate found count tries
+    for ((tries = 0; tries < 60; tries++)); do
+        if [ -e "$ROOT/dev/disk/by-id/google-$disk" ]; then
+            readlink -f "$ROOT/dev/disk/by-id/google-$disk"
+            return
+        fi
+        count=0
+        for candidate in $(lsblk --noheadings --paths --nodeps --exclude 7 --output NAME); do
+            if ! lsblk --noheadings --output MOUNTPOINT "$candidate" | grep -q /; then
+                found=$candidate count=$((count + 1))
+            fi
+        done
+        if [ "$count" = 1 ]; then
+            echo "$found"
+            return
+        fi
+        sleep 1
+    done
+    echo "data disk $disk did not appear" >&2
+    return 1
+}
+
+# blkid answers 2 for a disk that has nothing on it; whatever else it does not like is left alone.
+format_if_blank() {
+    local code=0
+    blkid --probe "$1" || code=$?
+    case $code in
+    0) echo "$1 has a file system already" ;;
+    2) mkfs.ext4 -q -m 0 -E lazy_itable_init=0,lazy_journal_init=0,discard "$1" ;;
+    *) fail infrastructure "cannot tell what is on the data disk $1 (blkid: exit code $code); it was not formatted" ;;
+    esac
+}
+
+pull_image() {
+    step=pull error_class=transient
+    local output tries
+    export DOCKER_CONFIG=$ROOT/run/dropforge/docker # in memory
+    mkdir -p "$DOCKER_CONFIG"
+    for ((tries = 1; ; tries++)); do # Docker may not be there yet
+        if output=$(pull_once 2>&1); then
+            echo "$output"
+            return
+        fi
+        echo "$output"
+        case $output in
+        *"not found"* | *"manifest unknown"* | *"invalid reference"*)
+            output=${output##*$'\n'}
+            fail config "image $image does not exist: ${output:0:500}" "deploy again, so that the images are built" ;;
+        *denied* | *nauthorized* | *orbidden*)
+            fail permission "image $image may not be pulled" "grant the machine's account artifactregistry.reader" ;;
+        esac
+        if [ "$tries" = 3 ]; then
+            fail transient "image $image could not be pulled: ${output:0:500}"
+        fi
+        sleep "$((tries * 5))"
+    done
+}
+
+pull_once() {
+    token | docker login --username oauth2accesstoken --password-stdin "https://${image%%/*}" &&
+        docker pull --quiet "$image"
+}
+
+read_environment() {
+    local line
+    arguments=()
+    while IFS= read -r line; do
+        if [ -n "$line" ]; then arguments+=(--env "$line"); fi
+    done <<<"$environment"
+}
+
+# Values go from Secret Manager into this shell's environment, and by name into the container's. (Docker itself keeps a
+# container's environment below /var/lib/docker, until the container is removed.)
+read_secrets() {
+    step=secrets error_class=transient
+    local name resource value pairs
+    pairs=$(python3 -c 'import json, sys
+for name, resource in json.loads(sys.argv[1] or "{}").items(): print(name, resource)' "$secrets")
+    while read -r name resource; do
+        if [ -z "$name" ]; then continue; fi
+        if ! value=$(api GET "$SECRETS/v1/$resource:access"); then
+            case $value in
+            *NOT_FOUND* | *FAILED_PRECONDITION*) fail config "$resource has no value" "add a version to the secret" ;;
+            *PERMISSION_DENIED*) fail permission "$resource may not be read" "grant secretmanager.secretAccessor" ;;
+            *) fail transient "$resource could not be read" ;;
+            esac
+        fi
+        value=$(python3 -c 'import base64, json, sys
+sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["payload"]["data"]))' <<<"$value")
+        export "$name=$value"
+        arguments+=(--env "$name")
+    done <<<"$pairs"
+}
+
+run_container() {
+    step=container error_class=code
+    local left
+    left=$((deadline - $(date +%s)))
+    if [ "$left" -le 0 ]; then
+        fail deadline "the deadline was over before the container could start"
+    fi
+    docker rm --force dropforge >/dev/null 2>&1 || true # of an earlier boot
+    timeout --preserve-status --kill-after="$KILL_SECONDS" "$left" \
+        docker run --name dropforge --privileged --network host --shm-size 16g --volume "$work:/work" \
+        ${arguments[@]+"${arguments[@]}"} "$image" &
+    job=$!
+    while
+        exit_code=0
+        wait "$job" || exit_code=$?
+        kill -0 "$job" 2>/dev/null # it goes on, and a signal has ended the wait
+    do :; done
+    job=''
+    oom_killed=$(docker inspect --format '{{.State.OOMKilled}}' dropforge 2>/dev/null || true)
+    docker rm --force dropforge >/dev/null 2>&1 || true # its environment has the secrets
+    echo "the container ended with exit code $exit_code"
+}
+
+# Why a container ended that has not said so itself.
+explain_exit() {
+    if [[ $REPORTED == *" $exit_code "* ]]; then
+        return 0
+    fi
+    if [ "$(date +%s)" -ge "$deadline" ]; then
+        fail deadline "the container was stopped at the deadline"
+    fi
+    if [ "$oom_killed" = true ]; then
+        fail out_of_memory "the machine's memory ran out: a process was killed (exit code $exit_code)" \
+            "take a larger accelerator_type, whose machine has more memory, or a smaller batch"
+    fi
+    case $exit_code in
+    125) fail infrastructure "the container could not be started" ;;
+    137 | 143) fail infrastructure "the container was killed (exit code $exit_code)" ;;
+    *) fail code "the container ended with exit code $exit_code without a report" ;;
+    esac
+}
+
+# Tell why a server does not stay up. It is started again all the same: that may be all that was needed.
+report_ends() {
+    reason="the server has ended $TOLD_ENDS times, the last time with exit code $exit_code; the end of its log:
+$(tail -n 4 "$log")"
+    reason=${reason:0:1500}
+    if [ "$oom_killed" = true ]; then error_class=out_of_memory; fi
+    note_end "$exit_code"
+    report
+}
+
+on_term() {
+    terminated=yes
+    if [ -z "$job" ]; then exit 1; fi
+    docker stop --time "$STOP_SECONDS" dropforge >/dev/null 2>&1 &
+}
+
+# fail ERROR_CLASS MESSAGE [HINT]
+fail() {
+    error_class=$1 reason=$2 hint=${3-}
+    echo "$step: $reason" >&2
+    exit 1
+}
+
+finish() {
+    local code=$?
+    trap - EXIT ERR
+    trap '' TERM
+    set +e
+    docker rm --force dropforge >/dev/null 2>&1
+    if [ -z "$run" ]; then identify; fi
+    if [ -z "$run" ] || [ -z "$attempt" ] || [ -z "$bucket" ]; then
+        echo "step $step failed with exit code $code; without the node's metadata nobody can be told"
+        return
+    fi
+    if [ "$role" = serve ] && [ -n "$terminated" ]; then
+        return
+    fi
+    mkdir -p "$state" || state=$(mktemp -d)
+    conclude "$code"
+}
+
+# Note the end, unless that was done before a reboot, and report it.
+conclude() {
+    if [ ! -e "$state/DONE" ]; then
+        note_end "$1"
+    fi
+    report
+}
+
+# Write down how it ended, so that a machine that is rebooted now can report it still.
+note_end() {
+    if [ -z "$reason" ]; then
+        reason="step $step failed with exit code $1: ${failed_command:-unknown command}"
+    fi
+    local event=
+    if [[ $role = serve || -z $exit_code || $REPORTED != *" $exit_code "* ]]; then
+        event=failed
+        if [ -n "$terminated" ]; then event=preempted; fi
+    fi
+    export run attempt step error_class reason hint exit_code event
+    compose status >"$state/status.json"
+    if [ -n "$event" ]; then compose event >"$state/event.json"; fi
+    if [ "$role" = train ]; then touch "$state/DONE"; fi
+    sync "$state"/* "$state"
+}
+
+report() {
+    echo "reporting: $(cat "$state/status.json")"
+    if [ -e "$state/event.json" ] && [ -n "$topic" ]; then
+        api POST "${PUBSUB%/}/v1/$topic:publish" "@$state/event.json" || echo "the event could not be published"
+        echo
+    fi
+    upload status.json "@$state/status.json" application/json
+    tail -c "$LOG_BYTES" "$log" | upload startup.log @- text/plain
+}
+
+# upload NAME @FILE CONTENT_TYPE
+upload() {
+    local object
+    object="runs/$run/machine/$(kind)/$1"
+    api POST "$STORAGE/upload/storage/v1/b/$bucket/o?uploadType=media&name=${object//\//%2F}" "$2" "$3" >/dev/null ||
+        echo "$object could not be written"
+}
+
+# The status, or the request that publishes the event, as JSON: schemas/job_event.schema.json.
+compose() {
+    python3 - "$1" <<'EOF'
+import base64, datetime, json, os, sys, time
+
+value = os.environ.get
+now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+run, attempt, kind = value("run"), int(value("attempt")), value("event")
+code = value("exit_code")
+if sys.argv[1] == "status":
+    reported = not kind
+    print(json.dumps({
+        "run": run,
+        "attempt": attempt,
+        "time": now,
+        "step": value("step"),
+        "exit_code": int(code) if code else None,
+        "error_class": None if reported else "preempted" if kind == "preempted" else value("error_class"),
+        "message": "" if reported else value("reason"),
+    }))
+    sys.exit()
+sequence = time.time_ns() // 1000000
+event = {"type": kind, "run": run, "attempt": attempt, "sequence": sequence, "time": now}
+if kind == "failed":
+    event.update(error_class=value("error_class"), message=value("reason")[:4000], hint=value("hint", "")[:1000])
+attributes = {
+    "ce-specversion": "1.0",
+    "ce-id": f"{run}/{attempt}/{sequence}",
+    "ce-source": f"//dropforge.dev/runs/{run}",
+    "ce-type": f"dev.dropforge.job.{kind}",
+    "ce-subject": run,
+    "ce-time": now,
+    "content-type": "application/json",
+}
+data = base64.b64encode(json.dumps(event).encode()).decode()
+print(json.dumps({"messages": [{"data": data, "attributes": attributes}]}))
+EOF
+}
+
+# What the machine is used for, as a part of names.
+kind() {
+    if [ "$role" = serve ]; then echo serve; else echo "attempt-$attempt"; fi
+}
+
+attribute() {
+    metadata "instance/attributes/$1"
+}
+
+# An attribute, or nothing where there is none.
+optional() {
+    local code=0
+    attribute "$1" || code=$?
+    [ "$code" = 0 ] || [ "$code" = 22 ]
+}
+
+metadata() {
+    persist curl --silent --show-error --fail --retry 8 --retry-connrefused --max-time 10 \
+        --header 'Metadata-Flavor: Google' "$METADATA/$1"
+}
+
+# persist COMMAND...: a curl, again when its connection breaks; --retry is for answers and time-outs alone, and
+# --retry-all-errors for what is not there as well.
+persist() {
+    local answer code pause
+    for pause in 1 2 4 0; do
+        code=0
+        answer=$("$@") || code=$?
+        case $code in
+        35 | 52 | 55 | 56) sleep "$pause" ;; # in the handshake, before an answer, in the request, in the answer
+        *) break ;;
+        esac
+    done
+    printf '%s' "$answer"
+    return "$code"
+}
+
+token() {
+    metadata instance/service-accounts/default/token |
+        python3 -c 'import json, sys; print(json.load(sys.stdin)["access_token"])'
+}
+
+# api METHOD URL [@FILE [CONTENT_TYPE]]: the answer's body, also of a refusal.
+api() {
+    persist api_once "$@"
+}
+
+# The token is never in an argument list.
+api_once() {
+    local header
+    header="Authorization: Bearer $(token)" || return
+    curl --silent --show-error --fail-with-body --retry 4 --retry-connrefused --max-time 30 --request "$1" \
+        --header @<(printf '%s\n' "$header") --header "Content-Type: ${4:-application/json}" \
+        ${3:+--data-binary "$3"} "$2"
+}
+
+main

@@ -1,0 +1,274 @@
+"""Target `tpu_vm`: one TPU VM per attempt, in Google's queue for capacity or at once, and a data disk of its own.
+
+The machine does what startup.sh says, with nothing but metadata values; nobody logs in to it. A node has no exit
+status: how the container ended is what the script writes beside the run, and what the node's own state says.
+API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queuedResources
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from dropforge.base import names
+from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients, tpu
+from dropforge.cloud.classify import classify, classify_text, client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.disks import DISK, delete_disk, ensure_disk, list_disks
+from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.serving import Deployment, server_environment
+from dropforge.platforms.training import (
+    Launch,
+    Phase,
+    Status,
+    class_of_exit,
+    container_variables,
+    run_labels,
+    secret_references,
+)
+from dropforge.spec import JobSpec, seconds, serving_seconds
+
+from .catalog import TPU_VMS
+from .spec import TpuVmTarget, TrainingVmServe
+
+STARTUP_SCRIPT = Path(__file__).with_name("startup.sh")
+GRACE_SECONDS = 25  # of the 30 between a preemption and the end
+# Compute Engine's name for the first disk that is attached without one.
+DATA_DISK = "persistent-disk-1"
+_DEADLINE_EXCEEDED = 4  # google.rpc.Code
+_RESUMES = "training resumes from its last checkpoint"
+
+
+class TpuVms:
+    """See `Target` for the contract of each verb."""
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        return [placement.zone for placement in tpu_vm_target(spec).placements]
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        target = tpu_vm_target(spec)
+        if target.price_usd_per_hour is not None:
+            return HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
+        where = f"{target.accelerator_type} in {target.placements[placement].zone}"
+        source = f"no price for TPU VM {where} in the catalog; set target.price_usd_per_hour"
+        return HourlyPrice(None, None, source)
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        return [Resource(DISK, disk_name(launch), disk_request(launch)), *tpu.resources(machine(launch))]
+
+    def provision(self, launch: Launch) -> bool:
+        return ensure_disk(disk_name(launch), disk_request(launch)) and tpu.ensure(machine(launch))
+
+    def inspect(self, launch: Launch) -> Status:
+        wanted = machine(launch)
+        try:
+            queued, node = tpu.look(wanted)
+            status = status_of(queued, node, wanted)
+            # What the machine has written outlives it, and says more than how the machine ended.
+            return (_written(launch) if node is not None else None) or status
+        except client_errors() as error:
+            raise classify(error) from error
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        lists = (tpu.list_queued, tpu.list_nodes, list_disks)
+        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.train_maxtext_image))
+        yield from (one for one in found if names.ATTEMPT_LABEL in one.labels)
+
+    def teardown(self, kind: str, name: str) -> bool:
+        return delete_disk(name) if kind == DISK else tpu.delete(kind, name)
+
+
+def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
+    """The spec's target, which is a TPU VM."""
+    assert isinstance(spec.target, TpuVmTarget), "TARGETS leads here only what has this type"
+    return spec.target
+
+
+def node_name(launch: Launch) -> str:
+    return f"{_location(launch)}/nodes/{names.training_name(launch.run, launch.attempt)}"
+
+
+def queued_name(launch: Launch) -> str:
+    return f"{_location(launch)}/queuedResources/{names.training_name(launch.run, launch.attempt)}"
+
+
+def disk_name(launch: Launch) -> str:
+    zone = _zone(launch)
+    return f"projects/{launch.settings.project}/zones/{zone}/disks/{names.training_name(launch.run, launch.attempt)}"
+
+
+def disk_request(launch: Launch) -> dict[str, Any]:
+    """The disks.insert request, as JSON. The disk comes blank; the startup script formats it."""
+    target = tpu_vm_target(launch.spec)
+    disk: dict[str, Any] = {
+        "name": names.training_name(launch.run, launch.attempt),
+        "sizeGb": str(target.data_disk_gib),
+        "type": f"zones/{_zone(launch)}/diskTypes/{TPU_VMS[target.accelerator_type].disk_type}",
+        "labels": run_labels(launch),
+    }
+    return {"requestId": tpu.request_id(disk["name"], "disk"), "disk": disk}
+
+
+def machine(launch: Launch) -> tpu.Machine:
+    """The attempt's machine."""
+    target, settings, placement = tpu_vm_target(launch.spec), launch.settings, _placement(launch)
+    server = _server(launch)
+    serves = int((server.expires - launch.deadline).total_seconds()) if server else 0
+    wait = settings.provision_deadline_seconds if placement.max_wait is None else seconds(placement.max_wait)
+    return tpu.Machine(
+        settings=settings,
+        run=launch.run,
+        node=node_name(launch),
+        queued=queued_name(launch) if target.queued else "",
+        accelerator_type=target.accelerator_type,
+        runtime_version=target.runtime_version,
+        capacity=placement.capacity,
+        reservation=placement.reservation,
+        wait_seconds=min(wait, launch.timeout_seconds),
+        use_seconds=launch.timeout_seconds + serves,
+        service_account=settings.trainer_service_account,
+        labels={**run_labels(launch), **({names.EXPIRES_LABEL: _unix(server.expires)} if server else {})},
+        metadata=metadata(launch),
+        data_disk=disk_name(launch),
+        tags=(tpu.SERVER_TAG,) if server else (),
+    )
+
+
+def metadata(launch: Launch) -> dict[str, str]:
+    """What the startup script goes by; its head says what each key means."""
+    settings = launch.settings
+    variables = {
+        **container_variables(launch),
+        "DROPFORGE_GRACE_SECONDS": str(GRACE_SECONDS),
+        "DROPFORGE_WORK_DIRECTORY": tpu.WORK_DIRECTORY,
+    }
+    server = _server(launch)
+    return {
+        "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
+        "dropforge-role": "train",
+        "dropforge-run": launch.run,
+        "dropforge-attempt": str(launch.attempt),
+        "dropforge-image": settings.train_maxtext_image,
+        "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
+        "dropforge-secrets": secret_references(launch),
+        "dropforge-deadline": _unix(launch.deadline),
+        "dropforge-runs-bucket": settings.runs_bucket,
+        "dropforge-job-events-topic": settings.topic(settings.job_events_topic),
+        "dropforge-data-disk": DATA_DISK,
+        **(_server_metadata(server) if server else {}),
+    }
+
+
+def _server(launch: Launch) -> Deployment | None:
+    """The endpoint that the machine becomes after the training, if the spec keeps it; `expires` is the latest end."""
+    spec = launch.spec
+    if not isinstance(spec.serve, TrainingVmServe):
+        return None
+    expires = launch.deadline + timedelta(seconds=serving_seconds(spec.serve))
+    return Deployment(launch.run, spec, launch.settings, expires, launch)
+
+
+def _server_metadata(server: Deployment) -> dict[str, str]:
+    serve = server.spec.serve
+    assert isinstance(serve, TrainingVmServe), "only that is kept"
+    environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
+    return {
+        "dropforge-server-image": server.settings.serve_vllm_tpu_image,
+        "dropforge-server-env": tpu.server_variables(environment, tpu_vm_target(server.spec).accelerator_type),
+        "dropforge-server-deadline": _unix(server.expires),
+    }
+
+
+def _unix(time: datetime) -> str:
+    return str(int(time.timestamp()))
+
+
+def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
+    """What a QueuedResource, if there should be one, and a Node say; either is None when it does not exist."""
+    from google.cloud.tpu_v2 import QueuedResourceState
+
+    if not machine.queued:
+        return status_of_node(node, machine.node)
+    name = machine.queued
+    if queued is None:
+        return Status(Phase.GONE, f"{name} does not exist")
+    states, state = QueuedResourceState.State, queued.state.state
+    if state == states.ACTIVE:
+        return status_of_node(node, name)
+    if state == states.FAILED:
+        return _refused(queued.state.failed_data.error)
+    if state in (states.SUSPENDING, states.SUSPENDED):
+        return _ended_status(node, name)
+    if state == states.DELETING:
+        return Status(Phase.GONE, f"{name} is being deleted")
+    return Status(Phase.PENDING, f"the queued resource is {states(state).name}", ErrorClass.STOCKOUT)
+
+
+def status_of_node(node: Any, name: str) -> Status:
+    """What a node says by its state; None: it does not exist."""
+    from google.cloud.tpu_v2 import Node
+
+    if node is None or node.state == Node.State.DELETING:
+        return Status(Phase.GONE, f"{name} {'has no node' if node is None else 'is being deleted'}")
+    if node.state == Node.State.CREATING:
+        return Status(Phase.PENDING, "the node is being created", ErrorClass.STOCKOUT)
+    if node.state in (Node.State.PREEMPTED, Node.State.TERMINATED, Node.State.STOPPING, Node.State.STOPPED):
+        return _ended_status(node, name)
+    return Status(Phase.RUNNING, node.health_description)
+
+
+def _ended_status(node: Any, name: str) -> Status:
+    """A machine that was taken away: by Google, or by somebody."""
+    from google.cloud.tpu_v2 import Node
+
+    if node is not None and node.state == Node.State.PREEMPTED:
+        return Status(Phase.FAILED, f"{node.name} was preempted", ErrorClass.PREEMPTED, hint=_RESUMES)
+    state = "gone" if node is None else Node.State(node.state).name
+    return Status(Phase.FAILED, f"the machine of {name} is {state}", ErrorClass.INFRASTRUCTURE, hint=_RESUMES)
+
+
+def _refused(error: Any) -> Status:
+    """Why a queued resource failed; one that expired found no capacity in its time."""
+    from google.rpc import code_pb2
+
+    if error.code == _DEADLINE_EXCEEDED:
+        return Status(Phase.FAILED, error.message, ErrorClass.STOCKOUT, hint="add placements in other zones")
+    found = classify_text(code_pb2.Code.Name(error.code), error.message)
+    return Status(Phase.FAILED, found.message, found.error_class, hint=found.hint)
+
+
+def _written(launch: Launch) -> Status | None:
+    """What the startup script wrote at its end; None while it has not."""
+    from google.api_core.exceptions import NotFound
+
+    name = names.machine_object(launch.run, launch.attempt, "status.json")
+    try:
+        blob = clients.storage().bucket(launch.settings.runs_bucket).blob(name)
+        found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+    except NotFound:
+        return None
+    ended, code = datetime.fromisoformat(found["time"]), found["exit_code"]
+    if found["error_class"] is not None:
+        return Status(Phase.FAILED, found["message"], ErrorClass(found["error_class"]), code, ended)
+    if code == 0:
+        return Status(Phase.SUCCEEDED, exit_code=0, ended=ended)
+    return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)
+
+
+def _placement(launch: Launch) -> Any:
+    return tpu_vm_target(launch.spec).placements[launch.placement]
+
+
+def _zone(launch: Launch) -> str:
+    return str(_placement(launch).zone)
+
+
+def _location(launch: Launch) -> str:
+    return f"projects/{launch.settings.project}/locations/{_zone(launch)}"

@@ -1,0 +1,62 @@
+"""Serving `training_vm`: vLLM's TPU build on the TPU VM that has trained, which is kept.
+
+Nothing is made here. The machine knows from its creation that it is to serve (targets/tpu_vm.py): its startup script
+reports the end of the training, waits until the run's record says that it is being deployed, and starts the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud import tpu
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.listing import Listed
+from dropforge.cloud.resource import Resource
+from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.serving import Deployment
+from dropforge.platforms.training import Launch, Phase
+from dropforge.spec import JobSpec
+
+from . import train as tpu_vm
+from .serve import TpuVmServer
+
+
+class TrainingVm(TpuVmServer):
+    """See `Server` for the contract of each verb."""
+
+    def region(self, deployment: Deployment) -> str:
+        return tpu_vm.TpuVms().regions(deployment.spec)[_trained(deployment).placement]
+
+    def price(self, spec: JobSpec) -> HourlyPrice:
+        return tpu_vm.TpuVms().price(spec, 0)
+
+    def resources(self, deployment: Deployment) -> list[Resource]:
+        """What has trained, its disk last: the machine stands for the endpoint."""
+        disk, *machine = tpu_vm.TpuVms().resources(_trained(deployment))
+        return [*machine, disk]
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """None of its own: `tpu_vm` lists all machines."""
+        yield from ()
+
+    def machine(self, deployment: Deployment) -> tpu.Machine:
+        return tpu_vm.machine(_trained(deployment))
+
+    def ensure(self, wanted: tpu.Machine) -> bool:
+        try:
+            status = tpu_vm.status_of(*tpu.look(wanted), wanted)
+        except client_errors() as error:
+            raise classify(error) from error
+        if status.phase is Phase.GONE:
+            message = f"{status.message}: what has trained was to serve"
+            raise CloudError(
+                ErrorClass.INFRASTRUCTURE, message, "drop the spec again, or serve on a machine of its own"
+            )
+        return True
+
+
+def _trained(deployment: Deployment) -> Launch:
+    assert deployment.trained is not None, "deployed only once it has trained"
+    return deployment.trained

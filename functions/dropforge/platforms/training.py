@@ -1,0 +1,126 @@
+"""What a target is: its verbs on the training resource of one attempt.
+
+Each verb is one short look or push; none waits for the cloud longer than a few seconds, none keeps state in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Protocol
+
+from dropforge.base import names
+from dropforge.base.errors import ErrorClass
+from dropforge.base.settings import Settings
+from dropforge.cloud.listing import Listed
+from dropforge.cloud.resource import Resource
+from dropforge.spec import JobSpec
+
+from .prices import HourlyPrice
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One attempt, with all that its resources are made from."""
+
+    run: str
+    attempt: int
+    placement: int
+    spec: JobSpec
+    settings: Settings
+    deadline: datetime
+    timeout_seconds: int
+
+
+class Phase(StrEnum):
+    """What the cloud says of an attempt."""
+
+    PENDING = "pending"  # accepted, not running yet
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"  # ended by itself with exit code 0
+    FAILED = "failed"
+    GONE = "gone"  # the resource does not exist
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at the cloud resource of an attempt. `is_paid`: it is pending, and has some of its machines already."""
+
+    phase: Phase
+    message: str = ""
+    error_class: ErrorClass | None = None
+    exit_code: int | None = None
+    ended: datetime | None = None
+    hint: str = ""
+    is_paid: bool = False
+
+
+class Target(Protocol):
+    """A place where training runs. Errors of the cloud are raised as CloudError."""
+
+    def regions(self, spec: JobSpec) -> list[str]:
+        """The placements' regions, in the order in which they are tried."""
+
+    def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
+        """What the attempt's machine costs for an hour."""
+
+    def resources(self, launch: Launch) -> list[Resource]:
+        """What `provision` creates, in order; pure, and the same for the same launch."""
+
+    def provision(self, launch: Launch) -> bool:
+        """Advance towards a running attempt; True once it is launched. Called again, it makes nothing twice."""
+
+    def inspect(self, launch: Launch) -> Status:
+        """One look at the attempt."""
+
+    def listed(self, settings: Settings) -> Iterator[Listed]:
+        """Every training resource of every run in the project, by the cloud. Raises Unlisted at the end."""
+
+    def teardown(self, kind: str, name: str) -> bool:
+        """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def container_variables(launch: Launch) -> dict[str, str]:
+    """What every training container is told by its environment, wherever it runs."""
+    settings = launch.settings
+    return {
+        "DROPFORGE_PROJECT": settings.project,
+        "DROPFORGE_RUN": launch.run,
+        "DROPFORGE_ATTEMPT": str(launch.attempt),
+        "DROPFORGE_RUNS_BUCKET": settings.runs_bucket,
+        "DROPFORGE_JOB_EVENTS_TOPIC": settings.topic(settings.job_events_topic),
+        "DROPFORGE_DEADLINE": str(int(launch.deadline.timestamp())),
+    }
+
+
+def run_labels(launch: Launch) -> dict[str, str]:
+    """Whose a training resource is."""
+    owner = {names.ATTEMPT_LABEL: str(launch.attempt), names.DEPLOYMENT_LABEL: launch.settings.deployment}
+    return names.labels(launch.run, launch.spec.labels, **owner)
+
+
+def secret_references(launch: Launch) -> str:
+    """DROPFORGE_SECRETS for a container that reads its secrets itself: full version names by variable, as JSON."""
+    project = launch.settings.project
+    return json.dumps({name: names.secret_version(project, secret) for name, secret in launch.spec.secrets.items()})
+
+
+# Exit codes of our training containers (docs/training.md).
+EXIT_CLASSES = {
+    64: ErrorClass.CONFIG,
+    65: ErrorClass.DATA,
+    66: ErrorClass.PERMISSION,
+    70: ErrorClass.CODE,
+    75: ErrorClass.PREEMPTED,
+    76: ErrorClass.OUT_OF_MEMORY,
+    137: ErrorClass.INFRASTRUCTURE,  # SIGKILL from outside
+    143: ErrorClass.INFRASTRUCTURE,  # SIGTERM that was not handled
+}
+
+
+def class_of_exit(code: int) -> ErrorClass:
+    """The error class that a training container's exit code stands for."""
+    return EXIT_CLASSES.get(code, ErrorClass.CODE)

@@ -1,0 +1,328 @@
+"""What a run leaves in the runs bucket: checkpoints, the model, and the manifest that makes the model valid.
+
+    runs/<run>/spec.json                          what was asked for
+    checkpoints/<run>/step-00000100/…, _COMPLETE  what an attempt resumes from; torn without its marker
+    models/<run>/attempt-1/{model,adapter}/…      what that attempt exported
+    models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files count
+
+Each attempt writes below its own prefix, so that one that was given up too early cannot spoil another's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from dropforge.base.errors import Conflict, DropforgeError, NotFound
+from dropforge.base.names import spec_object
+
+T = TypeVar("T")
+
+MANIFEST = "MANIFEST.json"
+COMPLETE = "_COMPLETE"
+
+_STEP = re.compile(r"step-(\d{8,})/")
+_BLOCK_BYTES = 1 << 20
+_WORKERS = 8  # Cloud Storage serves one stream at some 100 MB/s; the client keeps ten connections
+_TIMEOUT_SECONDS = 120.0  # to connect, and between two reads; not for a whole transfer
+
+
+class ArtifactFile(BaseModel):
+    """One file below a prefix: its path there, and what its content must be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    size: int
+    sha256: str
+    crc32c: str
+
+
+class Source(BaseModel):
+    """Where a model or a data set came from; `revision` is a Hub commit, or a digest of the objects."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    uri: str
+    revision: str
+
+
+class Manifest(BaseModel):
+    """The commit marker of models/<run>/: which files are the model, whence it came, and how good it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+    version: Literal[1] = 1
+    run: str
+    attempt: int
+    created: datetime
+    spec_sha256: str
+    base: Source
+    dataset: Source
+    # Relative to models/<run>/, as are the paths of `files`.
+    serve_path: str
+    adapter_path: str | None = None
+    metrics: dict[str, float | None] = {}
+    files: list[ArtifactFile]
+    versions: dict[str, str] = {}
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint whose marker is there. `files` are relative to `uri`; `extra` is what the writer noted."""
+
+    step: int
+    uri: str
+    files: list[ArtifactFile]
+    extra: dict[str, JsonValue]
+
+
+def parse_gs_uri(uri: str) -> tuple[str, str]:
+    """`gs://bucket/a/b` as ("bucket", "a/b"). Raises ValueError."""
+    match = re.fullmatch(r"gs://([^/]+)/?(.*)", uri)
+    if match is None:
+        raise ValueError(f"{uri!r} is not a Cloud Storage URI; expected gs://bucket/path")
+    return match[1], match[2]
+
+
+def spec_uri(bucket: str, run: str) -> str:
+    return f"gs://{bucket}/{spec_object(run)}"
+
+
+def model_uri(bucket: str, run: str) -> str:
+    return f"gs://{bucket}/{model_prefix(run)}".rstrip("/")
+
+
+def manifest_uri(bucket: str, run: str) -> str:
+    return f"gs://{bucket}/{model_prefix(run)}{MANIFEST}"
+
+
+def model_prefix(run: str) -> str:
+    return f"models/{run}/"
+
+
+def attempt_directory(attempt: int) -> str:
+    """Where an attempt exports to, relative to models/<run>/."""
+    return f"attempt-{attempt}"
+
+
+def checkpoint_prefix(run: str, step: int | None = None) -> str:
+    return f"checkpoints/{run}/" + ("" if step is None else f"step-{step:08d}/")
+
+
+def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
+    """The manifest of a run, or None while there is none. Raises DropforgeError when it is unreadable."""
+    from google.api_core.exceptions import NotFound as ObjectNotFound
+
+    blob = client.bucket(bucket).blob(model_prefix(run) + MANIFEST)
+    try:
+        data = blob.download_as_bytes(timeout=_TIMEOUT_SECONDS)
+    except ObjectNotFound:
+        return None
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise DropforgeError(
+            f"{manifest_uri(bucket, run)} is not a manifest that this version reads: {error}"
+        ) from None
+
+
+def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:
+    """Commit a model; the committed manifest comes back. Writing the same again is fine.
+
+    Raises Conflict when another attempt has committed already: its files stay the model.
+    """
+    from google.api_core.exceptions import PreconditionFailed
+
+    blob = client.bucket(bucket).blob(model_prefix(manifest.run) + MANIFEST)
+    data = manifest.model_dump_json(indent=2).encode() + b"\n"
+    try:
+        blob.upload_from_string(data, "application/json", if_generation_match=0, timeout=_TIMEOUT_SECONDS)
+    except PreconditionFailed:
+        committed = read_manifest(client, bucket, manifest.run)
+        if committed is not None and committed.attempt == manifest.attempt and committed.files == manifest.files:
+            return committed  # our own write, whose reply was lost
+        by = f"attempt {committed.attempt}" if committed else "another writer"
+        raise Conflict(f"{manifest_uri(bucket, manifest.run)} was committed by {by}") from None
+    return manifest
+
+
+def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
+    """What is wrong with the committed files, by one listing: missing ones, other sizes, other checksums."""
+    prefix = model_prefix(manifest.run)
+    found = {blob.name.removeprefix(prefix): blob for blob in client.list_blobs(bucket, prefix=prefix)}
+    problems = []
+    for file in manifest.files:
+        blob = found.get(file.path)
+        if blob is None:
+            problems.append(f"{file.path} is missing")
+        elif (blob.size, blob.crc32c) != (file.size, file.crc32c):
+            problems.append(
+                f"{file.path} is {blob.size} bytes, crc32c {blob.crc32c}; expected {file.size} bytes, {file.crc32c}"
+            )
+    return problems
+
+
+def read_artifact(client: Any, bucket: str, manifest: Manifest, name: str) -> bytes:
+    """One small file of the model, such as samples.json, by its path below the attempt. Raises NotFound."""
+    path = f"{attempt_directory(manifest.attempt)}/{name}"
+    if all(file.path != path for file in manifest.files):
+        listing = ", ".join(file.path for file in manifest.files)
+        raise NotFound(f"{model_uri(bucket, manifest.run)} has no {path!r}; it has {listing}")
+    blob = client.bucket(bucket).blob(model_prefix(manifest.run) + path)
+    return bytes(blob.download_as_bytes(timeout=_TIMEOUT_SECONDS))
+
+
+def checkpoints(client: Any, bucket: str, run: str) -> list[Checkpoint]:
+    """The complete checkpoints of a run, newest first; one whose marker is unreadable counts as torn."""
+    prefix = checkpoint_prefix(run)
+    found = []
+    for blob in client.list_blobs(bucket, prefix=prefix):
+        match = _STEP.match(blob.name.removeprefix(prefix))
+        if match and blob.name.endswith(f"/{COMPLETE}"):
+            found.append((int(match[1]), blob))
+    read = (_read_marker(bucket, step, blob) for step, blob in sorted(found, key=lambda item: -item[0]))
+    return [checkpoint for checkpoint in read if checkpoint is not None]
+
+
+def newest_complete_checkpoint(client: Any, bucket: str, run: str) -> Checkpoint | None:
+    """What the next attempt resumes from, or None."""
+    return next(iter(checkpoints(client, bucket, run)), None)
+
+
+def upload_checkpoint(
+    client: Any, bucket: str, run: str, step: int, directory: Path, extra: dict[str, JsonValue]
+) -> Checkpoint:
+    """Upload a checkpoint, its marker last."""
+    files = upload_directory(client, directory, f"gs://{bucket}/{checkpoint_prefix(run, step)}")
+    return complete_checkpoint(client, bucket, run, step, files, extra)
+
+
+def complete_checkpoint(
+    client: Any, bucket: str, run: str, step: int, files: list[ArtifactFile], extra: dict[str, JsonValue]
+) -> Checkpoint:
+    """Write the marker of a checkpoint whose files, perhaps of several machines, have all been uploaded."""
+    prefix = checkpoint_prefix(run, step)
+    marker = {"step": step, "files": [file.model_dump() for file in files], "extra": extra}
+    blob = client.bucket(bucket).blob(prefix + COMPLETE)
+    blob.upload_from_string(json.dumps(marker), "application/json", timeout=_TIMEOUT_SECONDS)
+    return Checkpoint(step, f"gs://{bucket}/{prefix}", files, extra)
+
+
+def prune_checkpoints(client: Any, bucket: str, run: str, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints, and torn ones older than those; markers go first."""
+    prefix = checkpoint_prefix(run)
+    kept = [checkpoint.step for checkpoint in checkpoints(client, bucket, run)[:keep]]
+    if len(kept) < keep:
+        return
+    stale = [
+        blob
+        for blob in client.list_blobs(bucket, prefix=prefix)
+        if (match := _STEP.match(blob.name.removeprefix(prefix))) and int(match[1]) < min(kept)
+    ]
+    delete_blobs(sorted(stale, key=lambda blob: not blob.name.endswith(f"/{COMPLETE}")))
+
+
+def delete_blobs(blobs: Iterable[Any]) -> None:
+    """Delete objects one after the other; one that is gone already is fine."""
+    from google.api_core.exceptions import NotFound as ObjectNotFound
+
+    for blob in blobs:
+        try:
+            blob.delete(timeout=_TIMEOUT_SECONDS)
+        except ObjectNotFound:
+            continue
+
+
+def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFile]:
+    """Upload every file below `directory`, several at once, checked by crc32c. Returns them sorted by path."""
+    bucket, prefix = parse_gs_uri(uri)
+    prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return _at_once(lambda path: _upload(client, bucket, prefix, directory, path), paths)
+
+
+def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile]:
+    """Download every object below `uri`, several at once, checked by crc32c. Raises NotFound when there is none."""
+    bucket, prefix = parse_gs_uri(uri)
+    prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+    blobs = [blob for blob in client.list_blobs(bucket, prefix=prefix) if not blob.name.endswith("/")]
+    if not blobs:
+        raise NotFound(f"there are no objects below gs://{bucket}/{prefix}")
+    return sorted(_at_once(lambda blob: _download(blob, prefix, directory), blobs), key=lambda file: file.path)
+
+
+def prefix_revision(client: Any, uri: str) -> str:
+    """A digest of the names and contents below a prefix, from one listing: the revision of a model kept there."""
+    bucket, prefix = parse_gs_uri(uri)
+    prefix = f"{prefix.rstrip('/')}/"
+    lines = sorted(f"{b.name.removeprefix(prefix)} {b.crc32c}" for b in client.list_blobs(bucket, prefix=prefix))
+    return f"sha256:{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
+def describe_file(path: Path, name: str) -> ArtifactFile:
+    """Size and checksums of a local file, in one pass."""
+    import google_crc32c
+
+    sha256, crc32c, size = hashlib.sha256(), google_crc32c.Checksum(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            sha256.update(block)
+            crc32c.update(block)
+            size += len(block)
+    return ArtifactFile(
+        path=name, size=size, sha256=sha256.hexdigest(), crc32c=b64encode(crc32c.digest()).decode("ascii")
+    )
+
+
+def _at_once(transfer: Callable[[T], ArtifactFile], items: list[T]) -> list[ArtifactFile]:
+    """Transfer several at once. Whoever is interrupted (SIGTERM) does not wait for the transfers under way."""
+    pool = ThreadPoolExecutor(_WORKERS)
+    try:
+        done = list(pool.map(transfer, items))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return done
+
+
+def _upload(client: Any, bucket: str, prefix: str, directory: Path, path: Path) -> ArtifactFile:
+    file = describe_file(path, path.relative_to(directory).as_posix())
+    blob = client.bucket(bucket).blob(prefix + file.path)
+    blob.upload_from_filename(str(path), checksum="crc32c", timeout=_TIMEOUT_SECONDS)
+    if blob.crc32c != file.crc32c:
+        raise DropforgeError(
+            f"gs://{bucket}/{blob.name} arrived with crc32c {blob.crc32c!r}; expected {file.crc32c!r}: "
+            "another writer, or the file changed while it was uploaded"
+        )
+    return file
+
+
+def _download(blob: Any, prefix: str, directory: Path) -> ArtifactFile:
+    name = blob.name.removeprefix(prefix)
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise DropforgeError(f"object name {blob.name!r} would be written outside of {str(directory)!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    blob.download_to_filename(str(path), checksum="crc32c", timeout=_TIMEOUT_SECONDS)
+    return describe_file(path, name)
+
+
+def _read_marker(bucket: str, step: int, blob: Any) -> Checkpoint | None:
+    from google.api_core.exceptions import NotFound as Missing
+
+    try:
+        marker = json.loads(blob.download_as_bytes(timeout=_TIMEOUT_SECONDS))
+        files = [ArtifactFile.model_validate(file) for file in marker["files"]]
+    except (Missing, ValueError, KeyError, TypeError):  # pruned since it was listed; ValidationError is a ValueError
+        return None
+    return Checkpoint(step, f"gs://{bucket}/{blob.name.removesuffix(COMPLETE)}", files, marker.get("extra") or {})

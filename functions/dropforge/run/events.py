@@ -1,0 +1,180 @@
+"""The events that cross dropforge's borders: job events (containers → control plane) and run events (→ the world).
+
+Both travel as CloudEvents in Pub/Sub's binary form: attributes `ce-*`, the JSON data as the message's data
+(https://github.com/googleapis/google-cloudevents, CloudEvents Pub/Sub binding).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+
+from dropforge.base.errors import ErrorClass
+
+JOB_EVENT_TYPE = "dev.dropforge.job"
+RUN_EVENT_TYPE = "dev.dropforge.run"
+
+
+class Event(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+
+class JobEventBase(Event):
+    """What every job event carries. `sequence` grows within an attempt (milliseconds, made strictly increasing)."""
+
+    run: str = Field(pattern=r"^[a-z][a-z0-9-]{0,48}$")
+    attempt: int = Field(ge=1, le=1000)
+    sequence: int = Field(ge=0, lt=10**15)
+    time: datetime
+
+
+class Started(JobEventBase):
+    """The container runs and has read the spec; `resumed_step` is where it goes on (0: at the start)."""
+
+    type: Literal["started"] = "started"
+    resumed_step: int = Field(default=0, ge=0)
+    device: str = ""
+
+
+class Progress(JobEventBase):
+    """Training goes on. Rates are over the last interval; `loss` is null when it is not finite."""
+
+    type: Literal["progress"] = "progress"
+    step: int = Field(ge=0)
+    total_steps: int = Field(ge=0)
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+
+
+class Checkpointed(JobEventBase):
+    """A checkpoint is complete in the bucket."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    step: int = Field(ge=0)
+    uri: str
+
+
+class Succeeded(JobEventBase):
+    """The artifacts are committed: `manifest_uri` was written last."""
+
+    type: Literal["succeeded"] = "succeeded"
+    manifest_uri: str
+    metrics: dict[str, float | None] = {}
+
+
+class Failed(JobEventBase):
+    """The container gave up; `error_class` says whether another attempt may help."""
+
+    type: Literal["failed"] = "failed"
+    error_class: ErrorClass
+    message: str = Field(max_length=4000)
+    hint: str = Field(default="", max_length=1000)
+
+
+class Preempted(JobEventBase):
+    """The container was told to stop (SIGTERM) and has saved what it could; `step` is the last saved one."""
+
+    type: Literal["preempted"] = "preempted"
+    step: int = Field(default=0, ge=0)
+
+
+JobEvent = Annotated[Started | Progress | Checkpointed | Succeeded | Failed | Preempted, Field(discriminator="type")]
+JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
+
+
+class RunEvent(Event):
+    """A state change of a run, for other systems, or a notice while it is in that state: `notice` tells which one.
+
+    `id` is the same when the same change, or notice, is told twice.
+    """
+
+    id: str
+    run: str
+    state: str
+    time: datetime
+    name: str = ""
+    notice: str | None = None
+    details: dict[str, JsonValue] = {}
+
+
+def job_event_message(event: JobEvent) -> tuple[bytes, dict[str, str]]:
+    """Data and attributes of the Pub/Sub message for a job event."""
+    attributes = _attributes(
+        f"{event.run}/{event.attempt}/{event.sequence}", f"{JOB_EVENT_TYPE}.{event.type}", event.run, event.time
+    )
+    return event.model_dump_json().encode(), attributes
+
+
+def run_event_message(event: RunEvent) -> tuple[bytes, dict[str, str]]:
+    """Data and attributes of the Pub/Sub message for a run event."""
+    kind = f"{RUN_EVENT_TYPE}.{event.state.lower() if event.notice is None else 'notice'}"
+    return event.model_dump_json().encode(), _attributes(event.id, kind, event.run, event.time)
+
+
+def parse_job_event(data: bytes) -> JobEvent:
+    """A job event from a message's data. Raises pydantic.ValidationError."""
+    return JOB_EVENT.validate_json(data)
+
+
+class Upload(BaseModel):
+    """The part of a Cloud Storage `finalized` or `deleted` CloudEvent's data that tells which object it is."""
+
+    bucket: str = Field(min_length=3)
+    name: str = Field(min_length=1)
+    generation: int
+    size: int = 0
+
+
+def uploaded_object(event_data: Any) -> Upload:
+    """The object of a Cloud Storage CloudEvent. Raises ValueError when it is not one."""
+    return Upload.model_validate(event_data)
+
+
+def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
+    """Data, attributes and message id out of the data of a `messagePublished` CloudEvent.
+
+    Raises ValueError when it is not one.
+    """
+    message = event_data.get("message") if isinstance(event_data, dict) else None
+    if not isinstance(message, dict):
+        raise ValueError(f"expected the data of a Pub/Sub CloudEvent with a `message`; found {str(event_data)[:80]!r}")
+    encoded, attributes = message.get("data") or "", message.get("attributes") or {}
+    message_id = message.get("messageId") or message.get("message_id")
+    if not (isinstance(encoded, str) and isinstance(attributes, dict) and message_id):
+        raise ValueError(f"expected text as data, a map as attributes, and a messageId; found {sorted(message)!r}")
+    return base64.b64decode(encoded, validate=True), attributes, str(message_id)
+
+
+def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:
+    return {
+        "ce-specversion": "1.0",
+        "ce-id": event_id,
+        "ce-source": f"//dropforge.dev/runs/{run}",
+        "ce-type": kind,
+        "ce-subject": run,
+        "ce-time": time.isoformat(),
+        "content-type": "application/json",
+    }
+
+
+def job_event_schema() -> dict[str, Any]:
+    """The JSON Schema of a job event, for schemas/."""
+    return {"title": "dropforge job event", **JOB_EVENT.json_schema()}
+
+
+def run_event_schema() -> dict[str, Any]:
+    """The JSON Schema of a run event, for schemas/."""
+    return {**RunEvent.model_json_schema(), "title": "dropforge run event"}
+
+
+def dumps(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces; what digests and records are made of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,0 +1,288 @@
+"""Runs: their states, their record and their ledger; store.py keeps both in the runs bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from dropforge.base import names
+from dropforge.base.errors import Conflict, ErrorClass
+
+Limit = Literal["max_duration", "max_cost_usd"]  # of a spec's `limits`
+KEPT_IDS = 100  # of executions that were superseded: none of an older one can still be under way
+
+
+class RunState(StrEnum):
+    """Where a run is. The last four are terminal and written once."""
+
+    ACCEPTED = "ACCEPTED"
+    PROVISIONING = "PROVISIONING"
+    TRAINING = "TRAINING"
+    DEPLOYING = "DEPLOYING"
+    TEARING_DOWN = "TEARING_DOWN"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    REJECTED = "REJECTED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.REJECTED})
+_ALLOWED = {
+    RunState.ACCEPTED: {RunState.PROVISIONING, RunState.TEARING_DOWN, RunState.CANCELLED},
+    RunState.PROVISIONING: {RunState.TRAINING, RunState.DEPLOYING, RunState.TEARING_DOWN},
+    RunState.TRAINING: {RunState.PROVISIONING, RunState.DEPLOYING, RunState.TEARING_DOWN},
+    RunState.DEPLOYING: {RunState.TEARING_DOWN},
+    RunState.TEARING_DOWN: {RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED},
+}
+
+
+class Stored(BaseModel):
+    """Base of what the runs bucket keeps. Unknown fields are kept out, so that a newer writer is noticed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RunError(Stored):
+    """Why a run failed, for people: what happened, of which class, and what to do about it."""
+
+    error_class: ErrorClass
+    message: str
+    hint: str = ""
+
+
+class Transition(Stored):
+    """A state that the run entered, and when."""
+
+    state: RunState
+    time: datetime
+    attempt: int = 0
+
+
+class Attempt(Stored):
+    """One launch of the training.
+
+    `limit` is what decides the deadline. `launched` is when its resources were made; from then on capacity is waited
+    for. `running` is the earliest time at which the machine may have begun to run: what it costs is counted from there.
+    `seen` is when all of it was first seen to run, if it had not said so: when it is stuck is counted from there.
+    """
+
+    number: int
+    placement: int
+    region: str
+    started: datetime
+    deadline: datetime
+    limit: Limit = "max_duration"
+    usd_per_hour: float | None = None
+    max_wait_seconds: int | None = None
+    launched: datetime | None = None
+    running: datetime | None = None
+    seen: datetime | None = None
+    ended: datetime | None = None
+    error: RunError | None = None
+
+    def cost(self, now: datetime) -> float | None:
+        """US dollars so far, at the price that was pinned when it was opened; None when that is unknown.
+
+        Waiting for capacity costs nothing. An attempt that ended without having been seen to run, and not for lack
+        of capacity, may have run from the start.
+        """
+        if self.usd_per_hour is None:
+            return None
+        waited = self.ended is None or (self.error is not None and self.error.error_class.moves_on)
+        if self.running is None and waited:
+            return 0.0
+        spent = (self.ended or now) - (self.running or self.started)
+        return self.usd_per_hour * max(0.0, spent.total_seconds()) / 3600
+
+
+class Endpoint(Stored):
+    """The served model."""
+
+    url: str
+    model: str
+    service: str
+    region: str
+    ready: datetime
+    expires: datetime
+    limit: Literal["ttl", "max_cost_usd"] = "ttl"  # what decides the expiry
+    ended: datetime | None = None
+
+
+class Outcome(Stored):
+    """How a run ends once its resources are gone: decided before the teardown begins."""
+
+    state: RunState
+    error: RunError | None = None
+
+
+class Record(Stored):
+    """Everything that is known about a run. `history` starts with ACCEPTED; with an end, if there was no more."""
+
+    run: str
+    name: str
+    source: str
+    state: RunState
+    created: datetime
+    history: list[Transition]
+    execution: str | None = None
+    superseded: list[str] = []
+    callback_url: str | None = None
+    cancel_requested: datetime | None = None
+    attempts: list[Attempt] = []
+    metrics: dict[str, float | None] = {}
+    endpoint: Endpoint | None = None
+    outcome: Outcome | None = None
+    serving_usd_per_hour: float | None = None  # of all instances that the endpoint may have
+    error: RunError | None = None
+    problems: list[dict[str, JsonValue]] = []
+    notices: list[str] = []
+
+    @property
+    def attempt(self) -> int:
+        """The number of the latest attempt; 0 before the first."""
+        return self.attempts[-1].number if self.attempts else 0
+
+    def entered(self, state: RunState, now: datetime) -> Record:
+        """This record in `state`. Entering the present state again changes nothing; a terminal one ends every attempt.
+
+        Raises Conflict when `state` cannot follow: above all, when this one is terminal.
+        """
+        if state is self.state:
+            return self
+        if state not in _ALLOWED.get(self.state, ()):
+            raise Conflict(f"run {self.run} is {self.state}; it cannot become {state}")
+        moved = Transition(state=state, time=now, attempt=self.attempt)
+        attempts = self.attempts
+        if state.is_terminal:  # one that was cancelled, say: its resources are gone, and it costs nothing any more
+            attempts = [a.model_copy(update={"ended": a.ended or now}) for a in attempts]
+        return self.model_copy(update={"state": state, "history": [*self.history, moved], "attempts": attempts})
+
+    def claimed(self, execution: str) -> Record:
+        """This record, owned by `execution` if nobody owns it; one that was superseded never owns it again."""
+        if self.execution is not None or execution in self.superseded or self.state.is_terminal:
+            return self
+        return self.model_copy(update={"execution": execution})
+
+    def released(self, execution: str) -> Record:
+        """This record without the execution that owns it: one that has ended and left the run open."""
+        if self.execution != execution or self.state.is_terminal:
+            return self
+        return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+
+    def with_notice(self, key: str) -> Record:
+        """This record with the note that people were told something."""
+        return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
+
+    def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
+        """This record with the end of an attempt; what was noted of that end first stays, and a terminal record."""
+        return self._with_attempt(
+            attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
+        )
+
+    def with_launch(self, attempt: int, now: datetime) -> Record:
+        """This record with the time at which an attempt's resources were seen to be made, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
+
+    def with_running(self, attempt: int, since: datetime) -> Record:
+        """This record with the time since which an attempt may have run, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
+
+    def with_seen(self, attempt: int, now: datetime) -> Record:
+        """This record with the time at which an attempt was seen to run, unless that is noted."""
+        return self._with_attempt(attempt, lambda a: a.model_copy(update={"seen": a.seen or now}))
+
+    def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
+        if self.state.is_terminal:  # a call that comes late
+            return self
+        attempts = [change(a) if a.number == number else a for a in self.attempts]
+        return self.model_copy(update={"attempts": attempts})
+
+    def stage_seconds(self, now: datetime) -> dict[str, float]:
+        """Seconds spent in each state so far, in the order of the first entry."""
+        spent: dict[str, float] = {}
+        ends = [*[t.time for t in self.history[1:]], self.history[-1].time if self.state.is_terminal else now]
+        for transition, end in zip(self.history, ends, strict=True):
+            if not transition.state.is_terminal:
+                spent[transition.state] = spent.get(transition.state, 0.0) + (end - transition.time).total_seconds()
+        return spent
+
+    def training_cost(self, now: datetime) -> float | None:
+        """US dollars that the attempts have cost so far; None when a price is unknown."""
+        costs = [attempt.cost(now) for attempt in self.attempts]
+        return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
+
+    def cost(self, now: datetime) -> float | None:
+        """US dollars so far, of training and endpoint together, at most; None when a price is unknown."""
+        training, serving = self.training_cost(now), self.serving_cost(now)
+        return None if training is None or serving is None else round(training + serving, 6)
+
+    def serving_cost(self, now: datetime) -> float | None:
+        """US dollars that the endpoint has cost so far, at most: as if all its instances had run since it was made.
+
+        None when the price is unknown; 0 when there was no endpoint.
+        """
+        began = next((t.time for t in self.history if t.state is RunState.DEPLOYING), None)
+        if began is None:
+            return 0.0
+        if self.serving_usd_per_hour is None:
+            return None
+        if self.endpoint is not None:
+            ended = self.endpoint.ended or min(now, self.endpoint.expires)
+        else:
+            ended = self.history[-1].time if self.state.is_terminal else now
+        return round(self.serving_usd_per_hour * max(0.0, (ended - began).total_seconds()) / 3600, 6)
+
+
+class ResourceState(StrEnum):
+    INTENDED = "intended"  # about to be created; may exist
+    CREATED = "created"  # was seen to exist
+    GONE = "gone"  # was seen not to exist, after it was deleted
+
+
+class LedgerEntry(Stored):
+    """One cloud resource of a run. `name` is the full resource name; `kind` tells who deletes it.
+
+    `kept`: it was made to train, and serves now.
+    """
+
+    kind: str
+    name: str
+    attempt: int
+    state: ResourceState
+    intended: datetime
+    created: datetime | None = None
+    gone: datetime | None = None
+    kept: bool = False
+
+    def is_endpoint(self, run: str) -> bool:
+        """Whether it is a part of the run's endpoint."""
+        return self.kept or names.is_endpoint(self.name, run)
+
+
+class Ledger(Stored):
+    """Every resource that a run ever intended to create; written before the call it announces."""
+
+    run: str
+    entries: list[LedgerEntry] = []
+
+    def find(self, name: str) -> LedgerEntry | None:
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+    def remaining(self) -> list[LedgerEntry]:
+        return [entry for entry in self.entries if entry.state is not ResourceState.GONE]
+
+    def with_entry(self, entry: LedgerEntry) -> Ledger:
+        others = [e for e in self.entries if e.name != entry.name]
+        return self.model_copy(update={"entries": [*others, entry]})
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,197 @@
+"""What must exist, fit and be affordable before a spec is accepted: seconds now instead of hours later."""
+
+from __future__ import annotations
+
+import re
+
+from dropforge.base import names
+from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.settings import Settings
+from dropforge.cloud import clients
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.money import MIN_ENDPOINT_SECONDS, serving_price, training_seconds
+from dropforge.platforms import get_target
+from dropforge.platforms.gke.spec import GkeServe, GkeTarget
+from dropforge.platforms.ray.spec import RayTarget
+from dropforge.platforms.tpu_vm.spec import TpuVmServe, TrainingVmServe
+from dropforge.spec import JobSpec, seconds
+
+MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
+
+# Bytes of device memory per parameter: weights, and for trained weights gradient and two Adam moments (bf16, fp32).
+_BYTES_PER_PARAMETER = {"none": 2 + 2 + 8, "lora": 2.0, "qlora": 0.6}
+_OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
+
+
+def check(spec: JobSpec, settings: Settings) -> None:
+    """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
+    problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    problems += [
+        *cluster_problems(spec, settings),
+        *image_problems(spec, settings),
+        *server_image_problems(spec, settings),
+        *_missing_secrets(spec, settings),
+        *_missing_objects(spec),
+    ]
+    if problems:
+        raise InvalidSpec(problems)
+
+
+def fit_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether the model can fit the accelerator, when its name tells its size (`gemma-2b`, `Qwen3-4B`)."""
+    parameters = parameters_of(spec.model.source)
+    if parameters is None:
+        return []  # the container computes it from the weights, before it loads them
+    adapter = spec.training.adapter.type
+    needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
+    trains_on = spec.target.accelerators
+    if needed <= trains_on.memory_gib:
+        return []
+    found = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
+    has = f"{trains_on.memory_gib:.0f} GiB on {trains_on.count} {trains_on.name}"
+    expected = f"at most {has}; try a smaller adapter (qlora) or another target"
+    return [SpecProblem("/model/source", "the model does not fit the accelerator", found, expected)]
+
+
+def parameters_of(source: str) -> int | None:
+    """The number of parameters that a model's name states; None when it states none."""
+    last = source.rstrip("/").rsplit("/", 1)[-1]
+    found = re.search(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)(b|m)(?![A-Za-z0-9])", last, re.I)
+    if not found:
+        return None
+    return int(float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6))
+
+
+def time_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether there is time for an attempt at all."""
+    if seconds(spec.limits.max_duration) >= MIN_ATTEMPT_SECONDS:
+        return []
+    found, expected = repr(spec.limits.max_duration), f"at least {MIN_ATTEMPT_SECONDS}s"
+    return [SpecProblem("/limits/max_duration", "too short for an attempt", found, expected)]
+
+
+def budget_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Whether the budget can be enforced, and buys enough time to be worth starting."""
+    budget = spec.limits.max_cost_usd
+    if budget is None:
+        return []
+    pointer, where = "/limits/max_cost_usd", get_target(spec.target.type).regions(spec)
+    prices = [get_target(spec.target.type).price(spec, index) for index in range(len(where))]
+    serving = [serving_price(spec)] if spec.serve else []
+    for part, price in [*(("target", price) for price in prices), *(("serve", price) for price in serving)]:
+        if price.usd_per_hour is None:
+            expected = f"a known price: set {part}.price_usd_per_hour, or leave the budget out"
+            return [SpecProblem(pointer, "the budget cannot be enforced", price.source, expected)]
+    for region, price in zip(where, prices, strict=True):
+        if training_seconds(spec, price) < MIN_ATTEMPT_SECONDS:
+            found, expected = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}", "a minute of training"
+            if serving:
+                found += f" and {serving[0].usd_per_hour} for the endpoint"
+                expected += f" and {MIN_ENDPOINT_SECONDS // 60} minutes of the endpoint"
+            return [SpecProblem(pointer, "the budget is too small", found, f"at least {expected}")]
+    return []
+
+
+def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether the deployment has the image that the target runs, where not every deployment does."""
+    images = {"tpu_vm": "train_maxtext_image", "ray": "train_ray_image"}
+    setting = images.get(spec.target.type)
+    if setting is None or getattr(settings, setting):
+        return []
+    expected = f"another target, or a deployment with DROPFORGE_{setting.upper()}"
+    found = repr(spec.target.type)
+    return [SpecProblem("/target/type", "the deployment has no training image for TPUs", found, expected)]
+
+
+def server_image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether the deployment has the image that the endpoint runs, where not every deployment does."""
+    if not isinstance(spec.serve, TpuVmServe | TrainingVmServe) or settings.serve_vllm_tpu_image:
+        return []
+    expected = "another endpoint, or a deployment with DROPFORGE_SERVE_VLLM_TPU_IMAGE"
+    return [SpecProblem("/serve/type", "the deployment has no serving image for TPUs", repr(spec.serve.type), expected)]
+
+
+def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Whether target and endpoint on GKE have a cluster to run in, and labels that Kubernetes accepts."""
+    target, serve = spec.target, spec.serve
+    problems = []
+    if isinstance(target, GkeTarget | RayTarget) and not (
+        target.cluster.create or target.cluster.name or settings.gke_cluster
+    ):
+        expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
+        problems.append(SpecProblem("/target/cluster/name", "no cluster is named", None, expected))
+    if isinstance(target, GkeTarget | RayTarget) and target.cluster.create and not settings.nodes_service_account:
+        expected = "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
+        problems.append(SpecProblem("/target/cluster/create", "runs may not make clusters here", "true", expected))
+    if isinstance(serve, GkeServe) and not (serve.cluster or _standing(target) or settings.gke_cluster):
+        expected = "a standing cluster's name: this deployment has no cluster of its own"
+        problems.append(SpecProblem("/serve/cluster", "no cluster is named", None, expected))
+    if isinstance(target, GkeTarget) or isinstance(serve, GkeServe):
+        problems += _label_problems(spec)
+    return problems
+
+
+def _standing(target: object) -> str | None:
+    return target.cluster.name if isinstance(target, GkeTarget | RayTarget) else None
+
+
+def _label_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Google's labels may begin and end with - and _, Kubernetes' may not."""
+    return [
+        SpecProblem(f"/labels/{key}", "not a label of Kubernetes", f"{key}={value}", "no - or _ at either end")
+        for key, value in spec.labels.items()
+        if key != key.strip("-_") or value != value.strip("-_")
+    ]
+
+
+def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """Secrets that do not exist. Only their metadata is read, never a value."""
+    wanted = {f"/secrets/{name}": secret for name, secret in spec.secrets.items()}
+    if spec.notify.slack:
+        wanted["/notify/slack/webhook_secret"] = spec.notify.slack.webhook_secret
+    return [problem for pointer, secret in wanted.items() if (problem := _secret_problem(pointer, secret, settings))]
+
+
+def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
+    from google.api_core.exceptions import BadRequest, Forbidden, NotFound
+
+    name = names.secret_version(settings.project, secret)
+    try:
+        found = clients.secrets().get_secret_version(name=name, timeout=TIMEOUT_SECONDS)
+    except (BadRequest, NotFound):
+        expected = f"a secret of project {settings.project}"
+        return SpecProblem(pointer, "the secret does not exist", repr(secret), expected)
+    except Forbidden:
+        expected = "a secret on which dropforge has secretmanager.versions.get"
+        return SpecProblem(pointer, "the secret may not be looked at", repr(secret), expected)
+    if found.state.name != "ENABLED":  # its value could not be read when it is needed
+        return SpecProblem(pointer, f"the secret's version is {found.state.name}", repr(secret), "an enabled version")
+    return None
+
+
+def _missing_objects(spec: JobSpec) -> list[SpecProblem]:
+    """gs:// sources that hold nothing."""
+    sources = {"/model/source": spec.model.source, "/dataset/source": spec.dataset.source}
+    problems = []
+    for pointer, uri in sources.items():
+        if uri.startswith("gs://"):
+            bucket, _, path = uri.removeprefix("gs://").partition("/")
+            problem = _object_problem(pointer, bucket, path)
+            problems += [problem] if problem else []
+    return problems
+
+
+def _object_problem(pointer: str, bucket: str, path: str) -> SpecProblem | None:
+    from google.api_core.exceptions import BadRequest, Forbidden, NotFound
+
+    try:
+        found = clients.storage().list_blobs(bucket, prefix=path.rstrip("/"), max_results=10, timeout=TIMEOUT_SECONDS)
+        if any(blob.name == path or blob.name.startswith(f"{path.rstrip('/')}/") for blob in found):
+            return None
+    except (BadRequest, NotFound):  # a name that no bucket can have is a bad request
+        return SpecProblem(pointer, "the bucket does not exist", f"gs://{bucket}", "a bucket of this project")
+    except Forbidden:
+        return SpecProblem(pointer, "the bucket may not be read", f"gs://{bucket}", "a bucket that dropforge may read")
+    return SpecProblem(
+        pointer, "the object does not exist", f"gs://{bucket}/{path}", "an object or a prefix with objects"
+    )

@@ -1,0 +1,220 @@
+"""Every emulator on two loopback ports: one HTTP (REST, callbacks) and one gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from aiohttp import web
+
+from .errors import ApiError
+from .ports import HOST
+from .recording import CALLERS, Recorder
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+MAX_BODY_BYTES = 5 * 2**30
+
+
+class Emulator(Protocol):
+    """One emulated API. All methods run on the server's event loop."""
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """HTTP routes, by the paths of the real API."""
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        """gRPC services; empty for an API that clients reach over REST only."""
+
+    async def start(self) -> None:
+        """Start background work; normal start is also recovery."""
+
+    async def stop(self) -> None:
+        """Stop background work; state stays in the database."""
+
+
+@web.middleware
+async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn ApiError into Google's JSON; answer 501, saying so, for what no emulator has a route for."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.to_json(), status=error.http_status)
+    except web.HTTPNotFound:
+        refusal = ApiError("UNIMPLEMENTED", f"{request.method} {request.path} is not emulated by the local stack")
+        return web.json_response(refusal.to_json(), status=501)
+    except web.HTTPMethodNotAllowed:
+        refusal = ApiError(
+            "UNIMPLEMENTED",
+            f"{request.method} on {request.path} is not emulated by the local stack",
+        )
+        return web.json_response(refusal.to_json(), status=501)
+    except web.HTTPException:
+        raise
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        failure = ApiError("INTERNAL", "the emulator failed; its log has the traceback")
+        return web.json_response(failure.to_json(), status=500)
+
+
+class Server:
+    """The emulators' HTTP and gRPC listeners. Port 0 takes a free one; read the result after `start`.
+
+    With a `recorder`, each of CALLERS has a port of either kind of its own: `http_ports` and `grpc_ports`.
+    """
+
+    def __init__(
+        self,
+        emulators: Sequence[Emulator],
+        http_port: int = 0,
+        grpc_port: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.emulators = emulators
+        self.http_port = http_port
+        self.grpc_port = grpc_port
+        self.recorder = recorder
+        self.http_ports: dict[str, int] = {}
+        self.grpc_ports: dict[str, int] = {}
+        self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
+        self.durable: Callable[[], Awaitable[None]] = _nothing  # what every answer waits for
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self.grpc_port}"
+
+    def addresses(self, caller: str) -> tuple[str, str]:
+        """The URL, and the gRPC address, at which a caller is known; the common ones when nothing is recorded."""
+        http, grpc = self.http_ports.get(caller, self.http_port), self.grpc_ports.get(caller, self.grpc_port)
+        return f"http://{HOST}:{http}", f"{HOST}:{grpc}"
+
+    async def start(self) -> None:
+        """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
+        callers: dict[int, str] = {}
+        recording = [self.recorder.middleware(callers)] if self.recorder else []
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors])
+        app.on_response_prepare.append(self._hold_back)
+        for emulator in self.emulators:
+            app.router.add_routes(emulator.routes())
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, self.http_port)
+        await site.start()
+        self.http_port = self._runner.addresses[0][1]
+        server, self.grpc_port = self._bind_grpc(self.grpc_port)
+        self._grpc_servers = [server]
+        for caller in CALLERS if self.recorder else ():
+            assert self.recorder is not None
+            await web.TCPSite(self._runner, HOST, 0).start()
+            self.http_ports[caller] = self._runner.addresses[-1][1]
+            callers[self.http_ports[caller]] = caller
+            server, self.grpc_ports[caller] = self._bind_grpc(0, self.recorder.interceptor(caller))
+            self._grpc_servers.append(server)
+        self.before_start()
+        for server in self._grpc_servers:
+            await server.start()
+        for emulator in self.emulators:
+            await emulator.start()
+
+    async def stop(self) -> None:
+        for emulator in reversed(self.emulators):
+            await emulator.stop()
+        await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
+        await self._runner.cleanup()
+
+    def _bind_grpc(self, port: int, *interceptors: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", 32 * 2**20),
+            ],
+            interceptors=[*interceptors, _HoldBack(self)],
+        )
+        for emulator in self.emulators:
+            if handlers := emulator.grpc_handlers():
+                server.add_generic_rpc_handlers(tuple(handlers))
+        try:
+            return server, server.add_insecure_port(f"{HOST}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {HOST}:{port}: {error}") from error
+
+    async def _hold_back(self, request: web.Request, response: web.StreamResponse) -> None:
+        """No answer leaves before what it may tell of is durable."""
+        await self.durable()
+
+
+class _HoldBack(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The same for gRPC."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+
+        async def answer(request: Any, context: Any) -> Any:
+            try:
+                return await handler.unary_unary(request, context)
+            finally:
+                await self._server.durable()
+
+        async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for response in handler.stream_stream(requests, context):
+                await self._server.durable()
+                yield response
+
+        coders = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(answer, *coders)
+        return grpc.stream_stream_rpc_method_handler(stream, *coders)
+
+
+async def _nothing() -> None:
+    """Emulators without a database, or without need."""
+
+
+class BackgroundServer:
+    """A server on an event loop of its own thread, for tests and benchmarks that are not asynchronous.
+
+    `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
+    """
+
+    def __init__(self, build: Callable[[], Sequence[Emulator]]) -> None:
+        self._build = build
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        self.server: Server = self.call(self._start())
+        return self.server
+
+    def call(self, work: Awaitable[T], timeout: float = 60) -> T:
+        """Run a coroutine on the server's loop and return its result."""
+
+        async def run() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
+
+    def __exit__(self, *exc: object) -> None:
+        self.call(self.server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _start(self) -> Server:
+        server = Server(self._build())
+        await server.start()
+        return server

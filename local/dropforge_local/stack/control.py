@@ -1,0 +1,265 @@
+"""The local stack seen from outside: starting it, ending it and everything it started, and what is left of it.
+
+Its process is `stack_main`, which imports the stack itself: that takes a second, which `dropforge status` has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dropforge_local.base.db import Database
+from dropforge_local.base.ports import is_listening
+from dropforge_local.containers import processes
+
+ROOT = Path(__file__).resolve().parents[3]
+PROJECT, LOCATION = "local-project", "us-central1"
+IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
+CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/dropforge"  # stands as long as the state does
+START_SECONDS = 60.0
+PROCESS = "dropforge_local.stack.main"
+
+
+class StackError(Exception):
+    """The stack cannot start, or is not there; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StackInfo:
+    """How to reach a running stack. `environment` makes dropforge's clients and settings talk to it."""
+
+    pid: int
+    started: float
+    http: str
+    grpc: str
+    functions: str
+    project: str
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What still exists of a stack: cloud resources by name, process ids, listening ports."""
+
+    resources: list[str]
+    processes: list[int]
+    ports: list[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.resources or self.processes or self.ports)
+
+
+def state_directory(option: str | None = None) -> Path:
+    """Where the stack keeps its state: `option`, $DROPFORGE_STATE, or build/local under the current directory."""
+    return Path(option or os.environ.get("DROPFORGE_STATE") or "build/local").resolve()
+
+
+def running(state: Path) -> StackInfo | None:
+    """The live stack of a state directory; None when there is none, or only its remains."""
+    info = _read_info(state)
+    return info if info and _is_alive(info) else None
+
+
+def up(
+    state: Path, *, http_port: int = 0, grpc_port: int = 0, functions_port: int = 0, foreground: bool = False
+) -> StackInfo:
+    """Start the stack and wait until it is ready; one that runs already is left as it is.
+
+    In the foreground it serves until SIGTERM or SIGINT. Raises StackError.
+    """
+    if info := running(state):
+        return info
+    state.mkdir(parents=True, exist_ok=True)
+    ports = _ports(state, http_port, grpc_port, functions_port)
+    if foreground:
+        from .main import run
+
+        run(state, ports)
+        raise SystemExit(0)
+    return _start_in_background(state, ports)
+
+
+def down(state: Path, *, delete: bool = False) -> list[str]:
+    """Stop the stack and end every container process it started; what had to be ended, by name.
+
+    Works on the remains of a killed stack as well. `delete` removes the state afterwards.
+    """
+    ended = []
+    for pid in _stack_processes(state):
+        ended.append(f"stack (pid {pid})")
+        _terminate(pid)
+    for directory in container_directories(state):
+        ended += processes.end_all(directory)
+    (state / "stack.json").unlink(missing_ok=True)
+    if delete:
+        shutil.rmtree(state, ignore_errors=True)
+    return ended
+
+
+def leftovers(state: Path) -> Leftovers:
+    """What still exists: the emulators' resources, processes of containers and of the stack, ports they listen on."""
+    found = [processes.find_members(directory) for directory in container_directories(state)]
+    pids = [pid for members in found for group in members.values() for pid in group]
+    pids += _stack_processes(state)
+    ports = json.loads((state / "ports.json").read_text()) if (state / "ports.json").exists() else []
+    resources, emulated_ports = _emulated(state)
+    return Leftovers(resources, pids, [port for port in [*ports, *emulated_ports] if is_listening(port)])
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """What a stack is told beside its ports; kept in <state>/config.json, so that a restart finds it.
+
+    `images` is the repository whose containers/ the images are made from; `settings` overrides the functions'
+    environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
+    GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` has the calls of functions and
+    containers written to <state>/calls.jsonl (recording.py); such a stack is started once. `sweep_seconds` is what
+    Cloud Scheduler's schedule is in a deployment.
+    """
+
+    images: str = str(ROOT)
+    settings: dict[str, str] = field(default_factory=dict)
+    cloud_run: dict[str, Any] = field(default_factory=dict)
+    gke: dict[str, Any] = field(default_factory=dict)
+    kubernetes: dict[str, Any] = field(default_factory=dict)
+    tpu: dict[str, Any] = field(default_factory=dict)
+    compute: dict[str, Any] = field(default_factory=dict)
+    record: bool = False
+    sweep_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, state: Path) -> StackConfig:
+        path = state / "config.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def save(self, state: Path) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        replace_file(state / "config.json", json.dumps(asdict(self)))
+
+
+def _start_in_background(state: Path, ports: list[int]) -> StackInfo:
+    (state / "stack.json").unlink(missing_ok=True)
+    log_path = state / "stack.log"
+    offset = log_path.stat().st_size if log_path.exists() else 0
+    pid = _spawn([sys.executable, "-m", PROCESS, str(state), *map(str, ports)], log_path)
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if (info := _read_info(state)) and info.pid == pid:
+            return info
+        if not psutil.pid_exists(pid):
+            reason = log_path.read_bytes()[offset:].decode(errors="replace").strip().splitlines()
+            raise StackError(reason[-1] if reason else f"the stack ended; see {log_path}")
+        time.sleep(0.02)
+    _terminate(pid)
+    raise StackError(f"the stack was not ready after {START_SECONDS:.0f} s; see {log_path}")
+
+
+def _spawn(command: list[str], log_path: Path) -> int:
+    """Start a process that outlives this one and is no child of it; its pid."""
+    script = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
+    shell = subprocess.run(
+        ["sh", "-c", script, "sh", str(log_path), *command],
+        stdout=subprocess.PIPE,
+        check=True,
+        start_new_session=True,
+    )
+    return int(shell.stdout)
+
+
+def _ports(state: Path, *asked: int) -> list[int]:
+    """The ports to use: as asked, else those of the last start, so that URLs given out before still work."""
+    path = state / "ports.json"
+    last = json.loads(path.read_text()) if path.exists() else [0, 0, 0]
+    return [port or before for port, before in zip(asked, last, strict=True)]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all: whoever is killed in between must find something to start from."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+def _read_info(state: Path) -> StackInfo | None:
+    try:
+        values = json.loads((state / "stack.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return StackInfo(**{f.name: values[f.name] for f in fields(StackInfo)})
+
+
+def _is_alive(info: StackInfo) -> bool:
+    try:
+        process = psutil.Process(info.pid)
+        return abs(process.create_time() - info.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _stack_processes(state: Path) -> list[int]:
+    """The stack's process, also while it starts: stack.json knows only one that is ready."""
+    info = running(state)
+    pids = {info.pid} if info else set()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if PROCESS in command and str(state) in command:
+            pids.add(process.pid)
+    return sorted(pids)
+
+
+def _terminate(pid: int) -> None:
+    """End the stack and its functions; those end with it, but may need a moment."""
+    try:
+        stack = psutil.Process(pid)
+        family = [stack, *stack.children(recursive=True)]
+        stack.terminate()
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs([p for p in family if not _is_container(p)], timeout=15)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _is_container(process: psutil.Process) -> bool:
+    """Containers are ended by `end_all`, group by group."""
+    try:
+        return "DROPFORGE_CONTAINER_ID" in process.environ()
+    except psutil.Error:
+        return False
+
+
+def container_directories(state: Path) -> list[Path]:
+    return [state / "containers", state / "pods", state / "vms"]
+
+
+def _emulated(state: Path) -> tuple[list[str], list[int]]:
+    """Resources and ports in the emulators' state; read from the file, so that no stack need run."""
+    if not (state / "state.db").exists():
+        return [], []
+    from dropforge_local.emulators.cloudrun.store import Store as CloudRunStore
+    from dropforge_local.emulators.compute import ComputeEmulator
+    from dropforge_local.emulators.container import GkeEmulator
+    from dropforge_local.emulators.kubernetes import KubernetesEmulator
+    from dropforge_local.emulators.tpu import TpuEmulator
+
+    db = Database(state / "state.db")
+    try:
+        cloud_run = CloudRunStore(db)
+        clusters = [name for name in GkeEmulator.names_in(db) if name != CLUSTER]
+        resources = [*cloud_run.names(), *clusters, *KubernetesEmulator.names_in(db)]
+        resources += [*TpuEmulator.names_in(db), *ComputeEmulator.names_in(db)]
+        return resources, [*cloud_run.ports(), *KubernetesEmulator.ports_in(db)]
+    finally:
+        db.close()

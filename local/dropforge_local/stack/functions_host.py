@@ -1,0 +1,116 @@
+"""The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
+
+The stack (functions_process.py) starts one process for all of them: `python -m
+dropforge_local.stack.functions_host FD [record]`. FD is a bound socket. A line of JSON on standard input gives the
+process its URL, the functions' environment, and the secret that signs tokens. The process ends when that pipe closes,
+so it never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dropforge_local.base.identity import Identity
+from dropforge_local.base.recording import caller, tell_callers
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+SOURCE = Path(__file__).resolve().parents[3] / "functions" / "main.py"
+THREADS = 24  # a stage spends its time waiting for the emulators
+IMPORTS = (
+    "functions_framework",
+    "gunicorn.app.base",
+    "gunicorn.workers.gthread",
+    "dropforge.stages.submit",
+    "dropforge.stages.sweep.sweep",
+)  # of every start
+
+
+def entry_points(source: Path = SOURCE) -> list[str]:
+    """The names that main.py decorates as functions, in order."""
+    return re.findall(r"^@functions_framework\.\w+\ndef (\w+)", source.read_text(), re.M)
+
+
+def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
+    """One WSGI application with each function at /<name>; callers need an OIDC token for that URL, as in the cloud."""
+    import functions_framework
+    from werkzeug.exceptions import NotFound
+    from werkzeug.middleware.dispatcher import DispatcherMiddleware
+
+    apps = {f"/{name}": functions_framework.create_app(name, str(source)) for name in entry_points(source)}
+    dispatch = DispatcherMiddleware(NotFound(), apps)
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        name, _, rest = environ.get("PATH_INFO", "").lstrip("/").partition("/")
+        environ["PATH_INFO"] = f"/{name}/{rest}"  # without the second slash, werkzeug redirects
+        if identity.is_for({"Authorization": environ.get("HTTP_AUTHORIZATION", "")}, base_url + name):
+            caller.set(name)  # of this thread, until it serves another request
+            return dispatch(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [f"{name}: the caller needs an OIDC token for the audience {base_url + name}\n".encode()]
+
+    return checked
+
+
+def serve(url: str, descriptor: int, identity: Identity) -> None:
+    """Serve at a bound socket until SIGTERM."""
+    from gunicorn.app.base import BaseApplication
+
+    app = build(identity, url)
+
+    class Application(BaseApplication):  # type: ignore[misc]
+        def load_config(self) -> None:
+            options = {
+                "bind": f"fd://{descriptor}",
+                "worker_class": "gthread",
+                "threads": THREADS,
+                "timeout": 0,
+                "keepalive": 75,
+                "graceful_timeout": 2,
+                "loglevel": "error",
+                "control_socket_disable": True,
+            }
+            for name, value in options.items():
+                self.cfg.set(name, value)
+
+        def load(self) -> Wsgi:
+            return app
+
+    Application().run()
+
+
+def _end_with_parent() -> None:
+    """End when the stack does, even if it was killed: its end of the pipe closes then."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _import_what_takes_long() -> None:
+    """What every start needs, while the stack does the same and cannot tell us anything yet."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+
+
+def main() -> None:
+    if "record" in sys.argv[2:]:
+        tell_callers()
+    _import_what_takes_long()
+    line = sys.stdin.readline()
+    if not line:
+        return  # the stack has not come so far
+    told = json.loads(line)
+    os.environ.update(told["environment"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(told["url"], int(sys.argv[1]), Identity(told["secret"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The functions' process as the stack sees it: begun before the stack knows what to tell it, and again when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from dropforge_local.base.ports import HOST
+
+from .control import StackError
+
+MODULE = "dropforge_local.stack.functions_host"
+BIND_SECONDS = 3.0
+STOP_SECONDS = 10
+
+
+class FunctionsProcess:
+    """One after the other, all at one socket. Raises StackError when the port is taken."""
+
+    def __init__(self, state: Path, port: int, *, record: bool) -> None:
+        self._listener = _bind(port)
+        self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/"
+        self._state = state
+        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), *(["record"] if record else [])]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start it. It imports what it needs meanwhile, and serves once it has been told."""
+        base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        with (self._state / "functions.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=base,
+                pass_fds=[self._listener.fileno()],
+                cwd=self._state,
+            )
+
+    def tell(self, environment: dict[str, str], secret: str) -> None:
+        """The functions' environment, and the secret that signs tokens, which is in no environment."""
+        told = {"url": self.url, "environment": environment, "secret": secret}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def poll(self) -> int | None:
+        """The exit code of one that has ended."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End it, and wait until it has ended."""
+        self._process.terminate()
+        self._process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """The worker too: it would notice a while after that its parent is gone."""
+        if self._process.poll() is None:
+            master = psutil.Process(self._process.pid)
+            for process in [*master.children(recursive=True), master]:
+                process.kill()
+
+
+def _bind(port: int) -> socket.socket:
+    """A listening socket. The functions of a killed stack may hold the port for a moment: it is waited for."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            listener.bind((HOST, port))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                listener.close()
+                reason = f"cannot listen on {HOST}:{port}: {error.strerror}"
+                raise StackError(f"{reason}; choose another with --functions-port") from error
+        time.sleep(0.05)
+    listener.listen(1024)
+    return listener

@@ -1,0 +1,312 @@
+"""Every path of our production workflow, with canned answers from the functions and a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workflows_engine.mock import ScriptedMocks
+from workflows_engine.simulate import Simulation, simulate
+
+SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
+URL = "https://functions.example/dropforge-"
+
+RUNNING = {"status": "RUNNING", "deadline": 2e9}  # later than the virtual clock gets
+TRAINED = {"status": "SUCCEEDED", "started": True, "serve": True, "gate": {"passed": True}}
+TRAINED_ONLY = {**TRAINED, "serve": False}
+WAITING = {"status": "WAITING", "started": True, "wait_seconds": 300}
+READY = {"status": "READY"}
+GONE = {"status": "GONE"}
+NOTIFIED = {"status": "NOTIFIED"}
+SUPERSEDED = {"status": "SUPERSEDED"}
+PREEMPTED = {"status": "FAILED", "retry": True, "started": True, "error": {"error_class": "preempted", "message": "x"}}
+CANCELLED = {"status": "CANCELLED", "retry": False, "error": {"error_class": "cancelled", "message": "x"}}
+
+
+def error_of(error_class: str) -> dict[str, Any]:
+    return {"error_class": error_class, "message": "why", "hint": ""}
+
+
+def failed(error_class: str) -> dict[str, Any]:
+    return {"status": "FAILED", "retry": False, "error": error_of(error_class)}
+
+
+class Run:
+    """One simulated execution: `answers` are the functions' bodies (or {"raise": ...}, {"code": ...}) in order."""
+
+    def __init__(self, callbacks: list[dict[str, Any]] | None = None, **answers: list[dict[str, Any]]) -> None:
+        defaults: dict[str, list[dict[str, Any]]] = {
+            "provision": [RUNNING],
+            "inspect": [TRAINED],
+            "deploy": [READY],
+            "teardown": [GONE],
+            "notify": [NOTIFIED],
+        }
+        rules = [_rule(name, answers.get(name, default)) for name, default in defaults.items()]
+        rules += [
+            {"call": "events.await_callback", "responses": callbacks or [{"timeout": True, "times": "always"}]},
+            {"call": "sys.log", "return": None},
+        ]
+        self.mocks = ScriptedMocks(rules)
+        self.simulation: Simulation = simulate(SOURCE, {"run": "r-1"}, mocks=self.mocks, env={"FUNCTIONS_URL": URL})
+
+    @property
+    def status(self) -> str:
+        return str(self.simulation.result["status"])
+
+    @property
+    def error_class(self) -> str:
+        return str(self.simulation.result["error"]["error_class"])
+
+    @property
+    def stages(self) -> list[str]:
+        """The functions called, in order; notify with its state, teardown with its scope."""
+        return [_stage(call.arguments) for call in self.mocks.calls if call.call == "http.post"]
+
+    def bodies(self, name: str) -> list[Mapping[str, Any]]:
+        posts = [c.arguments for c in self.mocks.calls if c.call == "http.post"]
+        return [_body(a) for a in posts if a["url"] == URL + name]
+
+
+def _rule(name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    responses = [a if {"raise", "code"} & set(a) else {"body": a} for a in answers]
+    return {
+        "call": "http.post",
+        "where": {"url": URL + name},
+        "responses": [*responses[:-1], {**responses[-1], "times": "always"}],
+    }
+
+
+def _stage(arguments: Mapping[str, Any]) -> str:
+    name, body = str(arguments["url"]).removeprefix(URL), _body(arguments)
+    detail = {"notify": "state", "teardown": "scope"}.get(name)
+    return f"{name} {body[detail]}" if detail else name
+
+
+def _body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    body: Mapping[str, Any] = arguments["body"]
+    return body
+
+
+END = ["teardown run", "notify SUCCEEDED"]
+FAIL = ["teardown run", "notify FAILED"]
+
+
+def test_a_served_run() -> None:
+    run = Run()
+    assert run.status == "SUCCEEDED"
+    assert run.stages == ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", *END]
+    assert [body["keep_endpoint"] for body in run.bodies("teardown")] == [True, True]
+
+
+def test_a_train_only_run() -> None:
+    run = Run(inspect=[TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert run.stages == ["provision", "inspect", "notify TRAINING", *END]
+
+
+def test_every_call_names_this_execution_and_carries_a_token_for_its_url() -> None:
+    run = Run()
+    posts = [call.arguments for call in run.mocks.calls if call.call == "http.post"]
+    assert {_body(post)["execution"] for post in posts} == {run.simulation.record.name.rsplit("/", 1)[1]}
+    assert all(list(post["auth"]) == ["OIDC", post["url"]] for post in posts)
+
+
+@pytest.mark.parametrize("callbacks", [[{"timeout": True, "times": "always"}], [{"body": {}, "times": "always"}]])
+def test_time_out_and_callback_both_lead_to_a_look(callbacks: list[dict[str, Any]]) -> None:
+    run = Run(callbacks, inspect=[{**WAITING, "started": False}, WAITING, WAITING, TRAINED_ONLY])
+    assert run.stages == ["provision", "inspect", "inspect", "notify TRAINING", "inspect", "inspect", *END]
+    assert len({body["callback_url"] for body in run.bodies("inspect")}) == 1
+
+
+def test_pending_is_asked_again() -> None:
+    pending = {"status": "PENDING", "wait_seconds": 5}
+    run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[GONE, pending, GONE])
+    assert run.status == "SUCCEEDED"
+    assert [run.stages.count(name) for name in ("provision", "deploy", "teardown run")] == [3, 2, 2]
+
+
+def test_what_has_trained_is_gone_before_anything_serves() -> None:
+    pending = {"status": "PENDING", "wait_seconds": 3}
+    run = Run(teardown=[pending, {"code": 503}, pending, GONE])
+    assert run.status == "SUCCEEDED"
+    assert run.stages[3:] == [*["teardown attempt"] * 4, "deploy", *END]
+
+
+@pytest.mark.parametrize("error_class", ["config", "data", "permission", "out_of_memory", "deadline", "code"])
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_each_failure_tears_down_and_tells(where: str, error_class: str) -> None:
+    run = Run(**{where: [failed(error_class)]})
+    assert run.status == "FAILED"
+    assert run.error_class == error_class
+    assert run.stages[-2:] == FAIL
+    assert run.bodies("teardown")[-1]["keep_endpoint"] is False
+    assert run.bodies("notify")[-1]["error"] == error_of(error_class)
+
+
+def test_a_gate_that_is_not_passed_deploys_nothing() -> None:
+    run = Run(inspect=[{**TRAINED, "gate": {"passed": False, "error": error_of("gate")}}])
+    assert run.error_class == "gate"
+    assert "deploy" not in run.stages
+    assert run.stages[-2:] == FAIL
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect"])
+def test_what_may_be_mended_is_tried_again_after_its_resources_are_gone(where: str) -> None:
+    answers = {"provision": [RUNNING], "inspect": [TRAINED_ONLY]}
+    run = Run(**{**answers, where: [PREEMPTED, *answers[where]]})
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("teardown attempt") == 1
+    assert [body["attempt"] for body in run.bodies("provision")] == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_cancel_wins_at_every_step(where: str) -> None:
+    run = Run(**{where: [CANCELLED]})
+    assert run.status == "CANCELLED"
+    assert run.stages[-2:] == ["teardown run", "notify CANCELLED"]
+
+
+def test_cancel_wins_even_after_the_endpoint_is_ready() -> None:
+    run = Run(teardown=[{"status": "GONE", "cancelled": True}])
+    assert run.status == "CANCELLED"
+    assert run.stages[-1] == "notify CANCELLED"
+
+
+def test_cancel_wins_between_the_teardown_and_the_end() -> None:
+    run = Run(notify=[NOTIFIED, {"status": "CANCELLED"}, NOTIFIED])
+    assert run.status == "CANCELLED"
+    assert run.stages[-4:] == ["teardown run", "notify SUCCEEDED", "teardown run", "notify CANCELLED"]
+    assert [body["keep_endpoint"] for body in run.bodies("teardown")[1:]] == [True, False]
+
+
+def test_cancel_wins_over_a_failure_that_it_met_on_the_way() -> None:
+    run = Run(inspect=[failed("code")], teardown=[{"status": "GONE", "cancelled": True}])
+    assert run.status == "CANCELLED"
+    assert run.error_class == "code"
+    assert run.stages[-1] == "notify CANCELLED"
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_a_duplicate_execution_touches_nothing(where: str) -> None:
+    run = Run(**{where: [SUPERSEDED]})
+    assert run.status == "SUPERSEDED"
+    assert "teardown run" not in run.stages
+    assert run.stages.count("teardown attempt") == (where == "deploy")  # which is refused as well
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"code": 429}, {"code": 503}, {"code": 500}, {"raise": {"tags": ["ConnectionError"], "message": "reset"}}],
+)
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown", "notify"])
+def test_what_may_pass_is_tried_again(where: str, fault: dict[str, Any]) -> None:
+    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY, "teardown": GONE, "notify": NOTIFIED}[where]
+    run = Run(**{where: [fault, fault, good]})
+    assert run.status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+@pytest.mark.parametrize("fault", [{"code": 400}, {"code": 404}, {"code": 503}])
+def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, fault: dict[str, Any]) -> None:
+    answers = {"provision": [{**RUNNING, "deadline": 0}]}
+    run = Run(**{**answers, where: [fault]})
+    assert run.error_class == "infrastructure"
+    assert str(fault["code"]) in run.simulation.result["error"]["message"]
+    assert run.stages[-2:] == FAIL
+
+
+OUTAGE = [{"code": 503}] * 9 * 10  # ten times as many as one call is tried
+
+
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_an_outage_of_a_function_does_not_end_a_healthy_run(where: str) -> None:
+    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY}[where]
+    run = Run(**{where: [*OUTAGE, good]})
+    assert run.status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("code", [400, 404])
+@pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
+def test_what_cannot_pass_ends_the_run_at_once(where: str, code: int) -> None:
+    run = Run(**{where: [{"code": code}]})
+    assert run.stages.count(where) == 1
+    assert run.stages[-2:] == FAIL
+
+
+def test_an_outage_is_not_waited_for_past_the_deadline_of_the_attempt() -> None:
+    run = Run(provision=[{**RUNNING, "deadline": 0}], inspect=[{"code": 503}])
+    assert run.error_class == "infrastructure"
+    assert run.stages.count("inspect") == 9
+
+
+def test_a_callback_ends_the_wait_of_an_outage() -> None:
+    run = Run([{"body": {}, "times": "always"}], inspect=[*OUTAGE[:9], TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("inspect") == 10
+
+
+def test_teardown_never_gives_up_while_something_may_be_running() -> None:
+    run = Run(teardown=[*[{"code": 500}] * 30, GONE])
+    assert run.status == "SUCCEEDED"
+
+
+def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
+    run = Run(teardown=[{"code": 404}])
+    assert run.simulation.state == "FAILED"
+
+
+def test_a_message_that_cannot_be_told_does_not_fail_the_run() -> None:
+    run = Run(notify=[NOTIFIED, {"status": "UNTOLD"}])
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("notify SUCCEEDED") == 31
+
+
+def test_a_message_in_the_middle_holds_nothing_up() -> None:
+    run = Run(notify=[*[{"code": 503}] * 9, NOTIFIED])
+    assert run.status == "SUCCEEDED"
+    assert run.stages[-2:] == END
+
+
+@pytest.mark.parametrize("fault", [{"code": 503}, {"code": 403}])
+def test_the_end_of_a_run_is_written_however_long_that_takes(fault: dict[str, Any]) -> None:
+    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[*[fault] * 500, NOTIFIED])
+    assert run.status == "SUCCEEDED"
+    assert run.stages.count("notify SUCCEEDED") == 501
+
+
+def test_the_end_of_a_run_that_does_not_exist_is_not_asked_for_again() -> None:
+    run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[{"code": 404}])
+    assert run.stages.count("notify SUCCEEDED") == 1
+
+
+def test_a_year_of_waiting_takes_no_time() -> None:
+    run = Run(inspect=[*[{**WAITING, "wait_seconds": 43200}] * 700, TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+
+
+def test_an_execution_that_takes_over_goes_on_with_the_attempt_that_the_run_is_at() -> None:
+    run = Run(provision=[{**RUNNING, "attempt": 3}, {**RUNNING, "attempt": 4}], inspect=[PREEMPTED, TRAINED_ONLY])
+    assert run.status == "SUCCEEDED"
+    assert [body["attempt"] for body in run.bodies("provision")] == [1, 4]
+    assert [body["attempt"] for body in run.bodies("inspect")] == [3, 4]
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
+def test_an_execution_that_takes_over_a_teardown_ends_the_run_as_it_was_to_end(state: str) -> None:
+    error = None if state == "SUCCEEDED" else error_of("code")
+    ended = {"status": state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
+    run = Run(provision=[ended])
+    assert run.stages == ["provision", "teardown run", f"notify {state}"]
+    assert run.bodies("teardown")[0]["keep_endpoint"] is (state == "SUCCEEDED")
+    assert run.bodies("notify")[0]["error"] == error
+
+
+def test_teardown_is_told_how_the_run_ends_and_between_attempts_nothing() -> None:
+    run = Run(inspect=[PREEMPTED, failed("code")])
+    attempt, last = run.bodies("teardown")
+    assert attempt["outcome"] is None
+    assert last["outcome"] == {"state": "FAILED", "error": error_of("code")}
