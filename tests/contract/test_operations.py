@@ -29,7 +29,10 @@ def test_every_alert_says_what_to_do() -> None:
 def test_the_alert_of_missing_sweeps_counts_what_a_sweep_logs_at_its_end() -> None:
     logged = re.search(r'message=\\?"(\w+)', local("log_metrics")["sweeps"]["filter"])
     assert logged is not None
-    assert f'log("{logged[1]}", stage="sweep"' in (ROOT / "functions" / "dropforge" / "stages" / "sweep" / "sweep.py").read_text()
+    assert (
+        f'log("{logged[1]}", stage="sweep"'
+        in (ROOT / "functions" / "dropforge" / "stages" / "sweep" / "sweep.py").read_text()
+    )
     assert [name for name, alert in local("alerts").items() if "at_least" in alert] == ["no_sweep"]
 
 
