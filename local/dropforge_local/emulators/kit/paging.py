@@ -48,9 +48,15 @@ def read_token(token: str, first: Sequence[Any]) -> list[Any]:
     if not token:
         return list(first)
     try:
-        key = json.loads(base64.urlsafe_b64decode(token))
-    except ValueError:
+        key = json.loads(base64.b64decode(token, altchars=b"-_", validate=True))
+        json.dumps(key, ensure_ascii=False).encode()  # a lone surrogate is no name, and SQLite refuses it
+    except (ValueError, RecursionError):
         key = None
-    if not isinstance(key, list) or [type(part) for part in key] != [type(part) for part in first]:
+    if not isinstance(key, list) or [_type(part) for part in key] != [type(part) for part in first]:
         raise ApiError("INVALID_ARGUMENT", f"page_token {token!r} was not written by this list")
     return key
+
+
+def _type(part: Any) -> type | None:
+    """The type of a part that SQLite can compare; None for an integer beyond 64 bits."""
+    return None if isinstance(part, int) and not -(2**63) <= part < 2**63 else type(part)
