@@ -14,7 +14,7 @@ from aiohttp import web
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
-from dropforge_local.emulators.executions import WorkflowsEmulator
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from workflows_engine.clock import SystemClock
 from workflows_engine.compiler import compile_source
 from workflows_engine.engine import Engine
