@@ -16,6 +16,9 @@ from dropforge_local.base.ports import HOST
 
 from .control import StackError
 
+# The functions get what a deployment sets, and nothing else of the shell's: the last two are for platforms that live
+# outside of the repository (dropforge/spec/registry.py).
+INHERITED = ("PATH", "LANG", "TMPDIR", "PYTHONPATH", "DROPFORGE_PLATFORMS")
 MODULE = "dropforge_local.stack.functions_host"
 BIND_SECONDS = 3.0
 STOP_SECONDS = 10
@@ -33,7 +36,7 @@ class FunctionsProcess:
 
     def begin(self) -> None:
         """Start it. It imports what it needs meanwhile, and serves once it has been told."""
-        base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        base = {name: os.environ[name] for name in INHERITED if name in os.environ}
         with (self._state / "functions.log").open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
