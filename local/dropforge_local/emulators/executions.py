@@ -22,9 +22,10 @@ from workflows_engine.engine import Engine, ExecutionRecord
 from workflows_engine.history import read_entries, step_entry
 from workflows_engine.values import from_json, to_json
 
-from . import rpc, workflows_admin
+from . import workflows_admin
 from .execution_filter import field_of, parse_filter, parse_order
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 from .workflows_admin import refusing
 
 WORKFLOW = r"/v1/{workflow:projects/[^/]+/locations/[^/]+/workflows/[^/:]+}"

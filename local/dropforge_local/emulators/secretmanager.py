@@ -20,8 +20,8 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from . import rpc
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 
 Secret = api.Secret.pb()
 SecretVersion = api.SecretVersion.pb()

@@ -15,8 +15,8 @@ from dropforge_local.base.errors import ApiError
 from workflows_engine.engine import Engine, Revision, WorkflowRecord
 from workflows_engine.errors import DeployError, EngineError
 
-from . import rpc
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
