@@ -151,7 +151,7 @@ def _start_in_background(state: Path, ports: list[int]) -> StackInfo:
     (state / "stack.json").unlink(missing_ok=True)
     log_path = state / "stack.log"
     offset = log_path.stat().st_size if log_path.exists() else 0
-    pid = _spawn([sys.executable, "-m", PROCESS, str(state), *map(str, ports)], log_path)
+    pid = _spawn([sys.executable, "-P", "-m", PROCESS, str(state), *map(str, ports)], log_path)
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if (info := _read_info(state)) and info.pid == pid:

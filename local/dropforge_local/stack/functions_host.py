@@ -1,6 +1,6 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
-The stack (functions_process.py) starts one process for all of them: `python -m
+The stack (functions_process.py) starts one process for all of them: `python -P -m
 dropforge_local.stack.functions_host FD [record]`. FD is a bound socket. A line of JSON on standard input gives the
 process its URL, the functions' environment, and the secret that signs tokens. The process ends when that pipe closes,
 so it never outlives its parent.

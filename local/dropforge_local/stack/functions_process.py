@@ -28,7 +28,8 @@ class FunctionsProcess:
         self._listener = _bind(port)
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/"
         self._state = state
-        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), *(["record"] if record else [])]
+        self._command = [sys.executable, "-P", "-m", MODULE, str(self._listener.fileno())]
+        self._command += ["record"] if record else []
         self.begin()
 
     def begin(self) -> None:

@@ -157,12 +157,13 @@ class Stack:
         return self.info()
 
     async def stop(self) -> None:
-        """Stop serving. Container processes go on: they belong to the state directory, `down` ends them."""
+        """Stop every part. Container processes continue: they belong to the state directory, `down` ends them."""
         for task in self._tasks:
             task.cancel()
-        await self._server.stop()
-        await asyncio.to_thread(self._functions.stop)
-        self.db.close()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.db.close)
+            stack.push_async_callback(asyncio.to_thread, self._functions.stop)
+            stack.push_async_callback(self._server.stop)
 
     def info(self) -> StackInfo:
         pid = os.getpid()
