@@ -18,7 +18,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
 from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
 from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
@@ -51,7 +51,7 @@ def test_every_entry_point_is_a_function_and_no_other() -> None:
 def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
     workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
-    triggered = [name.replace("-", "_") for name, _, _ in stack._triggers()]
+    triggered = [name.replace("-", "_") for name, _, _ in stack.triggers()]
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggered, "events"), "sweep": "scheduler"}
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
     assert set(local("triggers")) == set(triggered)
