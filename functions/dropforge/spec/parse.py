@@ -161,14 +161,15 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
 
 def _field_names(path: list[str | int]) -> str:
     """The names allowed beside an unknown field, the likeliest first."""
-    allowed = _allowed(_schema(), path[:-1])
+    allowed = _allowed(schema(), path[:-1])
     close = get_close_matches(str(path[-1])[:64], allowed, n=1)
     listing = ", ".join(allowed)
     return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
 
 
 @cache
-def _schema() -> dict[str, Any]:
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a job spec."""
     return JobSpec.model_json_schema(by_alias=True)
 
 

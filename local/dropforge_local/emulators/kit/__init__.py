@@ -1,1 +1,1 @@
-"""What every emulated API is built from: routes over REST and gRPC, pages, filters."""
+"""The grammar that the emulators share: one way to do each thing that every Google API has."""
