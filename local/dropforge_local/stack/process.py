@@ -42,7 +42,7 @@ from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 from .control import (
     CLUSTER,
