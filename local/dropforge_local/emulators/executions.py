@@ -19,9 +19,10 @@ from google.protobuf import json_format
 from dropforge_local.base.errors import ApiError
 from workflows_engine import Engine, ExecutionRecord, from_json, parse_body, read_entries, step_entry, to_json
 
-from . import rpc, workflows_admin
+from . import workflows_admin
 from .execution_filter import field_of, parse_filter, parse_order
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 from .workflows_admin import refusing
 
 WORKFLOW = r"/v1/{workflow:projects/[^/]+/locations/[^/]+/workflows/[^/:]+}"

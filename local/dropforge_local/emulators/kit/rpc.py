@@ -1,26 +1,25 @@
-"""Unary Google APIs written once and served twice: over gRPC, and as REST by the API's own google.api.http rules.
+"""Unary methods of an API with protobuf messages, served over gRPC and, by the API's google.api.http rules, over REST.
 
-A handler takes the request message and returns the response message; a refusal is an `ApiError`. Bodies and query
-parameters are parsed strictly: a field that the API does not have is INVALID_ARGUMENT, as it is at Google.
+A handler takes the request message and returns the response message, or raises `ApiError`. Bodies and query parameters
+are parsed strictly: a field that the API does not have is INVALID_ARGUMENT, as it is at Google.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import re
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from aiohttp import web
-from google.protobuf import any_pb2, json_format
+from google.protobuf import any_pb2, empty_pb2, json_format
 from google.rpc import status_pb2
 
 from dropforge_local.base.errors import RPC_CODE, ApiError
+
+from .routing import Call, Route, answer, mount
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ SYSTEM_PARAMETERS = frozenset(
     ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "prettyPrint", "quotaUser", "uploadType")
 )
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-VARIABLE = re.compile(r"\{([a-z_.]+)=([^}]+)\}")
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -37,13 +35,19 @@ GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Method:
     """One unary RPC. `http` holds rules such as "POST /v1/{topic=projects/*/topics/*}:publish *": verb, path, body.
 
-    The body is "*" for the whole request, the name of the field that it fills, or absent (query parameters only).
+    The body is "*" for the whole request, the name of a field of the request, or absent (query parameters only).
     """
 
     name: str
     request: Any
     response: Any
     http: tuple[str, ...] = ()
+
+
+def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
+    """A method whose messages are proto-plus classes of the module `types`; the response may also be "Empty"."""
+    answer = empty_pb2.Empty if response == "Empty" else getattr(types, response).pb()
+    return Method(name, getattr(types, request or f"{name}Request").pb(), answer, http)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ def grpc_handlers(services: Sequence[Service]) -> list[grpc.GenericRpcHandler]:
 
 def routes(services: Sequence[Service]) -> list[web.RouteDef]:
     """The services' HTTP rules as aiohttp routes."""
+    return mount(rest_routes(services))
+
+
+def rest_routes(services: Sequence[Service]) -> list[Route]:
+    """The services' HTTP rules as routes of the kit."""
     return [
         _route(rule, method, service.handler(method))
         for service in services
@@ -94,43 +103,23 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def parse_json(text: bytes, message: Message) -> Message:
-    """Fill `message` from JSON bytes, strictly; raise INVALID_ARGUMENT for anything that it is not."""
-    try:
-        body = json.loads(text or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError("INVALID_ARGUMENT", f"the request body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError("INVALID_ARGUMENT", f"the request body is a JSON {type(body).__name__}; expected an object")
-    return parse_dict(body, message)
-
-
 def parse_dict(body: dict[str, Any], message: Message) -> Message:
-    # UnicodeEncodeError (a lone surrogate) is a ValueError; the others come from values of a wrong shape.
+    """Fill `message` from JSON, strictly. Raises INVALID_ARGUMENT."""
+    # ParseDict raises more than ParseError: the other exceptions come from values of a wrong shape.
     try:
         return json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ApiError("INVALID_ARGUMENT", f"invalid request: {error}") from error
 
 
-async def _call(handler: Callable[[Message], Any], request: Message) -> Message:
-    try:
-        result = handler(request)
-        return await result if inspect.isawaitable(result) else result
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorname != "SQLITE_FULL":
-            raise
-        raise ApiError("RESOURCE_EXHAUSTED", "the local stack's disk is full; free some space and try again") from error
-
-
 def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
     async def serve(request: Message, context: grpc.aio.ServicerContext) -> Message:
         try:
-            return await _call(handler, request)
+            return await answer(handler, request)
         except ApiError as error:
             await abort(context, error)
         except Exception:
-            # The last line of defence, as render_errors is for HTTP; abort's own exception is no Exception.
+            # As render_errors does for HTTP. The exception that context.abort raises is not an Exception.
             log.exception("%s", method.name)
             await context.abort(grpc.StatusCode.INTERNAL, "the emulator failed; its log has the traceback")
 
@@ -139,35 +128,29 @@ def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcM
     )
 
 
-def _route(rule: str, method: Method, handler: Callable[[Message], Any]) -> web.RouteDef:
+def _route(rule: str, method: Method, handler: Callable[[Message], Any]) -> Route:
     verb, path, body_field = [*rule.split(), ""][:3]
 
-    async def serve(request: web.Request) -> web.Response:
+    async def serve(call: Call) -> dict[str, Any]:
         message = method.request()
         if body_field:
-            parse_json(await request.read(), message if body_field == "*" else getattr(message, body_field))
-            if body_field != "*":
-                getattr(message, body_field).SetInParent()
+            part = message if body_field == "*" else getattr(message, body_field)
+            parse_dict(call.json(), part)
+            part.SetInParent()
         if body_field != "*":
-            parse_dict(_with_booleans(_query(request), message.DESCRIPTOR), message)
-        for name, value in request.match_info.items():
+            parse_dict(_with_booleans(_query(call), message.DESCRIPTOR), message)
+        for name, value in call.names.items():
             _set_path_field(message, name.split("__"), value)
-        response = await _call(handler, message)
-        return web.json_response(json_format.MessageToDict(response))
+        response: dict[str, Any] = json_format.MessageToDict(await answer(handler, message))
+        return response
 
-    return web.route(verb, VARIABLE.sub(_path_pattern, path), serve)
-
-
-def _path_pattern(variable: re.Match[str]) -> str:
-    """`{topic.name=projects/*/topics/*}` as aiohttp writes it; no name of Google's holds a slash or a colon."""
-    field, template = variable.groups()
-    return "{" + field.replace(".", "__") + ":" + template.replace("*", "[^/:]+") + "}"
+    return Route(verb, path, serve)
 
 
-def _query(request: web.Request) -> dict[str, Any]:
+def _query(call: Call) -> dict[str, Any]:
     """Query parameters as a request's JSON: dotted names nest; parameters of Google's front end are dropped."""
     body: dict[str, Any] = {}
-    for name, value in request.query.items():
+    for name, value in call.query.items():
         if name in SYSTEM_PARAMETERS:
             continue
         *parents, last = name.split(".")
@@ -182,7 +165,7 @@ def _query(request: web.Request) -> dict[str, Any]:
 
 
 def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
-    """Texts as booleans where the message has them: clients write true, True and 1 in query parameters."""
+    """Convert texts to booleans where the message has booleans: clients write true, True and 1."""
     fields = {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
     for name, value in query.items():
         field = fields.get(name)
