@@ -14,8 +14,8 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit.rpc import Message, abort
 from .backlog import Backlog, Delivery
-from .checks import check_modified_deadline, check_stream_deadline, invalid
 from .resources import Resources, Subscription, timestamp
+from .rules import check_modified_deadline, check_stream_deadline, invalid
 from .wakes import Wakes, wait
 
 PubsubMessage = types.PubsubMessage.pb()
@@ -122,6 +122,7 @@ class Puller:
                     yield response
             finally:
                 reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
                 for lease in outstanding.leases:
                     self._owners.pop(lease, None)
 

@@ -126,16 +126,6 @@ def check_stream_deadline(deadline_seconds: int) -> None:
     _check_range("stream_ack_deadline_seconds", deadline_seconds, ACK_DEADLINE_SECONDS)
 
 
-def check_mask(paths: Iterable[str], mutable: frozenset[str]) -> None:
-    """Refuse an update mask that is empty or names a field that cannot change."""
-    paths = list(paths)
-    if not paths:
-        raise invalid("update_mask is empty; expected the fields to change")
-    for path in paths:
-        if path.partition(".")[0] not in mutable:
-            raise invalid(f"update_mask names {path!r}, which cannot be changed; expected one of {sorted(mutable)}")
-
-
 def seconds(duration: Message) -> float:
     """A google.protobuf.Duration as a number."""
     return float(duration.seconds + duration.nanos / 1e9)
