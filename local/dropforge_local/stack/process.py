@@ -41,7 +41,7 @@ from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.emulators.workflows import WorkflowsEmulator
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 from . import deployment
 from .config import ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file

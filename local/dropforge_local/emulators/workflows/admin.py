@@ -11,8 +11,7 @@ from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2, json_format, timestamp_pb2
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine.engine import Engine, Revision, WorkflowRecord
-from workflows_engine.errors import DeployError, EngineError
+from workflows_engine import DeployError, Engine, EngineError, Revision, WorkflowRecord
 
 from ..kit.paging import Paging
 from ..kit.routing import Call, Route

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 from aiohttp import web
 
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 from ..kit import rpc
 from ..kit.routing import mount

@@ -8,7 +8,7 @@ from typing import Any
 from google.cloud.workflows.executions_v1.types import executions as api
 from google.protobuf import json_format
 
-from workflows_engine.engine import Engine, ExecutionRecord
+from workflows_engine import Engine, ExecutionRecord
 
 from ..kit.paging import Paging, read_token, write_token
 from ..kit.rpc import Message, method

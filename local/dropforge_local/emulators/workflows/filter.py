@@ -13,7 +13,7 @@ from typing import Any, Final
 from lark import v_args
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine.store import ExecutionRecord
+from workflows_engine import ExecutionRecord
 
 from ..kit.filters import Language, Meaning
 

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine import http
-from workflows_engine.engine import Engine, ExecutionRecord
-from workflows_engine.history import read_entries, step_entry
-from workflows_engine.values import from_json, to_json
+from workflows_engine import Engine, ExecutionRecord, from_json, parse_body, read_entries, step_entry, to_json
 
 from ..kit.paging import Paging
 from ..kit.routing import Call, Reply, Route
@@ -126,7 +123,7 @@ class Rest:
             call.method,
             headers,
             _query(call),
-            http.parse_body(call.body, call.headers.get("Content-Type", "")),
+            parse_body(call.body, call.headers.get("Content-Type", "")),
             call.request.path_qs,
         )
         if status == 200:

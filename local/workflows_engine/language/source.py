@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from .errors import DeployError, Problem
+from ..errors import DeployError, Problem
 
 MAX_DEPTH = 100
 

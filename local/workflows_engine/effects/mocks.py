@@ -1,19 +1,20 @@
-"""Canned answers for a workflow's calls, so that it can be tested without services (`run --mock FILE`).
+"""Canned answers for a workflow's calls, so that a test of the workflow needs no services.
 
-A mock file is a list (or a map with `calls`) of rules; the first that fits a call answers it:
+A mock file is a list of rules (or a map with `calls`). The first rule that fits a call answers the call:
 
-    - call: http.post                 # the function's name; * matches anything
+    - call: http.post                 # the function's name; * matches any text
       step: advance                   # the step's name (optional)
       where: {url: "*/provision"}     # arguments, texts with * (optional); `body.x` reaches into the body
-      responses:                      # one after another; `times: 2` or `times: always` repeats one
-        - body: {status: PENDING}     # http.*: body, code, headers; a code from 400 on is an HttpError
+      responses:                      # in this order; `times: 2` or `times: always` repeats a response
+        - body: {status: PENDING}     # http.*: body, code, headers; a code of 400 or more is an HttpError
           times: 2
         - raise: {tags: [ConnectionError], message: reset}
-          delay: 3                    # seconds until it answers
+          delay: 3                    # seconds before the answer
         - return: {code: 200, body: {status: RUNNING}, headers: {}}   # the call's whole value
 
-A rule without `responses` is itself one response, given always. `events.await_callback` takes `body` (and `headers`,
-`query`, `method`) or `timeout: true`. A call that no rule fits ends the execution with an error that says so.
+A rule without `responses` is itself a response that repeats always. `events.await_callback` takes `body` (and
+`headers`, `query`, `method`) or `timeout: true`. A call that no rule fits ends the execution with an error that names
+the call.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from . import effects, http
-from .errors import DeployError, InvalidArgument, WorkflowError
-from .limits import Limits
-from .machine import Wait
-from .source import Node, load
-from .values import NotJson, Value, to_json
+from ..errors import DeployError, InvalidArgument, WorkflowError
+from ..interpreter.answers import callback_value
+from ..interpreter.waits import Wait
+from ..language.source import Node, load
+from ..limits import Limits
+from ..values import NotJson, Value, to_json
+from .http import check_status, request_body
 
 Now = Callable[[], float]
 SleepUntil = Callable[[float], Awaitable[None]]
 
 
 class Mocks(Protocol):
-    """What the engine asks before it does anything for a wait."""
+    """Answers waits in the place of services; the engine asks it before it performs an effect."""
 
     async def answer(self, wait: Wait, now: Now, sleep_until: SleepUntil) -> tuple[bool, Value]:
-        """(True, value) to answer in the service's place; (False, None) to do nothing of the kind.
+        """(True, value) to answer the wait, (False, None) to leave it to the engine.
 
         Raises WorkflowError to answer with an error.
         """
@@ -47,7 +49,7 @@ class Mocks(Protocol):
 
 @dataclass
 class Recorded:
-    """A call that was answered: for assertions about what a workflow did."""
+    """A call that the mocks answered: for assertions in tests."""
 
     call: str
     step: str
@@ -73,7 +75,7 @@ class _Rule:
     def fits(self, wait: Wait, arguments: Mapping[str, Value]) -> bool:
         if not fnmatch.fnmatchcase(wait.call, self.call) or not fnmatch.fnmatchcase(wait.step, self.step):
             return False
-        return all(_matches(_reach(arguments, name), wanted) for name, wanted in self.where.items())
+        return all(_matches(_reach(arguments, name), pattern) for name, pattern in self.where.items())
 
     def next(self) -> _Response | None:
         given, self.given = self.given, self.given + 1
@@ -85,7 +87,7 @@ class _Rule:
 
 
 class ScriptedMocks:
-    """Rules as above, from text or from a value. `calls` holds every call that was answered, in order."""
+    """Answers by the rules of a mock file, given as text or as a value. `calls` records the answered calls in order."""
 
     def __init__(self, rules: str | Sequence[Mapping[str, Value]]) -> None:
         self.calls: list[Recorded] = []
@@ -112,7 +114,7 @@ class ScriptedMocks:
         if response.kind == "error":
             raise _error(response.value)
         if response.kind == "http":
-            return True, http.checked(response.value)
+            return True, check_status(response.value)
         if response.kind == "callback":
             return True, _callback(response.value, now())
         return True, response.value
@@ -129,15 +131,13 @@ def _unanswered(wait: Wait, arguments: Mapping[str, Value], *, exhausted: bool) 
 
 
 def _arguments(wait: Wait) -> Mapping[str, Value]:
-    """A call's arguments as its author wrote them, as far as they are kept."""
+    """A call's arguments as the workflow gave them; of an HTTP call, the request."""
     if wait.kind == "connector":
         arguments: Mapping[str, Value] = wait.detail["arguments"]
         return arguments
     if wait.kind != "http":
         return wait.detail
-    request = dict(wait.detail)
-    body = http.body_of(request)
-    return {**request, "body": body}
+    return {**wait.detail, "body": request_body(wait.detail)}
 
 
 def _reach(arguments: Mapping[str, Value], name: str) -> Value:
@@ -147,12 +147,12 @@ def _reach(arguments: Mapping[str, Value], name: str) -> Value:
     return value
 
 
-def _matches(value: Value, wanted: Value) -> bool:
-    if isinstance(wanted, str) and isinstance(value, str):
-        return fnmatch.fnmatchcase(value, wanted)
-    if isinstance(wanted, dict) and isinstance(value, dict):
-        return all(_matches(value.get(key), item) for key, item in wanted.items())
-    return bool(value == wanted)
+def _matches(value: Value, pattern: Value) -> bool:
+    if isinstance(pattern, str) and isinstance(value, str):
+        return fnmatch.fnmatchcase(value, pattern)
+    if isinstance(pattern, dict) and isinstance(value, dict):
+        return all(_matches(value.get(key), item) for key, item in pattern.items())
+    return bool(value == pattern)
 
 
 _RULE_KEYS = {"call", "step", "where", "responses"}
@@ -194,7 +194,7 @@ def _response(call: str, response: Any, where: str, times: int) -> _Response:
     if call == "events.await_callback" and set(parts) <= _CALLBACK_KEYS:
         return _Response("callback", parts, delay, count)
     raise InvalidArgument(
-        f"mock {where} for {call}: {sorted(parts)} is no response; expected return, raise, or body, code, headers"
+        f"mock {where} for {call}: {sorted(parts)} is not a response; expected return, raise, or body, code, headers"
     )
 
 
@@ -205,7 +205,7 @@ def _error(value: Value) -> WorkflowError:
 
 
 def _callback(parts: Mapping[str, Value], now: float) -> Value:
-    return effects.callback_value(
+    return callback_value(
         parts.get("method", "POST"), parts.get("headers", {}), parts.get("query", {}), parts.get("body"), "/mock", now
     )
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import decisions, stdlib
+from .. import decisions
+from ..errors import WorkflowError, system_error
+from ..values import UNSET, Function, Value, kind, to_json
+from . import stdlib
 from .emitter import Label
-from .errors import WorkflowError, system_error
 from .evaluation import constant, needs_check, unassigned
 from .expressions import Literal
+from .operators import truth
 from .program import CallSignal, Code, Evaluate, ForkSignal, Op, Program, Resume, Slots, WaitSignal
-from .values import UNSET, Function, Value, kind, to_json
 
 
 def always(to: int, slots: Slots) -> int:
@@ -325,20 +327,14 @@ def retry_now(attempt: int, to: int, slots: Slots, value: Value) -> int:
 
 
 def logical_op(left: Evaluate, operator: str, slot: int, right: int, done: int, slots: Slots) -> int:
-    value = boolean(left(slots), operator)
+    value = truth(left(slots), operator)
     slots[slot] = value
     return done if value is (operator == "or") else right
 
 
 def operand_op(right: Evaluate, operator: str, slot: int, done: int, slots: Slots) -> int:
-    slots[slot] = boolean(right(slots), operator)
+    slots[slot] = truth(right(slots), operator)
     return done
-
-
-def boolean(value: Value, operator: str) -> bool:
-    if type(value) is not bool:
-        raise system_error("TypeError", f"operand of '{operator}' must be a boolean; got: {kind(value)}")
-    return value
 
 
 def list_of_values(items: list[Evaluate | Literal]) -> Evaluate | Literal:

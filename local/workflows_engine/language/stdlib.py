@@ -22,9 +22,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import re2
 
-from .errors import WorkflowError, limit_error, system_error
-from .expressions import text_of
-from .values import INT_MAX, INT_MIN, Function, NotJson, Value, double_text, from_json, integer, kind, to_json
+from ..errors import WorkflowError, limit_error, system_error
+from ..values import INT_MAX, INT_MIN, Function, NotJson, Value, double_text, from_json, integer, kind, to_json
+from .operators import text_of
 
 REQUIRED: Final = object()
 Style = Literal["pure", "contextual", "blocking"]

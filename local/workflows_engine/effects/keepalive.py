@@ -1,6 +1,7 @@
-"""A small HTTP/1.1 client for plain `http://`: the engine's own services are on loopback, where it is most of a step.
+"""A small HTTP/1.1 client for plain `http://`.
 
-Keep-alive, Content-Length and chunked bodies, redirects, time-outs. `https://` goes to aiohttp, at twice the cost.
+The services of a local stack listen on loopback, where the HTTP client takes most of a step's time; aiohttp takes twice
+as long. This client does keep-alive, Content-Length and chunked bodies, redirects and time-outs. aiohttp does `https://`.
 """
 
 from __future__ import annotations
@@ -12,25 +13,18 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from .http import (
-    IDEMPOTENT,
-    AiohttpTransport,
-    HttpRequest,
-    HttpResponse,
-    canonical,
-    connection_broke,
-    connection_failed,
-    timeout_error,
-)
-from .limits import Limits
+from ..interpreter.http_requests import IDEMPOTENT
+from ..limits import Limits
+from .aiohttp_transport import AiohttpTransport
+from .http import HttpRequest, HttpResponse, connection_broke, connection_failed, join_headers, timeout_error
 
 MAX_HEAD: Final = 256 * 1024
 MAX_REDIRECTS: Final = 10
-IDLE_SECONDS: Final = 1.0  # gunicorn closes after 2 s idle; a POST that meets the close could not be sent again
+IDLE_SECONDS: Final = 1.0  # gunicorn closes after 2 s idle; a POST that meets the close must not be sent again
 
 
 class PooledTransport:
-    """The default transport of an engine: this module's client, and aiohttp for TLS."""
+    """The default transport of an engine: this module's client for `http://`, aiohttp for `https://`."""
 
     def __init__(self, response_bytes: int = Limits().response_bytes) -> None:
         self._response_bytes = response_bytes
@@ -66,13 +60,13 @@ class PooledTransport:
 
     async def _once(self, request: HttpRequest) -> HttpResponse:
         host, port, target = _address(request.url)
-        connection, used = await self._connect(request, host, port)
+        connection, is_used = await self._connect(request, host, port)
         try:
             response = await connection.exchange(_head(request, host, port, target), request)
         except _Closed as error:
-            if not (used and error.untouched and request.method in IDEMPOTENT):
+            if not (is_used and error.is_untouched and request.method in IDEMPOTENT):
                 raise connection_broke(request, error) from error
-            connection, _ = await self._connect(request, host, port, fresh=True)  # it was closed while it lay idle
+            connection, _ = await self._connect(request, host, port, fresh=True)  # the server closed the idle one
             try:
                 response = await connection.exchange(_head(request, host, port, target), request)
             except _Closed as again:
@@ -90,6 +84,7 @@ class PooledTransport:
     async def _connect(
         self, request: HttpRequest, host: str, port: int, *, fresh: bool = False
     ) -> tuple[_Connection, bool]:
+        """A connection, and whether an earlier request used it."""
         loop = asyncio.get_running_loop()
         idle = self._idle.get((host, port))
         while idle and not fresh:
@@ -98,22 +93,22 @@ class PooledTransport:
                 return connection, True
             connection.close()
         try:
-            _, made = await loop.create_connection(lambda: _Connection(self._response_bytes), host, port)
+            _, connection = await loop.create_connection(lambda: _Connection(self._response_bytes), host, port)
         except (OSError, UnicodeError) as error:
             raise connection_failed(request, error) from error
-        return made, False
+        return connection, False
 
 
 class _Closed(Exception):
-    """The connection ended before the response did; `untouched` if not a byte of it had come."""
+    """The connection ended before the response was complete; `is_untouched` if no byte of the response arrived."""
 
-    def __init__(self, why: str, *, untouched: bool) -> None:
-        super().__init__(why)
-        self.untouched = untouched
+    def __init__(self, reason: str, *, is_untouched: bool) -> None:
+        super().__init__(reason)
+        self.is_untouched = is_untouched
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time."""
+    """A connection; does a single exchange at a time."""
 
     def __init__(self, response_bytes: int) -> None:
         self.idle_since = 0.0
@@ -128,7 +123,7 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, head: bytes, request: HttpRequest) -> HttpResponse:
         if self._transport is None or self._transport.is_closing():
-            raise _Closed("the server closed the connection", untouched=True)
+            raise _Closed("the server closed the connection", is_untouched=True)
         self._method, self._head, self._body_at = request.method, None, 0
         self._buffer.clear()
         self._waiter = asyncio.get_running_loop().create_future()
@@ -149,7 +144,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None:
-            self.close()  # nothing was asked
+            self.close()  # no request is open, so the server broke the protocol
             return
         self._buffer += data
         try:
@@ -177,13 +172,13 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(response)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self.is_reusable = False
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(_Closed(why, untouched=not self._buffer))
+            self._waiter.set_exception(_Closed(reason, is_untouched=not self._buffer))
 
     def _parse(self, *, at_end: bool) -> HttpResponse | None:
-        """The response once all of it is in the buffer. Raises ValueError for what is not HTTP."""
+        """The response, or None while it is incomplete. Raises ValueError for bytes that are not HTTP."""
         if self._head is None and not self._parse_head():
             return None
         assert self._head is not None
@@ -196,14 +191,14 @@ class _Connection(asyncio.Protocol):
             chunks = _dechunk(body, start, self._response_bytes)
             return None if chunks is None else HttpResponse(status, headers, self._bounded(chunks))
         if (length := headers.get("Content-Length")) is not None:
-            wanted = int(length)
-            if wanted > self._response_bytes:
-                wanted = self._response_bytes + 1  # enough to refuse it
+            size = int(length)
+            if size > self._response_bytes:
+                size = self._response_bytes + 1  # a byte over the limit makes the caller refuse the response
                 self.is_reusable = False
-            if len(body) - start < wanted:
+            if len(body) - start < size:
                 return None
-            return HttpResponse(status, headers, bytes(body[start : start + wanted]))
-        self.is_reusable = False  # the body ends with the connection
+            return HttpResponse(status, headers, bytes(body[start : start + size]))
+        self.is_reusable = False  # without a length the body ends with the connection
         if at_end or len(body) - start > self._response_bytes:
             return HttpResponse(status, headers, self._bounded(bytes(body[start:])))
         return None
@@ -224,14 +219,11 @@ class _Connection(asyncio.Protocol):
         code = rest[:3]
         if not version.startswith("HTTP/1.") or not code.isdigit():
             raise ValueError(f"unexpected {lines[0][:60]!r}")
-        if code.startswith("1"):  # informational: the response is still to come
+        if code.startswith("1"):  # an informational response; the final response follows
             del self._buffer[: end + 4]
             return self._parse_head()
-        headers: dict[str, str] = {}
-        for line in lines[1:]:
-            name, _, value = line.partition(":")
-            name, value = canonical(name.strip()), value.strip()
-            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        pairs = (line.partition(":") for line in lines[1:])
+        headers = join_headers((name.strip(), value.strip()) for name, _, value in pairs)
         keep = headers.get("Connection", "").lower()
         if "close" in keep or (version == "HTTP/1.0" and "keep-alive" not in keep):
             self.is_reusable = False
@@ -240,7 +232,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _dechunk(buffer: bytearray, at: int, limit: int) -> bytes | None:
-    """A chunked body if it is complete (or over the limit), else None."""
+    """A chunked body if it is complete or over the limit, else None."""
     body = bytearray()
     while True:
         line = buffer.find(b"\r\n", at)
@@ -283,7 +275,7 @@ def _head(request: HttpRequest, host: str, port: int, target: str) -> bytes:
 
 
 def _redirected(request: HttpRequest, status: int, location: str) -> HttpRequest:
-    """The request that a redirect asks for; another host does not get our token."""
+    """The request that follows a redirect. It carries no token or cookie to another host."""
     url = urllib.parse.urljoin(request.url, location)
     headers = dict(request.headers)
     if urllib.parse.urlsplit(url).netloc != urllib.parse.urlsplit(request.url).netloc:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from .values import UNSET, Sizer, Value
+from ..values import UNSET, Sizer, Value
 
 Slots: TypeAlias = list[Any]
 Evaluate: TypeAlias = Callable[[Slots], Value]

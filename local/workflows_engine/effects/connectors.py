@@ -1,7 +1,7 @@
-"""`googleapis.*` calls: methods of Google's discovery documents, sent as REST, long-running operations awaited.
+"""`googleapis.*` calls: methods of Google's discovery documents, sent as REST; long-running operations are polled.
 
-The documents come with google-api-python-client where that is installed, or from `load`. A call goes through phases
-that are kept in its wait's detail, so that a restart goes on polling the operation instead of starting another.
+The documents come from `load`, or from the package google-api-python-client if it is installed. The wait's detail
+records the phase of a call, so that after a restart the engine polls the same operation instead of starting another.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import json
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import http, stdlib
-from .errors import WorkflowError, system_error
-from .machine import Wait
-from .values import Value, kind, to_json
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..errors import WorkflowError, system_error
+from ..interpreter.http_requests import CLOUD_SCOPE, IDEMPOTENT, USER_AGENT, with_query
+from ..interpreter.waits import Wait
+from ..language import stdlib
+from ..values import Value, kind, to_json
+from .http import HttpCaller
 
 Document = Mapping[str, Any]
-LoadDocument = Callable[[str, str], Document | None]  # by API and version; None for one that is unknown
-DEFAULT_TIMEOUT = 1800.0  # seconds for the whole of a call that awaits an operation
+LoadDocument = Callable[[str, str], Document | None]  # by API and version; None if there is no such document
+DEFAULT_TIMEOUT = 1800.0  # seconds for a whole call, with the operation that it waits for
 MAX_TIMEOUT = 31_536_000.0
 REQUEST_TIMEOUT = 1800.0
 POLLING = {"initial_delay": 1.0, "multiplier": 1.25, "max_delay": 60.0}
@@ -37,14 +36,14 @@ _HELPERS = ("accessString", "addVersionString")
 
 @dataclass(frozen=True)
 class Later:
-    """A call is not done: `wait` says how far it is and when to go on."""
+    """The call is not done: `wait` holds its phase, and is due when the next phase begins."""
 
     wait: Wait
 
 
 @dataclass(frozen=True)
 class Method:
-    """An API method as its discovery document gives it."""
+    """An API method, from its discovery document."""
 
     call: str
     api: str
@@ -55,41 +54,48 @@ class Method:
     has_body: bool
     is_long_running: bool
     version_path: str = ""
-    scopes: tuple[str, ...] = field(default=())
 
 
 class Connectors:
     """Performs connector calls. `endpoints`: base URLs that replace Google's, by API name (run, container, …)."""
 
-    def __init__(self, endpoints: Mapping[str, str], load: LoadDocument | None = None) -> None:
-        self.endpoints = dict(endpoints)
+    def __init__(
+        self,
+        http: HttpCaller,
+        now: Callable[[], float],
+        endpoints: Mapping[str, str],
+        load: LoadDocument | None = None,
+    ) -> None:
+        self._http = http
+        self._now = now
+        self._endpoints = dict(endpoints)
         self._load = load or _installed_document
 
     def may_repeat(self, wait: Wait, repeatable: Callable[[str], bool]) -> bool:
-        """True if what is in flight may be sent again: polling, reading, or to a host that knows our key."""
+        """True if sending the request in flight again is harmless: it polls, reads, or its host honours keys."""
         if wait.detail.get("operation") is not None:
             return True
         try:
-            method = self.method(_api_call(wait)[0])
+            method = self._method(_api_call(wait)[0])
         except WorkflowError:
-            return True  # nothing will be sent
-        return method.verb in http.IDEMPOTENT or repeatable(self._root(method, {}))
+            return True  # the call fails before it sends a request
+        return method.verb in IDEMPOTENT or repeatable(self._root(method, {}))
 
-    async def perform(self, engine: Engine, wait: Wait, effect_id: str) -> Value | Later:
-        """Go on with a call from where its detail says it is."""
+    async def perform(self, wait: Wait, effect_id: str) -> Value | Later:
+        """Do the phase of the call that the wait's detail records. Raises WorkflowError."""
         arguments = wait.detail["arguments"]
         params = _connector_params(wait.call, arguments.get("connector_params"))
         try:
             if (operation := wait.detail.get("operation")) is not None:
-                return await self._poll(engine, wait, params, operation, effect_id)
-            return await self._call(engine, wait, params, effect_id)
+                return await self._poll(wait, params, operation, effect_id)
+            return await self._call(wait, params, effect_id)
         except WorkflowError as error:
-            if (later := self._retry(engine, wait, error)) is not None:
+            if (later := self._retry(wait, error)) is not None:
                 return later
             raise
 
-    def method(self, call: str) -> Method:
-        """The method that a name such as googleapis.run.v2.projects.locations.jobs.run means."""
+    def _method(self, call: str) -> Method:
+        """The method of a name such as googleapis.run.v2.projects.locations.jobs.run. Raises WorkflowError."""
         parts = call.split(".")
         if parts[0] != "googleapis" or len(parts) < 5:
             raise system_error("SystemError", f"{call} is not emulated; mock it, or call the API with http.*")
@@ -98,20 +104,20 @@ class Connectors:
             raise system_error(
                 "SystemError",
                 f"{call}: no discovery document of {parts[1]} {parts[2]}; "
-                "install google-api-python-client, or mock the call (dropforge workflows run --mock)",
+                "install google-api-python-client, or mock the call",
             )
         return _find(document, call, parts)
 
-    async def _call(self, engine: Engine, wait: Wait, params: Mapping[str, Value], effect_id: str) -> Value | Later:
+    async def _call(self, wait: Wait, params: Mapping[str, Value], effect_id: str) -> Value | Later:
         call, arguments = _api_call(wait)
-        method = self.method(call)
+        method = self._method(call)
         request = self._request(method, arguments, params)
-        answer = await _send(engine, request, effect_id, wait.call)
+        answer = (await self._http.call(request, effect_id))["body"]
         if wait.call.endswith("accessString"):
             return _secret_text(wait.call, answer)
         if not method.is_long_running or params.get("skip_polling") is True or _is_done(wait.call, answer):
-            return _finished(wait.call, answer) if method.is_long_running else answer
-        now = engine.now()
+            return _operation_result(wait.call, answer) if method.is_long_running else answer
+        now = self._now()
         delay = params["polling"]["initial_delay"]
         detail = {
             **wait.detail,
@@ -123,15 +129,13 @@ class Connectors:
         }
         return Later(replace(wait, detail=detail, due=now + delay))
 
-    async def _poll(
-        self, engine: Engine, wait: Wait, params: Mapping[str, Value], operation: str, effect_id: str
-    ) -> Value | Later:
-        detail, now = wait.detail, engine.now()
-        request = _prepared("GET", operation, None, params)
+    async def _poll(self, wait: Wait, params: Mapping[str, Value], operation: str, effect_id: str) -> Value | Later:
+        detail, now = wait.detail, self._now()
+        request = _stored_request("GET", operation, None, params)
         polls = detail["polls"] + 1
-        answer = await _send(engine, request, f"{effect_id}-{polls}", wait.call)
+        answer = (await self._http.call(request, f"{effect_id}-{polls}"))["body"]
         if _is_done(wait.call, answer):
-            return _finished(wait.call, answer)
+            return _operation_result(wait.call, answer)
         if now >= detail["deadline"]:
             raise system_error("TimeoutError", f"{wait.call}: the operation took longer than {params['timeout']:g} s")
         policy = params["polling"]
@@ -139,22 +143,22 @@ class Connectors:
         detail = {**detail, "delay": delay, "polls": polls, "tries": 0}
         return Later(replace(wait, detail=detail, due=min(now + delay, detail["deadline"])))
 
-    def _retry(self, engine: Engine, wait: Wait, error: WorkflowError) -> Later | None:
-        """Connectors retry by themselves: reads by the idempotent policy, the rest by the other one."""
+    def _retry(self, wait: Wait, error: WorkflowError) -> Later | None:
+        """Connectors retry without a policy of the workflow: reads by the idempotent policy, writes by the other."""
         tries = wait.detail.get("tries", 0)
         try:
-            reads = wait.detail.get("operation") is not None or self.method(_api_call(wait)[0]).verb == "GET"
+            is_read = wait.detail.get("operation") is not None or self._method(_api_call(wait)[0]).verb == "GET"
         except WorkflowError:
             return None
-        predicate = stdlib.default_retry_predicate if reads else stdlib.default_retry_predicate_non_idempotent
+        predicate = stdlib.default_retry_predicate if is_read else stdlib.default_retry_predicate_non_idempotent
         if tries >= 5 or not predicate(error.value):
             return None
         backoff = stdlib.DEFAULT_BACKOFF
         delay = min(backoff["initial_delay"] * backoff["multiplier"] ** tries, backoff["max_delay"])
-        return Later(replace(wait, detail={**wait.detail, "tries": tries + 1}, due=engine.now() + delay))
+        return Later(replace(wait, detail={**wait.detail, "tries": tries + 1}, due=self._now() + delay))
 
     def _root(self, method: Method, arguments: Mapping[str, Value]) -> str:
-        if (override := self.endpoints.get(method.api)) is not None:
+        if (override := self._endpoints.get(method.api)) is not None:
             return override.rstrip("/") + "/"
         location = arguments.get("location")
         if method.api == "run" and method.call.split(".")[2] == "v1" and isinstance(location, str):
@@ -164,7 +168,7 @@ class Connectors:
     def _request(self, method: Method, arguments: Mapping[str, Value], params: Mapping[str, Value]) -> dict[str, Value]:
         given = {name: value for name, value in arguments.items() if name not in ("connector_params", "body")}
         if method.call.split(".")[1:3] == ["run", "v1"]:
-            given.pop("location", None)  # picks the regional endpoint
+            given.pop("location", None)  # `_root` uses it to choose the regional endpoint
         for name in given:
             if name not in method.parameters:
                 known = ", ".join(sorted(method.parameters))
@@ -175,9 +179,9 @@ class Connectors:
         query = {name: value for name, value in given.items() if method.parameters[name].get("location") == "query"}
         url = urllib.parse.urljoin(self._root(method, arguments), path)
         if query:
-            url = http.with_query(url, query)
+            url = with_query(url, query)
         body = arguments.get("body", {}) if method.has_body else None
-        return _prepared(method.verb, url, body, params)
+        return _stored_request(method.verb, url, body, params)
 
     def _operation_url(self, method: Method, arguments: Mapping[str, Value], operation: Mapping[str, Value]) -> str:
         root = self._root(method, arguments)
@@ -194,12 +198,8 @@ class Connectors:
         return urllib.parse.urljoin(root, f"{method.version_path}{name}")
 
 
-def _installed_document(api: str, version: str) -> Document | None:
-    return _read_installed(api, version)
-
-
 @lru_cache(32)
-def _read_installed(api: str, version: str) -> Document | None:
+def _installed_document(api: str, version: str) -> Document | None:
     spec = importlib.util.find_spec("googleapiclient")
     if spec is None or not spec.submodule_search_locations or not re.fullmatch(r"\w+\.\w+", f"{api}.{version}"):
         return None
@@ -211,21 +211,21 @@ def _find(document: Document, call: str, parts: list[str]) -> Method:
     node: Mapping[str, Any] = document
     for name in parts[3:-1]:
         node = node.get("resources", {}).get(name, {})
-    found = node.get("methods", {}).get(parts[-1])
-    if found is None:
+    method = node.get("methods", {}).get(parts[-1])
+    if method is None:
         raise system_error("SystemError", f"{call}: {parts[1]} {parts[2]} has no such method")
-    path = found.get("path", "")
+    path = method.get("path", "")
     version = re.match(r"v\d\w*/", path)
+    returns_operation = bool(_OPERATION.match(method.get("response", {}).get("$ref", "")))
     return Method(
         call=call,
         api=parts[1],
-        verb=found["httpMethod"],
+        verb=method["httpMethod"],
         root=document["rootUrl"],
         path=document.get("servicePath", "") + path,
-        parameters={**document.get("parameters", {}), **found.get("parameters", {})},
-        has_body="request" in found,
-        is_long_running=bool(_OPERATION.match(found.get("response", {}).get("$ref", "")))
-        and found["httpMethod"] != "GET",
+        parameters={**document.get("parameters", {}), **method.get("parameters", {})},
+        has_body="request" in method,
+        is_long_running=returns_operation and method["httpMethod"] != "GET",
         version_path=document.get("servicePath", "") + (version.group() if version else ""),
     )
 
@@ -254,7 +254,7 @@ def _connector_params(call: str, params: Value) -> dict[str, Value]:
             "ValueError", f"{call}: connector_params.timeout must be above 0 and at most {MAX_TIMEOUT:g}"
         )
     polling = {**POLLING, **(params.get("polling_policy") or {})}
-    scopes = params.get("scopes") or http.CLOUD_SCOPE
+    scopes = params.get("scopes") or CLOUD_SCOPE
     return {
         "timeout": float(timeout),
         "polling": polling,
@@ -263,11 +263,11 @@ def _connector_params(call: str, params: Value) -> dict[str, Value]:
     }
 
 
-def _prepared(verb: str, url: str, body: Value, params: Mapping[str, Value]) -> dict[str, Value]:
+def _stored_request(verb: str, url: str, body: Value, params: Mapping[str, Value]) -> dict[str, Value]:
     request: dict[str, Value] = {
         "method": verb,
         "url": url,
-        "headers": {"User-Agent": http.USER_AGENT},
+        "headers": {"User-Agent": USER_AGENT},
         "timeout": min(REQUEST_TIMEOUT, params["timeout"]),
         "auth": ["OAuth2", params["scopes"]],
     }
@@ -275,12 +275,6 @@ def _prepared(verb: str, url: str, body: Value, params: Mapping[str, Value]) -> 
         request["headers"]["Content-Type"] = "application/json"
         request["body"] = base64.b64encode(to_json(body).encode("utf-8", "replace")).decode()
     return request
-
-
-async def _send(engine: Engine, request: Mapping[str, Value], effect_id: str, call: str) -> Value:
-    bound = http.bind(request, effect_id, call, engine.token)
-    result = http.result_of(await engine.send(bound), engine.limits)
-    return result["body"]
 
 
 def _is_done(call: str, operation: Value) -> bool:
@@ -291,8 +285,8 @@ def _is_done(call: str, operation: Value) -> bool:
     return operation.get("done") is True or operation.get("status") == "DONE"
 
 
-def _finished(call: str, operation: Value) -> Value:
-    """What a done operation stands for; a failed one is an OperationError."""
+def _operation_result(call: str, operation: Value) -> Value:
+    """The response of a done operation. Raises OperationError if the operation failed."""
     if operation.get("error"):
         raise system_error(
             "OperationError",
@@ -304,7 +298,7 @@ def _finished(call: str, operation: Value) -> Value:
 
 
 def _api_call(wait: Wait) -> tuple[str, dict[str, Value]]:
-    """The API method behind a call, and its arguments: a connector's helpers stand for other methods."""
+    """(API method, arguments) behind a call: a connector's helper is short for another method."""
     arguments: dict[str, Value] = dict(wait.detail["arguments"])
     helper = wait.call.rsplit(".", 1)[-1]
     if not wait.call.startswith("googleapis.secretmanager.v1.projects.secrets") or helper not in _HELPERS:

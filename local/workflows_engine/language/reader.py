@@ -1,129 +1,37 @@
-"""Nodes to steps: the shape of a workflow, checked. Names and expressions are the compiler's business."""
+"""Reads routines and steps from source nodes, and reports every mistake in their shape."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .errors import Problem
+from ..errors import Problem
+from ..limits import Limits
 from .expressions import ExpressionError, Target, parse_target
-from .limits import Limits
 from .source import Node
+from .syntax import (
+    Assign,
+    Call,
+    Except,
+    For,
+    Parallel,
+    Raise,
+    Retry,
+    Return,
+    Routine,
+    Step,
+    Steps,
+    Switch,
+    Try,
+    is_expression,
+)
 
 ACTIONS: Final = ("assign", "call", "switch", "for", "parallel", "try", "raise", "return", "steps")
 _COMPANIONS: Final = {"args": "call", "result": "call", "retry": "try", "except": "try"}
 _KEYS: Final = {*ACTIONS, *_COMPANIONS, "next"}
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-RESERVED: Final = {"end", "break", "continue"}
-
-
-@dataclass(slots=True)
-class Step:
-    """One step. `name` is empty for the inline body of a switch entry, `try` or `except`."""
-
-    name: str
-    node: Node
-    action: Assign | Call | Switch | For | Parallel | Try | Raise | Return | Steps | None
-    next: str | None = None
-    next_node: Node | None = None
-
-
-@dataclass(slots=True)
-class Assign:
-    items: list[tuple[Target, Node, Node]]  # target, its key node, value node
-
-
-@dataclass(slots=True)
-class Call:
-    function: str
-    node: Node
-    arguments: dict[str, Node]
-    result: Target | None
-    positional: list[Node] = field(default_factory=list)  # what a list of args gives; named once the callee is known
-
-
-@dataclass(slots=True)
-class Switch:
-    conditions: list[tuple[Node, list[Step]]]
-
-
-@dataclass(slots=True)
-class For:
-    value: str
-    index: str | None
-    node: Node
-    in_: Node | None
-    range: tuple[Node, Node] | Node | None
-    steps: list[Step]
-
-
-@dataclass(slots=True)
-class Parallel:
-    node: Node
-    shared: list[tuple[str, Node]]
-    limit: Node | None
-    branches: list[tuple[str, list[Step], Node]]
-    loop: For | None
-
-
-@dataclass(slots=True)
-class Retry:
-    node: Node
-    policy: Node | None  # the whole policy as one expression
-    predicate: Node | None = None
-    max_retries: Node | None = None
-    backoff: Node | None = None  # the whole backoff as one expression
-    initial_delay: Node | None = None
-    max_delay: Node | None = None
-    multiplier: Node | None = None
-
-
-@dataclass(slots=True)
-class Except:
-    node: Node
-    variable: str | None
-    steps: list[Step]
-
-
-@dataclass(slots=True)
-class Try:
-    steps: list[Step]
-    retry: Retry | None
-    handler: Except | None
-
-
-@dataclass(slots=True)
-class Raise:
-    value: Node
-
-
-@dataclass(slots=True)
-class Return:
-    value: Node
-
-
-@dataclass(slots=True)
-class Steps:
-    steps: list[Step]
-
-
-@dataclass(slots=True)
-class Routine:
-    """main or a subworkflow. A parameter's default is a node, or None where the argument is required."""
-
-    name: str
-    node: Node
-    parameters: list[tuple[str, Node | None]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-
-
-def is_expression(node: Node) -> bool:
-    if node.kind != "scalar" or type(node.value) is not str:
-        return False
-    text = node.value.strip()
-    return text.startswith("${") and text.endswith("}")
+_RESERVED: Final = {"end", "break", "continue"}
 
 
 class Reader:
@@ -203,7 +111,7 @@ class Reader:
             self._step = key.raw
             if key.raw in seen:
                 self.problem(f"duplicate step name {key.raw!r}", key)
-            if key.raw in RESERVED or not key.raw:
+            if key.raw in _RESERVED or not key.raw:
                 self.problem(f"{key.raw!r} cannot be a step's name", key)
             seen.add(key.raw)
             if (step := self._body(key.raw, key, body)) is not None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..language.program import Mark, Program
+from ..values import Value
 from .machine import ENDED, FAILED, FORKED, LOGGED, POP, PUSH, RESUMED
-from .program import Mark, Program
-from .values import Value
 
 _PROGRESS = {
     "STEP_FOR": "PROGRESS_TYPE_FOR",

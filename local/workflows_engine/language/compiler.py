@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import decisions, stdlib, syntax
+from .. import decisions
+from ..errors import DeployError, Problem
+from ..limits import Limits
+from ..values import Function, Value
 from . import instructions as ops
+from . import stdlib, syntax
 from .declarations import Declarations
 from .emitter import Emitter, Label
-from .errors import DeployError, Problem
 from .evaluation import Evaluation, Slot, Tree, constant
 from .expressions import (
     Binary,
@@ -32,17 +35,16 @@ from .expressions import (
     dotted,
     parse,
 )
-from .limits import Limits
 from .program import Code, Evaluate, ForkSignal, Mark, Program, Resume, ReturnSignal, Slots, WaitSignal
+from .reader import Reader
 from .scopes import Scope, new_slot
 from .source import Node, load
-from .values import Function, Value
 
 
 def compile_source(text: str, limits: Limits) -> tuple[Program, list[Problem]]:
     """The program and its warnings. Raises DeployError with every problem found."""
     root = load(text, max_bytes=limits.source_bytes, max_nodes=limits.nodes)
-    reader = syntax.Reader(limits)
+    reader = Reader(limits)
     routines = reader.read(root)
     compiler = _Compiler(routines, limits, reader.problems)
     program = compiler.compile()

@@ -1,93 +1,41 @@
-"""One execution's interpreter: threads of frames over compiled code, and nothing that cannot be written down.
+"""The interpreter of an execution: threads of frames over compiled code.
 
-Pure: it knows no clock, network or database. `run` goes on until every thread waits; what it wants from outside is in
-`waits`, `new_callbacks`, `logs`; `complete` brings an answer. `snapshot` and `Machine.restore` are inverse.
+A machine is pure: it knows no clock, network or database. `run` continues until every thread waits. The machine leaves
+its requests to the outside in `waits`, `new_callbacks` and `logs`; `complete` brings an answer. `snapshot` writes the
+machine's whole state, and `restore` reads it.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import decisions, http
-from .errors import WorkflowError, limit_error, system_error
-from .limits import Limits
-from .program import CallSignal, Code, ForkSignal, Program, ReturnSignal, Slots, WaitSignal
-from .values import UNSET, NotJson, Sizer, Value, kind, memory_error, restore, store, to_json
+from .. import decisions
+from ..errors import WorkflowError, limit_error, system_error
+from ..language.program import CallSignal, Code, ForkSignal, Program, ReturnSignal, Slots, WaitSignal
+from ..limits import Limits
+from ..values import UNSET, NotJson, Sizer, Value, kind, memory_error, to_json
+from .answers import error_of
+from .http_requests import is_external
+from .snapshots import Snapshots
+from .threads import Frame, Join, Thread
+from .waits import Wait, WaitFactory
 
-SLICE_STEPS: Final = 2000  # steps between looks at the clock, the total of memory and other executions
+SLICE_STEPS: Final = 2000  # steps before the machine checks its total memory, and other executions may run
 CALLBACK_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 SEVERITIES: Final = ("DEFAULT", "DEBUG", "INFO", "NOTICE", "WARNING", "ERROR", "CRITICAL", "ALERT", "EMERGENCY")
-RUN_EXECUTION: Final = "googleapis.workflowexecutions.v1.projects.locations.workflows.executions.run"
-REFERENCE_BYTES: Final = 4096  # values from this size on are stored once, and not again while they do not change
 
 # Codes in the event log, beside the marks of steps (see history.py).
 PUSH, POP, FAILED, LOGGED, FORKED, ENDED, RESUMED = -1, -2, -3, -4, -5, -6, -7
 
 
-class Frame:
-    """A running routine or branch: its code, where it is, and its variables."""
-
-    __slots__ = ("code", "pc", "slots")
-
-    def __init__(self, code: Code, slots: Slots, pc: int = 0) -> None:
-        self.code = code
-        self.slots = slots
-        self.pc = pc
-
-
-@dataclass
-class Wait:
-    """What a thread stopped for. `seq` numbers the thread's waits: an answer to an older one is stale."""
-
-    thread: int
-    seq: int
-    kind: str  # http, connector, sleep, callback, execution
-    call: str
-    detail: dict[str, Value] = field(default_factory=dict)
-    due: float | None = None
-    ref: str | None = None  # the callback or execution waited for
-    step: str = ""
-
-
-@dataclass
-class Join:
-    """A parallel step in progress."""
-
-    codes: list[str]
-    count: int
-    limit: int | None
-    items: list[Value] | None
-    start: Value
-    next: int = 0
-    running: int = 0
-    errors: list[tuple[int, dict[str, Value]]] = field(default_factory=list)
-    failed: int = 0
-
-
-class Thread:
-    """main, or a parallel branch or iteration."""
-
-    __slots__ = ("branch", "depth", "frames", "id", "join", "nesting", "parent", "seq", "waiting")
-
-    def __init__(self, id_: int, parent: int | None, branch: int, frames: list[Frame]) -> None:
-        self.id = id_
-        self.parent = parent
-        self.branch = branch
-        self.frames = frames
-        self.seq = 0
-        self.waiting = False
-        self.join: Join | None = None
-        self.depth = 0  # frames below this thread's own
-        self.nesting = 0  # parallel steps around it
-
-
 class Machine:
-    """An execution. `outcome` is None until it has ended, then ("SUCCEEDED", JSON) or ("FAILED", error)."""
+    """An execution. `outcome` is None until it has ended, then ("SUCCEEDED", JSON) or ("FAILED", error).
+
+    `new_id` makes the ids of callbacks and of `uuid.generate`; a simulation passes its own.
+    """
 
     def __init__(
         self,
@@ -99,6 +47,7 @@ class Machine:
         limits: Limits,
         now: Callable[[], float],
         sizer: Sizer | None = None,
+        new_id: Callable[[], str] = lambda: str(uuid.uuid4()),
     ) -> None:
         self.program = program
         self.execution = execution
@@ -114,18 +63,19 @@ class Machine:
         self.external_steps = 0
         self._environment = environment
         self._callback_base_url = callback_base_url
+        self._new_id = new_id
+        self._wait_factory = WaitFactory(execution, limits)
+        self._snapshots = Snapshots(program, self.sizer)
         self._threads: dict[int, Thread] = {}
         self._ready: deque[int] = deque()
         self._next_thread = 0
-        self._references: dict[int, tuple[Value, int]] = {}
-        self._next_reference = 0
         self._last_steps: list[dict[str, str]] = []
         self._current_events: list[Any] = []
 
-    # Driving it
+    # For the engine
 
     def start(self, argument: Value) -> None:
-        """Begin main with the execution's argument."""
+        """Begin `main` with the execution's argument."""
         try:
             self.sizer.check(argument)
         except WorkflowError as error:
@@ -134,8 +84,8 @@ class Machine:
         code = self.program.main
         slots = code.new_slots()
         for position, (_, slot, default) in enumerate(code.parameters):
-            given = argument is not None and position == 0
-            slots[slot] = argument if given else default(slots)
+            is_given = argument is not None and position == 0
+            slots[slot] = argument if is_given else default(slots)
         self._new_thread(None, 0, code, slots)
 
     @property
@@ -143,13 +93,13 @@ class Machine:
         return bool(self._ready) and self.outcome is None
 
     def run(self, steps: int = SLICE_STEPS) -> None:
-        """Run ready threads, each until it waits or ends, for about so many steps."""
+        """Run ready threads, each until it waits or ends, for about `steps` steps."""
         self.program.runtime = self
         budget = self.steps + steps
         while self._ready and self.outcome is None and self.steps < budget:
             thread = self._threads[self._ready[0]]
             if self._run_thread(thread, budget):
-                self._ready.rotate(-1)  # it has more to do, after the others
+                self._ready.rotate(-1)  # the thread continues after the other threads
             else:
                 self._ready.remove(thread.id)
         if self.outcome is None:
@@ -159,7 +109,7 @@ class Machine:
                 self.fail(limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}"))
 
     def complete(self, thread_id: int, seq: int, value: Value, error: bool = False) -> bool:
-        """Answer a wait. False if nothing waits for this answer any more."""
+        """Answer a wait. False if the thread no longer waits for this answer."""
         thread = self._threads.get(thread_id)
         if self.outcome is not None or thread is None or not thread.waiting or thread.seq != seq:
             return False
@@ -169,7 +119,7 @@ class Machine:
         frame = thread.frames[-1]
         try:
             if error:
-                raise self._answered_error(value)
+                raise error_of(value)
             frame.pc = frame.code.resumes[frame.pc](frame.slots, value)
         except WorkflowError as failure:
             if not self._throw(thread, failure):
@@ -177,20 +127,12 @@ class Machine:
         self._ready.append(thread_id)
         return True
 
-    def is_waiting(self, thread_id: int, seq: int) -> bool:
-        thread = self._threads.get(thread_id)
-        return self.outcome is None and thread is not None and thread.waiting and thread.seq == seq
-
     def fail(self, error: WorkflowError) -> None:
         """End the execution with an error that no step can catch."""
         if 0 in self._threads and not error.trace:
-            error.trace = [self._mark_at(frame) for frame in reversed(self._threads[0].frames)]
+            error.trace = [frame.mark for frame in reversed(self._threads[0].frames)]
             self._last_steps = self._step_at(error.trace[0])
         self.outcome = ("FAILED", self.describe(error))
-
-    @staticmethod
-    def _answered_error(value: Value) -> WorkflowError:
-        return WorkflowError(value["value"], context=value.get("context"), catchable=value.get("catchable", True))
 
     def _new_thread(self, parent: Thread | None, branch: int, code: Code, slots: Slots) -> Thread:
         thread = Thread(self._next_thread, parent.id if parent else None, branch, [Frame(code, slots)])
@@ -205,7 +147,7 @@ class Machine:
     # The interpreter
 
     def _run_thread(self, thread: Thread, budget: int) -> bool:
-        """Run one thread. True if it could go on, False if it waits, joins or has ended."""
+        """Run a thread. True if its budget is used up, False if it waits, joins or has ended."""
         events: list[Any] = [thread.id]
         self._current_events = events
         self.events.append(events)
@@ -220,14 +162,14 @@ class Machine:
             except WorkflowError as error:
                 if not self._throw(thread, error, events):
                     return False
-            except Exception as error:  # noqa: BLE001  # an engine defect must fail this execution, not all of them
+            except Exception as error:  # noqa: BLE001  # a defect of the engine must fail only this execution
                 failure = system_error("SystemError", f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
                 if not self._throw(thread, failure, events):
                     return False
 
     def _run_frame(self, frame: Frame, events: list[Any], budget: int) -> Any:
-        """The inner loop: instructions of one frame until a signal, or None when the budget is used up."""
+        """The inner loop: run a frame's instructions until a signal; None when the budget is used up."""
         code, slots, pc = frame.code, frame.slots, frame.pc
         ops, marks, table, now = code.ops, code.marks, self.program.marks, self.now
         append = events.append
@@ -253,7 +195,7 @@ class Machine:
             self.steps = steps
 
     def _signal(self, thread: Thread, frame: Frame, signal: Any, events: list[Any]) -> bool:
-        """Do what an instruction asked for. False if the thread cannot go on now."""
+        """Handle an instruction's signal. False if the thread waits, joins or has ended."""
         if type(signal) is CallSignal:
             if thread.depth + len(thread.frames) >= self.limits.call_depth:
                 raise system_error("RecursionError", f"call stack depth limit exceeded: {self.limits.call_depth}")
@@ -280,14 +222,14 @@ class Machine:
         return True
 
     def _throw(self, thread: Thread, error: WorkflowError, events: list[Any] | None = None) -> bool:
-        """Give an error to the nearest handler. False if it ended the thread."""
+        """Pass an error to the nearest handler. False if no handler took it, which ends the thread."""
         if events is None:
             events = [thread.id]
             self.events.append(events)
         events += (FAILED, self.now(), _payload(error.value))
         while True:
             frame = thread.frames[-1]
-            error.trace.append(self._mark_at(frame))
+            error.trace.append(frame.mark)
             handler = frame.code.handlers[frame.pc] if error.catchable else None
             if handler is not None:
                 frame.pc, slot = handler
@@ -301,12 +243,8 @@ class Machine:
         self._fail_thread(thread, error)
         return False
 
-    @staticmethod
-    def _mark_at(frame: Frame) -> int:
-        return frame.code.owners[frame.pc]
-
     def _end_thread(self, thread: Thread, value: Value) -> None:
-        last = self._mark_at(thread.frames[-1])
+        last = thread.frames[-1].mark
         del self._threads[thread.id]
         if thread.parent is None:
             self._last_steps = self._step_at(last)
@@ -331,7 +269,7 @@ class Machine:
         self._joined(parent)
 
     def _succeed(self, value: Value, last: int) -> None:
-        """End with main's value; `last` is the mark of the step that gave it."""
+        """End with the value of `main`; `last` is the mark of the step that returned it."""
         try:
             text = to_json(value)
             if len(text.encode("utf-8", "replace")) > self.limits.result_bytes:
@@ -363,7 +301,7 @@ class Machine:
             self._fill()
 
     def _fill(self) -> None:
-        """Start branches wherever their step's limit and the execution's allow."""
+        """Start branches while the limit of their step and the limit of the execution allow."""
         active = sum(1 for thread in self._threads.values() if thread.parent is not None and thread.join is None)
         for thread in list(self._threads.values()):
             join = thread.join
@@ -396,7 +334,7 @@ class Machine:
         self._fill()
 
     def _finish_join(self, thread: Thread) -> bool:
-        """All branches have ended: go on, or throw what they threw. False if that ended the thread."""
+        """Continue after all branches have ended, or throw their errors. False if an error ended the thread."""
         join = thread.join
         assert join is not None
         thread.join = None
@@ -417,56 +355,16 @@ class Machine:
     # Waiting
 
     def _wait(self, thread: Thread, signal: WaitSignal, frame: Frame) -> None:
-        mark = self.program.marks[self._mark_at(frame)]
-        wait = self._make_wait(thread.id, thread.seq + 1, signal.call, signal.arguments)
+        mark = self.program.marks[frame.mark]
+        wait = self._wait_factory.make(thread.id, thread.seq + 1, signal.call, signal.arguments, self.now())
         wait.step = mark.step
-        if wait.kind == "callback" or (wait.kind == "http" and http.is_external(wait.detail["url"])):
+        if wait.kind == "callback" or (wait.kind == "http" and is_external(wait.detail["url"])):
             self.external_steps += 1
         thread.seq += 1
         thread.waiting = True
         self.waits.append(wait)
 
-    def _make_wait(self, thread: int, seq: int, call: str, arguments: dict[str, Value]) -> Wait:
-        if call.startswith("http."):
-            return Wait(thread, seq, "http", call, http.prepare(call, arguments, self.limits))
-        if call == "retry":
-            return Wait(thread, seq, "sleep", call, {}, self.now() + arguments["seconds"])
-        if call == "sys.sleep":
-            return Wait(thread, seq, "sleep", call, {}, self.now() + self._sleep_seconds(arguments.get("seconds")))
-        if call == "sys.sleep_until":
-            return Wait(thread, seq, "sleep", call, {}, _timestamp(arguments.get("time")))
-        if call == "events.await_callback":
-            return self._callback_wait(thread, seq, arguments)
-        if call.startswith("experimental.executions.") or call == RUN_EXECUTION:
-            return Wait(thread, seq, "execution", call, arguments)
-        return Wait(thread, seq, "connector", call, {"arguments": arguments})
-
-    def _sleep_seconds(self, seconds: Value) -> float:
-        if type(seconds) is not int and type(seconds) is not float:
-            raise system_error("TypeError", f"sys.sleep: argument 'seconds' must be a number; got: {kind(seconds)}")
-        if not 0 <= seconds <= self.limits.sleep_seconds:
-            raise system_error(
-                "ValueError", f"sys.sleep: seconds must be 0 to {self.limits.sleep_seconds}; got: {seconds}"
-            )
-        return float(seconds)
-
-    def _callback_wait(self, thread: int, seq: int, arguments: dict[str, Value]) -> Wait:
-        callback, timeout = arguments.get("callback"), arguments.get("timeout")
-        timeout = 43200.0 if timeout is None else timeout
-        if type(callback) is not dict or type(callback.get("url")) is not str:
-            raise system_error("TypeError", "events.await_callback: argument 'callback' must be a map with 'url'")
-        if type(timeout) is not int and type(timeout) is not float:
-            raise system_error(
-                "TypeError", f"events.await_callback: argument 'timeout' must be a number; got: {kind(timeout)}"
-            )
-        if not 0 <= timeout <= self.limits.duration_seconds:
-            raise system_error("ValueError", f"events.await_callback: timeout {timeout} is out of range")
-        head, _, ref = callback["url"].rpartition("/callbacks/")
-        if not head.endswith(self.execution) or not ref:
-            raise system_error("ValueError", "events.await_callback: the callback was not created by this execution")
-        return Wait(thread, seq, "callback", "events.await_callback", {}, self.now() + timeout, ref)
-
-    # What running code asks for (program.Runtime)
+    # For running code (program.Runtime)
 
     def get_env(self, name: Value, default: Value) -> Value:
         if type(name) is not str:
@@ -476,7 +374,7 @@ class Machine:
         return self._environment.get(name, default)
 
     def uuid(self) -> str:
-        return str(uuid.uuid4())
+        return self._new_id()
 
     def create_callback(self, method: Value) -> Value:
         if type(method) is not str:
@@ -489,7 +387,7 @@ class Machine:
                 "ValueError",
                 f"events.create_callback_endpoint: unknown method {method!r}; expected {', '.join(CALLBACK_METHODS)}",
             )
-        ref = f"{uuid.uuid4()}"
+        ref = self._new_id()
         self.new_callbacks.append((ref, method.upper()))
         return {"url": f"{self._callback_base_url}/v1/{self.execution}/callbacks/{ref}"}
 
@@ -503,8 +401,8 @@ class Machine:
             )
         given = [name for name in ("data", "text", "json") if arguments.get(name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise system_error("TypeError", f"sys.log: exactly one of data, text, json must be given; got: {found}")
+            names = " and ".join(given) or "none of them"
+            raise system_error("TypeError", f"sys.log: exactly one of data, text, json must be given; got: {names}")
         value = arguments[given[0]]
         if given == ["json"] and type(value) is not dict:
             raise system_error("TypeError", f"sys.log: argument 'json' must be a map; got: {kind(value)}")
@@ -513,10 +411,10 @@ class Machine:
         self.logs.append({"severity": severity.upper(), "data": value, "time": self.now()})
         self._current_events += (LOGGED, self.now(), severity.upper(), value)
 
-    # Errors as the outside sees them
+    # Errors and steps as the API shows them
 
     def describe(self, error: WorkflowError) -> dict[str, Value]:
-        """Execution.error: payload, context, stack trace."""
+        """The API's Execution.error: payload, context, stack trace."""
         marks = [self.program.marks[mark] for mark in error.trace if mark]
         payload = _payload(error.value)
         lines = [error.context or f"RuntimeError: {payload}"]
@@ -532,12 +430,12 @@ class Machine:
         return {"payload": payload, "context": "\n".join(lines), "stackTrace": {"elements": elements}}
 
     def current_steps(self) -> list[dict[str, str]]:
-        """Execution.status.currentSteps: where main is or was last.
+        """The API's Execution.status.currentSteps: the present or last step of `main`.
 
         The API's own text: "Presently, if the current step is inside a subworkflow, the list only includes that step."
         """
         main = self._threads.get(0)
-        return self._last_steps if main is None else self._step_at(self._mark_at(main.frames[-1]))
+        return self._last_steps if main is None else self._step_at(main.frames[-1].mark)
 
     def _step_at(self, number: int) -> list[dict[str, str]]:
         mark = self.program.marks[number]
@@ -559,91 +457,21 @@ class Machine:
     # Snapshots
 
     def snapshot(self) -> tuple[str, dict[int, str], list[int]]:
-        """(state, values to add, values to remove): big values are stored beside the state, and only once."""
-        kept: dict[int, tuple[Value, int]] = {}
-        added: dict[int, str] = {}
-        state = {
+        """(state, values to add, keys of values to remove)."""
+        counters = {
             "next_thread": self._next_thread,
             "steps": self.steps,
             "external_steps": self.external_steps,
             "ready": list(self._ready),
-            "threads": [self._thread_state(thread, kept, added) for thread in self._threads.values()],
-            "next_reference": self._next_reference,
         }
-        state["next_reference"] = self._next_reference
-        removed = [key for identity, (_, key) in self._references.items() if identity not in kept]
-        self._references = kept
-        return store(state), added, removed
-
-    def _thread_state(self, thread: Thread, kept: dict[int, Any], added: dict[int, str]) -> dict[str, Value]:
-        join = thread.join
-        return {
-            "id": thread.id,
-            "parent": thread.parent,
-            "branch": thread.branch,
-            "seq": thread.seq,
-            "waiting": thread.waiting,
-            "depth": thread.depth,
-            "nesting": thread.nesting,
-            "frames": [
-                {
-                    "code": frame.code.key,
-                    "at": frame.code.labels[frame.pc],
-                    "slots": {
-                        name: self._slot_state(value, kept, added)
-                        for name, value in zip(frame.code.slot_names[1:], frame.slots[1:], strict=True)
-                        if value is not UNSET
-                    },
-                }
-                for frame in thread.frames
-            ],
-            "join": None if join is None else {**vars(join), "items": self._slot_state(join.items, kept, added)},
-        }
-
-    def _slot_state(self, value: Value, kept: dict[int, Any], added: dict[int, str]) -> Value:
-        """The value in a list, or the number of the place where it is stored."""
-        if value.__class__ not in (list, dict, str, bytes) or self.sizer.size(value) < REFERENCE_BYTES:
-            return [value]
-        known = self._references.get(id(value)) or kept.get(id(value))
-        if known is None:
-            self._next_reference += 1
-            known = (value, self._next_reference)
-            added[known[1]] = store(value)
-        kept[id(value)] = known
-        return known[1]
+        return self._snapshots.write(counters, self._threads.values())
 
     def restore(self, text: str, values: Mapping[int, str]) -> None:
-        """Take over the state that `snapshot` gave."""
-        state = restore(text)
-        loaded = {key: restore(value) for key, value in values.items()}
-        self._references = {id(value): (value, key) for key, value in loaded.items()}
-        self._next_reference = state["next_reference"]
+        """Continue from a snapshot. `values` are all values that the snapshots have added and not removed."""
+        state, self._threads = self._snapshots.read(text, values)
         self._next_thread = state["next_thread"]
         self.steps, self.external_steps = state["steps"], state["external_steps"]
         self._ready = deque(state["ready"])
-        for saved in state["threads"]:
-            self._restore_thread(saved, loaded)
-
-    def _restore_thread(self, saved: dict[str, Value], loaded: Mapping[int, Value]) -> None:
-        def value_of(slot: Value) -> Value:
-            return slot[0] if type(slot) is list else loaded[slot]
-
-        parent = None if saved["parent"] is None else self._threads[saved["parent"]]
-        frames: list[Frame] = []
-        for index, frame in enumerate(saved["frames"]):
-            code = self.program.codes[frame["code"]]
-            outer = parent.frames[-1].slots if parent is not None and index == 0 else None
-            slots = code.new_slots(outer)
-            for name, value in frame["slots"].items():
-                slots[code.slot_index[name]] = value_of(value)
-            frames.append(Frame(code, slots, code.label_index[frame["at"]]))
-        thread = Thread(saved["id"], saved["parent"], saved["branch"], frames)
-        thread.seq, thread.waiting = saved["seq"], saved["waiting"]
-        thread.depth, thread.nesting = saved["depth"], saved["nesting"]
-        if (join := saved["join"]) is not None:
-            thread.join = Join(**{**join, "items": value_of(join["items"])})
-            thread.join.errors = [(index, error) for index, error in join["errors"]]
-        self._threads[thread.id] = thread
 
 
 def _payload(value: Value) -> str:
@@ -651,28 +479,3 @@ def _payload(value: Value) -> str:
         return to_json(value, sort_keys=True)
     except (NotJson, RecursionError, TypeError) as error:
         return to_json(f"{kind(value)}: {error}")
-
-
-def _timestamp(value: Value) -> float:
-    if type(value) is not str:
-        raise system_error("TypeError", f"sys.sleep_until: argument 'time' must be a string; got: {kind(value)}")
-    try:
-        moment = datetime.fromisoformat(value)
-        if moment.tzinfo is None:
-            raise ValueError("no time zone")
-        return moment.timestamp()
-    except (ValueError, OverflowError) as error:
-        raise system_error(
-            "ValueError", f"sys.sleep_until: {value[:60]!r} is not a timestamp with a time zone"
-        ) from error
-
-
-def run_to_end(machine: Machine, answers: Iterable[Value] = ()) -> tuple[str, Any]:
-    """Run a machine that waits for nothing but the given answers; for benchmarks and tests of the language."""
-    pending = iter(answers)
-    while machine.outcome is None:
-        machine.run()
-        waits, machine.waits = machine.waits, []
-        for wait in waits:
-            machine.complete(wait.thread, wait.seq, next(pending, None))
-    return machine.outcome

@@ -6,26 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import WorkflowError, system_error
-from .expressions import (
-    OPERATORS,
-    Binary,
-    Call,
-    Expression,
-    Field,
-    Index,
-    ListOf,
-    Literal,
-    Logical,
-    Name,
-    Unary,
-    get_field,
-    get_index,
-    negate,
-    truth,
-)
+from ..errors import WorkflowError, system_error
+from ..values import INT_MAX, INT_MIN, UNSET, Value
+from .expressions import Binary, Call, Expression, Field, Index, ListOf, Literal, Logical, Name, Unary
+from .operators import OPERATORS, get_field, get_index, negate, truth
 from .program import Evaluate, Slots
-from .values import INT_MAX, INT_MIN, UNSET, Value
 
 _CHECKED = frozenset((list, dict, str, bytes))
 

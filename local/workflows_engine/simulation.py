@@ -1,26 +1,25 @@
-"""Run one workflow in memory to its end: for tests of workflows, and for `dropforge workflows run`.
+"""Runs a single execution in memory to its end, for tests of workflows and for command lines.
 
-With the virtual clock nothing waits: whenever the engine has nothing to do, time jumps to the next timer.
+Under the virtual clock no wait takes real time: whenever the engine is idle, time jumps to the next timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from .clock import Clock, SystemClock, VirtualClock
-from .engine import Engine
-from .history import Entry, read_entries
+from .clock import Clock, VirtualClock
+from .database import SqliteDatabase
+from .effects.mocks import Mocks
+from .engine.engine import Engine
+from .interpreter.history import Entry, read_entries
 from .limits import Limits
-from .mock import Mocks
-from .store import ExecutionRecord
+from .records import ExecutionRecord
 
-WORKFLOW = "projects/local-project/locations/us-central1/workflows/workflow"
+WORKFLOW: Final = "projects/local-project/locations/us-central1/workflows/workflow"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Simulation:
     """How an execution ended, and its step entries."""
 
     record: ExecutionRecord
-    entries: list[Entry] = field(repr=False)  # linked to one another: a repr that never ends
+    entries: list[Entry] = field(repr=False)  # entries refer to each other, so their repr has no end
 
     @property
     def state(self) -> str:
@@ -40,46 +39,8 @@ class Simulation:
 
     @property
     def error(self) -> Any:
-        """The error's value, as `except` would bind it; None if there is none."""
+        """The error's value, as `except` binds it; None if the execution did not fail."""
         return json.loads(self.record.error["payload"]) if self.record.error else None
-
-
-class MemoryDatabase:
-    """A database that ends with the process: what Engine asks of one, and no more."""
-
-    def __init__(self) -> None:
-        self.connection = sqlite3.connect(":memory:", isolation_level=None)
-        self._depth = 0
-        self._after: list[Callable[[], None]] = []
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        if self._depth:
-            yield self.connection
-            return
-        self.connection.execute("BEGIN")
-        self._depth = 1
-        try:
-            yield self.connection
-            self.connection.execute("COMMIT")
-        except BaseException:
-            self._after.clear()
-            self.connection.execute("ROLLBACK")
-            raise
-        finally:
-            self._depth = 0
-        after, self._after = self._after, []
-        for callback in after:
-            callback()
-
-    def after_commit(self, callback: Callable[[], None]) -> None:
-        if self._depth:
-            self._after.append(callback)
-        else:
-            callback()
-
-    async def durable(self, *, alone: bool = False) -> None:
-        """Nothing here outlives the process."""
 
 
 def simulate(
@@ -93,9 +54,10 @@ def simulate(
     name: str = WORKFLOW,
     cancel_after: float | None = None,
 ) -> Simulation:
-    """Deploy `source`, run it once, and wait for its end; under a virtual clock unless another is given.
+    """Deploy `source`, run an execution, and return how it ended. The default clock is virtual.
 
-    `cancel_after` cancels the execution so many seconds after its start. Raises DeployError for a source with mistakes.
+    `cancel_after` cancels the execution that many seconds after its start. Raises DeployError for a source with
+    mistakes, InvalidArgument for a bad environment.
     """
     return asyncio.run(
         _simulate(source, argument, mocks, env or {}, clock or VirtualClock(), limits or Limits(), name, cancel_after)
@@ -103,7 +65,7 @@ def simulate(
 
 
 class Until(Protocol):
-    """A future, as far as `drive` looks at it."""
+    """The part of a future that `drive` reads."""
 
     def done(self) -> bool: ...
 
@@ -118,7 +80,7 @@ async def _simulate(
     name: str,
     cancel_after: float | None,
 ) -> Simulation:
-    db = MemoryDatabase()
+    db = SqliteDatabase()
     engine = Engine(db, clock=clock, mocks=mocks, limits=limits, callback_base_url="http://127.0.0.1:0")
     await engine.start()
     cancelling: asyncio.Task[None] | None = None
@@ -137,7 +99,7 @@ async def _simulate(
         if cancelling is not None:
             cancelling.cancel()
         await engine.stop()
-        db.connection.close()
+        db.close()
 
 
 async def _cancel(engine: Engine, clock: Clock, name: str, when: float) -> None:
@@ -147,9 +109,9 @@ async def _cancel(engine: Engine, clock: Clock, name: str, when: float) -> None:
 
 
 async def drive(engine: Engine, clock: VirtualClock, until: Until) -> None:
-    """Move a virtual clock to the next timer whenever the engine has nothing else to do, until `until` is done."""
+    """Advance a virtual clock to the next timer whenever the engine is idle, until `until` is done."""
     while not until.done():
-        for _ in range(4):  # let tasks that have just been started reach what they wait for
+        for _ in range(4):  # lets new tasks run up to their first wait
             await asyncio.sleep(0)
         if until.done():
             return
@@ -159,6 +121,3 @@ async def drive(engine: Engine, clock: VirtualClock, until: Until) -> None:
             clock.advance(wake)
         else:
             await asyncio.sleep(0.0005)
-
-
-__all__ = ["Simulation", "SystemClock", "drive", "simulate"]

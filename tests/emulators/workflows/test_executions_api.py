@@ -242,3 +242,20 @@ inner:
     assert entries[1]["navigationInfo"] == {"parent": "1", "children": ["3"], "next": "5"}
     assert kinds[-1] == ("keep", "STEP_ASSIGN", "STATE_SUCCEEDED")
     assert requests.get(f"{url}/2", timeout=10).json() == entries[1]
+
+
+def test_callbacks_are_listed(served: Any) -> None:
+    source = """
+- make: {call: events.create_callback_endpoint, result: callback}
+- wait: {call: events.await_callback, args: {callback: "${callback}"}}
+"""
+    workflow = served.deploy("waiter", source)
+    record = served.call(lambda: served.engine.create_execution(workflow))
+    url = f"{served.url}/v1/{record.name}/callbacks"
+    (listed,) = until(lambda: (c := requests.get(url, timeout=10).json()["callbacks"]) and c[0]["waiters"] == "1" and c)
+    assert listed["name"].startswith(f"{record.name}/callbacks/")
+    assert listed["method"] == "POST"
+    token = {"Authorization": "Bearer t"}
+    answered = requests.post(f"{served.url}/v1/{listed['name']}", json={}, headers=token, timeout=10)
+    assert answered.status_code == 200
+    assert requests.post(f"{url}/none", json={}, headers=token, timeout=10).status_code == 404
