@@ -47,7 +47,7 @@ METHODS = (
 
 
 def refusing(call: Callable[[], T]) -> T:
-    """Call the engine; turn its refusals into those of the API."""
+    """Call the engine; turn its refusals into refusals of the API."""
     try:
         return call()
     except DeployError as error:
