@@ -19,7 +19,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
 from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
 from ..schemas import google_provider
@@ -54,7 +54,7 @@ def test_the_functions_are_the_entry_points() -> None:
 def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
-    triggered = [name.replace("-", "_") for name, _, _ in stack._triggers()]
+    triggered = [name.replace("-", "_") for name, _, _ in stack.triggers()]
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggered, "events"), "sweep": "scheduler"}
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
     assert set(local("triggers")) == set(triggered)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from dropforge.base.settings import Settings
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
 from ..schemas import google_provider, kubernetes
@@ -211,7 +211,7 @@ def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
         service = trigger["destination"][0]["cloud_run_service"][0]["service"]
         assert service == trigger["name"]
         triggers.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
-    assert triggers == {(name, kind, tuple(filters.items())) for name, kind, filters in stack._triggers()}
+    assert triggers == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
 
 
 def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -238,11 +239,13 @@ def test_the_url_is_the_node_s(addresses: list[str], url: str | None) -> None:
 
 def test_a_deployment_without_the_image_refuses_the_spec() -> None:
     wanted = on_tpu()
-    assert deployment_problems(wanted.spec, wanted.settings) == []
-    [problem] = deployment_problems(wanted.spec, Settings(*["x"] * 12))
+    complete = replace(wanted.settings, train_maxtext_image="trainer")
+    assert deployment_problems(wanted.spec, complete) == []
+    [problem] = deployment_problems(wanted.spec, replace(complete, serve_vllm_tpu_image=""))
     assert problem.pointer == "/serve/type"
     assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in problem.expected
-    assert deployment_problems(deployment().spec, Settings(*["x"] * 12)) == []
+    on_gke = deployment()
+    assert deployment_problems(on_gke.spec, replace(on_gke.settings, serve_vllm_tpu_image="")) == []
 
 
 def pod(state: dict[str, Any], restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:
