@@ -28,7 +28,7 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.stack.functions_host import SOURCE, entry_points
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")

@@ -6,11 +6,9 @@ import base64
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from google.cloud import container_v1
 from kubernetes import client
@@ -23,14 +21,14 @@ from dropforge.platforms.gke.requests import cluster_request, job_manifest, serv
 from dropforge.platforms.gke.status import status_of_job
 from dropforge.platforms.training import Launch, Phase, Status, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.stages.admission import budget_problems, cluster_problems
+from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
+from ..schemas import kubernetes as kubernetes_schemas
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gke-gemma-3-12b-fsdp.json"
-PUBLISHED = ROOT.parent / "shared" / "data" / "k8s-1.35-subset-strict.json"
-SCHEMAS = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}
 MODELS = {"Job": client.V1Job, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"
 SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
@@ -78,16 +76,9 @@ def variables(launch: Launch) -> dict[str, str]:
 
 
 def check_strictly(manifest: dict[str, Any]) -> None:
-    """By the client's models, which refuse what they do not know, and by the published schema where it is at hand."""
+    """Check by Kubernetes' schemas and by the client's models; both refuse unknown fields."""
+    kubernetes_schemas.check(manifest)
     MODELS[manifest["kind"]].model_validate(manifest)
-    if PUBLISHED.exists():
-        validator(manifest["kind"]).validate(manifest)
-
-
-@cache
-def validator(kind: str) -> jsonschema.Draft202012Validator:
-    reference = {"$ref": f"#/$defs/{SCHEMAS[kind]}"}
-    return jsonschema.Draft202012Validator({**json.loads(PUBLISHED.read_text()), **reference})
 
 
 @pytest.mark.parametrize("placement", range(4))
@@ -204,21 +195,21 @@ def test_a_standing_cluster_is_the_specs_or_the_deployments() -> None:
 
 def test_a_cluster_must_be_named_somewhere() -> None:
     bare = Settings(*["x"] * 12)
-    [problem] = cluster_problems(spec(), bare)
+    [problem] = deployment_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
-    assert not cluster_problems(spec(), SETTINGS)
-    [problem] = cluster_problems(spec({"cluster": {"create": True}}), bare)
+    assert not deployment_problems(spec(), SETTINGS)
+    [problem] = deployment_problems(spec({"cluster": {"create": True}}), bare)
     assert problem.pointer == "/target/cluster/create"
     bare = replace(bare, nodes_service_account="nodes@x.iam.gserviceaccount.com")
-    assert not cluster_problems(spec({"cluster": {"create": True}}), bare)
+    assert not deployment_problems(spec({"cluster": {"create": True}}), bare)
     serve = {"type": "gke"}
-    [problem] = cluster_problems(spec({"cluster": {"create": True}}, serve=serve), bare)
+    [problem] = deployment_problems(spec({"cluster": {"create": True}}, serve=serve), bare)
     assert problem.pointer == "/serve/cluster"
-    assert not cluster_problems(spec({"cluster": {"name": "research"}}, serve=serve), bare)
+    assert not deployment_problems(spec({"cluster": {"name": "research"}}, serve=serve), bare)
 
 
 def test_labels_must_suit_kubernetes() -> None:
-    problems = cluster_problems(spec(labels={"ok": "a_b-c", "empty": "", "bad-": "v", "key": "-v"}), SETTINGS)
+    problems = deployment_problems(spec(labels={"ok": "a_b-c", "empty": "", "bad-": "v", "key": "-v"}), SETTINGS)
     assert {problem.pointer for problem in problems} == {"/labels/bad-", "/labels/key"}
 
 

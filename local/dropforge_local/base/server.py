@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -126,10 +127,15 @@ class Server:
             await emulator.start()
 
     async def stop(self) -> None:
-        for emulator in reversed(self.emulators):
-            await emulator.stop()
+        """Stop the emulators, the last one first, then the listeners. Raises an emulator's error after all stopped."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._runner.cleanup)
+            stack.push_async_callback(self._stop_grpc)
+            for emulator in self.emulators:
+                stack.push_async_callback(emulator.stop)
+
+    async def _stop_grpc(self) -> None:
         await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
-        await self._runner.cleanup()
 
     def _bind_grpc(self, port: int, *interceptors: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(
@@ -209,10 +215,12 @@ class BackgroundServer:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
 
     def __exit__(self, *exc: object) -> None:
-        self.call(self.server.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+        try:
+            self.call(self.server.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
 
     async def _start(self) -> Server:
         server = Server(self._build())

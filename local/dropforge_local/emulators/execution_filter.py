@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine.store import ExecutionRecord
+from workflows_engine import ExecutionRecord
 
 Predicate = Callable[[ExecutionRecord], bool]
 

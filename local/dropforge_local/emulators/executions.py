@@ -17,14 +17,12 @@ from google.cloud.workflows.executions_v1.types import executions as api
 from google.protobuf import json_format
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine import http
-from workflows_engine.engine import Engine, ExecutionRecord
-from workflows_engine.history import read_entries, step_entry
-from workflows_engine.values import from_json, to_json
+from workflows_engine import Engine, ExecutionRecord, from_json, parse_body, read_entries, step_entry, to_json
 
-from . import rpc, workflows_admin
+from . import workflows_admin
 from .execution_filter import field_of, parse_filter, parse_order
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 from .workflows_admin import refusing
 
 WORKFLOW = r"/v1/{workflow:projects/[^/]+/locations/[^/]+/workflows/[^/:]+}"
@@ -289,7 +287,7 @@ class _Rest:
             request.method,
             headers,
             _query(request),
-            http.parse_body(body, request.headers.get("Content-Type", "")),
+            parse_body(body, request.headers.get("Content-Type", "")),
             request.path_qs,
         )
         return _callback_answer(status, request)

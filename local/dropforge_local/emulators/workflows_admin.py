@@ -12,11 +12,10 @@ from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format, timestamp_pb2
 
 from dropforge_local.base.errors import ApiError
-from workflows_engine.engine import Engine, Revision, WorkflowRecord
-from workflows_engine.errors import DeployError, EngineError
+from workflows_engine import DeployError, Engine, EngineError, Revision, WorkflowRecord
 
-from . import rpc
-from .rpc import Message, Method, Service
+from .kit import rpc
+from .kit.rpc import Message, Method, Service
 
 T = TypeVar("T")
 Workflow = api.Workflow.pb()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message
+from ..kit.rpc import Message
 from .filters import compile_filter
 
 RESOURCE_ID = r"[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"

@@ -13,7 +13,7 @@ from google.cloud.pubsub_v1 import types
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
-from .. import rpc
+from ..kit import rpc
 from .backlog import Backlog, Content
 from .checks import check_messages, check_topic
 from .faults import DeliveryFaults

@@ -12,7 +12,7 @@ from google.cloud.pubsub_v1 import types
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message, abort
+from ..kit.rpc import Message, abort
 from .backlog import Backlog, Delivery
 from .checks import check_modified_deadline, check_stream_deadline, invalid
 from .resources import Resources, Subscription, timestamp

@@ -12,7 +12,7 @@ from google.protobuf import timestamp_pb2
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message
+from ..kit.rpc import Message
 from .checks import DELETED_TOPIC, seconds
 
 Topic = types.Topic.pb()

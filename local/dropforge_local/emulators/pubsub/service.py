@@ -9,7 +9,7 @@ from google.protobuf import empty_pb2, field_mask_pb2
 
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message, Method, Service
+from ..kit.rpc import Message, Method, Service
 from .backlog import Backlog, Content
 from .checks import (
     check_mask,
