@@ -26,11 +26,12 @@ class Paging:
             raise ApiError("INVALID_ARGUMENT", f"page_size is {wanted}; expected 0 or more")
         return min(wanted or self.default, self.largest)
 
-    def page(self, items: Sequence[T], wanted: int, token: str) -> tuple[Sequence[T], str]:
-        """A page of a list that is in memory, and the next page's token, "" on the last page."""
-        size, [start] = self.size(wanted), read_token(token, [0])
-        end = max(0, start) + size
-        return items[max(0, start) : end], write_token(end) if end < len(items) else ""
+    def page(self, items: Sequence[T], wanted: int, token: str, skip: int = 0) -> tuple[Sequence[T], str]:
+        """A page of a list that is in memory, `skip` items after the token, and the next token, "" at the end."""
+        size, [first] = self.size(wanted), read_token(token, [0])
+        start = max(0, first + skip)
+        end = start + size
+        return items[start:end], write_token(end) if end < len(items) else ""
 
 
 def cut(rows: Sequence[T], size: int, key: Callable[[T], Sequence[Any]]) -> tuple[Sequence[T], str]:
@@ -48,9 +49,15 @@ def read_token(token: str, first: Sequence[Any]) -> list[Any]:
     if not token:
         return list(first)
     try:
-        key = json.loads(base64.urlsafe_b64decode(token))
-    except ValueError:
+        key = json.loads(base64.b64decode(token, altchars=b"-_", validate=True))
+        json.dumps(key, ensure_ascii=False).encode()  # a lone surrogate is no name, and SQLite refuses it
+    except (ValueError, RecursionError):
         key = None
-    if not isinstance(key, list) or [type(part) for part in key] != [type(part) for part in first]:
+    if not isinstance(key, list) or [_type(part) for part in key] != [type(part) for part in first]:
         raise ApiError("INVALID_ARGUMENT", f"page_token {token!r} was not written by this list")
     return key
+
+
+def _type(part: Any) -> type | None:
+    """The type of a part that SQLite can compare; None for an integer beyond 64 bits."""
+    return None if isinstance(part, int) and not -(2**63) <= part < 2**63 else type(part)

@@ -12,7 +12,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -21,6 +21,7 @@ from multidict import MultiMapping
 
 from dropforge_local.base.errors import ApiError
 
+JSON_TYPE = "application/json; charset=UTF-8"
 _VARIABLE = re.compile(r"\{([a-z][a-zA-Z_.]*)(?:=([^}]+))?\}")
 
 
@@ -75,7 +76,7 @@ class Reply:
         return b"" if self.body is None else json.dumps(self.body).encode()
 
     def response(self) -> web.Response:
-        content = {} if self.body is None else {"Content-Type": "application/json; charset=UTF-8"}
+        content = {} if self.body is None else {"Content-Type": JSON_TYPE}
         return web.Response(body=self.encode(), status=self.status, headers={**self.headers, **content})
 
 
@@ -85,7 +86,7 @@ Handler = Callable[[Call], Any]
 
 @dataclass(frozen=True)
 class Route:
-    """One method of an API; the verb "*" takes every HTTP method."""
+    """One method of an API."""
 
     verb: str
     path: str
@@ -98,16 +99,19 @@ def mount(routes: Sequence[Route]) -> list[web.RouteDef]:
 
 
 class Router:
-    """Finds the route of a call without aiohttp, for calls inside a batch and paths with quoted slashes."""
+    """Finds the route of a call without aiohttp, for calls inside a batch and names with quoted slashes."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._table = [(route, re.compile(_expression(route.path))) for route in routes]
+        self._routes: dict[str, list[tuple[re.Pattern[str], Handler]]] = {}
+        for route in routes:
+            self._routes.setdefault(route.verb, []).append((re.compile(_expression(route.path)), route.handler))
 
-    def find(self, method: str, path: str) -> tuple[Handler, dict[str, str]] | None:
-        """The handler of a still quoted path and the path's variables, unquoted. Raises UnicodeDecodeError."""
-        for route, expression in self._table:
-            if route.verb in (method, "*") and (match := expression.fullmatch(path)):
-                return route.handler, {name: unquote_path(value) for name, value in match.groupdict().items()}
+    def find(self, call: Call) -> tuple[Handler, Call] | None:
+        """The handler of a call whose path is still quoted, and the call with `names`. Raises UnicodeDecodeError."""
+        for expression, handler in self._routes.get(call.method, ()):
+            if match := expression.fullmatch(call.path):
+                names = {name: unquote_path(value) for name, value in match.groupdict().items()}
+                return handler, replace(call, names=names)
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 from aiohttp import web
-from google.protobuf import any_pb2, json_format
+from google.protobuf import any_pb2, empty_pb2, json_format
 from google.rpc import status_pb2
 
 from dropforge_local.base.errors import RPC_CODE, ApiError
@@ -35,13 +35,19 @@ GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Method:
     """One unary RPC. `http` holds rules such as "POST /v1/{topic=projects/*/topics/*}:publish *": verb, path, body.
 
-    The body is "*" for the whole request, the name of the field that it fills, or absent (query parameters only).
+    The body is "*" for the whole request, the name of a field of the request, or absent (query parameters only).
     """
 
     name: str
     request: Any
     response: Any
     http: tuple[str, ...] = ()
+
+
+def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
+    """A method whose messages are proto-plus classes of the module `types`; the response may also be "Empty"."""
+    answer = empty_pb2.Empty if response == "Empty" else getattr(types, response).pb()
+    return Method(name, getattr(types, request or f"{name}Request").pb(), answer, http)
 
 
 @dataclass(frozen=True)
