@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 Message = Any  # a protobuf message; the generated classes carry no types
 SYSTEM_PARAMETERS = frozenset(
-    "$alt alt $.xgafv $prettyPrint access_token callback fields key prettyPrint quotaUser uploadType".split()
-)
+    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "quotaUser", "uploadType")
+) | {"prettyPrint", "$prettyPrint"}
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
