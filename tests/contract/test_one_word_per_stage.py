@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment
 from dropforge_local.stack.functions_host import entry_points
 
 from .configuration import ROOT, TERRAFORM
@@ -60,7 +60,7 @@ def logged_words() -> set[str]:
 
 
 def test_every_entry_point_is_triggered_called_or_scheduled() -> None:
-    triggered = [name.replace("-", "_") for name, _, _ in stack._triggers()]
+    triggered = [name.replace("-", "_") for name, _, _ in deployment.triggers()]
     scheduled = re.findall(r'function\["(\w+)"\]\.service_config', (TERRAFORM / "scheduler.tf").read_text())
     assert entry_points()[: len(triggered)] == triggered
     assert entry_points()[-1:] == list(dict.fromkeys(scheduled))
