@@ -57,8 +57,7 @@ class PubSubService:
 
     def create_topic(self, topic: Message) -> Message:
         check_topic(topic)
-        if self.resources.has_topic(topic.name):
-            raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={topic.name}).")
+        self._check_new("topics", topic.name)
         topic.state = 1  # ACTIVE
         self.resources.save_topic(topic)
         return topic
@@ -115,8 +114,7 @@ class PubSubService:
         check_name(config.topic, "topics")
         with self.db.transaction():
             self._check_topics(config)
-            if self.resources.has_subscription(config.name):
-                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={config.name}).")
+            self._check_new("subscriptions", config.name)
             config.ClearField("detached")
             subscription = self.resources.save_subscription(config, cloud_event)
             self.db.after_commit(lambda: self.pushes(subscription))
@@ -192,8 +190,7 @@ class PubSubService:
         check_name(request.name, "snapshots")
         with self.db.transaction():
             subscription = self.resources.subscription(request.subscription)
-            if self.resources.has_snapshot(request.name):
-                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={request.name}).")
+            self._check_new("snapshots", request.name)
             newest, expires = self.replay.take_snapshot(request.name, subscription)
             if expires < self.backlog.now() + MINIMUM_SNAPSHOT_SECONDS:
                 raise ApiError(
@@ -230,12 +227,16 @@ class PubSubService:
         check_project(request.project)
         return self.resources.page(collection, request)
 
+    def _check_new(self, collection: str, name: str) -> None:
+        if self.resources.exists(collection, name):
+            raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={name}).")
+
     def _check_topics(self, config: Message, dead_letter_only: bool = False) -> None:
         names = [] if dead_letter_only else [config.topic]
         if config.HasField("dead_letter_policy"):
             names.append(config.dead_letter_policy.dead_letter_topic)
         for name in names:
-            if not self.resources.has_topic(name):
+            if not self.resources.exists("topics", name):
                 raise not_found(name)
 
     def _save(self, subscription: Subscription) -> None:
