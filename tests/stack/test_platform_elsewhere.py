@@ -21,6 +21,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.platforms import owner_of, servers, targets
 from dropforge.run.record import RunState
 from dropforge.spec import job_spec_schema, parse_spec, registry
+from dropforge.spec.parse import forget_platforms
 from dropforge.stages.sweep.orphans import list_all
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
@@ -106,9 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.dict(os.environ, {registry.VARIABLE: "elsewhere=elsewhere", "PYTHONPATH": path}),
         patch.object(sys, "path", [str(folder), *sys.path]),
     ):
-        registry.forget()
+        forget_platforms()
         yield folder
-    registry.forget()
+    forget_platforms()
     for module in [name for name in sys.modules if name.partition(".")[0] == "elsewhere"]:
         del sys.modules[module]
 

@@ -18,7 +18,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 PARENT = "projects/test-project/secrets"
 VALUE = "hf_" + "v" * 30

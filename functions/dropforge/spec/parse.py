@@ -15,6 +15,7 @@ from pydantic import JsonValue, ValidationError
 from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.redact import TOKEN, redact
 
+from . import registry
 from .job import JobSpec
 from .parts import Wrong, shown
 
@@ -38,6 +39,13 @@ def parse_spec(data: bytes) -> JobSpec:
         if len(errors) > MAX_PROBLEMS:
             problems.append(SpecProblem("", f"{len(errors) - MAX_PROBLEMS} more problems, which are not listed"))
         raise InvalidSpec(problems) from None
+
+
+def forget_platforms() -> None:
+    """Read the registry of platforms anew at the next use, after the environment has changed."""
+    registry.platforms.cache_clear()
+    schema.cache_clear()
+    JobSpec.model_rebuild(force=True)
 
 
 def _parse_json(data: bytes) -> JsonValue:

@@ -45,16 +45,6 @@ def classes(part: str) -> tuple[type[Any], ...]:
     return tuple(serving.spec for platform in platforms() for serving in platform.serving)
 
 
-def forget() -> None:
-    """Read the registry anew at the next use, after the environment has changed."""
-    from .job import JobSpec
-    from .parse import schema
-
-    platforms.cache_clear()
-    schema.cache_clear()
-    JobSpec.model_rebuild(force=True)
-
-
 def _added() -> dict[str, str]:
     """The platforms that the environment adds: module by name."""
     entries = [entry.strip() for entry in os.environ.get(VARIABLE, "").split(",") if entry.strip()]

@@ -34,14 +34,14 @@ from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
-from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from workflows_engine.engine import Engine
+from dropforge_local.emulators.workflows import WorkflowsEmulator
+from workflows_engine import Engine
 
 from . import deployment
 from .config import ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file
