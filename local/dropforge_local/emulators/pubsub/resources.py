@@ -1,4 +1,4 @@
-"""Topics, subscriptions and snapshots as rows: each resource's own protobuf message, and what the deliveries need."""
+"""Topics, subscriptions and snapshots as rows: each resource's protobuf message, and columns that queries need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SubscriptionConfig = types.Subscription.pb()
 Snapshot = types.Snapshot.pb()
 PAGING = Paging(default=100, largest=1000)
 # A push without a retry policy backs off from 100 ms to 60 s (https://cloud.google.com/pubsub/docs/push#push_backoff);
-# a pull redelivers at once, which we space a little so that a nacking subscriber does not spin.
+# a pull redelivers at once. A short pause here keeps a subscriber that always nacks from using a whole core.
 PUSH_BACKOFF_SECONDS = (0.1, 60.0)
 PULL_BACKOFF_SECONDS = (0.01, 1.0)
 
@@ -42,7 +42,7 @@ CREATE INDEX IF NOT EXISTS pubsub_snapshots_topic ON pubsub_snapshots (topic);
 
 @dataclass(frozen=True)
 class Subscription:
-    """A stored subscription. `cloud_event`: pushed as Eventarc does, a messagePublished event in binary mode."""
+    """A stored subscription. With `cloud_event`, a push is a messagePublished event in binary mode, as at Eventarc."""
 
     id: int
     name: str
@@ -64,13 +64,13 @@ class Subscription:
 
     @property
     def max_delivery_attempts(self) -> int | None:
-        """None without a dead-letter policy; only with one are attempts reported to the subscriber."""
+        """None without a dead-letter policy; the service then reports no attempts to the subscriber either."""
         if not self.config.HasField("dead_letter_policy"):
             return None
         return int(self.config.dead_letter_policy.max_delivery_attempts)
 
     def retry_delay_seconds(self, failures: int) -> float:
-        """How long after its `failures`-th failure a message is due again."""
+        """The delay of a message after its `failures`-th failure."""
         if self.config.HasField("retry_policy"):
             policy = self.config.retry_policy
             lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
@@ -80,7 +80,7 @@ class Subscription:
 
 
 class Resources:
-    """The three tables. Methods neither validate nor wake anyone; that is the service's."""
+    """The three tables. The service validates and wakes; these methods do neither."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
@@ -103,7 +103,7 @@ class Resources:
             )
 
     def delete_topic(self, name: str) -> None:
-        """Subscriptions and snapshots outlive their topic; they say `_deleted-topic_` from then on."""
+        """Delete a topic. Its subscriptions and snapshots stay, with the topic `_deleted-topic_`."""
         with self.db.transaction() as sql:
             for subscription in self.subscriptions_of(name):
                 subscription.config.topic = DELETED_TOPIC

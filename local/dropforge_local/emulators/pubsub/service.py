@@ -1,4 +1,4 @@
-"""The unary RPCs of google.pubsub.v1.Publisher and Subscriber, and the rules by which REST reaches them."""
+"""The unary RPCs of google.pubsub.v1.Publisher and Subscriber, with their HTTP rules."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MUTABLE_SUBSCRIPTION_FIELDS = frozenset(
 
 
 class PubSubService:
-    """One method per RPC, taking and returning the API's own messages.
+    """A method per RPC, with the API's messages as argument and result.
 
-    `pushes(subscription)` is called after commit for a subscription that may have become a push subscription.
+    `pushes(subscription)` is called after commit for a subscription that may be a new push subscription.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class PubSubService:
                 self.replay.seek_to_time(subscription, request.time.seconds + request.time.nanos / 1e9)
             elif target == "snapshot":
                 if self.resources.snapshot(request.snapshot).topic != subscription.topic:
-                    raise invalid(f"{request.snapshot} is of another topic than {request.subscription}")
+                    raise invalid(f"{request.snapshot} and {request.subscription} have different topics")
                 self.replay.seek_to_snapshot(subscription, request.snapshot)
             else:
                 raise invalid("seek has no target; expected time or snapshot")
@@ -250,7 +250,7 @@ class PubSubService:
 
 
 def services(implementation: PubSubService) -> tuple[Service, Service]:
-    """The two gRPC services with their HTTP rules; the emulator adds StreamingPull, which REST does not have."""
+    """The two gRPC services with their HTTP rules. The emulator adds StreamingPull, which REST lacks."""
     return (
         Service("google.pubsub.v1.Publisher", PUBLISHER, implementation),
         Service("google.pubsub.v1.Subscriber", SUBSCRIBER, implementation),
@@ -263,7 +263,7 @@ def _page_of_names(names: Sequence[str], request: Message) -> tuple[Sequence[str
 
 
 def _refuse_ack_ids(refused: Sequence[str]) -> None:
-    """Exactly-once clients read each id's failure from the error's details."""
+    """Raise an error with each refused id in its details, where clients of exactly-once delivery look for it."""
     if refused:
         detail = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
