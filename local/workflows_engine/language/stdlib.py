@@ -1,7 +1,7 @@
-"""The standard library's functions that need nothing but their arguments, and the signatures of all the others.
+"""The standard library: the functions that depend only on their arguments, and the signatures of all functions.
 
-`FUNCTIONS` is every callable by its documented name. Blocking ones run as effects of a call step; contextual ones ask
-the running execution (time, environment, identity).
+`FUNCTIONS` has every function by its documented name. A blocking function is an effect of a call step; a contextual
+function reads the running execution (time, environment, ids).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Style = Literal["pure", "contextual", "blocking"]
 
 @dataclass(frozen=True)
 class Signature:
-    """How a function is called: parameter names with defaults (REQUIRED for none), and what runs it."""
+    """A function's parameters with their defaults (or REQUIRED), and the Python function of a pure one."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -176,14 +176,14 @@ def find_all(source: Value, substr: Value) -> Value:
     text, part = _string("text.find_all", "source", source), _string("text.find_all", "substr", substr)
     if not part:
         return list(range(len(text) + 1))
-    found, at = [], text.find(part)
+    positions, at = [], text.find(part)
     while at >= 0:
-        found.append(at)
+        positions.append(at)
         at = text.find(part, at + len(part))
-    return found
+    return positions
 
 
-# text.find_all_regex and text.replace_all_regex are documented to take the longest of the leftmost matches.
+# The pages of text.find_all_regex and text.replace_all_regex say: the longest of the leftmost matches.
 _quiet = re2.Options()
 _quiet.log_errors = False
 _quiet.longest_match = True
@@ -215,7 +215,7 @@ def replace_all(source: Value, substr: Value, repl: Value) -> Value:
 
 
 def _bounded(size: int) -> None:
-    """Refuse to make what no variable could hold, before making it."""
+    """Refuse to build a string that no variable can hold."""
     if size > 16_000_000:
         raise limit_error(f"a string of {size} characters")
 
@@ -258,7 +258,7 @@ def url_encode_plus(source: Value) -> Value:
 
 
 def _percent_encoded(text: str) -> str:
-    """Documented: only letters, digits and .-_ stay; Python's quote spares ~ too."""
+    """The page says: only letters, digits and .-_ stay unencoded. Python's `quote` also leaves ~ unencoded."""
     return urllib.parse.quote(text, safe="", errors="replace").replace("~", "%7E")
 
 
@@ -317,7 +317,9 @@ def base64_encode(data: Value, padding: Value = True) -> Value:
 
 
 def base64_decode(data: Value, padding: Value = True) -> Value:
-    text = _string("base64.decode", "data", data).replace("\r", "").replace("\n", "")  # documented to be ignored
+    text = (
+        _string("base64.decode", "data", data).replace("\r", "").replace("\n", "")
+    )  # the page says: line breaks are ignored
     if not _boolean("base64.decode", "padding", padding):
         text += "=" * (-len(text) % 4)
     try:
@@ -358,7 +360,7 @@ def list_prepend(objs: Value, val: Value) -> Value:
 
 
 def map_get(map_: Value, keys_: Value) -> Value:
-    """Documented as a safe lookup: null wherever there is no map, or no such key in it."""
+    """The page calls it a safe lookup: null if a value on the path is not a map or lacks the key."""
     path = keys_ if type(keys_) is list else [keys_]
     names = [_string("map.get", "keys", key) for key in path]
     value = map_
@@ -419,7 +421,7 @@ def time_format(seconds: Value, timezone: Value = None) -> Value:
     except (OverflowError, ValueError, OSError) as error:
         raise value_error("time.format", f"{number} is out of range") from error
     text = moment.isoformat(timespec="microseconds")
-    return text[:-6] + "Z" if text.endswith("+00:00") else text  # documented for "GMT" too
+    return text[:-6] + "Z" if text.endswith("+00:00") else text  # the page shows Z for "GMT", too
 
 
 def time_parse(value: Value) -> Value:
@@ -557,7 +559,9 @@ def _signatures() -> dict[str, Signature]:
         other(f"http.{verb}", "blocking", **_HTTP_ARGUMENTS)
     other("http.request", "blocking", "method", **_HTTP_ARGUMENTS)
     without_body = {name: default for name, default in _HTTP_ARGUMENTS.items() if name != "body"}
-    other("http.get", "blocking", **without_body, body=None)  # by position, http.get is documented without a body
+    other(
+        "http.get", "blocking", **without_body, body=None
+    )  # the page of http.get has no body among the positional arguments
     return table
 
 
