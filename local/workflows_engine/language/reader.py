@@ -174,14 +174,8 @@ class Reader:
 
     def _assign(self, node: Node) -> Assign:
         items: list[tuple[Target, Node, Node]] = []
-        if node.kind != "list" or not node.value:
-            self.problem("'assign' must be a list of assignments, each a map with one key", node)
-            return Assign(items)
-        if len(node.value) > self._limits.assignments_per_step:
-            self.problem(
-                f"{len(node.value)} assignments in one step; the limit is {self._limits.assignments_per_step}", node
-            )
-        for item in node.value:
+        shape = "'assign' must be a list of assignments, each a map with one key"
+        for item in self._items(node, shape, "assignments in one step", self._limits.assignments_per_step):
             if item.kind != "map" or len(item.value) != 1:
                 self.problem("an assignment must be a map with one key", item)
                 continue
@@ -189,6 +183,16 @@ class Reader:
             if (target := self._target(key)) is not None:
                 items.append((target, key, value))
         return Assign(items)
+
+    def _items(self, node: Node, shape: str, noun: str, limit: int) -> list[Node]:
+        """The items of a list. Reports a node of another shape, an empty list, and a list over the limit."""
+        if node.kind != "list" or not node.value:
+            self.problem(shape, node)
+            return []
+        if len(node.value) > limit:
+            self.problem(f"{len(node.value)} {noun}; the limit is {limit}", node)
+        items: list[Node] = node.value
+        return items
 
     def _target(self, node: Node) -> Target | None:
         try:
@@ -217,14 +221,8 @@ class Reader:
 
     def _switch(self, node: Node) -> Switch:
         conditions: list[tuple[Node, list[Step]]] = []
-        if node.kind != "list" or not node.value:
-            self.problem("'switch' must be a list of conditions", node)
-            return Switch(conditions)
-        if len(node.value) > self._limits.conditions_per_switch:
-            self.problem(
-                f"{len(node.value)} conditions in one switch; the limit is {self._limits.conditions_per_switch}", node
-            )
-        for item in node.value:
+        shape = "'switch' must be a list of conditions"
+        for item in self._items(node, shape, "conditions in one switch", self._limits.conditions_per_switch):
             condition = item.get("condition") if item.kind == "map" else None
             if condition is None:
                 self.problem("a switch entry must be a map with 'condition'", item)
