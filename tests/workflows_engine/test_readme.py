@@ -16,7 +16,9 @@ PACKAGE = Path(workflows_engine.__file__).parent
 EXAMPLES = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize(("example", "output"), zip(EXAMPLES, ['"paid 42"\n', ""], strict=True), ids=["embed", "test"])
+@pytest.mark.parametrize(
+    ("example", "output"), [(EXAMPLES[0], '"paid 42"\n'), (EXAMPLES[1], "")], ids=["embed", "test"]
+)
 def test_an_example_runs(tmp_path: Path, example: str, output: str) -> None:
     command = [sys.executable, "-W", "error", "-c", example]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
