@@ -23,6 +23,7 @@ from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
+from dropforge.platforms import targets
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
 from dropforge.run.store import RunStore
@@ -58,15 +59,11 @@ PROMISES = {
     "audit-clean": "the cloud lists nothing of the runs",
     "slack-told": "people were told in Slack how the run ended",
 }
-# What a check shows by the way, in the cloud only: the check, and the target that it must have been made on.
-IMPLIED = {
+# What a check shows besides, in the cloud only: the check, and the target on which it must have passed (None: any).
+IMPLIED: dict[str, tuple[str, str | None]] = {
     "functions-token": ("run-states", None),
     "service-triggers": ("job-events", None),
-    "startup-probe": ("endpoint-answers", "cloud_run"),
-    "streamed-weights": ("endpoint-answers", "cloud_run"),
-    "deleted-job": ("cancel-ends", "cloud_run"),
-    "tpu-rights": ("run-states", "tpu_vm"),
-    "tpu-all-zones": ("training-labels", "tpu_vm"),
+    **{shown: (check, target) for target, training in targets().items() for shown, check in training.smoke_shows},
 }
 # What no program can see that only drops specs; docs/cloud-checklist.md says what is expected.
 BY_HAND = (

@@ -10,7 +10,7 @@ import requests
 
 from dropforge.base import names
 from dropforge.cloud import clients
-from dropforge.platforms import SERVERS, TARGETS, get_target
+from dropforge.platforms import get_target, servers, targets
 from dropforge.platforms.training import Phase
 from dropforge.run.record import RunState
 from dropforge.stages.await_.inspect import inspect
@@ -27,7 +27,7 @@ MORE_MEMORY = {"cloud_run": "memory_gib", "gke": "memory_gib", "ray": "head_memo
 
 def test_everything_that_the_stack_has_is_tested(user: User) -> None:
     # A machine that is kept goes with one target only: see test_tpu_vm.py.
-    there = (set(TARGETS), set(SERVERS) - {"training_vm"})
+    there = (set(targets()), set(servers()) - {"training_vm"})
     assert there == (set(PARTS), set(SERVES)), "see tests/stack/targets.py"
 
 

@@ -23,7 +23,7 @@ from dropforge.platforms.gke.requests import cluster_request, job_manifest, serv
 from dropforge.platforms.gke.status import status_of_job
 from dropforge.platforms.training import Launch, Phase, Status, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.stages.admission import budget_problems, cluster_problems
+from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
@@ -204,21 +204,21 @@ def test_a_standing_cluster_is_the_specs_or_the_deployments() -> None:
 
 def test_a_cluster_must_be_named_somewhere() -> None:
     bare = Settings(*["x"] * 12)
-    [problem] = cluster_problems(spec(), bare)
+    [problem] = deployment_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
-    assert not cluster_problems(spec(), SETTINGS)
-    [problem] = cluster_problems(spec({"cluster": {"create": True}}), bare)
+    assert not deployment_problems(spec(), SETTINGS)
+    [problem] = deployment_problems(spec({"cluster": {"create": True}}), bare)
     assert problem.pointer == "/target/cluster/create"
     bare = replace(bare, nodes_service_account="nodes@x.iam.gserviceaccount.com")
-    assert not cluster_problems(spec({"cluster": {"create": True}}), bare)
+    assert not deployment_problems(spec({"cluster": {"create": True}}), bare)
     serve = {"type": "gke"}
-    [problem] = cluster_problems(spec({"cluster": {"create": True}}, serve=serve), bare)
+    [problem] = deployment_problems(spec({"cluster": {"create": True}}, serve=serve), bare)
     assert problem.pointer == "/serve/cluster"
-    assert not cluster_problems(spec({"cluster": {"name": "research"}}, serve=serve), bare)
+    assert not deployment_problems(spec({"cluster": {"name": "research"}}, serve=serve), bare)
 
 
 def test_labels_must_suit_kubernetes() -> None:
-    problems = cluster_problems(spec(labels={"ok": "a_b-c", "empty": "", "bad-": "v", "key": "-v"}), SETTINGS)
+    problems = deployment_problems(spec(labels={"ok": "a_b-c", "empty": "", "bad-": "v", "key": "-v"}), SETTINGS)
     assert {problem.pointer for problem in problems} == {"/labels/bad-", "/labels/key"}
 
 

@@ -21,7 +21,7 @@ from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
-from dropforge.stages.admission import server_image_problems
+from dropforge.stages.admission import deployment_problems
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "k8s-1.35-subset-strict.json"
@@ -246,11 +246,11 @@ def test_the_address_is_the_node_s(addresses: list[str], url: str | None) -> Non
 
 def test_a_deployment_without_the_image_refuses_the_spec() -> None:
     wanted = on_tpu()
-    assert server_image_problems(wanted.spec, wanted.settings) == []
-    [problem] = server_image_problems(wanted.spec, Settings(*["x"] * 12))
+    assert deployment_problems(wanted.spec, wanted.settings) == []
+    [problem] = deployment_problems(wanted.spec, Settings(*["x"] * 12))
     assert problem.pointer == "/serve/type"
     assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in problem.expected
-    assert server_image_problems(deployment().spec, Settings(*["x"] * 12)) == []
+    assert deployment_problems(deployment().spec, Settings(*["x"] * 12)) == []
 
 
 def pod(state: dict[str, Any], restarts: int = 0, last: dict[str, Any] | None = None) -> dict[str, Any]:

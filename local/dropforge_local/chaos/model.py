@@ -327,8 +327,9 @@ class Explorer:
             SETTINGS,
             get_target=lambda _: target,
             get_server=lambda _: target,
-            TARGETS=kinds,
-            SERVERS=kinds,
+            owner_of=lambda _: target,
+            targets=lambda: kinds,
+            servers=lambda: kinds,
         ):
             step.take(stage)
             while stage.soon:

@@ -43,7 +43,7 @@ def seam(
 ) -> Iterator[None]:
     """While it is open, dropforge's modules see this world, and the clients of `fakes` by their names in clients.py.
 
-    `others` stand in for get_target, get_server, TARGETS and SERVERS, where those are not to be the real ones.
+    `others` stand in for get_target, get_server, targets and servers, where those are not to be the real ones.
     """
     replacements: dict[str, Any] = {name: fakes.get(name, _no_client(name)) for name in CLIENTS}
     replacements |= {
@@ -84,8 +84,9 @@ def _originals() -> dict[str, Any]:
         "uuid": uuid,
         "get_target": platforms.get_target,
         "get_server": platforms.get_server,
-        "TARGETS": platforms.TARGETS,
-        "SERVERS": platforms.SERVERS,
+        "owner_of": platforms.owner_of,
+        "targets": platforms.targets,
+        "servers": platforms.servers,
     }
 
 

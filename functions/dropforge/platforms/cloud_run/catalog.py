@@ -27,6 +27,10 @@ CLOUD_RUN_MACHINES = {
     "nvidia-rtx-pro-6000": CloudRunMachine(min_cpu=20, min_memory_gib=80, regions=("europe-west4", "us-central1")),
 }
 
+# The quota of each accelerator: the word in its id, and the units of one GPU (the newer one counts thousandths).
+# The ids are those that projects list and that Google's refusals name, as noted in public repositories (2026-11-22).
+CLOUD_RUN_QUOTAS = {"nvidia-l4": ("NvidiaL4", 1), "nvidia-rtx-pro-6000": ("NvidiaRtxPro6000", 1000)}
+
 # GPU tasks of Cloud Run jobs: 12 h at most, preview above 1 h
 # (https://cloud.google.com/run/docs/configuring/task-timeout)
 CLOUD_RUN_MAX_TASK_SECONDS = 12 * SECONDS_PER_HOUR

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.platforms.gpus import GPUS
+from dropforge.spec.demand import Demand, Quota, unknown_quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
-from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS
+from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS, CLOUD_RUN_QUOTAS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dropforge.spec import JobSpec
 
 
@@ -38,6 +41,14 @@ class CloudRunTarget(TargetSpec):
     def accelerators(self) -> Accelerators:
         return Accelerators(1, self.accelerator, GPUS[self.accelerator].memory_gib)
 
+    @property
+    def offered_places(self) -> tuple[str, ...]:
+        return CLOUD_RUN_MACHINES[self.accelerator].regions
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            yield _demand(self.accelerator, 1, placement.region, self.zonal_redundancy)
+
     def check(self, job: JobSpec) -> None:
         if seconds(job.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
             message = "longer than a Cloud Run task with a GPU may run"
@@ -47,6 +58,8 @@ class CloudRunTarget(TargetSpec):
 
 class CloudRunServe(ServeSpec):
     """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
+
+    is_private = False
 
     type: Literal["cloud_run"]
     accelerator: str = "nvidia-l4"
@@ -74,6 +87,18 @@ class CloudRunServe(ServeSpec):
     def check(self, job: JobSpec) -> None:
         if self.region is None:
             check_cloud_run_region(self.accelerator, job.target.placements[0].region, "/serve/region")
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        yield _demand(self.accelerator, self.max_instances, self.region or job.target.placements[0].region)
+
+
+def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
+    if accelerator not in CLOUD_RUN_QUOTAS:
+        return Demand(accelerator, number, region, unknown=unknown_quota(accelerator))
+    word, units = CLOUD_RUN_QUOTAS[accelerator]
+    redundancy = "" if zonal_redundancy else "NoZonalRedundancy"
+    quota = Quota("run.googleapis.com", f"{word}GpuAlloc{redundancy}PerProjectRegion", {"region": region}, units)
+    return Demand(accelerator, number, region, quota)
 
 
 def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:

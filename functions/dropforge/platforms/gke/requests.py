@@ -12,18 +12,16 @@ from typing import Any
 from dropforge.base import names
 from dropforge.cloud.kubernetes import CLUSTER, Object, cluster_name, resource_of
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.ray.spec import RayTarget
 from dropforge.platforms.training import EXIT_CLASSES, Launch, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
-from .spec import GkePlacement, GkeServe, GkeTarget
+from .spec import ClusterTarget, GkePlacement, GkeServe, GkeTarget
 
 CONTAINER = "trainer"
 USER = 10001  # of containers/train_trl/Dockerfile: the kubelet accepts a user that is not root by its number only
 MAIN_PORT = 29500
 GRACE_SECONDS = 120  # for a last checkpoint
 SPOT_GRACE_SECONDS = 25  # all that Autopilot gives to a Spot pod
-RAY_OPERATOR = {"rayOperatorConfig": {"enabled": True}}
 KEPT_SECONDS = 24 * 3600  # a Job that nobody tears down goes by itself, long after everybody has looked at it
 
 
@@ -37,14 +35,14 @@ def requests(launch: Launch) -> list[Resource]:
 
 def gke_target(spec: JobSpec) -> GkeTarget:
     """The spec's target, which is one of GKE."""
-    assert isinstance(spec.target, GkeTarget), "TARGETS leads here only what has this type"
+    assert isinstance(spec.target, GkeTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 
 def cluster_of(launch: Launch) -> str:
     """The full name of the attempt's cluster: its own, the spec's, or the deployment's."""
     target, settings = launch.spec.target, launch.settings
-    assert isinstance(target, GkeTarget | RayTarget), "only these are on clusters"
+    assert isinstance(target, ClusterTarget), "only these are on clusters"
     own = names.training_name(launch.run, launch.attempt) if target.cluster.create else None
     region = target.placements[launch.placement].region
     return cluster_name(settings.project, region, own or target.cluster.name or settings.gke_cluster)
@@ -53,6 +51,8 @@ def cluster_of(launch: Launch) -> str:
 def cluster_request(launch: Launch) -> dict[str, Any]:
     """The createCluster request, as JSON. Its nodes have no public address, and IAM guards the one way in."""
     parent, _, name = cluster_of(launch).rpartition("/clusters/")
+    target = launch.spec.target
+    assert isinstance(target, ClusterTarget), "only these are on clusters"
     cluster = {
         "name": name,
         "autopilot": {"enabled": True},
@@ -68,7 +68,7 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
                 "oauthScopes": ["https://www.googleapis.com/auth/cloud-platform"],
             }
         },
-        **({"addonsConfig": RAY_OPERATOR} if isinstance(launch.spec.target, RayTarget) else {}),
+        **target.cluster_addons,
         "controlPlaneEndpointsConfig": {
             "dnsEndpointConfig": {"allowExternalTraffic": True},
             "ipEndpointsConfig": {"enabled": False},

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
+from dropforge.spec.demand import Demand, unknown_quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
-from .catalog import GKE_ACCELERATORS
+from .catalog import GKE_ACCELERATORS, gpu_quota
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
@@ -43,7 +48,33 @@ class GkeCluster(Part):
         return self
 
 
-class GkeTarget(TargetSpec):
+class ClusterTarget(TargetSpec):
+    """A target on GKE: it has placements of GKE, and a cluster.
+
+    `cluster_addons` are the fields that a cluster of the attempt's own gets beside those of every cluster.
+    """
+
+    cluster_addons: ClassVar[dict[str, Any]] = {}
+
+    if TYPE_CHECKING:
+        cluster: GkeCluster
+
+        @property
+        def placements(self) -> list[GkePlacement]: ...
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        cluster = self.cluster
+        if not (cluster.create or cluster.name or settings.gke_cluster):
+            expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
+            yield SpecProblem("/target/cluster/name", "no cluster is named", None, expected)
+        if cluster.create and not settings.nodes_service_account:
+            expected = (
+                "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
+            )
+            yield SpecProblem("/target/cluster/create", "runs may not make clusters here", "true", expected)
+
+
+class GkeTarget(ClusterTarget):
     """A Kubernetes Job on GKE Autopilot: one or several nodes with the same GPUs, sharded by FSDP2."""
 
     type: Literal["gke"]
@@ -67,6 +98,15 @@ class GkeTarget(TargetSpec):
     def accelerators(self) -> Accelerators:
         count = self.accelerator_count * self.nodes
         return Accelerators(count, self.accelerator, count * GPUS[self.accelerator].memory_gib)
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            number = self.accelerator_count * self.nodes
+            yield _demand(self.accelerator, number, placement.region, placement.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        yield from super().missing(job, settings)
+        yield from _label_problems(job)
 
     def check(self, job: JobSpec) -> None:
         processes = self.nodes * self.accelerator_count
@@ -108,6 +148,32 @@ class GkeServe(ServeSpec):
             found = {"capacity": self.capacity, "reservation": self.reservation}
             raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
         return self
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        region = self.region or job.target.placements[0].region
+        yield _demand(self.accelerator, self.accelerator_count * self.max_instances, region, self.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        trains_on = job.target.cluster.name if isinstance(job.target, ClusterTarget) else None
+        if not (self.cluster or trains_on or settings.gke_cluster):
+            expected = "a standing cluster's name: this deployment has no cluster of its own"
+            yield SpecProblem("/serve/cluster", "no cluster is named", None, expected)
+        if not isinstance(job.target, GkeTarget):  # which reports the labels itself
+            yield from _label_problems(job)
+
+
+def _label_problems(job: JobSpec) -> Iterator[SpecProblem]:
+    """Google Cloud's labels may begin and end with - and _; labels of Kubernetes may not."""
+    for key, value in job.labels.items():
+        if key != key.strip("-_") or value != value.strip("-_"):
+            message, expected = "not a label of Kubernetes", "no - or _ at either end"
+            yield SpecProblem(f"/labels/{key}", message, f"{key}={value}", expected)
+
+
+def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand:
+    quota = gpu_quota(accelerator, region, capacity)
+    unknown = "" if quota else unknown_quota(accelerator, capacity)
+    return Demand(accelerator, number, region, quota, unknown, listed_by="compute")
 
 
 def check_gke_accelerator(accelerator: str, count: int) -> None:

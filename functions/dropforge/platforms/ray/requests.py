@@ -38,7 +38,7 @@ def requests(launch: Launch) -> list[Resource]:
 
 def ray_target(spec: JobSpec) -> RayTarget:
     """The spec's target, which is one of Ray."""
-    assert isinstance(spec.target, RayTarget), "TARGETS leads here only what has this type"
+    assert isinstance(spec.target, RayTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dropforge.spec.demand import Quota, is_preemptible
+
 
 @dataclass(frozen=True)
 class TpuVm:
@@ -28,3 +30,21 @@ TPU_VMS = {
     "v5p-8": TpuVm(4, 95, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
     **{f"v6e-{n}": TpuVm(n, 32, _V6E_ZONES, ("v2-alpha-tpuv6e", _ANY_TPU), "hyperdisk-balanced") for n in (1, 4, 8)},
 }
+
+# The TPU API's quotas, on demand and preemptible, and the units of one chip (v5p counts cores, two to a chip). The ids
+# are noted in public repositories (2026-11-22); https://cloud.google.com/tpu/docs/quota says that TPU VMs of 1, 4 and 8
+# v5e chips use the quota for serving.
+_QUOTAS = {
+    "v5litepod": ("TPUV5sLitepodServing", "TPUV5sPreemptibleLitepodServing", 1),
+    "v5p": ("TPUV5P", "TPUV5PPreemptible", 2),
+    "v6e": ("TPUV6E", "TPUV6EPreemptible", 1),
+}
+
+
+def tpu_vm_quota(accelerator_type: str, zone: str, capacity: str) -> Quota | None:
+    """The quota that counts a TPU VM's chips in a zone, bought as `capacity` says; None when it is not known."""
+    if accelerator_type not in TPU_VMS or capacity not in ("on_demand", "spot", "flex_start"):
+        return None
+    on_demand, preemptible, units = _QUOTAS[accelerator_type.split("-")[0]]
+    name = f"{preemptible if is_preemptible(capacity) else on_demand}PerProjectPerZoneForTPUAPI"
+    return Quota("tpu.googleapis.com", name, {"zone": zone}, units)

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training
+from dropforge.base.errors import SpecProblem
+from dropforge.spec.demand import Demand, unknown_quota
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training, check_image
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
-from .catalog import TPU_VMS
+from .catalog import TPU_VMS, tpu_vm_quota
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
@@ -41,6 +46,9 @@ class TpuVmPlacement(Part):
 class TpuVmTarget(TargetSpec):
     """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
 
+    methods = ("sft", "pretrain")
+    placement_key = "zone"
+
     type: Literal["tpu_vm"]
     accelerator_type: str = Field(default="v5litepod-8", examples=["v5litepod-8", "v6e-4"])
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
@@ -67,12 +75,27 @@ class TpuVmTarget(TargetSpec):
         slice_ = TPU_VMS[self.accelerator_type]
         return Accelerators(1, self.accelerator_type, slice_.chips * slice_.memory_gib)
 
+    @property
+    def offered_places(self) -> tuple[str, ...]:
+        return TPU_VMS[self.accelerator_type].zones
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            yield _demand(self.accelerator_type, placement.zone, placement.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        return check_image(settings, "train_maxtext_image", "/target/type", self.type)
+
     def check(self, job: JobSpec) -> None:
         check_full_training(job)
+        super().check(job)
 
 
 class OneMachine(ServeSpec):
     """An endpoint on one machine: nothing scales it."""
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        return check_image(settings, "serve_vllm_tpu_image", "/serve/type", self.type)
 
     @property
     def min_instances(self) -> int:
@@ -87,6 +110,8 @@ class OneMachine(ServeSpec):
 
 class TrainingVmServe(OneMachine):
     """A vLLM endpoint on the TPU VM that trained, which is kept: no second machine, and no second wait for capacity."""
+
+    keeps_machine = True
 
     type: Literal["training_vm"]
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
@@ -134,6 +159,19 @@ class TpuVmServe(OneMachine):
             message, expected = "a required field is missing", "the zone of the endpoint's TPU VM"
             raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
         check_tpu_vm_zone(self.accelerator_type, job.target.placements[0].zone, "/serve/zone")
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        zone = self.zone
+        if zone is None and isinstance(job.target, TpuVmTarget):
+            zone = job.target.placements[0].zone
+        if zone is not None:
+            yield _demand(self.accelerator_type, zone, self.capacity)
+
+
+def _demand(accelerator_type: str, zone: str, capacity: str) -> Demand:
+    chips, quota = TPU_VMS[accelerator_type].chips, tpu_vm_quota(accelerator_type, zone, capacity)
+    unknown = "" if quota else unknown_quota(accelerator_type, capacity)
+    return Demand(accelerator_type, chips, zone, quota, unknown, listed_by="tpu")
 
 
 def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
