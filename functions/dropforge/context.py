@@ -22,7 +22,7 @@ class Context:
     """
 
     cloud: Cloud
-    platforms: Platforms = Platforms()
+    platforms: Platforms = field(default_factory=Platforms)
     published: Once = field(default_factory=Once)
 
     @classmethod

@@ -1,7 +1,7 @@
 """From an exception of a Google client or of the Kubernetes client to an ErrorClass, a message and a hint.
 
-The same refusal is a different exception over REST and over gRPC. Quota and stock-out share status codes: the text tells
-them apart (reference: the errors that other schedulers match).
+The same refusal is a different exception over REST and over gRPC. Quota and stock-out share status codes: the text
+tells them apart (reference: the errors that other schedulers match).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Cloud:
 
     settings: Settings
     clients: Clients
-    clock: Clock = Clock()
-    threads: Threads = Threads()
+    clock: Clock = field(default_factory=Clock)
+    threads: Threads = field(default_factory=Threads)
     chance: Random = field(default_factory=Random)
     log: Log = log
     logged: Once = field(default_factory=Once)

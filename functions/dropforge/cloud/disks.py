@@ -113,9 +113,7 @@ def _raise_if_failed(operation: dict[str, Any]) -> None:
         raise classify_text(status, f"{error['code']}: {error.get('message', '')}")
 
 
-def _call(
-    cloud: Cloud, verb: str, path: str, query: dict[str, str] | None = None, body: Any = None
-) -> dict[str, Any]:
+def _call(cloud: Cloud, verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
     from google.api_core.exceptions import from_http_response
 
     session, root = cloud.clients.compute()

@@ -116,7 +116,8 @@ def clusters(cloud: Cloud) -> Any:
 def listed(cloud: Cloud, list_cluster: ListCluster, *, is_used: bool) -> Iterator[Listed]:
     """The resources that `list_cluster` lists in each standing cluster that runs. Raises Unlisted at the end.
 
-    An attempt's own cluster is not listed here: only the attempt may work in it, and it is listed and deleted as a whole.
+    An attempt's own cluster is not listed here: only the attempt may work in it, and it is listed and deleted as a
+    whole.
     """
     settings = cloud.settings
     from google.cloud.container_v1 import Cluster
@@ -162,7 +163,7 @@ def listed_of(cluster: str, item: Object) -> Listed:
 
 
 def connect(cloud: Cloud, cluster: Any) -> Kubernetes:
-    """The API of a cluster that has an endpoint: by its DNS name if external traffic may use it, else by its address."""
+    """The API of a cluster with an endpoint: by its DNS name if external traffic may use it, else by its address."""
     if dns := _dns_name(cluster):  # IAM guards the DNS endpoint, and a public authority signs its certificate
         return Kubernetes(cloud.clients, f"https://{dns}")
     authority = b64decode(cluster.master_auth.cluster_ca_certificate).decode()
@@ -180,9 +181,9 @@ def exists(cloud: Cloud, name: str) -> bool:
 def delete(cloud: Cloud, name: str, pods: str = "") -> bool:
     """Delete the object with that full resource name; True once it does not exist, alone or with its cluster.
 
-    Kubernetes deletes the objects that it owns first. `pods` selects its pods by label, to delete orphaned pods as well.
-    An object in an attempt's own cluster is deleted only with the cluster: the control plane has no permission inside. The
-    answer stays False while another operation delays the deletion of the cluster.
+    Kubernetes deletes the objects that it owns first. `pods` selects its pods by label, to delete orphaned pods as
+    well. An object in an attempt's own cluster is deleted only with the cluster: the control plane has no permission
+    inside. The answer stays False while another operation delays the deletion of the cluster.
     """
     from google.cloud.container_v1 import Cluster
 
@@ -218,13 +219,13 @@ class Kubernetes:
         return self._call("GET", _path(name), none_for=404)
 
     def find(self, namespace: str, plural: str, group: str = "", **selectors: str) -> list[Object]:
-        """Objects of one kind: `find("ns", "pods", labelSelector="a=b")`; an empty list if the cluster lacks the kind."""
+        """Objects of one kind: `find("ns", "pods", labelSelector="a=b")`; none if the cluster lacks the kind."""
         path = _collection(group, VERSIONS[group], namespace, plural)
         answer = self._call("GET", path, query=list(selectors.items()), none_for=404)
         return list((answer or {}).get("items") or [])
 
     def each(self, namespace: str, version: str, kind: str, selector: str) -> Iterator[Object]:
-        """Objects of one kind by label, page by page, with the apiVersion and kind that a list of the API leaves out."""
+        """Objects of one kind by label, page by page, with the apiVersion and kind that the API's list leaves out."""
         path = _collection(version.rpartition("/")[0], version, namespace, f"{kind.lower()}s")
         query = [("labelSelector", selector), ("limit", str(PAGE))]
         following = ""

@@ -63,7 +63,7 @@ def server_variables(environment: Iterable[Mapping[str, str]], chips: int) -> st
 
 
 def resources(machine: Machine) -> list[Resource]:
-    """The resources of a machine. The queue creates the node; the ledger names it so that its deletion is verified too."""
+    """The resources of a machine. The queue creates the node; the list names it so that its deletion is verified."""
     if machine.queued:
         return [Resource(QUEUED, machine.queued, queued_request(machine)), Resource(NODE, machine.node)]
     return [Resource(NODE, machine.node, node_request(machine))]

@@ -18,6 +18,7 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
+from dropforge.run.record import Record
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
@@ -82,6 +83,20 @@ class Target(Protocol):
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
+    """The latest attempt of a record, as its target needs it."""
+    attempt = record.attempts[-1]
+    return Launch(
+        run=record.run,
+        attempt=attempt.number,
+        placement=attempt.placement,
+        spec=spec,
+        settings=settings,
+        deadline=attempt.deadline,
+        timeout_seconds=max(1, int((attempt.deadline - attempt.started).total_seconds())),
+    )
 
 
 def container_variables(launch: Launch) -> dict[str, str]:

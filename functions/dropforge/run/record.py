@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
@@ -13,6 +13,7 @@ from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
 
 Limit = Literal["max_duration", "max_cost_usd"]  # fields of a spec's `limits`
+END_TOLD = "end"  # the notice key of a record whose end was announced
 KEPT_IDS = 100  # superseded executions that a record names: calls of older executions have ended
 
 
@@ -70,8 +71,8 @@ class Attempt(Stored):
     """One launch of the training.
 
     `limit` names the limit that decides the deadline. `launched` is when the resources were created; the wait for
-    capacity begins then. `running` is the earliest time at which the machine may have started: the cost counts from then.
-    `seen` is when all machines were first seen running, unless the container reported its start: the time without
+    capacity begins then. `running` is the earliest time at which the machine may have started: the cost counts from
+    then. `seen` is when all machines were first seen running, unless the container reported its start: the time without
     progress (`limits.stuck_after`) counts from then.
     """
 
@@ -115,6 +116,14 @@ class Endpoint(Stored):
     expires: datetime
     limit: Literal["ttl", "max_cost_usd"] = "ttl"  # the limit that decides the expiry
     ended: datetime | None = None
+
+
+class Notice(NamedTuple):
+    """A message to people about a run that continues, sent once. `key` is unique within the run."""
+
+    key: str
+    headline: str
+    text: str
 
 
 class Outcome(Stored):

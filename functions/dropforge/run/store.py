@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 class RunStore:
-    """The runs bucket. It remembers the records and ledgers of its last calls, and writes a change without reading again.
+    """The runs bucket. It remembers recent records and ledgers, and writes a change without reading again.
 
     This is safe: every write names the generation that it replaces. After a failed write, the store reads the object.
     """
@@ -54,7 +54,9 @@ class RunStore:
         self._clock = clock or Clock()
         self._chance = chance or Random()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._known: OrderedDict[str, Known] = OrderedDict()  # the newest is last; the methods of OrderedDict are atomic
+        self._known: OrderedDict[str, Known] = (
+            OrderedDict()
+        )  # the newest is last; the methods of OrderedDict are atomic
 
     def create(self, record: Record) -> bool:
         """Write the record of a new run, and first the open mark unless it has ended; False if the run has a record."""
@@ -93,7 +95,9 @@ class RunStore:
 
     def intend(self, run: str, kind: str, name: str, attempt: int) -> bool:
         """Enter the intent to create a resource; False if the ledger has it. The entry is durable on return."""
-        entry = LedgerEntry(kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=self._clock.now())
+        entry = LedgerEntry(
+            kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=self._clock.now()
+        )
 
         def change(ledger: Ledger) -> Ledger:
             known = ledger.find(name)
@@ -104,7 +108,7 @@ class RunStore:
     def intend_all(
         self, run: str, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
     ) -> bool:
-        """Enter the intent to create resources, given by kind and name; False if the caller must not create them any more.
+        """Enter the intent to create resources, by kind and name; False if the caller must not create them any more.
 
         This method writes the ledger and then reads the record; teardown writes the record and then reads the ledger.
         So at least one of them sees the other. Unneeded entries stay: another call may have created the resources on
@@ -184,6 +188,14 @@ class RunStore:
     def has_spec(self, run: str) -> bool:
         """Whether a run has an accepted spec."""
         return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
+
+    def has_cancel(self, run: str) -> bool:
+        """Whether a user requested the end of a run before the run had a record."""
+        try:
+            self.read(names.cancel_object(run))
+        except NotFound:
+            return False
+        return True
 
     def open_runs(self) -> Iterator[tuple[str, datetime]]:
         """The ids of runs with an open mark, each with the time of the mark."""

@@ -115,7 +115,9 @@ class CloudRunJobs:
         parent, _, job_id = job_name(launch).rpartition("/jobs/")
         job = run_v2.Job.from_json(json.dumps(job_request(launch)["job"]), ignore_unknown_fields=False)
         try:
-            operation = cloud.clients.run_jobs().create_job(parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS)
+            operation = cloud.clients.run_jobs().create_job(
+                parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS
+            )
         except Conflict:
             return self._job(cloud, launch)  # ours, from a reply that was lost, or being changed: the caller looks
         deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS

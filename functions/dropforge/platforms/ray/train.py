@@ -55,7 +55,9 @@ class RayJobs(GkeJobs):
     def provision(self, cloud: Cloud, launch: Launch) -> bool:
         own = ray_target(launch.spec).cluster.create
         name = cluster_of(launch)
-        cluster = self._own_cluster(cloud, launch) if own else kubernetes.standing_cluster(cloud, name, "target.cluster.name")
+        cluster = (
+            self._own_cluster(cloud, launch) if own else kubernetes.standing_cluster(cloud, name, "target.cluster.name")
+        )
         if cluster is None:
             return False
         _check_operator(cluster, name)

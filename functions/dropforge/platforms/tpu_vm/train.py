@@ -182,7 +182,9 @@ def _server_metadata(server: Deployment) -> dict[str, str]:
     environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
     return {
         "dropforge-server-image": server.settings.serve_vllm_tpu_image,
-        "dropforge-server-env": tpu.server_variables(environment, TPU_VMS[tpu_vm_target(server.spec).accelerator_type].chips),
+        "dropforge-server-env": tpu.server_variables(
+            environment, TPU_VMS[tpu_vm_target(server.spec).accelerator_type].chips
+        ),
         "dropforge-server-deadline": _unix(server.expires),
     }
 
