@@ -123,7 +123,7 @@ def _step(out: Console, what: str, work: Callable[[], None]) -> None:
 
 def make_environment(tool: str) -> None:
     """Run the tool that makes an environment, unless it is there; it says itself what it does. Raises CliError."""
-    from dropforge_local.stack.control import ROOT
+    from dropforge_local.stack.config import ROOT
 
     made = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
     if made.returncode:

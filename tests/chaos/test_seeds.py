@@ -18,7 +18,7 @@ from dropforge_local.chaos.specs import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIVES = 5  # of those that one fault strikes, for each fault and target
-# Seeds that found a defect, by the targets of their runs; docs/chaos.md tells of all.
+# Seeds that found a defect, by the targets of their runs; docs/measurements.md describes each defect.
 SERVERLESS = ("cloud_run", "tpu_vm")
 FOUND = {
     (140, SERVERLESS): "a run whose cancel was recorded while its last attempt failed ended FAILED",

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 
 from .configuration import permissions
 

@@ -1,4 +1,4 @@
-"""Commands, links and files that the documents name exist, and their options are accepted."""
+"""The pages name only commands, options, links and files that exist, and use the words of the glossary."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from dropforge_cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+INDEX = ROOT / "docs" / "README.md"
+TERRAFORM = sorted((ROOT / "terraform").glob("*.tf"))
+# Pages that are rewritten together with their packages.
+ELSEWHERE = {ROOT / "docs" / name for name in ("training.md", "training-maxtext.md", "workflows-engine.md")}
+PLACEHOLDERS = ("/x/", "/x.", "build/")  # a new platform, channel or emulator; generated files
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
@@ -32,7 +38,7 @@ def test_make_targets_exist(text: str) -> None:
 
 
 def test_commands_of_the_dropforge_command_are_accepted(text: str) -> None:
-    for line in re.findall(r"^\$ (?:build/venv/bin/)?dropforge (.*)$", text, re.M):
+    for line in re.findall(r"^ *\$ (?:build/venv/bin/)?dropforge (.*)$", text, re.M):
         name, *arguments = re.split(r"\s+#", line)[0].split()
         command = cli.commands.get(name) or cli.get_command(click.Context(cli), name)
         assert command is not None, line
@@ -44,3 +50,72 @@ def test_commands_of_the_dropforge_command_are_accepted(text: str) -> None:
 def _existing(argument: str) -> str:
     """A spec that a reader would have; click checks that files exist."""
     return str(ROOT / "examples" / "local" / "cloud_run.json") if argument == "my-job.json" else argument
+
+
+def test_the_index_lists_every_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {INDEX.name}
+    assert pages - set(re.findall(r"\]\(([\w-]+\.md)[#)]", INDEX.read_text())) == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_sections_lead_to_headings(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    headings = {page: _anchors(document.parent / page if page else document) for page, _ in links}
+    assert [f"{page}#{anchor}" for page, anchor in links if anchor not in headings[page]] == []
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *TERRAFORM], ids=lambda path: path.name)
+def test_paths_lead_to_files(document: Path) -> None:
+    assert [path for path in _paths(document) if not _exists(path, document)] == []
+
+
+@pytest.mark.parametrize(
+    "document", [page for page in DOCUMENTS if page not in {GLOSSARY, *ELSEWHERE}], ids=lambda path: path.name
+)
+def test_pages_use_the_words_of_the_glossary(document: Path) -> None:
+    listed = re.search(r"<!-- refused -->\n(.*?)\n<!-- end -->", GLOSSARY.read_text(), re.S)
+    assert listed is not None
+    refused = "|".join(re.escape(word) for word in re.split(r",\s+", listed[1]))
+    assert re.findall(rf"\b(?:{refused})s?\b", _prose(document.read_text()), re.I) == []
+
+
+@pytest.mark.parametrize(
+    "document", [page for page in DOCUMENTS[1:] if page not in ELSEWHERE], ids=lambda path: path.name
+)
+def test_a_page_starts_with_its_readers(document: Path) -> None:
+    assert re.match(r"# .+\n+For [^\n]+", document.read_text())
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _paths(document: Path) -> list[str]:
+    """The files that a page names in backquotes, or a Terraform file in its comments."""
+    text = document.read_text()
+    if document.suffix == ".tf":
+        words = " ".join(re.findall(r"#(.*)$", text, re.M)).split()
+        named = [word.strip("`.,:;()") for word in words if "/" in word and "://" not in word]
+    else:
+        named = [name for name in re.findall(r"`([^`\n]+)`", text) if "/" in name]
+    return [
+        name
+        for name in named
+        if re.fullmatch(r"\.?[\w.-]+(/[\w.-]+)+", name) and re.search(r"\.(py|tf|md|sh|yaml|toml|json|txt)$", name)
+    ]
+
+
+def _exists(path: str, document: Path) -> bool:
+    if any(placeholder in path for placeholder in PLACEHOLDERS) or path.startswith(
+        ("runs/", "models/", "jobs/", ".github/")
+    ):
+        return True
+    return any((base / path).exists() for base in (document.parent, ROOT, ROOT / "functions"))
+
+
+def _prose(text: str) -> str:
+    """A page without code blocks, code, quotations and the addresses of links."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    return re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", text)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from workflows_engine.mock import ScriptedMocks
-from workflows_engine.simulate import Simulation, simulate
+from workflows_engine import ScriptedMocks, Simulation, simulate
 
 SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
 URL = "https://functions.example/dropforge-"

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import MISSING, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
 from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
+from ..schemas import google_provider
 from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, render, resources
 
-SHARED = ROOT.parent / "shared"
+DATA = ROOT / "tests" / "data"
 CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
 ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
 GRANTS = [(account, scope, held) for account, found in ACCOUNTS.items() for scope, held in found["grants"].items()]
@@ -51,7 +53,7 @@ def test_every_entry_point_is_a_function_and_no_other() -> None:
 def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
     workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
-    triggered = [name.replace("-", "_") for name, _, _ in stack._triggers()]
+    triggered = [name.replace("-", "_") for name, _, _ in stack.triggers()]
     expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggered, "events"), "sweep": "scheduler"}
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
     assert set(local("triggers")) == set(triggered)
@@ -170,10 +172,7 @@ def test_the_same_call_needs_the_same_permissions_of_everybody() -> None:
 
 
 def test_permissions_exist() -> None:
-    path = SHARED / "data" / "iam-roles-subset.json"
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
-    known = set(json.loads(path.read_text())["known_permissions"])
+    known = set(yaml.safe_load((DATA / "iam_permissions.yaml").read_text()))
     assert {permission for *_, held in GRANTS for permission in held} - known == LISTED_ELSEWHERE
 
 
@@ -220,14 +219,39 @@ def test_the_format_is_terraform_s() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_provider_s_schema_is_kept() -> None:
-    lint, data = SHARED / "tools" / "tf_lint.py", SHARED / "data"
-    if not lint.exists():
-        pytest.skip(f"{lint} is not here")
-    overlay = data / "google-provider-overlay-7x.json"
-    command = [sys.executable, lint, data / "google-provider-schema.json", TERRAFORM, "--overlay", overlay]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip().splitlines()[-1:] == ["0 errors, 0 warnings"], done.stdout + done.stderr
+@pytest.mark.parametrize(("kind", "described"), [("resource", "resources"), ("data", "data_sources")])
+def test_the_provider_has_every_type_and_argument(kind: str, described: str) -> None:
+    schemas = google_provider.schemas(described)
+    used = {labels: body for labels, body in blocks(kind).items() if labels[0].startswith("google_")}
+    assert {labels[0] for labels in used} == schemas.keys()
+    problems = [google_provider.problems(".".join(labels), body, schemas[labels[0]]) for labels, body in used.items()]
+    assert list(chain.from_iterable(problems)) == []
+
+
+@pytest.mark.parametrize(
+    ("resource", "change", "problem"),
+    [
+        (("google_storage_bucket", "runs"), {"locaton": "US"}, "locaton: unknown"),
+        (("google_storage_bucket", "runs"), {"uniform_bucket_level_access": "yes"}, "'yes' is no bool"),
+        (("google_storage_bucket", "runs"), {"soft_delete_policy": {}}, "written as an argument"),
+        (("google_storage_bucket", "runs"), {"location": [{}]}, "written as a block"),
+        (("google_storage_bucket", "runs"), {"soft_delete_policy": [{}, {}]}, "appears 2 times"),
+        (("google_storage_bucket", "runs"), {"lifecycle_rule": [{"action": [{}], "condition": [{}]}]}, "type: missing"),
+        (("google_monitoring_alert_policy", "alert"), {"combiner": "XOR"}, "'XOR' is none of AND"),
+        (("google_service_account", "account"), {"email": "a@b.c"}, "set by Google only"),
+    ],
+)
+def test_a_mistake_in_a_resource_is_noticed(resource: tuple[str, str], change: dict[str, Any], problem: str) -> None:
+    body = {**resources()[resource], **change}
+    problems = google_provider.problems(".".join(resource), body, google_provider.schemas("resources")[resource[0]])
+    assert problem in "; ".join(problems)
+
+
+def test_a_missing_argument_is_noticed() -> None:
+    body = dict(resources()["google_storage_bucket", "runs"])
+    del body["location"]
+    problems = google_provider.problems("runs", body, google_provider.schemas("resources")["google_storage_bucket"])
+    assert list(problems) == ["runs.location: missing"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The real `terraform` applies terraform/ to a provider that makes nothing; what it would have made fits the code."""
+"""The real `terraform` applies terraform/ to a provider that creates nothing; the planned resources fit the code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
 from dropforge.base.settings import Settings
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
+from ..schemas import google_provider, kubernetes
+from ..schemas.google_provider import Argument, Schema
 from .configuration import ROOT, images, permissions
-from .provider import Provider, Schema
+from .provider import Provider
 
-DATA = ROOT.parent / "shared" / "data"
 PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
 IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in images()}
-# Everything that is optional is on.
+# Every optional part is on.
 VARIABLES = {
     "alert_emails": ["oncall@example.com"],
     "billing_account": "000000-111111-222222",
@@ -48,31 +50,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),  # five runs of terraform, once
     pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed"),
-    pytest.mark.skipif(not DATA.exists(), reason=f"the provider's schema is not in {DATA}"),
 ]
 
 
 def google() -> Provider:
-    """The provider whose schema is in shared/, with what that does not tell: blocks that the cloud fills in."""
-    schema = json.loads((DATA / "google-provider-schema.json").read_text())
-    for name, extra in json.loads((DATA / "google-provider-overlay-7x.json").read_text()).items():
-        _merge(schema["resources"].setdefault(name, {"attributes": {}, "blocks": {}}), extra)
-    transport = schema["resources"]["google_eventarc_trigger"]["blocks"]["transport"]
-    pubsub = transport["blocks"]["pubsub"]
-    transport["computed"] = pubsub["computed"] = True
-    pubsub["exported"] = ["subscription"]
-    schema["resources"]["google_cloudfunctions2_function"]["blocks"]["service_config"]["exported"] = ["uri"]
-    return Provider(schema["resources"], schema["data_sources"], invent)
+    return Provider(google_provider.schemas("resources"), google_provider.schemas("data_sources"), invent)
 
 
 def archive() -> Provider:
-    attributes = {name: {"type": "string", "required": name in ("output_path", "type")} for name in ARCHIVE}
-    attributes["excludes"] = {"type": "set:stringList", "required": False}
-    return Provider({}, {"archive_file": {"attributes": attributes, "blocks": {}}}, invent)
+    arguments = {name: Argument("string", required=name in ("output_path", "type")) for name in ARCHIVE}
+    return Provider({}, {"archive_file": Schema({**arguments, "excludes": Argument("set(string)")})}, invent)
 
 
 def invent(kind: str, attribute: str, values: dict[str, Any]) -> str:
-    """What Google would say of a resource."""
+    """The value that Google would give to an argument of a resource."""
     email = f"{values.get('account_id')}@{PROJECT}.iam.gserviceaccount.com"
     known = {
         ("google_artifact_registry_repository", "name"): str(values.get("repository_id")),
@@ -108,8 +99,11 @@ def terraform(directory: Path, *arguments: str, providers: dict[str, Any]) -> st
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with its state beside it, and a gcloud that only notes what it is asked."""
-    directory = tmp_path_factory.mktemp("apply")
+    """A copy of terraform/ with local state, and a gcloud that only records its commands."""
+    return copy_of_terraform(tmp_path_factory.mktemp("apply"))
+
+
+def copy_of_terraform(directory: Path) -> Path:
     shutil.copytree(
         ROOT / "terraform", directory / "terraform", ignore=shutil.ignore_patterns(".terraform*", "*.tfvars")
     )
@@ -126,11 +120,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def applied(directory: Path) -> Applied:
-    """Everything that was made, by type."""
-    provider, other = google(), archive()
-    with provider.serving() as first, other.serving() as second:
-        hosts = "registry.terraform.io/hashicorp"
-        providers = {f"{hosts}/google": first, f"{hosts}/archive": second}
+    """Every created resource, by type."""
+    provider = google()
+    with serving(provider) as providers:
         terraform(directory, "init", "-input=false", providers=providers)
         terraform(directory, "validate", providers=providers)
         registry = ("-input=false", "-auto-approve", "-target=terraform_data.registry", "-var=images={}")
@@ -143,6 +135,33 @@ def applied(directory: Path) -> Applied:
         made.setdefault(kind, []).append(values)
     made["output"] = [{name: found["value"] for name, found in json.loads(output).items()}]
     return made
+
+
+@contextmanager
+def serving(provider: Provider) -> Iterator[dict[str, Any]]:
+    """The value of TF_REATTACH_PROVIDERS while `provider` takes the place of `google`."""
+    hosts = "registry.terraform.io/hashicorp"
+    with provider.serving() as first, archive().serving() as second:
+        yield {f"{hosts}/google": first, f"{hosts}/archive": second}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("uniform_bucket_level_access = true", "uniform_bucket_acces = true", "Unsupported argument"),
+        ("location ", "# location ", "Missing required argument"),
+        ("soft_delete_policy {", "soft_delete {", "Unsupported block type"),
+    ],
+)
+def test_terraform_notices_a_mistake(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    path = copy_of_terraform(tmp_path) / "terraform" / "buckets.tf"
+    text = re.sub(rf"{old.replace(' ', ' +')}", new, path.read_text())
+    assert text != path.read_text()
+    path.write_text(text)
+    with serving(google()) as providers:
+        terraform(tmp_path, "init", "-input=false", providers=providers)
+        with pytest.raises(AssertionError, match=problem):
+            terraform(tmp_path, "validate", providers=providers)
 
 
 def test_the_registry_is_made_before_there_are_images(applied: Applied) -> None:
@@ -192,7 +211,7 @@ def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
         service = trigger["destination"][0]["cloud_run_service"][0]["service"]
         assert service == trigger["name"]
         found.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
-    assert found == {(name, kind, tuple(filters.items())) for name, kind, filters in stack._triggers()}
+    assert found == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
 
 
 def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:
@@ -235,11 +254,8 @@ def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applie
 
 def test_a_cluster_is_told_who_may_do_what(applied: Applied) -> None:
     objects = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
-    schema = json.loads((DATA / "k8s-1.35-subset-strict.json").read_text())
-    for found in objects:
-        group, _, version = found["apiVersion"].rpartition("/")
-        name = f"io.k8s.api.{group.split('.')[0] or 'core'}.{version}.{found['kind']}"
-        jsonschema.validate(found, {**schema, "$ref": f"#/$defs/{name}"})
+    for manifest in objects:
+        kubernetes.check(manifest)
     roles = {o["metadata"]["name"].removeprefix("dropforge-"): o["rules"] for o in objects if o["kind"] == "Role"}
     for name, account in permissions()["accounts"].items():
         held = {
@@ -270,8 +286,8 @@ def _id(account: str) -> str:
 
 
 def _where(binding: dict[str, Any], target: str) -> str:
-    """What is bound, such as `local-project-dropforge-runs if run_objects`."""
-    condition = binding["condition"]
+    """The resource of a binding and its condition, such as `local-project-dropforge-runs if run_objects`."""
+    condition = binding.get("condition")
     return binding[target].rsplit("/", 1)[-1] + (f" if {condition[0]['title']}" if condition else "")
 
 
@@ -303,13 +319,3 @@ def _expected() -> dict[tuple[str, str], set[str]]:
             for target in where[scope]:
                 expected.setdefault((account, target), set()).update(held)
     return expected
-
-
-def _merge(schema: Schema, extra: Schema) -> None:
-    schema["attributes"] = {**extra.get("attributes", {}), **schema["attributes"]}
-    schema["exported"] = [*schema.get("exported", ()), *extra.get("exported", ())]
-    for name, block in extra.get("blocks", {}).items():
-        if name in schema["blocks"]:
-            _merge(schema["blocks"][name], block)
-        else:
-            schema["blocks"][name] = block

@@ -23,12 +23,12 @@ from dropforge.run.store import RunStore
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
-from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from dropforge_local.stack.functions_host import SOURCE, entry_points
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")

@@ -20,7 +20,7 @@ from dropforge.cloud import clients
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import IMAGES
+from dropforge_local.stack.deployment import IMAGES
 
 from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
 from .targets import PARTS, SERVES

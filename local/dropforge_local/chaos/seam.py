@@ -25,7 +25,6 @@ from dropforge import platforms
 from dropforge.base import log, settings
 from dropforge.cloud import clients
 from dropforge.run import record as runs
-from workflows_engine import machine
 
 from .functions import entry_points
 from .world import World
@@ -103,7 +102,7 @@ def _places() -> list[tuple[ModuleType, str, str]]:
         for name, value in sorted(vars(module).items())
         if id(value) in keys and keys[id(value)] != "uuid"  # of the functions only uuid5, which draws nothing
     ]
-    return [*places, (machine, "uuid", "uuid")]
+    return places
 
 
 def _skew(world: World) -> float:

@@ -24,7 +24,7 @@ from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.storage.blobs import SMALL_BYTES
 from dropforge_local.emulators.storage.preconditions import Preconditions
 from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 from .conftest import Api, Running
 

@@ -19,10 +19,10 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from .checks import DELETED_TOPIC, invalid, seconds
 from .faults import DeliveryFaults
 from .filters import compile_filter
 from .resources import Resources, Subscription, timestamp
+from .rules import DELETED_TOPIC, invalid, seconds
 
 MAX_BATCH_BYTES = 4 * 2**20
 

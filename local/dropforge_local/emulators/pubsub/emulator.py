@@ -13,13 +13,13 @@ from google.cloud.pubsub_v1 import types
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
-from .. import rpc
+from ..kit import rpc
 from .backlog import Backlog, Content
-from .checks import check_messages, check_topic
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
 from .push import Pusher
 from .resources import Resources, Subscription, SubscriptionConfig, Topic
+from .rules import check_messages, check_topic
 from .service import MUTABLE_SUBSCRIPTION_FIELDS, PubSubService, services
 from .wakes import Wakes, supervise, wait
 

@@ -12,10 +12,10 @@ from google.cloud.pubsub_v1 import types
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message, abort
+from ..kit.rpc import Message, abort
 from .backlog import Backlog, Delivery
-from .checks import check_modified_deadline, check_stream_deadline, invalid
 from .resources import Resources, Subscription, timestamp
+from .rules import check_modified_deadline, check_stream_deadline, invalid
 from .wakes import Wakes, wait
 
 PubsubMessage = types.PubsubMessage.pb()
@@ -122,6 +122,7 @@ class Puller:
                     yield response
             finally:
                 reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
                 for lease in outstanding.leases:
                     self._owners.pop(lease, None)
 

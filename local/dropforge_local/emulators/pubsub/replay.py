@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .backlog import Backlog, Content
-from .checks import DAY_SECONDS
 from .resources import Subscription
+from .rules import DAY_SECONDS
 
 SNAPSHOT_SECONDS = 7 * DAY_SECONDS
 MINIMUM_SNAPSHOT_SECONDS = 3600

@@ -12,14 +12,14 @@ from google.protobuf import timestamp_pb2
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message
-from .checks import DELETED_TOPIC, seconds
+from ..kit.paging import Paging, cut, read_token
+from ..kit.rpc import Message
+from .rules import DELETED_TOPIC, seconds
 
 Topic = types.Topic.pb()
 SubscriptionConfig = types.Subscription.pb()
 Snapshot = types.Snapshot.pb()
-DEFAULT_PAGE = 100
-MAX_PAGE = 1000
+PAGING = Paging(default=100, largest=1000)
 # A push without a retry policy backs off from 100 ms to 60 s (https://cloud.google.com/pubsub/docs/push#push_backoff);
 # a pull redelivers at once, which we space a little so that a nacking subscriber does not spin.
 PUSH_BACKOFF_SECONDS = (0.1, 60.0)
@@ -183,19 +183,18 @@ class Resources:
     def snapshots_of(self, topic: str) -> list[str]:
         return [snapshot.name for snapshot in self._snapshots("topic = ? ORDER BY name", topic)]
 
-    def page(self, collection: str, project: str, size: int, token: str) -> tuple[list[Message], str]:
+    def page(self, collection: str, request: Message) -> tuple[list[Message], str]:
         """One page of a project's topics, subscriptions or snapshots by name, and the next page's token."""
         kind = {"topics": Topic, "subscriptions": SubscriptionConfig, "snapshots": Snapshot}[collection]
-        prefix = f"{project}/{collection}/"
-        if size < 0 or (token and not token.startswith(prefix)):
-            raise ApiError("INVALID_ARGUMENT", f"invalid page_size {size} or page_token {token!r}")
-        size = min(size or DEFAULT_PAGE, MAX_PAGE)
+        prefix = f"{request.project}/{collection}/"
+        size, [last] = PAGING.size(request.page_size), read_token(request.page_token, [""])
         rows = self.db.connection.execute(
-            f"SELECT config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? ORDER BY name LIMIT ?",
-            (token, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
+            f"SELECT name, config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? "
+            "ORDER BY name LIMIT ?",
+            (last, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
         ).fetchall()
-        found = [kind.FromString(row["config"]) for row in rows[:size]]
-        return found, found[-1].name if len(rows) > size else ""
+        page, token = cut(rows, size, lambda row: [row["name"]])
+        return [kind.FromString(row["config"]) for row in page], token
 
     def _snapshots(self, where: str, value: str) -> Iterator[Message]:
         rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()

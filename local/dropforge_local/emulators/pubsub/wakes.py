@@ -54,6 +54,7 @@ async def wait(event: asyncio.Event, clock: Clock, until: float | None) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:

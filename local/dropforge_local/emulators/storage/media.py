@@ -12,10 +12,11 @@ from typing import Any, BinaryIO
 
 from aiohttp import StreamReader, web
 
+from ..kit.routing import Call
 from .blobs import FLUSH_BYTES, BlobStore
 from .errors import StorageError, invalid
 from .models import Content, StoredObject
-from .wire import MAX_JSON_BYTES, Call, parse_json
+from .wire import MAX_JSON_BYTES, parse_json
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from aiohttp import web
 
+from ..kit.routing import Call, Reply, Route
 from .blobs import GRANULE_BYTES, BlobWriter, Digest
 from .errors import StorageError, invalid
 from .media import RelatedBody, check_hashes, expected_hashes
@@ -19,7 +20,7 @@ from .preconditions import Preconditions
 from .resources import object_attributes, object_json
 from .state import State
 from .uploads import Upload
-from .wire import Call, Reply, Route, parse_json, read_body
+from .wire import parse_json, read_body, stream_of
 
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 
@@ -57,9 +58,9 @@ class UploadRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            ("POST", "b/{bucket}/o", self.insert),
-            ("PUT", "b/{bucket}/o", self.resume),
-            ("DELETE", "b/{bucket}/o", self.cancel),
+            Route("POST", "b/{bucket}/o", self.insert),
+            Route("PUT", "b/{bucket}/o", self.resume),
+            Route("DELETE", "b/{bucket}/o", self.cancel),
         ]
 
     async def insert(self, call: Call) -> Reply:
@@ -102,17 +103,17 @@ class UploadRoutes:
             "contentEncoding": call.query.get("contentEncoding"),
         }
         hashes = expected_hashes(call.headers, {})
-        return await self._store(call, _name(call, {}), object_attributes(body), hashes, call.content.iter_any())
+        return await self._store(call, _name(call, {}), object_attributes(body), hashes, stream_of(call).iter_any())
 
     async def _multipart(self, call: Call) -> Reply:
-        related = RelatedBody(call.content, call.headers.get("Content-Type", ""))
+        related = RelatedBody(stream_of(call), call.headers.get("Content-Type", ""))
         resource = await related.resource()
         attributes = object_attributes({"contentType": related.part_type} | resource)
         hashes = expected_hashes({"X-Goog-Hash": call.headers.get("X-Goog-Hash", "")}, resource)
         return await self._store(call, _name(call, resource), attributes, hashes, related.chunks())
 
     async def _start(self, call: Call) -> Reply:
-        resource = parse_json(await read_body(call.content))
+        resource = parse_json(await read_body(stream_of(call)))
         bucket, name = call.names["bucket"], _name(call, resource)
         attributes = object_attributes({"contentType": call.headers.get("X-Upload-Content-Type")} | resource)
         preconditions = Preconditions.from_query(call.query)
@@ -151,7 +152,7 @@ class UploadRoutes:
             )
         end = first
         try:
-            async for data in call.content.iter_any():
+            async for data in stream_of(call).iter_any():
                 await writer.write(data[max(0, upload.received - end) :])
                 end += len(data)
         except (ConnectionError, web.RequestPayloadError):
