@@ -10,7 +10,7 @@ from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice, Price
 
 @dataclass(frozen=True)
 class CloudRunMachine:
-    """What Cloud Run has beside one accelerator at least, and where."""
+    """The least CPU and memory that Cloud Run gives beside one accelerator, and the regions that have it."""
 
     min_cpu: int
     min_memory_gib: int
@@ -47,7 +47,7 @@ CLOUD_RUN_PRICES = {
 
 
 def cloud_run_regions() -> list[str]:
-    """Every region where Cloud Run may have something of ours."""
+    """Every region in which dropforge may create a resource of Cloud Run."""
     return sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions})
 
 

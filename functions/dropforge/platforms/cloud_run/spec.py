@@ -1,4 +1,4 @@
-"""What a spec says of Cloud Run: `target.type` and `serve.type` 'cloud_run'."""
+"""The spec's classes for Cloud Run: `target.type` and `serve.type` 'cloud_run'."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class CloudRunTarget(TargetSpec):
     memory_gib: int = Field(default=32, ge=1, le=512)
     zonal_redundancy: bool = False
     placements: list[Placement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Your price, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunTarget:
@@ -65,14 +67,16 @@ class CloudRunServe(ServeSpec):
     accelerator: str = "nvidia-l4"
     cpu: int = Field(default=8, ge=1, le=64)
     memory_gib: int = Field(default=32, ge=1, le=512)
-    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    region: Region | None = Field(default=None, description="Default: the target's first placement.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
     min_instances: int = Field(default=0, ge=0, le=100)
     max_instances: int = Field(default=1, ge=1, le=100)
     startup_timeout: Duration = "20m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunServe:

@@ -23,11 +23,11 @@ GKE_ACCELERATORS: dict[str, tuple[int, ...]] = {
 
 _GPU_PAGE = "https://cloud.google.com/compute/gpus-pricing"
 _REGION_1 = ("us-central1",)
-_BOOKED = {"reservation": "on_demand"}  # what is reserved costs the list price, used or not
+_BOOKED = {"reservation": "on_demand"}  # reserved capacity costs the list price, used or not
 
-# Compute Engine's list prices for one GPU with its share of the host. Those of 31 August are from a copy of the Cloud
-# Billing catalog made by then (SkyPilot's, schema 8). Its Spot prices are left out, because they have risen since, and
-# so are rows that look like another class of use (A100 80 GB). Autopilot's premium is not included.
+# Compute Engine's list prices for one GPU with its share of the host. The prices of 31 August are from a copy of the
+# Cloud Billing catalog of that day (SkyPilot's, schema 8). Its Spot prices are left out, because they have risen since.
+# Rows that look like another class of use (A100 80 GB) are left out, too. Autopilot's premium is not included.
 GKE_PRICES = {
     ("nvidia-tesla-a100", "on_demand"): Price(3.67339, _REGION_1, date(2026, 8, 31), _GPU_PAGE),
     ("nvidia-h100-80gb", "on_demand"): Price(10.97906, ("us-central1", "us-east4"), date(2026, 9, 26), _GPU_PAGE),

@@ -1,4 +1,4 @@
-"""What a spec says of GKE: `target.type` and `serve.type` 'gke'."""
+"""The spec's classes for GKE: `target.type` and `serve.type` 'gke'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GkePlacement(Placement):
-    """A region of GKE and the kind of capacity that is asked for there."""
+    """A region of GKE and the kind of capacity to request there."""
 
     capacity: Capacity = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
@@ -36,15 +36,17 @@ class GkePlacement(Placement):
 
 
 class GkeCluster(Part):
-    """A standing cluster by its name, the same in every region; or one that lives only as long as the attempt."""
+    """The cluster of an attempt: a standing cluster, which has the same name in every region, or a new cluster."""
 
     name: ClusterName | None = Field(default=None, description="Default: the deployment's own cluster.")
-    create: bool = Field(default=False, description="Make an Autopilot cluster for the attempt, and delete it.")
+    create: bool = Field(
+        default=False, description="Create an Autopilot cluster for the attempt and delete it afterwards."
+    )
 
     @model_validator(mode="after")
     def _exists_or_is_made(self) -> GkeCluster:
         if self.create and self.name is not None:
-            raise Wrong("/name", "a cluster that the run makes is named after the run", self.name, "no name")
+            raise Wrong("/name", "a cluster that the run creates is named after the run", self.name, "no name")
         return self
 
 
@@ -71,7 +73,9 @@ class ClusterTarget(TargetSpec):
             expected = (
                 "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
             )
-            yield SpecProblem("/target/cluster/create", "runs may not make clusters here", "true", expected)
+            yield SpecProblem(
+                "/target/cluster/create", "this deployment does not let runs create clusters", "true", expected
+            )
 
 
 class GkeTarget(ClusterTarget):
@@ -83,11 +87,15 @@ class GkeTarget(ClusterTarget):
     nodes: int = Field(default=1, ge=1, le=64)
     cluster: GkeCluster = GkeCluster()
     cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
-    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Of each node; default: likewise.")
+    memory_gib: int | None = Field(
+        default=None, ge=1, le=4000, description="Of each node; default: Autopilot's for the GPU."
+    )
     shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
     ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all nodes, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of all nodes, for machines whose price dropforge does not know."
+    )
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeTarget:
@@ -122,12 +130,14 @@ class GkeServe(ServeSpec):
     type: Literal["gke"]
     accelerator: str = "nvidia-l4"
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
-    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
-    cluster: ClusterName | None = Field(default=None, description="Default: the target's, or the deployment's own.")
+    region: Region | None = Field(default=None, description="Default: the target's first placement.")
+    cluster: ClusterName | None = Field(
+        default=None, description="Default: the target's cluster, else the deployment's."
+    )
     capacity: Capacity = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
-    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: likewise.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: Autopilot's for the accelerator.")
     ephemeral_storage_gib: int = Field(default=20, ge=10, le=6000)
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
@@ -136,7 +146,9 @@ class GkeServe(ServeSpec):
     target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
     startup_timeout: Duration = "30m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeServe:
@@ -158,7 +170,7 @@ class GkeServe(ServeSpec):
         if not (self.cluster or trains_on or settings.gke_cluster):
             expected = "a standing cluster's name: this deployment has no cluster of its own"
             yield SpecProblem("/serve/cluster", "no cluster is named", None, expected)
-        if not isinstance(job.target, GkeTarget):  # which reports the labels itself
+        if not isinstance(job.target, GkeTarget):  # GkeTarget.missing reports the labels
             yield from _label_problems(job)
 
 

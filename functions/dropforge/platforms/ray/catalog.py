@@ -18,7 +18,7 @@ class GkeTpu:
 
     @property
     def expected(self) -> str:
-        """What a topology may be, for an error message."""
+        """The allowed topologies, for an error message."""
         if self.topologies:
             return f"one of {', '.join(self.topologies)}"
         return "three numbers such as 2x2x4, none smaller than the one before, each 1, 2, or a multiple of 4"

@@ -9,7 +9,7 @@ from dropforge.spec.demand import Quota, is_preemptible
 
 @dataclass(frozen=True)
 class TpuVm:
-    """A TPU slice of one machine: its chips, where it is, what boots on it, and the kind of disk that it takes."""
+    """A TPU slice of one machine: its chips, its zones, the runtimes that boot on it, and the type of its data disk."""
 
     chips: int
     memory_gib: float  # of each chip
@@ -24,7 +24,7 @@ _V6E_ZONES = ("europe-west4-a", "us-central1-b", "us-east1-d", "us-east5-a", "us
 _ANY_TPU = "tpu-ubuntu2204-base"
 
 # By accelerator type; the first runtime is the default (https://cloud.google.com/tpu/docs/regions-zones, .../runtimes,
-# .../attach-durable-block-storage). Slices of several machines are for the target that coordinates them.
+# .../attach-durable-block-storage). Slices of several machines need target `ray`, which coordinates them.
 TPU_VMS = {
     **{f"v5litepod-{n}": TpuVm(n, 16, _V5E_ZONES, ("v2-alpha-tpuv5-lite", _ANY_TPU), "pd-balanced") for n in (1, 4, 8)},
     "v5p-8": TpuVm(4, 95, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
