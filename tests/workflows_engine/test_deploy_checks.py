@@ -1,4 +1,4 @@
-"""What is refused before it runs, with line and column."""
+"""Mistakes that the compiler refuses, with line and column."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def problems(source: str, limits: Limits | None = None) -> list[tuple[int, int, 
     ],
 )
 def test_mistake(source: str, line: int, column: int, message: str) -> None:
-    found = problems(source)
-    assert any((at, column_) == (line, column) and message in text for at, column_, text in found), found
+    reported = problems(source)
+    assert any((at, column_) == (line, column) and message in text for at, column_, text in reported), reported
 
 
 def test_all_mistakes_are_listed_in_order() -> None:
-    found = problems("- a: {return: '${x}'}\n- b: {next: c}\n- d: {call: nothing}\n")
-    assert [line for line, _, _ in found] == [1, 2, 3]
+    reported = problems("- a: {return: '${x}'}\n- b: {next: c}\n- d: {call: nothing}\n")
+    assert [line for line, _, _ in reported] == [1, 2, 3]
 
 
 SCOPES = """
@@ -144,9 +144,9 @@ main:
     ],
 )
 def test_scopes(inside: str, returned: str, message: str) -> None:
-    found = problems(SCOPES % (inside, returned))
-    assert bool(found) is bool(message)
-    assert all(message in text for _, _, text in found)
+    reported = problems(SCOPES % (inside, returned))
+    assert bool(reported) is bool(message)
+    assert all(message in text for _, _, text in reported)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_scopes(inside: str, returned: str, message: str) -> None:
         ),
     ],
 )
-def test_jumps_that_cannot_be(body: str, message: str) -> None:
-    found = problems(f"- first:\n    {body}\n- after:\n    steps: [{{hidden: {{return: 1}}}}]\n")
-    assert len(found) == 1
-    assert message in found[0][2]
+def test_impossible_jumps_are_refused(body: str, message: str) -> None:
+    reported = problems(f"- first:\n    {body}\n- after:\n    steps: [{{hidden: {{return: 1}}}}]\n")
+    assert len(reported) == 1
+    assert message in reported[0][2]
 
 
-def test_jumps_out_of_except_and_try_are_fine() -> None:
+def test_jumps_out_of_except_and_try_are_accepted() -> None:
     source = """
 - t:
     try:
@@ -184,7 +184,7 @@ def test_jumps_out_of_except_and_try_are_fine() -> None:
     assert problems(source) == []
 
 
-def test_sizes_are_limited_and_one_switch_lifts_them() -> None:
+def test_limits_of_size_are_enforced_and_can_be_lifted() -> None:
     assignments = ", ".join("{x: 1}" for _ in range(51))
     conditions = ", ".join("{condition: true, next: end}" for _ in range(51))
     branches = ", ".join(f"{{b{n}: {{steps: [{{s: {{assign: [{{x: 1}}]}}}}]}}}}" for n in range(11))
@@ -203,12 +203,12 @@ def test_sizes_are_limited_and_one_switch_lifts_them() -> None:
         assert problems(source, Limits.lifted()) == []
 
 
-def test_aliases_cannot_blow_a_source_up() -> None:
+def test_the_expansion_of_aliases_is_limited() -> None:
     lines = ["- a:", "    assign:", "      - x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"      - x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 8)}]" for n in range(1, 12)]
     assert "expands to more than" in problems("\n".join(lines))[0][2]
 
 
-def test_text_that_looks_interpolated_is_warned_of() -> None:
+def test_text_with_an_inner_expression_gets_a_warning() -> None:
     _, warnings = compile_source("- a: {return: 'hello ${x} there'}\n", Limits())
     assert [(warning.severity, warning.line) for warning in warnings] == [("warning", 1)]
