@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import pytest
 import requests
@@ -88,7 +90,7 @@ class Stack:
 
     def change(self, *changes: Change) -> None:
         for change in changes:
-            self.call(lambda change=change: self.eventarc.on_object_change(change))
+            self.call(partial(self.eventarc.on_object_change, change))
 
     def waiting(self) -> int:
         row = self.call(lambda: self.db.connection.execute("SELECT COUNT(*) FROM pubsub_deliveries").fetchone())
@@ -162,7 +164,7 @@ def function(tmp_path: Path) -> Iterator[Function]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    eventually(lambda: listens(port), 20)
+    eventually(lambda: listens(port))
     yield Function(f"http://127.0.0.1:{port}/", tmp_path / "record")
     process.terminate()
     process.wait(15)
@@ -176,7 +178,7 @@ def listens(port: int) -> bool:
 def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.01)
     return value
 
@@ -242,7 +244,7 @@ def test_events_carry_object_names_of_all_kinds(stack: Stack, endpoint: Endpoint
     stack.change(change(name=name))
     ((headers, body),) = eventually(lambda: endpoint.requests)
     assert body["name"] == name
-    assert requests.utils.unquote(headers["ce-subject"]) == f"objects/{name}"
+    assert unquote(headers["ce-subject"]) == f"objects/{name}"
 
 
 def test_event_is_part_of_the_transaction_that_changes_the_object(stack: Stack, endpoint: Endpoint) -> None:
@@ -306,7 +308,7 @@ def test_dead_letter_topic_receives_an_event_refused_five_times(stack: Stack, en
     stack.ensure(endpoint.url, dead_letter_topic=graveyard)
     stack.change(change())
     query = "SELECT attributes FROM pubsub_messages WHERE topic = ?"
-    rows = eventually(lambda: stack.call(lambda: stack.db.connection.execute(query, (graveyard,)).fetchall()), 20)
+    rows = eventually(lambda: stack.call(lambda: stack.db.connection.execute(query, (graveyard,)).fetchall()))
     assert json.loads(rows[0][0])["ce-subject"] == "objects/specs/a.json"
     assert len(endpoint.requests) == 5
 

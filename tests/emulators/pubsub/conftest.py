@@ -145,10 +145,10 @@ def timeless(tmp_path: Path) -> Iterator[PubSub]:
     yield from serve(VirtualClock(), tmp_path / "state.db")
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Poll until `condition()` is true, and return its value."""
+def eventually(condition: Callable[..., Any], *arguments: Any, seconds: float = 60) -> Any:
+    """Poll until `condition(*arguments)` is true, and return its value."""
     deadline = time.monotonic() + seconds
-    while not (value := condition()):
+    while not (value := condition(*arguments)):
         assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.01)
     return value

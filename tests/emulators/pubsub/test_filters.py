@@ -62,11 +62,11 @@ def judge(tree: Tree, attributes: Mapping[str, str]) -> bool:
         case ("has", key):
             return key in attributes
         case ("prefix", key, value):
-            return key in attributes and attributes[key].startswith(value)
+            return bool(key in attributes and attributes[key].startswith(value))
         case ("=", key, value):
-            return attributes.get(key) == value
+            return bool(attributes.get(key) == value)
         case ("!=", key, value):
-            return attributes.get(key) != value
+            return bool(attributes.get(key) != value)
         case ("not", inner):
             return not judge(inner, attributes)
         case ("and", terms):

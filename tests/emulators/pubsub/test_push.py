@@ -86,7 +86,7 @@ def test_push_backoff_follows_the_retry_policy(timeless: PubSub, endpoint: Endpo
     endpoint.answer = lambda request: 500
     timeless.publish(topic, b"x")
     for count, delay in enumerate((10, 15, 15), start=1):
-        eventually(lambda count=count: timeless.query("SELECT failures FROM pubsub_deliveries") == [(count,)])
+        eventually(lambda failures: timeless.query("SELECT failures FROM pubsub_deliveries") == [(failures,)], count)
         timeless.advance(delay - 0.5)
         timeless.query("SELECT 1")
         assert len(endpoint.requests) == count
@@ -149,7 +149,7 @@ def test_connections_are_kept_alive(pubsub: PubSub, endpoint: Endpoint) -> None:
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     for number in range(10):
         pubsub.publish(topic, b"x")
-        eventually(lambda number=number: len(endpoint.requests) == number + 1 and endpoint.in_flight == 0)
+        eventually(lambda sent: len(endpoint.requests) == sent and endpoint.in_flight == 0, number + 1)
     assert len(endpoint.connections) <= 2
 
 
@@ -190,8 +190,9 @@ def test_deleted_subscription_is_not_pushed(pubsub: PubSub, endpoint: Endpoint) 
     pubsub.publish(topic, b"x")
     eventually(lambda: endpoint.requests)
     pubsub.subscriber.delete_subscription(subscription=subscription)
-    assert pubsub.emulator is not None
-    eventually(lambda: not pubsub.emulator._pusher._pumps)
+    emulator = pubsub.emulator
+    assert emulator is not None
+    eventually(lambda: not emulator._pusher._pumps)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "not a url", "http://", "http://[bad"])
@@ -207,7 +208,7 @@ def test_push_times_out_at_the_ack_deadline(pubsub: PubSub, endpoint: Endpoint) 
     release = threading.Event()
     endpoint.answer = lambda request: 200 if len(endpoint.requests) > 1 else ((release.wait(30) and 200) or 500)
     pubsub.publish(topic, b"x")
-    eventually(lambda: len(endpoint.requests) == 2, 20)
+    eventually(lambda: len(endpoint.requests) == 2)
     release.set()
     first, second = endpoint.requests
     assert 10 <= second.arrived - first.arrived < 12

@@ -169,8 +169,9 @@ def test_cancelled_streams_release_their_resources(pubsub: PubSub) -> None:
         pubsub.publish(topic, b"x")
         stream.messages(1)
         stream.close()
-    assert pubsub.emulator is not None
-    eventually(lambda: not pubsub.emulator._wakes._events and not pubsub.emulator._puller._owners)
+    emulator = pubsub.emulator
+    assert emulator is not None
+    eventually(lambda: not emulator._wakes._events and not emulator._puller._owners)
 
 
 def test_nacks_and_flow_control_of_the_real_client_under_load(pubsub: PubSub) -> None:
