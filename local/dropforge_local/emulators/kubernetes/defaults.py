@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .kinds import Kind
-from .ray.rules import set_cluster_defaults, set_job_defaults
+from .rayrules import set_cluster_defaults, set_job_defaults
 
 Object = dict[str, Any]
 TRACKING = "batch.kubernetes.io/job-tracking"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import names, podrules
+from . import rayrules as ray
 from .kinds import Kind
 from .podrules import at_least
 from .quantities import parse_quantity
-from .ray import rules as ray
 from .refusals import Cause, duplicate, forbidden_field, not_emulated, required, unsupported, wrong
 from .selectors import select
 
