@@ -1,4 +1,4 @@
-"""Container images without Docker: a URI names containers/<role>/, whose Dockerfile says what the image holds.
+"""Container images without Docker: a URI names containers/<role>/, whose Dockerfile defines the image's content.
 
 The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
 installed packages come from the local virtual environment, without this repository's own packages. A label says where
