@@ -13,31 +13,33 @@ KEY = re.compile(r"[-._a-zA-Z0-9]+")
 PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
+LABEL_RULE = (
+    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with "
+    "an alphanumeric character (e.g. 'my-name'"
+)
+SUBDOMAIN_RULE = (
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and "
+    "end with an alphanumeric character (e.g. 'example.com'"
+)
+SERVICE_RULE = (
+    "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic character, "
+    "and end with an alphanumeric character (e.g. 'my-name'"
+)
+
+
 def label_problem(name: str) -> str:
     """RFC 1123 label: names of containers, volumes, namespaces; hostnames."""
-    text = (
-        "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and "
-        "end with an alphanumeric character (e.g. 'my-name'"
-    )
-    return _problem(name, 63, LABEL, text)
+    return _problem(name, 63, LABEL, LABEL_RULE)
 
 
 def subdomain_problem(name: str) -> str:
     """RFC 1123 subdomain: names of most objects."""
-    text = (
-        "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must "
-        "start and end with an alphanumeric character (e.g. 'example.com'"
-    )
-    return _problem(name, 253, SUBDOMAIN, text)
+    return _problem(name, 253, SUBDOMAIN, SUBDOMAIN_RULE)
 
 
 def service_problem(name: str) -> str:
     """RFC 1035 label: names of services."""
-    text = (
-        "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic "
-        "character, and end with an alphanumeric character (e.g. 'my-name'"
-    )
-    return _problem(name, 63, SERVICE_NAME, text)
+    return _problem(name, 63, SERVICE_NAME, SERVICE_RULE)
 
 
 def label_key_problem(key: str) -> str:
