@@ -16,8 +16,8 @@ from dropforge_local.base.ports import HOST, free_port, is_listening
 
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
-from ..faults import parse_faults
 from ..kit.background import stop_all
+from ..kit.faults import parse_faults
 from .api import Note
 from .certificates import Certificates, make_certificates
 from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
