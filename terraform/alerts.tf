@@ -5,19 +5,19 @@ locals {
 
   log_metrics = {
     function_errors = {
-      description = "What the functions log as an error: malformed events, messages that could not be sent."
+      description = "Errors that functions log: malformed events, messages that could not be sent."
       filter      = "severity>=ERROR"
     }
     sweep_findings = {
-      description = "What the sweep warns of: a resource that no run owns, or one that it could not look at or delete."
+      description = "Warnings of the sweep: an orphan, or a resource that it could not list or delete."
       filter      = "jsonPayload.stage=\"sweep\" AND severity>=WARNING"
     }
     sweeps = {
-      description = "Sweeps that came to their end."
+      description = "Sweeps that completed."
       filter      = "jsonPayload.stage=\"sweep\" AND jsonPayload.message=\"swept\""
     }
     unfinished_ends = {
-      description = "Tries to tear down or to end a run that failed; they are repeated without end."
+      description = "Failed tries to tear down or to end a run. The functions retry them without limit."
       filter      = "jsonPayload.stage=(\"teardown\" OR \"notify\") AND severity>=WARNING"
     }
   }
@@ -25,8 +25,8 @@ locals {
   _log_metric = "metric.type=\"logging.googleapis.com/user/${var.prefix}"
   _dead       = join(", ", [for subscription in google_pubsub_subscription.dead_letter : "\"${subscription.name}\""])
 
-  # Each is raised when the sum over all series exceeds the threshold within the window, or, with `at_least`, when it does
-  # not come up to that: nothing at all is no data, which counts.
+  # An alert is raised when the sum over all series exceeds the threshold within the window. With `at_least` it is raised
+  # when the sum stays below that number; missing data count as 0.
   alerts = {
     dead_letters = {
       summary   = "Events that no function could handle are in a dead-letter topic"
@@ -37,7 +37,7 @@ locals {
       severity  = "ERROR"
     }
     execution_failed = {
-      summary   = "A workflow execution failed by itself, so its run may be without an end"
+      summary   = "A workflow execution failed by itself, so its run may have no end"
       filter    = "metric.type=\"workflows.googleapis.com/finished_execution_count\" AND resource.type=\"workflows.googleapis.com/Workflow\" AND resource.labels.workflow_id=\"${google_workflows_workflow.run.name}\" AND metric.labels.status=\"FAILED\""
       aligner   = "ALIGN_DELTA"
       window    = "300s"
@@ -69,7 +69,7 @@ locals {
       severity  = "WARNING"
     }
     no_sweep = {
-      summary  = "No sweep has come to its end for two hours"
+      summary  = "No sweep has completed for two hours"
       filter   = "${local._log_metric}/sweeps\" AND resource.type=\"cloud_run_revision\""
       aligner  = "ALIGN_DELTA"
       window   = "7200s"
@@ -85,7 +85,7 @@ locals {
       severity  = "CRITICAL"
     }
     sweep_findings = {
-      summary   = "The sweep found what no run owns, or could not delete something"
+      summary   = "The sweep found an orphan, or could not delete a resource"
       filter    = "${local._log_metric}/sweep_findings\" AND resource.type=\"cloud_run_revision\""
       aligner   = "ALIGN_DELTA"
       window    = "900s"

@@ -26,7 +26,7 @@ resource "google_project_service" "api" {
 
   service = each.key
 
-  # Others may use them too.
+  # Other users of the project may need the APIs too.
   disable_on_destroy = false
 }
 

@@ -20,7 +20,7 @@ resource "google_storage_bucket" "specs" {
   depends_on = [google_project_service.api]
 }
 
-# Records, ledgers and models stay until somebody deletes them; checkpoints only serve the next attempt.
+# Records, ledgers and models stay until a user deletes them. Checkpoints are deleted: only the next attempt needs them.
 resource "google_storage_bucket" "runs" {
   name                        = "${var.project_id}-${var.prefix}-runs"
   location                    = var.region
@@ -53,7 +53,7 @@ resource "google_storage_bucket" "runs" {
   depends_on = [google_project_service.api]
 }
 
-# The functions' source by content hash, what Cloud Build is sent, and the digests that it built.
+# The functions' source by content hash, the sources for Cloud Build, and the digests of the built images.
 resource "google_storage_bucket" "build" {
   name                        = "${var.project_id}-${var.prefix}-build"
   location                    = var.region

@@ -1,4 +1,4 @@
-# A budget warns hours late and stops nothing: limits.max_cost_usd of a spec does.
+# The Cloud Billing budget warns hours late and stops nothing. limits.max_cost_usd of a spec stops a run.
 
 resource "google_billing_budget" "project" {
   provider = google.billing

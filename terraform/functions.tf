@@ -4,7 +4,7 @@ locals {
   functions     = { for name, account in local.accounts : name => account if can(account.called_by) }
   functions_url = "https://${var.region}-${var.project_id}.cloudfunctions.net/${var.prefix}-"
 
-  # Keys are fields of functions/dropforge/base/settings.py: those of images are named by the images, the others are here.
+  # Keys are fields of functions/dropforge/base/settings.py. The fields of images come from var.images.
   settings = merge(local._settings, { for role, image in var.images : "${role}_image" => image })
   _settings = {
     project                    = var.project_id
@@ -53,7 +53,7 @@ resource "google_cloudfunctions2_function" "function" {
     runtime         = "python311"
     entry_point     = each.key
     service_account = google_service_account.account["build"].id
-    # Not the platform's own repository, on which the build account could be given nothing before it exists.
+    # Not the platform's own repository: the build account cannot get permissions on it before it exists.
     docker_repository = google_artifact_registry_repository.images.id
 
     source {
@@ -70,7 +70,7 @@ resource "google_cloudfunctions2_function" "function" {
     max_instance_count    = var.max_function_instances
     ingress_settings      = each.value.called_by == "workflow" ? var.workflow_ingress : "ALLOW_INTERNAL_ONLY"
     service_account_email = google_service_account.account[each.key].email
-    # Endpoints on GKE and on TPU VMs have addresses of the network only, and are asked for a completion there.
+    # Endpoints on GKE and on TPU VMs have addresses only in the network; `deploy` requests a completion there.
     direct_vpc_egress = each.key == "deploy" && length(local.private_regions) > 0 ? "VPC_EGRESS_PRIVATE_RANGES_ONLY" : null
 
     dynamic "direct_vpc_network_interface" {
@@ -89,7 +89,7 @@ resource "google_cloudfunctions2_function" "function" {
   lifecycle {
     precondition {
       condition     = length(setsubtract(["serve_vllm", "train_trl"], keys(var.images))) == 0
-      error_message = "There are no images yet: `make images` builds them and says where they are."
+      error_message = "There are no images yet: run `make images`, which builds them and stores their digests."
     }
     postcondition {
       condition     = each.value.called_by != "workflow" || self.url == "${local.functions_url}${each.key}"
@@ -106,7 +106,7 @@ resource "google_cloudfunctions2_function" "function" {
   ]
 }
 
-# The only accounts that may call a function, each the ones that it has to.
+# Only these accounts may call functions. Each account may call only the functions that it needs.
 resource "google_cloud_run_v2_service_iam_member" "caller" {
   for_each = local.functions
 

@@ -1,5 +1,5 @@
-# Optional: a standing Autopilot cluster in each region of cluster_regions, everywhere with the same name, which is how
-# the functions know it. An Autopilot cluster without pods costs its management fee.
+# Optional: a standing Autopilot cluster in each region of cluster_regions. All have the same name, because the functions
+# know one name. An Autopilot cluster without pods costs its management fee.
 
 resource "google_container_cluster" "region" {
   for_each = var.cluster_regions
@@ -23,12 +23,12 @@ resource "google_container_cluster" "region" {
     }
   }
 
-  # Nodes without addresses on the internet; they reach it through the NAT of network.tf.
+  # Nodes have no addresses on the internet; they reach it through the NAT of network.tf.
   private_cluster_config {
     enable_private_nodes = true
   }
 
-  # The functions come through the DNS endpoint, where IAM decides (container.clusters.connect); nobody comes by address.
+  # The functions use the DNS endpoint, where IAM decides (container.clusters.connect). Access by IP address is off.
   control_plane_endpoints_config {
     dns_endpoint_config {
       allow_external_traffic = true

@@ -1,4 +1,4 @@
-# permissions.yaml says who may do what; here it becomes custom roles, each bound where it is needed and nowhere else.
+# Makes custom roles from permissions.yaml. Each role is bound only where its account needs it.
 
 locals {
   _switched_off = concat(
@@ -28,7 +28,7 @@ locals {
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
   }
 
-  # Scopes that are buckets, or parts of one: which, and on what condition.
+  # Scopes that are buckets or parts of a bucket: the bucket, and the condition.
   bucket_scopes = {
     specs_bucket     = { buckets = [google_storage_bucket.specs.name], condition = "" }
     data_buckets     = { buckets = var.data_buckets, condition = "" }
@@ -143,7 +143,7 @@ resource "google_artifact_registry_repository_iam_member" "grant" {
   member     = google_service_account.account[each.value.account].member
 }
 
-# People and CI that may drop specs, and look at what becomes of them.
+# People and CI that may drop specs and follow their runs.
 resource "google_storage_bucket_iam_member" "submitter" {
   for_each = var.submitters
 

@@ -1,5 +1,5 @@
-# What a cluster needs before runs can use it: the namespace, the accounts of pods, and what each function may do there.
-# It is an output, and not applied from here, so that Terraform need not reach clusters that it has yet to make.
+# What a cluster needs before runs can use it: the namespace, the accounts of pods, and the permissions of each function.
+# It is an output and not a resource, so Terraform need not reach clusters that it has not created yet.
 
 locals {
   _namespace  = local.settings.kubernetes_namespace
@@ -12,7 +12,7 @@ locals {
       kind       = "Namespace"
       metadata   = { name = local._namespace }
     }],
-    # A pod that runs as one of these is the service account that its annotation names.
+    # A pod with one of these accounts acts as the service account in the annotation.
     [for role, name in local._pods : {
       apiVersion = "v1"
       kind       = "ServiceAccount"
@@ -32,7 +32,7 @@ locals {
         verbs     = verbs
       }]
     }],
-    # A token with the scope of the whole platform names its account by e-mail, or by number.
+    # A token with scope cloud-platform names its account by e-mail or by number.
     [for name in keys(local._in_cluster) : {
       apiVersion = "rbac.authorization.k8s.io/v1"
       kind       = "RoleBinding"
@@ -51,7 +51,8 @@ locals {
   )
 }
 
-# The project's identity pool comes with its first cluster: without cluster_regions, somebody must have made one.
+# Google creates the project's workload identity pool with its first cluster. Without cluster_regions, a user must have
+# created a cluster before.
 resource "google_service_account_iam_member" "pods" {
   for_each = contains(local._switched_off, "clusters") ? {} : local._pods
 

@@ -1,11 +1,11 @@
-# Trainers and endpoints have a leg in this network (Direct VPC egress), and no address on the internet of their own.
-# A subnetwork has the same name in every region, because the functions know it by that name alone.
+# Trainers and endpoints are in this network (Direct VPC egress) and have no addresses on the internet.
+# The subnetwork has the same name in every region, because the functions know one name.
 
 locals {
   network    = var.network == null ? var.prefix : var.network.name
   subnetwork = var.network == null ? var.prefix : var.network.subnetwork
 
-  # Where machines have no address on the internet.
+  # Regions whose machines have no address on the internet.
   private_regions = setunion(var.cluster_regions, var.ephemeral_cluster_regions, var.tpu_regions)
 }
 
@@ -50,7 +50,7 @@ resource "google_compute_router_nat" "region" {
   source_subnetwork_ip_ranges_to_nat = "ALL_SUBNETWORKS_ALL_IP_RANGES"
 }
 
-# To endpoints on TPU VMs, from anywhere in the network; GKE makes rules for its own.
+# Lets the whole network reach endpoints on TPU VMs. GKE creates its own rules.
 resource "google_compute_firewall" "servers" {
   count = var.network == null && length(var.tpu_regions) > 0 ? 1 : 0
 

@@ -1,20 +1,20 @@
 output "dropforge_toml" {
-  description = "What the dropforge command needs to know: terraform output -raw dropforge_toml > dropforge.toml"
+  description = "Configuration of the dropforge command: terraform output -raw dropforge_toml > dropforge.toml"
   value       = join("", [for name, value in local.settings : "${name} = ${jsonencode(value)}\n"])
 }
 
 output "kubernetes_manifest" {
-  description = "What every cluster needs, for kubectl apply; empty without cluster_regions."
+  description = "Kubernetes objects that every cluster needs, for kubectl apply; empty without cluster_regions."
   value       = length(var.cluster_regions) == 0 ? "" : join("---\n", [for object in local.kubernetes_objects : yamlencode(object)])
 }
 
 output "requests_topic" {
-  description = "Where other systems publish specs and cancellations."
+  description = "Topic to which other systems publish specs and cancel requests."
   value       = google_pubsub_topic.requests.id
 }
 
 output "run_events_topic" {
-  description = "What other systems subscribe to, to hear of every run."
+  description = "Topic with an event for every state of every run, for other systems."
   value       = google_pubsub_topic.run_events.id
 }
 

@@ -23,7 +23,7 @@ resource "google_artifact_registry_repository" "images" {
   depends_on = [google_project_service.api]
 }
 
-# What `make images` needs, and nothing else: `make registry` applies only this.
+# Only what `make images` needs. `make registry` applies only this.
 resource "terraform_data" "registry" {
   depends_on = [
     google_artifact_registry_repository.images,
@@ -52,7 +52,7 @@ resource "google_storage_bucket_iam_member" "build" {
   member = google_service_account.account["build"].member
 }
 
-# Cloud Functions copies a function's source to a bucket of its own before it builds it.
+# Before a build, Cloud Functions copies the source of a function to its own bucket.
 resource "google_project_iam_member" "build_source" {
   project = var.project_id
   role    = "roles/storage.objectViewer"

@@ -1,7 +1,7 @@
 resource "google_cloud_scheduler_job" "sweep" {
   name             = "${var.prefix}-sweep"
   region           = var.region
-  description      = "Deletes what no live run owns, and endpoints past their ttl."
+  description      = "Deletes orphans and expired endpoints, and restarts lost work."
   schedule         = var.sweep_schedule
   time_zone        = "Etc/UTC"
   attempt_deadline = "600s"
@@ -13,7 +13,7 @@ resource "google_cloud_scheduler_job" "sweep" {
   http_target {
     uri         = google_cloudfunctions2_function.function["sweep"].service_config[0].uri
     http_method = "POST"
-    headers     = { "Content-Type" = "application/json" } # by default it says octet-stream, which the function refuses
+    headers     = { "Content-Type" = "application/json" } # the default is octet-stream, which the function refuses
     body        = base64encode("{}")
 
     oidc_token {

@@ -1,5 +1,5 @@
-# Only the secrets' names: a value is added with `gcloud secrets versions add`, and never passes through Terraform.
-# They carry exactly the names that specs use, so that the same spec works in every deployment.
+# Only the names of secrets. `gcloud secrets versions add` adds a value, which never passes through Terraform.
+# The names are exactly those in specs, so one spec works in every deployment.
 
 resource "google_secret_manager_secret" "secret" {
   for_each = setunion(var.training_secrets, local.webhook_secrets)

@@ -1,4 +1,4 @@
-# One account for each function and each container role; the others are the platform's callers.
+# One account for each function and each container role. The other accounts call functions or build images.
 
 locals {
   callers = {

@@ -10,7 +10,7 @@ resource "google_pubsub_topic" "job_events" {
   depends_on = [google_project_service.api]
 }
 
-# Kept for a week, so that a system that subscribes late, or was down, can seek back.
+# Messages are kept for a week, so a system that subscribes late, or was down, can seek back.
 resource "google_pubsub_topic" "run_events" {
   name                       = "${var.prefix}-run-events"
   message_retention_duration = "604800s"
@@ -18,7 +18,7 @@ resource "google_pubsub_topic" "run_events" {
   depends_on = [google_project_service.api]
 }
 
-# One dead-letter topic for each trigger. Without its subscription the topic would drop what it is given.
+# One dead-letter topic for each trigger. Without a subscription, the topic would drop its messages.
 resource "google_pubsub_topic" "dead_letter" {
   for_each = local.triggers
 
@@ -36,6 +36,6 @@ resource "google_pubsub_subscription" "dead_letter" {
   ack_deadline_seconds       = 60
 
   expiration_policy {
-    ttl = "" # never: by default a subscription that nobody reads goes after 31 days
+    ttl = "" # never: by default an unread subscription is deleted after 31 days
   }
 }

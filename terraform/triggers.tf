@@ -1,5 +1,5 @@
-# Eventarc delivers at least once, retries for 24 hours with growing pauses, and then drops an event; the dead-letter
-# topic takes it before that.
+# Eventarc delivers at least once, retries for 24 hours with growing pauses, and then drops an event. Before that, the
+# event moves to the dead-letter topic.
 
 locals {
   _published = "google.cloud.pubsub.topic.v1.messagePublished"
@@ -34,7 +34,7 @@ resource "google_eventarc_trigger" "trigger" {
   for_each = local.triggers
 
   name            = "${var.prefix}-${replace(each.key, "_", "-")}"
-  location        = var.region # the specs bucket's, too: its events are to be had only there
+  location        = var.region # must be the region of the specs bucket, whose events exist only there
   service_account = google_service_account.account["events"].email
 
   dynamic "matching_criteria" {
@@ -68,9 +68,9 @@ resource "google_eventarc_trigger" "trigger" {
   ]
 }
 
-# Eventarc makes the subscription, and its API cannot set the dead-letter topic
-# (https://github.com/hashicorp/terraform-provider-google/issues/17697). Nor the time to acknowledge an event: by default
-# 10 seconds, after which it is delivered again beside a function that is at it still, and counts as failed.
+# Eventarc creates the subscription. Its API can set neither the dead-letter topic
+# (https://github.com/hashicorp/terraform-provider-google/issues/17697) nor the time to acknowledge an event. The default
+# is 10 seconds: after that the event is delivered again while the function still runs, and counts as failed.
 resource "terraform_data" "dead_letter" {
   for_each = local.triggers
 
@@ -78,7 +78,7 @@ resource "terraform_data" "dead_letter" {
     subscription = google_eventarc_trigger.trigger[each.key].transport[0].pubsub[0].subscription
     topic        = google_pubsub_topic.dead_letter[each.key].id
     attempts     = var.max_delivery_attempts
-    ack_deadline = 600 # seconds, the longest there is: more than the functions' own time
+    ack_deadline = 600 # seconds, the maximum: longer than a function may run
   }
 
   provisioner "local-exec" {
@@ -97,7 +97,7 @@ resource "terraform_data" "dead_letter" {
   ]
 }
 
-# Pub/Sub's own agent moves a message: it publishes it there and acknowledges it here.
+# Pub/Sub's agent moves a message: it publishes the message to the dead-letter topic and acknowledges it here.
 resource "google_pubsub_topic_iam_member" "dead_letter" {
   for_each = local.triggers
 
@@ -124,7 +124,7 @@ data "google_storage_project_service_account" "storage" {
   depends_on = [google_project_service.api]
 }
 
-# Cloud Storage publishes its events to a topic that Eventarc makes, hence the project.
+# The permission is on the project, because Eventarc creates the topic for the events of Cloud Storage.
 resource "google_project_iam_member" "storage_events" {
   project = var.project_id
   role    = "roles/pubsub.publisher"

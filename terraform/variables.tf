@@ -1,29 +1,29 @@
 variable "alert_emails" {
-  description = "Where alerts and budget notices go."
+  description = "E-mail addresses that receive alerts and Cloud Billing budget notifications."
   type        = set(string)
   default     = []
 }
 
 variable "billing_account" {
-  description = "Billing account of the project, for the budget; empty: no budget. Whoever applies needs billing.budgets.create there."
+  description = "Billing account of the project, for the Cloud Billing budget; empty: no budget. The user who applies needs billing.budgets.create on it."
   type        = string
   default     = ""
 }
 
 variable "checkpoint_days" {
-  description = "How many days checkpoints are kept. At least as long as a run may take."
+  description = "Days before a checkpoint is deleted. Must be at least as long as a run may take."
   type        = number
   default     = 14
 }
 
 variable "cluster_regions" {
-  description = "Regions that get a standing GKE Autopilot cluster, for targets on Kubernetes; each costs its management fee."
+  description = "Regions with a standing GKE Autopilot cluster, for targets gke and ray. Each cluster costs its management fee."
   type        = set(string)
   default     = []
 }
 
 variable "data_buckets" {
-  description = "Buckets that specs may name as gs:// sources, or be read from; trainers may read them."
+  description = "Buckets that specs may name as gs:// sources, and from which specs may be read. Trainers may read them."
   type        = set(string)
   default     = []
 }
@@ -35,13 +35,13 @@ variable "deletion_protection" {
 }
 
 variable "ephemeral_cluster_regions" {
-  description = "Regions in which runs may make clusters for themselves (target.cluster.create). It lets functions make and delete clusters, and act in all clusters of the project: use a project of its own."
+  description = "Regions in which attempts may create their own clusters (target.cluster.create). Functions may then create and delete clusters, and act in every cluster of the project: use a separate project."
   type        = set(string)
   default     = []
 }
 
 variable "images" {
-  description = "Image of each container role, by digest; `make images` builds them, and tools/deploy.sh reads what it built."
+  description = "Image of each container role, by digest. `make images` builds the images, and tools/deploy.sh reads their digests."
   type        = map(string)
   default     = {}
 
@@ -52,36 +52,36 @@ variable "images" {
 }
 
 variable "max_delivery_attempts" {
-  description = "How often an event is delivered before it goes to its dead-letter topic; with growing pauses, 20 take about three hours."
+  description = "Deliveries of an event before it moves to its dead-letter topic. With growing pauses, 20 deliveries take about three hours."
   type        = number
   default     = 20
 
   validation {
     condition     = var.max_delivery_attempts >= 5 && var.max_delivery_attempts <= 100
-    error_message = "Pub/Sub takes 5 to 100 delivery attempts."
+    error_message = "Pub/Sub allows 5 to 100 delivery attempts."
   }
 }
 
 variable "max_function_instances" {
-  description = "Most instances of each function; an instance handles one request at a time."
+  description = "Maximum number of instances of each function. An instance handles one request at a time."
   type        = number
   default     = 20
 }
 
 variable "max_machines" {
-  description = "More training executions, or more serving instances, than this at once raise an alert: budgets lag by hours."
+  description = "More training executions or serving instances than this at once raise an alert. The Cloud Billing budget lags by hours."
   type        = number
   default     = 10
 }
 
 variable "monthly_budget" {
-  description = "Budget for the project, in whole units of the billing account's currency a month; it warns, and stops nothing."
+  description = "Cloud Billing budget for the project, in whole units of the billing account's currency a month. It warns and stops nothing."
   type        = number
   default     = 500
 }
 
 variable "network" {
-  description = "An existing network and its subnetwork, which must have that name in every region used; null: both are made."
+  description = "An existing network and its subnetwork, which must have that name in every region used; null: Terraform creates both."
   type = object({
     name       = string
     subnetwork = string
@@ -90,7 +90,7 @@ variable "network" {
 }
 
 variable "prefix" {
-  description = "What every name starts with. Two deployments in one project need two prefixes."
+  description = "Prefix of every name. Two deployments in one project need two prefixes."
   type        = string
   default     = "dropforge"
 
@@ -101,23 +101,23 @@ variable "prefix" {
 }
 
 variable "project_id" {
-  description = "Id of the project that everything is made in."
+  description = "Id of the project for all resources."
   type        = string
 }
 
 variable "region" {
-  description = "Where the buckets, the functions and the workflow are. Training and serving go where their specs say."
+  description = "Region of the buckets, the functions and the workflow. Specs choose the regions for training and serving."
   type        = string
 }
 
 variable "slack_webhook_secret" {
-  description = "Secret with the Slack webhook that hears of every run, and of specs that are rejected; empty: none does."
+  description = "Secret with the Slack webhook that receives messages about every run and every rejected spec; empty: no messages."
   type        = string
   default     = ""
 }
 
 variable "soft_delete_days" {
-  description = "How many days a deleted or overwritten object can be brought back. It is paid for meanwhile, checkpoints too."
+  description = "Days in which a deleted or overwritten object can be restored. The object, including a checkpoint, costs money until then."
   type        = number
   default     = 7
 
@@ -128,19 +128,19 @@ variable "soft_delete_days" {
 }
 
 variable "spec_days" {
-  description = "How many days dropped specs are kept in the specs bucket; runs keep their own copy. Longer than a run may take: one whose spec is deleted is cancelled."
+  description = "Days before a spec is deleted from the specs bucket; runs keep their own copy. Must be longer than a run may take: deleting a spec cancels its run."
   type        = number
   default     = 90
 }
 
 variable "submitters" {
-  description = "IAM members who may drop specs and read what becomes of them, such as group:ml@example.com."
+  description = "IAM members who may drop specs and follow their runs, such as group:ml@example.com."
   type        = set(string)
   default     = []
 }
 
 variable "subnetwork_ranges" {
-  description = "Address range of the subnetwork in each region that specs may name; by default where Cloud Run has GPUs."
+  description = "Address range of the subnetwork in each region that specs may name. The default regions are those where Cloud Run has GPUs."
   type        = map(string)
   default = {
     asia-south1     = "10.64.0.0/20"
@@ -161,25 +161,25 @@ variable "subnetwork_ranges" {
 }
 
 variable "sweep_schedule" {
-  description = "When the sweep runs, as a cron expression in UTC. An endpoint may outlive its ttl by this much."
+  description = "Schedule of the sweep, as a cron expression in UTC. An endpoint may outlive its ttl by the interval."
   type        = string
   default     = "*/15 * * * *"
 }
 
 variable "tpu_regions" {
-  description = "Regions in which specs may train or serve on TPU VMs; each gets a NAT gateway, as their machines have no address on the internet."
+  description = "Regions in which specs may train or serve on TPU VMs. Each gets a NAT gateway, because the machines have no address on the internet."
   type        = set(string)
   default     = []
 }
 
 variable "training_secrets" {
-  description = "Secrets that specs may hand to training containers, such as hf-token."
+  description = "Secrets that specs may pass to training containers, such as hf-token."
   type        = set(string)
   default     = []
 }
 
 variable "webhook_secrets" {
-  description = "Secrets with Slack webhooks that specs may name, beside slack_webhook_secret."
+  description = "Secrets with Slack webhooks that specs may name, in addition to slack_webhook_secret."
   type        = set(string)
   default     = []
 }

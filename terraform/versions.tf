@@ -12,7 +12,7 @@ terraform {
     }
   }
 
-  # The bucket is given by tools/deploy.sh, which creates it: -backend-config=bucket=...
+  # tools/deploy.sh creates the bucket and passes it: -backend-config=bucket=...
   backend "gcs" {
     prefix = "terraform"
   }
@@ -22,11 +22,11 @@ provider "google" {
   project = var.project_id
   region  = var.region
 
-  # Not the labels of names.py: what carries those belongs to a run, and the sweep deletes it.
+  # Not the labels of functions/dropforge/base/names.py: a resource with those belongs to a run, and the sweep deletes it.
   default_labels = { deployment = var.prefix }
 }
 
-# The budgets' API asks a person's credentials which project its quota is charged to.
+# The API for budgets requires that a user's credentials name the project whose quota is charged.
 provider "google" {
   alias                 = "billing"
   project               = var.project_id

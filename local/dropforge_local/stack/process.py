@@ -34,13 +34,13 @@ from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
-from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from workflows_engine import Engine
 
 from . import deployment

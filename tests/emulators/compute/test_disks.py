@@ -158,7 +158,7 @@ def test_what_a_killed_stack_began_is_finished(tmp_path: Path) -> None:
         urllib.request.urlopen(f"{server.url}/compute/v1/{PARENT}/disks", b'{"name": "d1"}', timeout=10).close()
     db = Database(tmp_path / "state.db")  # as it was when the request had been answered
     db.connection.execute("UPDATE compute_disks SET body = json_set(body, '$.status', 'CREATING')")
-    db.connection.execute("UPDATE compute_operations SET done = 0, body = json_set(body, '$.status', 'RUNNING')")
+    db.connection.execute("UPDATE operations SET ended = NULL, response = NULL")
     db.close()
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         options = {"api_endpoint": server.url}

@@ -12,7 +12,7 @@ import pytest
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
-from dropforge_local.emulators.executions import WorkflowsEmulator
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from workflows_engine import Engine, SystemClock
 
 PARENT = "projects/test-project/locations/europe-west4"

@@ -26,11 +26,12 @@ class Paging:
             raise ApiError("INVALID_ARGUMENT", f"page_size is {wanted}; expected 0 or more")
         return min(wanted or self.default, self.largest)
 
-    def page(self, items: Sequence[T], wanted: int, token: str) -> tuple[Sequence[T], str]:
-        """A page of a list that is in memory, and the next page's token, "" on the last page."""
-        size, [start] = self.size(wanted), read_token(token, [0])
-        end = max(0, start) + size
-        return items[max(0, start) : end], write_token(end) if end < len(items) else ""
+    def page(self, items: Sequence[T], wanted: int, token: str, skip: int = 0) -> tuple[Sequence[T], str]:
+        """A page of a list that is in memory, `skip` items after the token, and the next token, "" at the end."""
+        size, [first] = self.size(wanted), read_token(token, [0])
+        start = max(0, first + skip)
+        end = start + size
+        return items[start:end], write_token(end) if end < len(items) else ""
 
 
 def cut(rows: Sequence[T], size: int, key: Callable[[T], Sequence[Any]]) -> tuple[Sequence[T], str]:

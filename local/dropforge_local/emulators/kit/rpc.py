@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 Message = Any  # a protobuf message; the generated classes carry no types
 SYSTEM_PARAMETERS = frozenset(
-    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "prettyPrint", "quotaUser", "uploadType")
-)
+    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "quotaUser", "uploadType")
+) | {"prettyPrint", "$prettyPrint"}
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -109,7 +109,7 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
     try:
         return json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ApiError("INVALID_ARGUMENT", f"invalid request: {error}") from error
+        raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
 
 
 def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
@@ -165,7 +165,7 @@ def _query(call: Call) -> dict[str, Any]:
 
 
 def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
-    """Convert texts to booleans where the message has booleans: clients write true, True and 1."""
+    """Convert texts to booleans where the message has booleans (clients write true, True and 1), and field masks."""
     fields = {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
     for name, value in query.items():
         field = fields.get(name)
@@ -173,6 +173,9 @@ def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
             _with_booleans(value, field.message_type)
         elif field is not None and field.type == field.TYPE_BOOL and isinstance(value, str):
             query[name] = BOOLEANS.get(value.lower(), value)
+        elif field is not None and field.message_type is not None and field.message_type.name == "FieldMask":
+            # JSON has masks in lowerCamelCase; the APIs accept the fields' own names too.
+            query[name] = re.sub("_([a-z])", lambda letter: letter[1].upper(), value)
     return query
 
 

@@ -11,13 +11,10 @@ from google.cloud import tpu_v2
 
 from dropforge_local.base.errors import ApiError
 
+from ..kit.names import ID, invalid_label
 from .config import ANY_RUNTIME, Generation, TpuConfig
 
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 DISK = re.compile(r"projects/([^/]+)/zones/([^/]+)/disks/([^/]+)")
-LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
-LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 METADATA_KEY = re.compile(r"[-_a-zA-Z0-9]{1,128}")
 # https://cloud.google.com/compute/docs/metadata/setting-custom-metadata#limitations
 MAX_VALUE_BYTES, MAX_METADATA_BYTES = 256 * 2**10, 512 * 2**10
@@ -66,7 +63,7 @@ def check_zone(zone: str, config: TpuConfig) -> None:
 
 
 def check_id(field: str, value: str) -> None:
-    if not NAME.fullmatch(value):
+    if not ID.fullmatch(value):
         raise _refuse(
             f"{field} is {value!r}; expected lowercase letters, numbers and hyphens, a letter first, no hyphen last, "
             "at most 63 in all"
@@ -165,12 +162,11 @@ def check_queued(queued: Any, parent: str, config: TpuConfig) -> None:
 
 
 def _check_labels(labels: dict[str, str]) -> None:
-    for key, value in labels.items():
-        if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
-            raise _refuse(
-                f"label {key!r}: {value!r} is not valid; expected at most 63 lowercase letters, numbers, hyphens and "
-                "underscores, a letter first in the key"
-            )
+    if wrong := invalid_label(labels):
+        raise _refuse(
+            f"label {wrong[0]!r}: {wrong[1]!r} is not valid; expected at most 63 lowercase letters, numbers, hyphens "
+            "and underscores, a letter first in the key"
+        )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

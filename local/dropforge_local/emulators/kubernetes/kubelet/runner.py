@@ -1,4 +1,4 @@
-"""Pods' containers on this machine: started by images and process groups, found again after a restart."""
+"""Pods' containers on this machine: starts them from images as process groups, and finds them after a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .environment import Sources, environment, words
 
 
 class StartError(Exception):
-    """A container cannot be started: `reason` is the state that Kubernetes shows."""
+    """A container cannot start; `reason` is the state that Kubernetes shows."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class StartError(Exception):
 
 
 class Runner:
-    """Starts containers of all clusters; remembers which pod each belongs to and keeps their output."""
+    """Starts containers of all clusters; records the pod of each container and keeps its output."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Runner:
         return self.runtime.directory / ".volumes" / str(pod["metadata"]["uid"])
 
     def image_digest(self, uri: str) -> str:
-        """Raises StartError when there is no such image."""
+        """The digest of an image. Raises StartError if the image does not exist."""
         try:
             return self._images.resolve(uri).digest
         except ImageNotFound as error:
             raise StartError("ErrImagePull", f'failed to pull and unpack image "{uri}": {error}') from error
 
     def start(self, sources: Sources, pod: Object, container: Object, attempt: int) -> Container:
-        """Start one attempt, or find it if it was ever started. Raises StartError or ConfigError."""
+        """Start an attempt, or return it if it was ever started. Raises StartError or ConfigError."""
         container_id = id_of(pod, container["name"], attempt)
-        if found := self.runtime.adopt(container_id):
-            return found
+        if started := self.runtime.adopt(container_id):
+            return started
         account = pod["spec"].get("serviceAccountName", "")
         env = {**self._platform_env(account), **environment(sources, pod, container)}
         self._remember(container_id, sources.store, pod, container["name"], attempt)
@@ -84,7 +84,7 @@ class Runner:
         return self.runtime.adopt(id_of(pod, name, attempt))
 
     def ended(self, container: Container) -> None:
-        """Forget a container that has no process any more, except for its output."""
+        """Release an ended container; keep its output until `kept_logs` newer containers have ended."""
         container.release()
         with self._db.transaction() as connection:
             connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
@@ -97,7 +97,7 @@ class Runner:
                 connection.execute("DELETE FROM kubernetes_containers WHERE id = ?", [row["id"]])
 
     def unended(self) -> list[tuple[str, str, str]]:
-        """(id, cluster, pod uid) of the containers that were not seen to end."""
+        """(id, cluster, pod uid) of the containers whose end is not recorded."""
         rows = self._db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
         return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
 
@@ -112,14 +112,14 @@ class Runner:
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
         limits = container.get("resources", {}).get("limits", {})
-        seen = dict(process.env)
+        variables = dict(process.env)
         if gpus := whole(limits.get(GPU, "0")):
-            seen = fsdp_shim.environment(seen, gpus)
+            variables = fsdp_shim.environment(variables, gpus)
         if ray.CLUSTER in pod["metadata"].get("labels", {}):
-            seen = ray_shim.environment(seen, sources.local_ports(pod), *ray_head(sources, pod))
+            variables = ray_shim.environment(variables, sources.local_ports(pod), *ray_head(sources, pod))
         return ContainerSpec(
             process.argv,
-            seen,
+            variables,
             process.workdir,
             whole(limits["memory"]) if "memory" in limits else None,
             search_path=process.search_path,
@@ -145,13 +145,13 @@ class Runner:
 
 
 def id_of(pod: Object, name: str, attempt: int) -> str:
-    """The uid, because a pod of the same name may come again."""
+    """A container's id. It contains the uid, because a later pod may have the same name."""
     metadata = pod["metadata"]
     return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"
 
 
 def ray_head(sources: Sources, pod: Object) -> tuple[str, str]:
-    """Where GCS and agent of a Ray node's head listen. Raises StartError while the cluster has no head."""
+    """Addresses of GCS and agent of a Ray node's head. Raises StartError while the cluster has no head."""
     metadata = pod["metadata"]
     cluster = metadata["labels"][ray.CLUSTER]
     for other in sources.store.items(POD, metadata["namespace"]):
@@ -164,7 +164,7 @@ def ray_head(sources: Sources, pod: Object) -> tuple[str, str]:
 
 
 def workload_of(store: Store, pod: Object) -> str:
-    """What a pod belongs to in the end, under the name that Cloud Asset Inventory has for it below the cluster."""
+    """The top-level owner of a pod, by its Cloud Asset Inventory name below the cluster."""
     kind, name, namespace = POD, pod["metadata"]["name"], pod["metadata"]["namespace"]
     item: Object | None = pod
     while item is not None and (owner := controller_of(item)):

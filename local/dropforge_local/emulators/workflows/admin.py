@@ -1,4 +1,4 @@
-"""Workflows v1: deploying, reading and deleting workflows. Operations are done when they are answered."""
+"""Workflows v1: deploying, reading and deleting workflows. An operation is done in the answer that returns it."""
 
 from __future__ import annotations
 
@@ -6,68 +6,48 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiohttp import web
 from google.cloud.workflows_v1.types import workflows as api
 from google.longrunning import operations_pb2
-from google.protobuf import any_pb2, empty_pb2, json_format, timestamp_pb2
+from google.protobuf import empty_pb2, json_format, timestamp_pb2
 
 from dropforge_local.base.errors import ApiError
 from workflows_engine import DeployError, Engine, EngineError, Revision, WorkflowRecord
 
-from .kit import rpc
-from .kit.rpc import Message, Method, Service
+from ..kit.paging import Paging
+from ..kit.routing import Call, Route
+from ..kit.rpc import Message, Method, method
 
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
 Operation = operations_pb2.Operation
 OPERATION_PREFIX = "operation-workflows-"
-_PARENT = "projects/*/locations/*"
-_NAME = f"{_PARENT}/workflows/*"
-_SETTINGS = ("description", "service_account", "crypto_key_name", "call_log_level", "execution_history_level")
+KEPT_OPERATIONS = 1000
+PAGING = Paging(default=500, largest=1000)
+PARENT = "projects/*/locations/*"
+NAME = f"{PARENT}/workflows/*"
+SETTINGS = ("description", "service_account", "crypto_key_name", "call_log_level", "execution_history_level")
+ENUMS: dict[str, Any] = {
+    "call_log_level": api.Workflow.CallLogLevel,
+    "execution_history_level": api.ExecutionHistoryLevel,
+}
+
+
+def _changing(name: str, rule: str) -> Method:
+    return Method(f"{name}Workflow", getattr(api, f"{name}WorkflowRequest").pb(), Operation, (rule,))
+
 
 METHODS = (
-    Method(
-        "ListWorkflows",
-        api.ListWorkflowsRequest.pb(),
-        api.ListWorkflowsResponse.pb(),
-        (f"GET /v1/{{parent={_PARENT}}}/workflows",),
-    ),
-    Method("GetWorkflow", api.GetWorkflowRequest.pb(), Workflow, (f"GET /v1/{{name={_NAME}}}",)),
-    Method(
-        "CreateWorkflow",
-        api.CreateWorkflowRequest.pb(),
-        Operation,
-        (f"POST /v1/{{parent={_PARENT}}}/workflows workflow",),
-    ),
-    Method("DeleteWorkflow", api.DeleteWorkflowRequest.pb(), Operation, (f"DELETE /v1/{{name={_NAME}}}",)),
-    Method(
-        "UpdateWorkflow",
-        api.UpdateWorkflowRequest.pb(),
-        Operation,
-        (f"PATCH /v1/{{workflow.name={_NAME}}} workflow",),
-    ),
-    Method(
-        "ListWorkflowRevisions",
-        api.ListWorkflowRevisionsRequest.pb(),
-        api.ListWorkflowRevisionsResponse.pb(),
-        (f"GET /v1/{{name={_NAME}}}:listRevisions",),
-    ),
+    method(api, "ListWorkflows", "ListWorkflowsResponse", f"GET /v1/{{parent={PARENT}}}/workflows"),
+    method(api, "GetWorkflow", "Workflow", f"GET /v1/{{name={NAME}}}"),
+    _changing("Create", f"POST /v1/{{parent={PARENT}}}/workflows workflow"),
+    _changing("Delete", f"DELETE /v1/{{name={NAME}}}"),
+    _changing("Update", f"PATCH /v1/{{workflow.name={NAME}}} workflow"),
+    method(api, "ListWorkflowRevisions", "ListWorkflowRevisionsResponse", f"GET /v1/{{name={NAME}}}:listRevisions"),
 )
 
 
-def service(engine: Engine) -> Service:
-    return Service("google.cloud.workflows.v1.Workflows", METHODS, _Workflows(engine))
-
-
-def routes(service_: Service) -> list[web.AbstractRouteDef]:
-    """REST routes, with the operations that gcloud asks for after a deployment."""
-    workflows: _Workflows = service_.implementation  # type: ignore[assignment]
-    path = rf"/v1/{{name:projects/[^/]+/locations/[^/]+/operations/{OPERATION_PREFIX}[^/:]+}}"
-    return [*rpc.routes([service_]), web.get(path, workflows.get_operation, allow_head=False)]
-
-
 def refusing(call: Callable[[], T]) -> T:
-    """Call the engine; its refusals become the API's."""
+    """Call the engine; turn its refusals into those of the API."""
     try:
         return call()
     except DeployError as error:
@@ -81,21 +61,21 @@ def refusing(call: Callable[[], T]) -> T:
         raise ApiError(error.status, str(error)) from error
 
 
-class _Workflows:
+class Workflows:
     """google.cloud.workflows.v1.Workflows by the API's own messages."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._operations: dict[str, Message] = {}
 
+    def routes(self) -> list[Route]:
+        """The operations that gcloud reads after a deployment."""
+        return [Route("GET", f"/v1/{{name={PARENT}/operations/{OPERATION_PREFIX}*}}", self.get_operation)]
+
     def list_workflows(self, request: Message) -> Message:
         records = self._engine.list_workflows(request.parent)
-        start = int(request.page_token) if request.page_token.isdigit() else 0
-        size = request.page_size if 0 < request.page_size <= 1000 else 500
-        token = str(start + size) if start + size < len(records) else ""
-        return api.ListWorkflowsResponse.pb()(
-            workflows=[_workflow(record) for record in records[start : start + size]], next_page_token=token
-        )
+        page, token = PAGING.page(records, request.page_size, request.page_token)
+        return api.ListWorkflowsResponse.pb()(workflows=map(_workflow, page), next_page_token=token)
 
     def get_workflow(self, request: Message) -> Message:
         record = refusing(lambda: self._engine.get_workflow(request.name))
@@ -136,20 +116,16 @@ class _Workflows:
         revisions = self._engine.list_revisions(request.name)
         return api.ListWorkflowRevisionsResponse.pb()(workflows=[_workflow(record, revision) for revision in revisions])
 
-    async def get_operation(self, request: web.Request) -> web.Response:
-        operation = self._operations.get(request.match_info["name"])
-        if operation is None:
-            raise ApiError("NOT_FOUND", f"operation {request.match_info['name']!r} not found")
-        return web.json_response(json_format.MessageToDict(operation))
+    def get_operation(self, call: Call) -> dict[str, Any]:
+        name = call.names["name"]
+        if name not in self._operations:
+            raise ApiError("NOT_FOUND", f"operation {name!r} not found")
+        shown: dict[str, Any] = json_format.MessageToDict(self._operations[name])
+        return shown
 
     def _deploy(self, verb: str, name: str, workflow: Message) -> Message:
-        settings = {key: getattr(workflow, key) for key in _SETTINGS if getattr(workflow, key)}
-        for key, enum in (
-            ("call_log_level", api.Workflow.CallLogLevel),
-            ("execution_history_level", api.ExecutionHistoryLevel),
-        ):
-            if key in settings:
-                settings[key] = enum(settings[key]).name
+        settings = {key: getattr(workflow, key) for key in SETTINGS if getattr(workflow, key)}
+        settings |= {key: enum(settings[key]).name for key, enum in ENUMS.items() if key in settings}
         if "execution_history_level" in settings:
             settings["history_level"] = settings["execution_history_level"]
         refusing(
@@ -169,24 +145,17 @@ class _Workflows:
         now = _time(self._engine.now())
         metadata = api.OperationMetadata.pb()(create_time=now, end_time=now, target=target, verb=verb, api_version="v1")
         operation.metadata.Pack(metadata)
-        packed = any_pb2.Any()
-        packed.Pack(response)
-        operation.response.CopyFrom(packed)
+        operation.response.Pack(response)
         self._operations[operation.name] = operation
-        while len(self._operations) > 1000:
+        while len(self._operations) > KEPT_OPERATIONS:
             self._operations.pop(next(iter(self._operations)))
         return operation
 
 
 def _workflow(record: WorkflowRecord, revision: Revision | None = None) -> Message:
     revision = revision or record.revision
-    settings: dict[str, Any] = {key: value for key, value in record.settings.items() if key in _SETTINGS}
-    for key, enum in (
-        ("call_log_level", api.Workflow.CallLogLevel),
-        ("execution_history_level", api.ExecutionHistoryLevel),
-    ):
-        if key in settings:
-            settings[key] = int(enum[settings[key]])
+    settings: dict[str, Any] = {key: value for key, value in record.settings.items() if key in SETTINGS}
+    settings |= {key: int(enum[settings[key]]) for key, enum in ENUMS.items() if key in settings}
     return Workflow(
         name=record.name,
         state=int(api.Workflow.State.ACTIVE),

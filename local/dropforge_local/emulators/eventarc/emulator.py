@@ -1,8 +1,8 @@
 """Eventarc: triggers that turn storage changes and published messages into CloudEvents at a destination.
 
-As in the cloud, each trigger owns a push subscription (and, for storage events, a transport topic), so Pub/Sub's one
-delivery loop gives at-least-once delivery, backoff, 24 h retention and dead letters, and an event is stored in the very
-transaction that changes the object. The transport topic carries binary-mode CloudEvents: attributes are the headers.
+As in the cloud, each trigger owns a push subscription and, for storage events, a transport topic. Pub/Sub's delivery
+loop gives at-least-once delivery, backoff, 24 h retention and dead letters. An event is stored in the transaction that
+changes the object. The transport topic carries binary-mode CloudEvents: the message attributes are the headers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Protocol
 from urllib.parse import quote
 
-import grpc
 from aiohttp import web
 
 from dropforge_local.base.errors import ApiError
 
-from .pubsub import PubSubEmulator
-from .pubsub.push import MESSAGE_PUBLISHED
-from .pubsub.resources import timestamp
+from ..kit.emulator import PassiveEmulator
+from ..kit.routing import Call, Route, mount
+from ..kit.times import rfc3339
+from ..pubsub import PubSubEmulator
+from ..pubsub.push import MESSAGE_PUBLISHED
+from .rules import STORAGE_EVENT, Trigger, check_trigger
 
-STORAGE_EVENT = "google.cloud.storage.object.v1."
-STORAGE_EVENTS = ("finalized", "deleted", "archived", "metadataUpdated")
 RETENTION = "86400s"
 MAXIMUM_BACKOFF_SECONDS = 600.0
 ACK_DEADLINE_SECONDS = 600  # a function may take up to 540 s for an event
@@ -36,19 +36,8 @@ CREATE TABLE IF NOT EXISTS eventarc_triggers (
 """
 
 
-@dataclass(frozen=True)
-class Trigger:
-    """What is delivered where. `filters`: {"bucket": name} or {"topic": "projects/P/topics/T"}; exact matches only."""
-
-    name: str
-    event_type: str
-    filters: Mapping[str, str] = field(default_factory=dict)
-    destination_url: str = ""
-    dead_letter_topic: str | None = None
-
-
 class Change(Protocol):
-    """A storage change (emulators/storage's ObjectChange): the event's last word and StorageObjectData as JSON."""
+    """A storage change (emulators/storage's ObjectChange): the event type's last word, StorageObjectData as JSON."""
 
     @property
     def event(self) -> str: ...
@@ -57,7 +46,7 @@ class Change(Protocol):
     def resource(self) -> dict[str, Any]: ...
 
 
-class EventarcRouter:
+class EventarcRouter(PassiveEmulator):
     """The triggers of one project and location. Delivery starts and stops with the Pub/Sub emulator."""
 
     def __init__(
@@ -72,11 +61,11 @@ class EventarcRouter:
         self.db.connection.executescript(SCHEMA)
 
     def ensure_trigger(self, trigger: Trigger) -> None:
-        """Make sure that the trigger exists as described; idempotent.
+        """Create the trigger, or change it to this description; idempotent.
 
-        A changed destination or dead-letter topic keeps what is waiting; a changed event type or filter does not.
+        A new destination or dead-letter topic keeps the undelivered events; a new event type or filter drops them.
         """
-        _check(trigger)
+        check_trigger(trigger)
         now = self.pubsub.clock.now()
         with self.db.transaction() as sql:
             former = self._trigger(trigger.name)
@@ -90,7 +79,7 @@ class EventarcRouter:
             )
 
     def on_object_change(self, change: Change) -> None:
-        """Queue the change for every trigger on its bucket; part of the storage emulator's transaction."""
+        """Queue the change for every trigger on its bucket, inside the storage emulator's transaction."""
         bucket = change.resource["bucket"]
         event_type = STORAGE_EVENT + change.event
         triggers = [t for t in self._triggers() if (t.event_type, t.filters) == (event_type, {"bucket": bucket})]
@@ -102,7 +91,7 @@ class EventarcRouter:
             "ce-source": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
             "ce-type": event_type,
             "ce-subject": _header_value(f"objects/{change.resource['name']}"),
-            "ce-time": timestamp(self.pubsub.clock.now()).ToJsonString(),
+            "ce-time": rfc3339(self.pubsub.clock.now()),
             "ce-bucket": bucket,
             "content-type": "application/json",
         }
@@ -110,19 +99,8 @@ class EventarcRouter:
             self.pubsub.enqueue(self._transport_topic(trigger), json.dumps(change.resource).encode(), attributes)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return [
-            web.get(r"/v1/{parent:projects/[^/:]+/locations/[^/:]+}/triggers", self._list),
-            web.get(r"/v1/{parent:projects/[^/:]+/locations/[^/:]+}/triggers/{name:[^/:]+}", self._get),
-        ]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return []
-
-    async def start(self) -> None:
-        """Nothing to start: the Pub/Sub emulator delivers."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
+        triggers = "/v1/{parent=projects/*/locations/*}/triggers"
+        return mount([Route("GET", triggers, self._list), Route("GET", f"{triggers}/{{name}}", self._get)])
 
     def _subscribe(self, trigger: Trigger) -> None:
         """The trigger's push subscription, on its own transport topic or on the filtered topic."""
@@ -169,21 +147,21 @@ class EventarcRouter:
         rows = self.db.connection.execute("SELECT config FROM eventarc_triggers ORDER BY name").fetchall()
         return [Trigger(**json.loads(row["config"])) for row in rows]
 
-    async def _list(self, request: web.Request) -> web.Response:
-        self._check_parent(request)
+    def _list(self, call: Call) -> dict[str, Any]:
+        self._check_parent(call)
         rows = self.db.connection.execute("SELECT * FROM eventarc_triggers ORDER BY name").fetchall()
-        return web.json_response({"triggers": [self._resource(dict(row)) for row in rows]})
+        return {"triggers": [self._resource(dict(row)) for row in rows]}
 
-    async def _get(self, request: web.Request) -> web.Response:
-        self._check_parent(request)
-        name = request.match_info["name"]
+    def _get(self, call: Call) -> dict[str, Any]:
+        self._check_parent(call)
+        name = call.names["name"]
         row = self.db.connection.execute("SELECT * FROM eventarc_triggers WHERE name = ?", (name,)).fetchone()
         if row is None:
             raise ApiError("NOT_FOUND", f"Resource '{self.parent}/triggers/{name}' was not found")
-        return web.json_response(self._resource(dict(row)))
+        return self._resource(dict(row))
 
-    def _check_parent(self, request: web.Request) -> None:
-        if request.match_info["parent"] != self.parent:
+    def _check_parent(self, call: Call) -> None:
+        if call.names["parent"] != self.parent:
             raise ApiError("NOT_FOUND", f"the local stack's triggers are in {self.parent!r}")
 
     def _resource(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,8 +172,8 @@ class EventarcRouter:
         return {
             "name": f"{self.parent}/triggers/{trigger.name}",
             "uid": row["uid"],
-            "createTime": timestamp(row["created"]).ToJsonString(),
-            "updateTime": timestamp(row["updated"]).ToJsonString(),
+            "createTime": rfc3339(row["created"]),
+            "updateTime": rfc3339(row["updated"]),
             "eventFilters": [{"attribute": key, "value": value} for key, value in filters.items()],
             "destination": {"httpEndpoint": {"uri": trigger.destination_url}},
             "transport": {"pubsub": transport},
@@ -203,20 +181,5 @@ class EventarcRouter:
 
 
 def _header_value(text: str) -> str:
-    """Percent-encode what CloudEvents' HTTP binding does not allow in a header (section 3.1.3.2)."""
+    """Percent-encode the characters that CloudEvents' HTTP binding forbids in a header (section 3.1.3.2)."""
     return quote(text, safe="!#$&'()*+,-./:;<=>?@[\\]^_`{|}~")
-
-
-def _check(trigger: Trigger) -> None:
-    known = {MESSAGE_PUBLISHED: "topic"} | {STORAGE_EVENT + event: "bucket" for event in STORAGE_EVENTS}
-    expected = known.get(trigger.event_type)
-    if expected is None:
-        raise ApiError(
-            "UNIMPLEMENTED", f"event type {trigger.event_type!r} is not emulated; expected one of {list(known)}"
-        )
-    if set(trigger.filters) != {expected}:
-        raise ApiError(
-            "INVALID_ARGUMENT",
-            f"trigger {trigger.name!r} filters on {sorted(trigger.filters)}; expected exactly {expected!r} "
-            "(Eventarc has no object-name filter for direct storage events)",
-        )
