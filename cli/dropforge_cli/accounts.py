@@ -1,7 +1,7 @@
-"""What the deployment's own accounts may do: permissions without which a run would fail only after it was accepted.
+"""The permissions of the deployment's accounts. Without one of them, a run would fail after its acceptance.
 
-Policy Troubleshooter answers for other principals, groups, roles and folders included; testIamPermissions only for the
-caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-access
+Policy Troubleshooter answers for any principal, including groups, roles and folders. testIamPermissions answers only
+for the caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-access
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .google_apis import NotAsked, Refused
 
 
 class Use(NamedTuple):
-    """A permission that an account needs, by terraform/permissions.yaml; `of` is a stage and its type, "" for all."""
+    """A permission of an account in terraform/permissions.yaml. `of` is `target TYPE`, `serve TYPE`, or "" for all."""
 
     account: str
     scope: str
@@ -45,36 +45,38 @@ USES = (
 
 
 def used(stages: Iterable[str]) -> Iterator[Use]:
-    """What specs with these stages (`target gke`, `serve cloud_run`) need."""
-    wanted = {"", *stages}
-    return (use for use in USES if use.of in wanted)
+    """Yield the permissions that specs with these parts (`target gke`, `serve cloud_run`) need."""
+    parts = {"", *stages}
+    return (use for use in USES if use.of in parts)
 
 
 def state(settings: Settings, use: Use) -> str:
-    """CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
-    asked = {"principal": email(settings, use.account), "permission": use.permission}
-    body = {"accessTuple": {**asked, "fullResourceName": _resource(settings, use.scope)}}
+    """Return CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
+    access = {"principal": email(settings, use.account), "permission": use.permission}
+    body = {"accessTuple": {**access, "fullResourceName": _resource(settings, use.scope)}}
     try:
         answer = google_apis.post("policytroubleshooter", "v3/iam:troubleshoot", body)
     except Refused as error:
         if error.status == 403:
-            raise NotAsked(f"Policy Troubleshooter may not be asked: {error}") from None
+            raise NotAsked(f"Policy Troubleshooter refuses the caller: {error}") from None
         raise
     return str(answer.get("overallAccessState", "no answer"))
 
 
 def email(settings: Settings, account: str) -> str:
-    """Accounts are called after the trainer's (terraform/service_accounts.tf)."""
-    prefix, found, domain = settings.trainer_service_account.partition("-trainer@")
-    if not found:
-        raise NotAsked(f"{settings.trainer_service_account} is not named as terraform/ names accounts")
+    """Return an account's e-mail. Its prefix is that of the trainer's account (terraform/service_accounts.tf)."""
+    prefix, separator, domain = settings.trainer_service_account.partition("-trainer@")
+    if not separator:
+        raise NotAsked(
+            f"the name {settings.trainer_service_account} is not from terraform/, so other names are unknown"
+        )
     return f"{prefix}-{account.replace('_', '-')}@{domain}"
 
 
 def _resource(settings: Settings, scope: str) -> str:
-    """https://cloud.google.com/iam/docs/full-resource-names"""
+    """Return the full name of a scope (https://cloud.google.com/iam/docs/full-resource-names)."""
     iam = f"//iam.googleapis.com/projects/{settings.project}"
-    named = {
+    names = {
         "specs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.specs_bucket}",
         "runs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
         "run_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.run_events_topic)}",
@@ -82,4 +84,4 @@ def _resource(settings: Settings, scope: str) -> str:
         "trainer_account": f"{iam}/serviceAccounts/{settings.trainer_service_account}",
         "server_account": f"{iam}/serviceAccounts/{settings.server_service_account}",
     }
-    return named.get(scope, f"//cloudresourcemanager.googleapis.com/projects/{settings.project}")
+    return names.get(scope, f"//cloudresourcemanager.googleapis.com/projects/{settings.project}")

@@ -27,9 +27,9 @@ def workflows() -> None:
 
 @workflows.command()
 @click.argument("file", type=SOURCE)
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
 def lint(file: Path, no_limits: bool) -> None:
-    """Print what would keep FILE from being deployed, with line and column."""
+    """Print the problems that prevent the deployment of FILE, with line and column."""
     limits = Limits.lifted() if no_limits else Limits()
     try:
         _, problems = compile_source(_text(file), limits)
@@ -43,15 +43,15 @@ def lint(file: Path, no_limits: bool) -> None:
 @workflows.command()
 @click.argument("file", type=SOURCE)
 @click.option("--data", default="null", help="The execution's argument, as JSON.")
-@click.option("--clock", type=click.Choice(["system", "virtual"]), default="system", help="virtual: nothing waits.")
-@click.option("--mock", type=SOURCE, help="Canned answers for calls; then nothing is sent.")
+@click.option("--clock", type=click.Choice(["system", "virtual"]), default="system", help="virtual: no waiting.")
+@click.option("--mock", type=SOURCE, help="File with answers to calls; no request is sent.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", help="A user environment variable of the workflow.")
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
 def run(
     file: Path, data: str, clock: str, mock: Path | None, env: tuple[str, ...], no_limits: bool, quiet: bool
 ) -> None:
-    """Run FILE once: its timeline and what it would cost on stderr, its result on stdout."""
+    """Run FILE once. The timeline and the cost go to stderr, the result to stdout."""
     chosen: Clock = VirtualClock() if clock == "virtual" else SystemClock()
     try:
         simulation = simulate(
