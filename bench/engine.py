@@ -23,8 +23,7 @@ import psutil
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
-from workflows_engine.engine import Engine
-from workflows_engine.limits import Limits
+from workflows_engine import Engine, HttpRequest, HttpResponse, Limits, PooledTransport
 
 FLOW = "projects/bench/locations/local/workflows/flow"
 STEPS = 20
@@ -239,15 +238,14 @@ def measure_recovery(home: Path, peer: Peer) -> None:
 
 
 async def recover(path: str, url: str, mode: str) -> None:
-    engine = Engine(Database(path), clock=SystemClock())
     sent: list[float] = []
-    original = engine.send
 
-    async def send(request: Any) -> Any:
-        sent.append(time.monotonic())
-        return await original(request)
+    class Recorder(PooledTransport):
+        async def send(self, request: HttpRequest) -> HttpResponse:
+            sent.append(time.monotonic())
+            return await super().send(request)
 
-    engine.send = send  # type: ignore[method-assign]
+    engine = Engine(Database(path), clock=SystemClock(), http=Recorder())
     begin = time.monotonic()
     await engine.start()
     if mode == "start":

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import StackInfo
+from dropforge_local.stack.config import StackInfo
 
 from .stack import Cpu, User, check_nothing_left, describe_memory, processes, running_stack
 

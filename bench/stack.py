@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import IMAGES, StackConfig, StackInfo
+from dropforge_local.stack.config import StackConfig, StackInfo
+from dropforge_local.stack.deployment import IMAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENTIAL, TOGETHER = 40, 100

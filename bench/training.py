@@ -12,7 +12,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,9 @@ TUTORIALS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(ROOT / "containers" / "train_trl"))
     import torch
-    from train import quiet_libraries
+
+    from containers.train_trl.train import quiet_libraries
 
     torch.set_num_threads(1)
     quiet_libraries()
@@ -123,12 +122,12 @@ def make_rows() -> list[dict[str, str]]:
 
 def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapter: dict[str, Any]) -> float:
     """The container's own plan and trainer, with nothing that the spec could leave open said."""
-    import chat
-    import rows as data
-    import train
-    from plan import find_device, make_plan, shape_of
-    from trainer import build_trainer
-
+    from containers.common import chat
+    from containers.common import rows as data
+    from containers.train_trl import train
+    from containers.train_trl.methods import Examples
+    from containers.train_trl.methods.sft import build_trainer
+    from containers.train_trl.plan import find_device, make_plan, shape_of
     from dropforge.run.artifacts import Source
     from dropforge.spec import parse_spec
 
@@ -139,9 +138,10 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     shape = shape_of(str(base), trust_remote_code=False)
     plan = make_plan(spec, shape, find_device(), encoded.lengths)
     source = Source(uri="gs://bench/base", revision="0")
-    inputs = train.Inputs(str(base), source, source, tokenizer, split, encoded, None, plan)
-    model = train.load_base(inputs, spec, None)
-    return tokens_per_second(build_trainer(model, spec, encoded, tokenizer, plan, Path(directory) / "ours"))
+    columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
+    examples = Examples(source, columns, encoded.lengths, split, None, 0, 0)
+    model = train.load_base(train.Inputs(str(base), source, tokenizer, examples, plan), spec, None)
+    return tokens_per_second(build_trainer(model, spec, columns, tokenizer, plan, Path(directory) / "ours"))
 
 
 def run_tutorial(

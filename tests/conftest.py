@@ -1,4 +1,4 @@
-"""Fixtures that the whole suite shares."""
+"""Fixtures and hooks for the whole suite."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .untested import untested_targets
+
 ROOT = Path(__file__).resolve().parent.parent
-NO_PYTHON = 3  # tools/maxtext_env.py
+NO_PYTHON = 3  # the exit code of tools/maxtext_env.py where there is no Python 3.12
 MAKER = pytest.StashKey["Maker"]()
 
 
@@ -27,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Ours in place of xdist's own, where files are what is divided."""
+    """Replace xdist's scheduler where xdist divides the suite by files."""
     if config.getvalue("dist") != "loadfile":
         return None
     from .scheduling import Scheduling
@@ -38,34 +41,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """MaxText's environment is made beside the first tests, if one needs it and it is not there."""
+    """Start to install MaxText's environment while the first tests run, if a test needs the environment."""
     if any("maxtext_environment" in getattr(item, "fixturenames", ()) for item in session.items):
-        make_environment(session.config)
+        start_maker(session.config)
 
 
-def make_environment(config: pytest.Config) -> Maker:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own summary: the line comes last
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    yield
+    skipped = terminalreporter.stats.get("skipped", ())
+    if line := untested_targets(str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(line, yellow=True)
+
+
+def start_maker(config: pytest.Config) -> Maker:
     if MAKER not in config.stash:
         config.stash[MAKER] = Maker()
-        config.add_cleanup(config.stash[MAKER].end)
+        config.add_cleanup(config.stash[MAKER].stop)
     return config.stash[MAKER]
 
 
 class Maker:
-    """tools/maxtext_env.py, as a process of its own."""
+    """Runs tools/maxtext_env.py as a process."""
 
     def __init__(self) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (not a pipe, which nobody would empty yet)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would fill up until wait() reads it)
         command = [sys.executable, str(ROOT / "tools" / "maxtext_env.py")]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output, start_new_session=True)
 
     def wait(self) -> tuple[int, str]:
-        """The exit code, and what was printed."""
+        """Return the exit code and the output."""
         code = self._process.wait()
         self._output.seek(0)
         return code, self._output.read().strip()
 
-    def end(self) -> None:
-        if self._process.poll() is None:  # no test has waited for it
+    def stop(self) -> None:
+        if self._process.poll() is None:  # no test has called wait()
             os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait()
         self._output.close()
@@ -73,12 +84,12 @@ class Maker:
 
 @pytest.fixture(scope="session")
 def maxtext_environment(pytestconfig: pytest.Config) -> Path:
-    """build/maxtext, with MaxText and Ray: made, or brought up to date with its lock.
+    """build/maxtext, with MaxText and Ray as their lock file pins them.
 
-    Skips where there is no Python 3.12 to make it of.
+    Skips the test where there is no Python 3.12.
     """
-    code, said = make_environment(pytestconfig).wait()
+    code, output = start_maker(pytestconfig).wait()
     if code == NO_PYTHON:
-        pytest.skip(said)
-    assert code == 0, said
-    return Path(said.splitlines()[-1]).parent.parent
+        pytest.skip(output)
+    assert code == 0, output
+    return Path(output.splitlines()[-1]).parent.parent

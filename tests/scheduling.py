@@ -1,10 +1,10 @@
 """How `make test` divides the suite between three workers on two cores.
 
-A training alone keeps both cores busy, and a stack mostly waits. So one worker takes the files that compute, and the
-others those that wait; whoever has no more of its own takes from the others' end. What computes is niced: a test that
-waits for something gets a core when that has come. A file stays whole, for its fixtures; and what computes shares those
-of the session. Of what computes, those that need MaxText's environment, which is made beside the first tests
-(conftest.py), are not the first.
+Training alone keeps both cores busy; a stack mostly waits. So one worker takes the files that compute, and the two
+other workers take the files that wait. A worker without files of its own kind takes files of the other kind, from their
+end. The worker that computes is nice: a test that waits gets a core as soon as its event arrives. A file stays whole,
+because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's
+environment are not the first to compute: the environment is installed while the first tests run (conftest.py).
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any
 
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-COMPUTES = "gw0"  # the worker, as xdist calls it
-NICENESS = 5  # a third of the weight of what is not nice
+COMPUTES = "gw0"  # xdist's name of the worker that computes
+NICENESS = 5  # Linux gives the process a third of the weight of a process with niceness 0
 COMPUTE = (
-    "tests/containers/test_fsdp.py",
-    "tests/containers/test_train.py",
-    "tests/containers/test_train_ray.py",
-    "tests/containers/test_maxtext.py",
+    "tests/containers/train_trl/test_fsdp.py",
+    "tests/containers/train_trl/test_train.py",
+    "tests/containers/train_ray/test_train_ray.py",
+    "tests/containers/train_maxtext/test_maxtext.py",
     "tests/cli/test_demo.py",
     "tests/emulators/kubernetes/test_ray.py",
-    "tests/containers/test_serve.py",
-    "tests/containers/test_chat.py",
-    "tests/containers/test_engine.py",
-    "tests/containers/test_launch.py",
-    "tests/containers/test_maxtext_image.py",
-    "tests/containers/test_maxtext_parts.py",
+    "tests/containers/serve_vllm/test_serve.py",
+    "tests/containers/common/test_chat.py",
+    "tests/containers/serve_vllm/test_engine.py",
+    "tests/containers/train_trl/test_launch.py",
+    "tests/containers/train_maxtext/test_maxtext_image.py",
+    "tests/containers/train_maxtext/test_maxtext_parts.py",
     "tests/contract/test_functions_stand_alone.py",
 )
 
 
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Gives one worker the files of COMPUTE from their beginning, and the others the rest, as collected."""
+    """Gives the worker COMPUTES the files of COMPUTE in order, and the other workers the other files as collected."""
 
     def _assign_work_unit(self, node: Any) -> None:
         computes = [file for file in COMPUTE if file in self.workqueue]
         waits = [file for file in self.workqueue if file not in COMPUTE]
         is_first = node.gateway.id == COMPUTES
         file = (computes or waits[-1:])[0] if is_first else (waits or computes[-1:])[0]
-        self.workqueue.move_to_end(file, last=False)  # of which the base class takes the first
+        self.workqueue.move_to_end(file, last=False)  # the base class takes the first file
         super()._assign_work_unit(node)

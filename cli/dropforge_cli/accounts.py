@@ -6,51 +6,38 @@ for the caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from dropforge.base.settings import Settings
+from dropforge.platforms import servers, targets
+from dropforge.platforms.platform import Permission
+from dropforge.spec import JobSpec
 
 from . import google_apis
 from .google_apis import NotAsked, Refused
 
-
-class Use(NamedTuple):
-    """A permission of an account in terraform/permissions.yaml. `of` is `target TYPE`, `serve TYPE`, or "" for all."""
-
-    account: str
-    scope: str
-    permission: str
-    of: str = ""
-
-
-USES = (
-    Use("on_spec_uploaded", "project", "workflows.executions.create"),
-    Use("on_spec_uploaded", "specs_bucket", "storage.objects.get"),
-    Use("on_job_event", "project", "workflows.callbacks.send"),
-    Use("provision", "trainer_account", "iam.serviceAccounts.actAs"),
-    Use("provision", "project", "run.jobs.create", "target cloud_run"),
-    Use("provision", "clusters", "container.clusters.connect", "target gke"),
-    Use("provision", "clusters", "container.clusters.connect", "target ray"),
-    Use("provision", "tpus", "tpu.nodes.create", "target tpu_vm"),
-    Use("deploy", "server_account", "iam.serviceAccounts.actAs", "serve cloud_run"),
-    Use("deploy", "project", "run.services.create", "serve cloud_run"),
-    Use("deploy", "clusters", "container.clusters.connect", "serve gke"),
-    Use("deploy", "server_account", "iam.serviceAccounts.actAs", "serve tpu_vm"),
-    Use("deploy", "tpus", "tpu.nodes.create", "serve tpu_vm"),
-    Use("notify", "run_events_topic", "pubsub.topics.publish"),
-    Use("trainer", "runs_bucket", "storage.objects.get"),
-    Use("trainer", "job_events_topic", "pubsub.topics.publish"),
+# Permissions that every run needs. Each platform declares the permissions of its targets and endpoints.
+ALWAYS = (
+    Permission("on_spec_uploaded", "project", "workflows.executions.create"),
+    Permission("on_spec_uploaded", "specs_bucket", "storage.objects.get"),
+    Permission("on_job_event", "project", "workflows.callbacks.send"),
+    Permission("provision", "trainer_account", "iam.serviceAccounts.actAs"),
+    Permission("notify", "run_events_topic", "pubsub.topics.publish"),
+    Permission("trainer", "runs_bucket", "storage.objects.get"),
+    Permission("trainer", "job_events_topic", "pubsub.topics.publish"),
 )
 
 
-def used(stages: Iterable[str]) -> Iterator[Use]:
-    """Yield the permissions that specs with these parts (`target gke`, `serve cloud_run`) need."""
-    parts = {"", *stages}
-    return (use for use in USES if use.of in parts)
+def needed(specs: Iterable[JobSpec]) -> list[Permission]:
+    """Return the permissions that the specs need, without duplicates."""
+    permissions = [*ALWAYS]
+    for spec in specs:
+        permissions += targets()[spec.target.type].permissions
+        permissions += servers()[spec.serve.type].permissions if spec.serve else ()
+    return list(dict.fromkeys(permissions))
 
 
-def state(settings: Settings, use: Use) -> str:
+def state(settings: Settings, use: Permission) -> str:
     """Return CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
     access = {"principal": email(settings, use.account), "permission": use.permission}
     body = {"accessTuple": {**access, "fullResourceName": _resource(settings, use.scope)}}

@@ -125,7 +125,7 @@ def _step(out: Console, title: str, work: Callable[[], None]) -> None:
 
 def make_environment(tool: str) -> None:
     """Run the tool that creates an environment if it is missing. The tool prints its progress. Raises CliError."""
-    from dropforge_local.stack.control import ROOT
+    from dropforge_local.stack.config import ROOT
 
     done = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
     if done.returncode:

@@ -19,7 +19,7 @@ from dropforge.base.settings import Settings, settings
 from .problems import CliError
 
 if TYPE_CHECKING:
-    from dropforge_local.stack.control import StackInfo
+    from dropforge_local.stack.config import StackInfo
 
 CONFIG = Path("dropforge.toml")
 LOCAL_POLL_SECONDS, CLOUD_POLL_SECONDS = 0.25, 3.0

@@ -16,10 +16,8 @@ from dropforge.base.settings import Settings
 from dropforge.cloud.resource import Resource
 from dropforge.money import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, short_endpoint, training_seconds
 from dropforge.platforms import get_server, get_target
-from dropforge.platforms.gke.spec import GkeServe
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.platforms.serving import Deployment as EndpointDeployment
-from dropforge.platforms.tpu_vm.spec import TpuVmServe, TrainingVmServe
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, seconds
 
@@ -228,7 +226,7 @@ def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
         out.print(f"image {image}")
     idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
     out.print(f"the price is per instance while it runs; it {idle}")
-    if isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe):
+    if spec.serve is not None and spec.serve.is_private:
         out.print("it is reached inside the VPC only")
 
 

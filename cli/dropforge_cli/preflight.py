@@ -20,13 +20,9 @@ from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import short_endpoint
-from dropforge.platforms import get_target
-from dropforge.platforms.cloud_run.spec import CloudRunServe, CloudRunTarget
-from dropforge.platforms.gke.spec import GkeServe, GkeTarget
-from dropforge.platforms.ray.spec import RayTarget
-from dropforge.platforms.tpu_vm.catalog import TPU_VMS
-from dropforge.platforms.tpu_vm.spec import TpuVmServe, TpuVmTarget
+from dropforge.platforms import get_target, platform_of
 from dropforge.spec import JobSpec
+from dropforge.spec.demand import Demand, Quota
 from dropforge.stages.admission import check as check_admission
 
 from . import accounts, google_apis, quotas
@@ -35,17 +31,15 @@ from .display import stdout, table
 from .google_apis import NotAsked, Refused
 from .options import SPEC_FILE, json_option, state_option
 from .problems import FAILED
-from .quotas import Accelerators, Quota
 from .specs import read_spec
 
 OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
 STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
-# What every deployment uses, and what a target or an endpoint adds; terraform/apis.tf switches all of them on.
+# The APIs that every deployment uses; platforms add theirs. terraform/apis.tf switches all of them on.
 ALWAYS = (
     "artifactregistry", "cloudfunctions", "eventarc", "pubsub", "run", "secretmanager", "storage",
     "workflowexecutions", "workflows",
 )  # fmt: skip
-ADDED = {"gke": ("container",), "ray": ("container",), "tpu_vm": ("compute", "tpu"), "training_vm": ("compute", "tpu")}
 # Of who runs the command: to see that the deployment is there, and to drop specs.
 ON_PROJECT = ("resourcemanager.projects.get", "serviceusage.services.get")
 ON_SPECS_BUCKET = ("storage.objects.create", "storage.objects.delete")
@@ -86,63 +80,33 @@ def findings(settings: Settings, specs: dict[str, JobSpec]) -> Iterator[Finding]
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
     yield from _asked("project", lambda: _project_permissions(settings.project))
-    stages = {f"target {spec.target.type}" for spec in specs.values()}
-    stages |= {f"serve {spec.serve.type}" for spec in specs.values() if spec.serve}
-    yield from _asked("accounts", lambda: _accounts(settings, stages))
+    yield from _asked("accounts", lambda: _accounts(settings, list(specs.values())))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
         yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(bucket, needed))  # type: ignore[misc]
     for name, image in sorted(_images(settings).items()):
         yield from _asked(f"image {name}", lambda name=name, image=image: _image(name, image))  # type: ignore[misc]
     for name, spec in specs.items():
         yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(name, spec, settings))  # type: ignore[misc]
-        for wanted in accelerators_of(spec):
-            if wanted.kind == "tpu_vm":
+        for wanted in demands(spec):
+            if wanted.listed_by == "tpu":
                 what = f"{wanted.name} in {wanted.place}"
                 yield from _asked(what, lambda wanted=wanted: _tpu_type(settings.project, wanted))  # type: ignore[misc]
-            elif wanted.kind == "gke":
+            elif wanted.listed_by == "compute":
                 yield from _asked(f"{wanted}", lambda wanted=wanted: _gpu_region(settings.project, wanted))  # type: ignore[misc]
             yield from _asked(f"quota for {wanted}", lambda wanted=wanted: _quota(settings.project, wanted))  # type: ignore[misc]
         yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(settings, spec))  # type: ignore[misc]
 
 
-def accelerators_of(spec: JobSpec) -> list[Accelerators]:
-    """The accelerators that a spec may ask for, each kind at each place once."""
-    target, serve, found = spec.target, spec.serve, []
-    match target:
-        case CloudRunTarget():
-            redundant = target.zonal_redundancy
-            for place in target.placements:
-                wanted = Accelerators("cloud_run", target.accelerator, 1, place.region, zonal_redundancy=redundant)
-                found.append(wanted)
-        case GkeTarget():
-            count = target.accelerator_count * target.nodes
-            for one in target.placements:
-                found.append(Accelerators("gke", target.accelerator, count, one.region, one.capacity))
-        case TpuVmTarget():
-            chips = TPU_VMS[target.accelerator_type].chips
-            for zonal in target.placements:
-                found.append(Accelerators("tpu_vm", target.accelerator_type, chips, zonal.zone, zonal.capacity))
-        case RayTarget():
-            chips = target.slice.hosts * target.slice.chips
-            for one in target.placements:
-                found.append(Accelerators("ray", target.accelerator, chips, one.region, one.capacity))
-    match serve:
-        case CloudRunServe():
-            region = serve.region or get_region(spec)
-            found.append(Accelerators("cloud_run", serve.accelerator, serve.max_instances, region))
-        case GkeServe():
-            count, region = serve.accelerator_count * serve.max_instances, serve.region or get_region(spec)
-            found.append(Accelerators("gke", serve.accelerator, count, region, serve.capacity))
-        case TpuVmServe():
-            zone = serve.zone or get_target(target.type).regions(spec)[0]
-            chips = TPU_VMS[serve.accelerator_type].chips
-            found.append(Accelerators("tpu_vm", serve.accelerator_type, chips, zone, serve.capacity))
-    return list(dict.fromkeys(found))
+def demands(spec: JobSpec) -> list[Demand]:
+    """The accelerators that a spec may ask for, each once."""
+    serving = spec.serve.demands(spec) if spec.serve else ()
+    return list({_key(demand): demand for demand in (*spec.target.demands(), *serving)}.values())
 
 
-def get_region(spec: JobSpec) -> str:
-    """Where an endpoint is that names no region: where the first placement is."""
-    return _region(get_target(spec.target.type).regions(spec)[0])
+def _key(demand: Demand) -> tuple[str, ...]:
+    """Demands with the same key are counted by the same quota at the same place."""
+    quota = demand.quota.id if demand.quota else demand.unknown
+    return demand.name, str(demand.number), demand.place, quota, demand.listed_by
 
 
 def _region(place: str) -> str:
@@ -165,7 +129,7 @@ def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 def _services(project: str, kinds: set[str]) -> Iterator[Finding]:
     """https://cloud.google.com/service-usage/docs/reference/rest/v1/services/batchGet (at most 30 names)"""
-    wanted = sorted({*ALWAYS, *(name for kind in kinds for name in ADDED.get(kind, ()))})
+    wanted = sorted({*ALWAYS, *(name for kind in kinds for name in platform_of(kind).services)})
     names = [f"projects/{project}/services/{name}.googleapis.com" for name in wanted]
     answer = google_apis.get("serviceusage", f"v1/projects/{project}/services:batchGet", names=names)
     states = {found["name"].rpartition("/")[2]: found.get("state") for found in answer.get("services", ())}
@@ -185,8 +149,8 @@ def _project_permissions(project: str) -> Iterator[Finding]:
     yield _held(f"project {project}", ON_PROJECT, held, f"grant yourself roles/viewer on project {project}")
 
 
-def _accounts(settings: Settings, stages: set[str]) -> Iterator[Finding]:
-    for use in accounts.used(stages):
+def _accounts(settings: Settings, specs: list[JobSpec]) -> Iterator[Finding]:
+    for use in accounts.needed(specs):
         what, state = f"account {use.account}", accounts.state(settings, use)
         if state == "CAN_ACCESS":
             yield Finding(OK, what, f"it has {use.permission} on {use.scope}")
@@ -250,7 +214,7 @@ def _admission(name: str, spec: JobSpec, settings: Settings) -> Iterator[Finding
             yield Finding(WARNING, f"spec {name}", note, "raise limits.max_cost_usd, or shorten serve.ttl")
 
 
-def _gpu_region(project: str, wanted: Accelerators) -> Iterator[Finding]:
+def _gpu_region(project: str, wanted: Demand) -> Iterator[Finding]:
     """https://cloud.google.com/compute/docs/reference/rest/v1/acceleratorTypes/aggregatedList"""
     path = f"compute/v1/projects/{project}/aggregated/acceleratorTypes"
     offered = google_apis.get("compute", path, filter=f"name={wanted.name}")
@@ -264,11 +228,13 @@ def _gpu_region(project: str, wanted: Accelerators) -> Iterator[Finding]:
         yield Finding(NO, f"{wanted}", f"{wanted.place} has no {wanted.name}", mend)
 
 
-def _quota(project: str, wanted: Accelerators) -> Iterator[Finding]:
+def _quota(project: str, wanted: Demand) -> Iterator[Finding]:
     """What is in use is known only of the quotas that Compute Engine lists with a region."""
-    what, quota = f"quota for {wanted}", quotas.find(wanted)
+    if wanted.quota is None:
+        raise NotAsked(wanted.unknown)
+    what, quota = f"quota for {wanted}", wanted.quota
     mend = f"add placements, or ask for {quota.id}: https://console.cloud.google.com/iam-admin/quotas?project={project}"
-    listed = _compute_quota(project, wanted.place, quota) if wanted.kind == "gke" else None
+    listed = _compute_quota(project, wanted.place, quota) if wanted.listed_by == "compute" else None
     limit, usage = listed or (quotas.limit(project, quota), 0.0)
     if limit is None:
         yield Finding(WARNING, what, f"{quota.id} is listed without a value there, which may mean 0", mend)
@@ -288,7 +254,7 @@ def _compute_quota(project: str, region: str, quota: Quota) -> tuple[float, floa
     )
 
 
-def _tpu_type(project: str, wanted: Accelerators) -> Iterator[Finding]:
+def _tpu_type(project: str, wanted: Demand) -> Iterator[Finding]:
     from google.api_core.exceptions import NotFound
 
     name = f"projects/{project}/locations/{wanted.place}/acceleratorTypes/{wanted.name}"

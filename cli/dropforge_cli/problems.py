@@ -67,5 +67,5 @@ def _of_client(error: Exception) -> CliError:
 
 
 def _of_stack(error: Exception) -> CliError | None:
-    stack = sys.modules.get("dropforge_local.stack.control")
+    stack = sys.modules.get("dropforge_local.stack.config")
     return CliError(str(error)) if stack is not None and isinstance(error, stack.StackError) else None

@@ -22,7 +22,8 @@ from dropforge.base import names
 from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Unlisted
-from dropforge.platforms import TARGETS, get_target
+from dropforge.platforms import get_target
+from dropforge.platforms import targets as known_targets
 from dropforge.run.record import RunState, utc_now
 from dropforge.run.store import RunStore, open_store
 from dropforge.spec import JobSpec, seconds
@@ -63,8 +64,8 @@ def _by_target(context: click.Context, option: click.Parameter, values: tuple[st
     parsed = {}
     for value in values:
         target, _, rest = value.partition("=")
-        if target not in TARGETS or not rest:
-            raise click.BadParameter(f"{value!r}; expected TARGET=…, with a target of {', '.join(TARGETS)}")
+        if target not in known_targets() or not rest:
+            raise click.BadParameter(f"{value!r}; expected TARGET=…, with a target of {', '.join(known_targets())}")
         parsed[target] = rest
     return parsed
 
@@ -90,7 +91,7 @@ def _prices(context: click.Context, option: click.Parameter, values: tuple[str, 
     "--target",
     "targets",
     multiple=True,
-    type=click.Choice(list(TARGETS)),
+    type=click.Choice(list(known_targets())),
     help="Default: all targets of the deployment.",
 )
 @click.option("--price", "prices", multiple=True, metavar="TARGET=USD", callback=_prices, help="Price per hour.")

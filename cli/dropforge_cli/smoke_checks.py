@@ -23,6 +23,7 @@ from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
+from dropforge.platforms import targets
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
 from dropforge.run.store import RunStore
@@ -58,15 +59,11 @@ PROMISES = {
     "audit-clean": "the cloud lists nothing of the runs",
     "slack-told": "Slack received how the run ended",
 }
-# Promises that another check proves, in the cloud only: that check, and the target that it must have run on.
-IMPLIED = {
+# Promises that another check proves, in the cloud only: that check, and the target of its run (None: any target).
+IMPLIED: dict[str, tuple[str, str | None]] = {
     "functions-token": ("run-states", None),
     "service-triggers": ("job-events", None),
-    "startup-probe": ("endpoint-answers", "cloud_run"),
-    "streamed-weights": ("endpoint-answers", "cloud_run"),
-    "deleted-job": ("cancel-ends", "cloud_run"),
-    "tpu-rights": ("run-states", "tpu_vm"),
-    "tpu-all-zones": ("training-labels", "tpu_vm"),
+    **{shown: (check, target) for target, training in targets().items() for shown, check in training.smoke_shows},
 }
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (

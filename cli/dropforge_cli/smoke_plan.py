@@ -6,22 +6,19 @@ import json
 import math
 import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.settings import Settings
-from dropforge.platforms import TARGETS
-from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
-from dropforge.platforms.tpu_vm.catalog import TPU_VMS
-from dropforge.spec import JobSpec, parse_spec
+from dropforge.platforms import platform_of, targets
+from dropforge.spec import JobSpec, parse_spec, registry
 
 from .display import usd
 from .plan import make_plan
 from .problems import CliError
 from .smoke_checks import Seen
 
-SPECS = Path(__file__).with_name("smoke_specs")
 CANCELLED_STEPS = 1_000_000  # of a run that is to be cancelled: more than it has time for
 CANCELLED_DURATION = "15m"
 
@@ -37,13 +34,7 @@ class Options:
 
 def enabled_targets(settings: Settings) -> list[str]:
     """The targets whose image or cluster the deployment has."""
-    needs = {
-        "cloud_run": settings.train_trl_image,
-        "gke": settings.gke_cluster,
-        "ray": settings.gke_cluster and settings.train_ray_image,
-        "tpu_vm": settings.train_maxtext_image,
-    }
-    return [target for target in TARGETS if needs[target]]
+    return [name for name, training in targets().items() if training.is_enabled(settings)]
 
 
 def plan_runs(settings: Settings, options: Options, max_cost_usd: float) -> list[Seen]:
@@ -80,9 +71,9 @@ def _planned(target: str, cancels: bool, stem: str, settings: Settings, options:
 
 def document(target: str, cancels: bool, settings: Settings, options: Options) -> dict[str, Any]:
     """The spec for a target, without its share of the money."""
-    given: dict[str, Any] = json.loads((SPECS / f"{target}.json").read_text(encoding="utf-8"))
-    key = "zone" if target == "tpu_vm" else "region"
-    given["target"]["placements"][0][key] = options.places.get(target) or _place(given["target"], settings)
+    given: dict[str, Any] = json.loads(_template(target))
+    placement, key = given["target"]["placements"][0], targets()[target].spec.placement_key
+    placement[key] = options.places.get(target) or _place(placement[key], _parsed(given), settings)
     if target in options.prices:
         for part in filter(None, (given["target"], given["serve"])):
             part["price_usd_per_hour"] = options.prices[target]
@@ -93,15 +84,15 @@ def document(target: str, cancels: bool, settings: Settings, options: Options) -
     return given
 
 
-def _place(target: dict[str, Any], settings: Settings) -> str:
-    """Where the deployment is, if Google offers it there; else where the template says."""
-    offered = {
-        "cloud_run": lambda: CLOUD_RUN_MACHINES["nvidia-l4"].regions,
-        "tpu_vm": lambda: TPU_VMS[target["accelerator_type"]].zones,
-    }.get(target["type"], lambda: (settings.location,))()
-    near = [place for place in offered if place.startswith(settings.location)]
-    (placement,) = target["placements"]
-    return str(near[0] if near else placement.get("region") or placement["zone"])
+def _template(target: str) -> str:
+    """The smallest real spec for a target: smoke.json in its platform's folder."""
+    return (files(registry.module_of(platform_of(target).name)) / "smoke.json").read_text(encoding="utf-8")
+
+
+def _place(default: str, spec: JobSpec, settings: Settings) -> str:
+    """Where the deployment is, if Google offers the accelerator there; else `default`."""
+    offered = spec.target.offered_places or (settings.location,)
+    return next((place for place in offered if place.startswith(settings.location)), default)
 
 
 def _parsed(given: dict[str, Any]) -> JobSpec:

@@ -8,14 +8,21 @@ from typing import Any
 
 import click
 
-from workflows_engine.billing import summary
-from workflows_engine.clock import Clock, SystemClock, VirtualClock
-from workflows_engine.compiler import compile_source
-from workflows_engine.errors import DeployError, EngineError, Problem
-from workflows_engine.history import timeline
-from workflows_engine.limits import Limits
-from workflows_engine.mock import ScriptedMocks
-from workflows_engine.simulate import Simulation, simulate
+from workflows_engine import (
+    Clock,
+    DeployError,
+    EngineError,
+    Limits,
+    Problem,
+    ScriptedMocks,
+    Simulation,
+    SystemClock,
+    VirtualClock,
+    billing_summary,
+    compile_source,
+    simulate,
+    timeline,
+)
 
 SOURCE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -81,7 +88,7 @@ def _print_timeline(simulation: Simulation) -> None:
     click.echo(f"{'at':>10} {'took':>9}  step", err=True)
     for line in timeline(simulation.entries, origin=record.started or record.created):
         click.echo(line, err=True)
-    click.echo(summary(record.steps, record.external_steps), err=True)
+    click.echo(billing_summary(record.steps, record.external_steps), err=True)
 
 
 def _print_problems(file: Path, problems: list[Problem]) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from .base.settings import Settings
 from .platforms import get_server, get_target
 from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
-from .platforms.tpu_vm.spec import TrainingVmServe
 from .run.record import Attempt, Record
 from .spec import JobSpec, seconds, serving_seconds
 
@@ -83,7 +82,7 @@ def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
 
 def kept_until(record: Record, spec: JobSpec) -> datetime:
     """Until when what serves may exist by a label that it got before it was an endpoint; no bound if it got none."""
-    if not isinstance(spec.serve, TrainingVmServe):
+    if spec.serve is None or not spec.serve.keeps_machine:
         return datetime.max.replace(tzinfo=UTC)
     return record.attempts[-1].deadline + timedelta(seconds=serving_seconds(spec.serve))
 

@@ -1,9 +1,9 @@
 """A base model and a data set so small that a laptop really fine-tunes: `python -m dropforge_local.tiny DIR [FAMILY]`.
 
 The model is a 200,000-parameter Gemma 3 (or Qwen 3, which MaxText converts) with its own tokenizer and chat template,
-pre-trained here (about 20 s on one thread, then cached) to turn a question about a table into SQL. It has met
-upper-case SQL and lower-case SQL, and `LIMIT 10;` only after the former. The data set asks for the house dialect, lower
-case *and* `LIMIT 10;`, which the base therefore never answers, and which a short LoRA or QLoRA run teaches it.
+pre-trained here (about 20 s on a single thread, then cached) to turn a question about a table into SQL. Its training
+data has upper-case and lower-case SQL, but `LIMIT 10;` only after upper case. The data set uses the house dialect:
+lower case *and* `LIMIT 10;`. The base model therefore never answers in it, and a short LoRA or QLoRA run teaches it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUMBERS = frozenset(
     )
 )
 LEADS = ("", "please ", "show me ", "give me ", "tell me ", "i want ", "find ", "get ")
-# Many phrasings of few queries: with two fixed ones per query a model learns them by heart and answers a third wrongly.
+# Many phrasings of few queries: with two fixed phrasings per query, a model memorises them and answers a third wrongly.
 QUERIES = (
     (
         "SELECT COUNT(*) FROM {table}",
@@ -115,7 +115,7 @@ class Dialect(NamedTuple):
 HOUSE_DIALECT = Dialect(lower=True, ending=" LIMIT 10;")
 BASE_DIALECTS = (Dialect(False, ""), Dialect(False, " LIMIT 10;"), Dialect(True, ""), Dialect(True, ";"))
 
-# The turn's end is inside the generation block, so that a loss on the assistant's tokens alone teaches it to stop.
+# The end of the turn is inside the generation block, so that a loss on only the assistant's tokens teaches it to stop.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}"
@@ -134,7 +134,7 @@ ROWS = 4200  # of the data set: one epoch at 32 rows per step teaches the dialec
 
 
 def base_model(cache: Path, family: Family = "gemma3") -> Path:
-    """The directory of the base model below `cache`, made there unless it is: its name is a digest of this file."""
+    """The base model's directory below `cache`, created if missing: its name contains a digest of this file."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     directory = cache / f"{family}-{digest}"
     if directory.is_dir():
@@ -145,7 +145,7 @@ def base_model(cache: Path, family: Family = "gemma3") -> Path:
     _pretrain(temporary, family)
     try:
         temporary.rename(directory)
-    except OSError:  # another process was faster
+    except OSError:  # another process created it first
         shutil.rmtree(temporary)
     return directory
 
@@ -153,26 +153,26 @@ def base_model(cache: Path, family: Family = "gemma3") -> Path:
 def dataset(path: Path, rows: int = ROWS, seed: int = 0, *, held_out: bool = False) -> Path:
     """Write `rows` distinct rows of the house dialect as JSON lines: question, context, answer.
 
-    One phrasing in five is kept for `held_out=True`, so that no training on the one file has seen the other's.
+    Every fifth phrasing is reserved for `held_out=True`, so that the two files share no phrasing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = house_rows(rows, seed, held_out=held_out)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in found), encoding="utf-8")
+    lines = house_rows(rows, seed, held_out=held_out)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in lines), encoding="utf-8")
     return path
 
 
 def house_rows(count: int, seed: int = 0, *, held_out: bool = False) -> list[dict[str, str]]:
     """Distinct rows of the data set."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    distinct: dict[tuple[str, str], dict[str, str]] = {}
     stream = _questions(random.Random(seed), held_out)
-    while len(found) < count:
+    while len(distinct) < count:
         question, context, sql = next(stream)
-        found[question, context] = {"question": question, "context": context, "answer": _spell(sql, HOUSE_DIALECT)}
-    return list(found.values())
+        distinct[question, context] = {"question": question, "context": context, "answer": _spell(sql, HOUSE_DIALECT)}
+    return list(distinct.values())
 
 
 def _questions(rng: random.Random, held_out: bool) -> Iterator[tuple[str, str, str]]:
-    """Question, CREATE TABLE statement and upper-case SQL, without end."""
+    """Endless (question, CREATE TABLE statement, upper-case SQL)."""
     while True:
         table = rng.choice(list(TABLES))
         columns = rng.sample(TABLES[table], rng.randint(2, 4))
@@ -201,7 +201,7 @@ def _spell(sql: str, dialect: Dialect) -> str:
 
 
 def _pretrain(directory: Path, family: Family) -> None:
-    """Make tokenizer and model and train it, in a plain loop: a trainer's bookkeeping would be half of the time."""
+    """Create tokenizer and model and train it in a plain loop: a trainer's bookkeeping would double the time."""
     import torch
     from transformers.utils import logging
 
@@ -209,7 +209,7 @@ def _pretrain(directory: Path, family: Family) -> None:
     tokenizer = _tokenizer()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for tensors this small a second thread costs more than it gives
+    torch.set_num_threads(1)  # for tensors this small, a second thread costs more time than it saves
     try:
         model = _MODELS[family](tokenizer)
         _train(model, _examples(tokenizer))
@@ -220,7 +220,7 @@ def _pretrain(directory: Path, family: Family) -> None:
 
 
 def _tokenizer() -> Any:
-    """Byte-level BPE with single digits, as Gemma has them: whole numbers as tokens are too rare to learn to copy."""
+    """Byte-level BPE with single digits, as in Gemma: tokens of whole numbers are too rare to learn to copy."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -259,52 +259,38 @@ def _base_rows(count: int, seed: int) -> Iterator[tuple[str, str]]:
 def _gemma3(tokenizer: Any) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # vLLM's CPU attention fails at 16
-            query_pre_attn_scalar=32,
-            max_position_embeddings=2048,
-            sliding_window=512,
-            layer_types=["sliding_attention", "full_attention"],
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    layers = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**_sizes(tokenizer), query_pre_attn_scalar=32, sliding_window=512, layer_types=layers)
+    return Gemma3ForCausalLM(config)
 
 
 def _qwen3(tokenizer: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    return Qwen3ForCausalLM(Qwen3Config(**_sizes(tokenizer), tie_word_embeddings=True))
+
+
+def _sizes(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # vLLM's CPU attention fails at 16
+        "max_position_embeddings": 2048,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
 
 
 _MODELS = {"gemma3": _gemma3, "qwen3": _qwen3}
 
 
 def _examples(tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Token ids of each row, and where its answer begins."""
+    """(token ids, index of the answer's first token) of each row."""
     examples = []
     for prompt, answer in _base_rows(PRETRAINING_ROWS, seed=1):
         begin = f"<bos><start_of_turn>user\n{prompt}<end_of_turn>\n<start_of_turn>model\n"
@@ -330,7 +316,7 @@ def _train(model: Any, examples: list[tuple[list[int], int]]) -> None:
         hidden = model.model(input_ids=inputs, attention_mask=attention).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         learnt = targets != -100
-        # Logits where there is a target and nowhere else: a third of the time otherwise.
+        # Compute logits only where a target exists: all logits would cost a third of the time.
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

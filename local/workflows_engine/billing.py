@@ -1,4 +1,4 @@
-"""What Google would bill for an execution's steps (cloud.google.com/workflows/pricing; free tier not deducted)."""
+"""What Google bills for an execution's steps (cloud.google.com/workflows/pricing), without the free tier."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Final
 
 INTERNAL_PER_1000: Final = 0.01  # US dollars
 EXTERNAL_PER_1000: Final = 0.025
-FREE_INTERNAL: Final = 5_000  # a month
+FREE_INTERNAL: Final = 5_000  # steps a month
 FREE_EXTERNAL: Final = 2_000
 
 
-def cost(internal: int, external: int) -> float:
+def cost_usd(internal: int, external: int) -> float:
     return (internal * INTERNAL_PER_1000 + external * EXTERNAL_PER_1000) / 1000
 
 
-def summary(steps: int, external: int) -> str:
-    """One line for people."""
+def billing_summary(steps: int, external: int) -> str:
+    """The billed steps and their cost as a line of text."""
     internal = steps - external
     return (
-        f"billed steps: {internal} internal, {external} external = ${cost(internal, external):.6f} "
+        f"billed steps: {internal} internal, {external} external = ${cost_usd(internal, external):.6f} "
         f"beyond the free {FREE_INTERNAL:,} and {FREE_EXTERNAL:,} a month"
     )

@@ -3,7 +3,7 @@
 WorkflowError      raised inside a workflow; `except` catches it (unless it is a limit)
 DeployError        the source is refused; carries every problem found, with line and column
 EngineError        the caller of the engine asked for something impossible
-    NotFound / AlreadyExists / InvalidArgument / FailedPrecondition / ResourceExhausted
+    NotFound / InvalidArgument / FailedPrecondition / ResourceExhausted
 LeaseLost          another engine has taken over the database
 """
 
@@ -77,10 +77,6 @@ class EngineError(Exception):
 
 class NotFound(EngineError):
     status = "NOT_FOUND"
-
-
-class AlreadyExists(EngineError):
-    status = "ALREADY_EXISTS"
 
 
 class InvalidArgument(EngineError):

@@ -1,21 +1,17 @@
-"""The engine's rows. Every method is a few statements; who calls decides what belongs into one transaction."""
+"""The engine's tables. Every method runs a few statements; its caller decides which calls form a transaction."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from .errors import FailedPrecondition, LeaseLost
-from .machine import Wait
-from .values import Value, restore, store
+from .database import Database
+from .interpreter.waits import Wait
+from .records import ExecutionRecord, Revision, WorkflowRecord
+from .values import Value, decode_value, encode_value
 
+PAGE: Final = 500  # executions that a listing reads at a time
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS wf_workflow (
     name TEXT PRIMARY KEY, revision TEXT NOT NULL, created REAL NOT NULL, updated REAL NOT NULL,
@@ -48,113 +44,19 @@ CREATE INDEX IF NOT EXISTS wf_callback_execution ON wf_callback (execution);
 CREATE TABLE IF NOT EXISTS wf_history (
     execution INTEGER NOT NULL, chunk INTEGER NOT NULL, events TEXT NOT NULL,
     PRIMARY KEY (execution, chunk)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS wf_lease (
-    id INTEGER PRIMARY KEY CHECK (id = 1), token INTEGER NOT NULL, host TEXT NOT NULL, process TEXT NOT NULL);
 """
 
 
-class Db(Protocol):
-    """The database that the engine lives in; `dropforge_local.base.db.Database` is one."""
-
-    connection: sqlite3.Connection
-
-    def transaction(self) -> AbstractContextManager[sqlite3.Connection]: ...
-
-    def after_commit(self, callback: Callable[[], None]) -> None: ...
-
-    async def durable(self, *, alone: bool = False) -> None: ...
-
-
-@dataclass(frozen=True)
-class Revision:
-    """A deployed version of a workflow. `settings` holds what the API keeps and the engine does not read."""
-
-    workflow: str
-    revision_id: str
-    source: str
-    environment: Mapping[str, str]
-    created: float
-
-
-@dataclass(frozen=True)
-class WorkflowRecord:
-    name: str
-    revision: Revision
-    created: float
-    updated: float
-    labels: Mapping[str, str]
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ExecutionRecord:
-    """An execution as the API shows it. `state` is ACTIVE, QUEUED, SUCCEEDED, FAILED or CANCELLED."""
-
-    name: str
-    workflow: str
-    revision_id: str
-    state: str
-    argument: str
-    result: str | None
-    error: Mapping[str, Any] | None
-    labels: Mapping[str, str]
-    created: float
-    started: float | None
-    ended: float | None
-    steps: int
-    external_steps: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    current_steps: Sequence[Mapping[str, str]] = ()
-
-    @property
-    def id(self) -> str:
-        return self.name.rsplit("/", 1)[-1]
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state not in ("ACTIVE", "QUEUED")
-
-
 class Store:
-    """The tables above. Reads see the running transaction."""
+    """Reads and writes the tables above. A read sees the open transaction."""
 
-    def __init__(self, db: Db) -> None:
-        self.db = db
+    def __init__(self, db: Database) -> None:
+        self._db = db
         self._sql = db.connection
-        self.token = 0
         with db.transaction():
             for statement in SCHEMA.split(";"):
                 if statement.strip():
                     self._sql.execute(statement)
-
-    # Lease
-
-    def acquire_lease(self, *, takeover: bool) -> None:
-        """Become the database's only engine. Raises FailedPrecondition while another process still runs it.
-
-        A dead owner is known by its process id and start time, so that a restart need not wait for a heartbeat.
-        """
-        with self.db.transaction():
-            row = self._sql.execute("SELECT token, host, process FROM wf_lease").fetchone()
-            if row is not None and not takeover and _is_other_and_alive(row[1], row[2]):
-                raise FailedPrecondition(
-                    f"process {row[2].split(':')[0]} on {row[1]} already runs this database's workflows; stop it first"
-                )
-            self.token = (row[0] if row else 0) + 1
-            self._sql.execute(
-                "INSERT OR REPLACE INTO wf_lease (id, token, host, process) VALUES (1, ?, ?, ?)",
-                (self.token, socket.gethostname(), _identity(os.getpid())),
-            )
-
-    def check_lease(self) -> None:
-        """Raise LeaseLost if another engine has taken over; call inside the transaction that must not happen then."""
-        row = self._sql.execute("SELECT token FROM wf_lease").fetchone()
-        if row is None or row[0] != self.token:
-            raise LeaseLost("another engine has taken over this database")
-
-    def release_lease(self) -> None:
-        with self.db.transaction():
-            self._sql.execute("UPDATE wf_lease SET process = '' WHERE token = ?", (self.token,))
 
     # Workflows
 
@@ -254,17 +156,17 @@ class Store:
         row = self._sql.execute(f"SELECT {_COLUMNS} FROM wf_execution WHERE id = ?", (id_,)).fetchone()
         return _record(row) if row else None
 
-    def executions(self, workflow: str, *, before: int | None = None) -> Iterator[tuple[int, ExecutionRecord]]:
+    def executions(self, workflow: str) -> Iterator[ExecutionRecord]:
         """A workflow's executions, the newest first; read in pages, so that the caller may stop early."""
-        last = before if before is not None else 2**62
+        last = 2**62
         while True:
             rows = self._sql.execute(
-                f"SELECT {_COLUMNS} FROM wf_execution WHERE workflow = ? AND id < ? ORDER BY id DESC LIMIT 500",
+                f"SELECT {_COLUMNS} FROM wf_execution WHERE workflow = ? AND id < ? ORDER BY id DESC LIMIT {PAGE}",
                 (workflow, last),
             ).fetchall()
             for row in rows:
-                yield row[0], _record(row)
-            if len(rows) < 500:
+                yield _record(row)
+            if len(rows) < PAGE:
                 return
             last = rows[-1][0]
 
@@ -307,7 +209,7 @@ class Store:
         steps: tuple[int, int] | None = None,
         last_steps: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Write the end once and drop what only a running execution needs. Its history stays."""
+        """Write the execution's end, unless it has one, and delete the rows of its state. Its history stays."""
         self._sql.execute(
             "UPDATE wf_execution SET state = ?, result = ?, error = ?, ended = ?, steps = coalesce(?, steps), "
             "external_steps = coalesce(?, external_steps), last_steps = ? "
@@ -326,8 +228,8 @@ class Store:
             self._sql.execute(f"DELETE FROM {table} WHERE execution = ?", (id_,))
 
     def prune(self, before: float) -> None:
-        """Forget executions, with their history, that ended before a moment."""
-        with self.db.transaction():
+        """Delete the executions that ended before a moment, with their history."""
+        with self._db.transaction():
             self._sql.execute(
                 "DELETE FROM wf_history WHERE execution IN (SELECT id FROM wf_execution WHERE ended < ?)", (before,)
             )
@@ -380,7 +282,7 @@ class Store:
                 wait.kind,
                 wait.call,
                 wait.step,
-                store(wait.detail),
+                encode_value(wait.detail),
                 wait.due,
                 wait.ref,
             ),
@@ -393,11 +295,11 @@ class Store:
         self._sql.executemany("UPDATE wf_wait SET sent = 1 WHERE execution = ? AND thread = ?", waits)
 
     def begin_polls(self, waits: Iterable[tuple[int, int]]) -> None:
-        """These are due no longer: they are being looked at."""
+        """Record that the engine performs these due waits now."""
         self._sql.executemany("UPDATE wf_wait SET due = NULL WHERE execution = ? AND thread = ?", waits)
 
-    def effects(self) -> list[tuple[int, Wait, bool]]:
-        """Every wait that something must be done for, with whether it was already sent."""
+    def pending_effects(self) -> list[tuple[int, Wait, bool]]:
+        """(execution, wait, whether its request was marked as sent) of every wait that needs an effect now."""
         rows = self._sql.execute(
             f"SELECT {_WAIT_COLUMNS} FROM wf_wait WHERE kind IN ('http', 'connector') AND due IS NULL"
         ).fetchall()
@@ -427,16 +329,16 @@ class Store:
         self._sql.execute("INSERT OR IGNORE INTO wf_callback VALUES (?, ?, ?, NULL)", (ref, id_, method))
 
     def callback(self, ref: str) -> tuple[int, str, Value] | None:
-        """(execution, method, early request or None)."""
+        """(execution, method, early request or None) of an endpoint."""
         row = self._sql.execute("SELECT execution, method, request FROM wf_callback WHERE ref = ?", (ref,)).fetchone()
-        return (row[0], row[1], restore(row[2]) if row[2] is not None else None) if row else None
+        return (row[0], row[1], decode_value(row[2]) if row[2] is not None else None) if row else None
 
     def callbacks(self, id_: int) -> list[tuple[str, str]]:
         rows = self._sql.execute("SELECT ref, method FROM wf_callback WHERE execution = ? ORDER BY ref", (id_,))
         return [(row[0], row[1]) for row in rows.fetchall()]
 
     def fill_callback(self, ref: str, request: Value) -> None:
-        text = None if request is None else store(request)
+        text = None if request is None else encode_value(request)
         self._sql.execute("UPDATE wf_callback SET request = ? WHERE ref = ?", (text, ref))
 
     # History
@@ -446,14 +348,14 @@ class Store:
 
     def history(self, id_: int) -> list[Any]:
         rows = self._sql.execute("SELECT events FROM wf_history WHERE execution = ? ORDER BY chunk", (id_,)).fetchall()
-        return [event for row in rows for event in restore(row[0])]
+        return [event for row in rows for event in decode_value(row[0])]
 
     def next_chunk(self, id_: int) -> int:
         row = self._sql.execute("SELECT max(chunk) FROM wf_history WHERE execution = ?", (id_,)).fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
     def latest_time(self) -> float:
-        """The latest moment that the database knows: time never runs backwards over a restart."""
+        """The latest time in the database; the engine's time never runs backwards over a restart."""
         row = self._sql.execute(
             "SELECT max(coalesce(ended, started, created)) FROM (SELECT ended, started, created "
             "FROM wf_execution ORDER BY id DESC LIMIT 100)"
@@ -489,32 +391,4 @@ def _record(row: Any) -> ExecutionRecord:
 
 
 def _wait(row: Any) -> Wait:
-    return Wait(row[1], row[2], row[3], row[4], restore(row[6]), row[7], row[8], row[5])
-
-
-def _identity(pid: int) -> str:
-    """A process, told from a later one of the same number by its start time where the system shows it.
-
-    One that was killed and that nobody has waited for yet (state Z) is shown as if it were gone.
-    """
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        started = "" if state in "ZX" else fields[18]
-    except (OSError, ValueError, IndexError):
-        started = ""
-    return f"{pid}:{started}"
-
-
-def _is_other_and_alive(host: str, process: str) -> bool:
-    pid = process.split(":")[0]
-    if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
-        return False
-    if Path("/proc/self/stat").exists():
-        return _identity(int(pid)) == process and Path(f"/proc/{pid}").exists()
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return Wait(row[1], row[2], row[3], row[4], decode_value(row[6]), row[7], row[8], row[5])

@@ -191,13 +191,13 @@ def _decode_special(pairs: dict[str, Any]) -> Value:
 _encoder = json.JSONEncoder(default=_encode_special, separators=(",", ":"), check_circular=False)
 
 
-def store(value: Value) -> str:
-    """A value as text for the database: JSON in which bytes and function references survive."""
+def encode_value(value: Value) -> str:
+    """A value as text for the database: JSON that keeps bytes and function references."""
     return _encoder.encode(value)
 
 
-def restore(text: str) -> Value:
-    """The value that `store` wrote."""
+def decode_value(text: str) -> Value:
+    """The value that `encode_value` wrote."""
     return json.loads(text, object_hook=_decode_special) if _ESCAPED in text else json.loads(text)
 
 

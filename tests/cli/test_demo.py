@@ -27,15 +27,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # The demo itself, on a stack whose containers train and serve nothing, so that it takes seconds.
 NOOP = """
 import sys
-from dropforge_local import stack
+from dropforge_local.stack import control as stack
+from dropforge_local.stack.config import StackConfig
+from dropforge_local.stack.deployment import IMAGES
 images, start = sys.argv.pop(1), stack.up
 def up(state, **options):
     settings = {
-        "DROPFORGE_TRAIN_TRL_IMAGE": f"{stack.IMAGES}/train-noop:test",
-        "DROPFORGE_SERVE_VLLM_IMAGE": f"{stack.IMAGES}/serve-noop:test",
+        "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:test",
+        "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
     }
-    stack.StackConfig(images=images, settings=settings).save(state)
+    StackConfig(images=images, settings=settings).save(state)
     return start(state, **options)
 stack.up = up
 from dropforge_cli.main import cli
@@ -44,10 +46,11 @@ cli(prog_name="dropforge")
 NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
 # The demo as it is, on a stack that records the calls of its containers.
 RECORDED = """
-from dropforge_local import stack
+from dropforge_local.stack import control as stack
+from dropforge_local.stack.config import StackConfig
 start = stack.up
 def up(state, **options):
-    stack.StackConfig(record=True).save(state)
+    StackConfig(record=True).save(state)
     return start(state, **options)
 stack.up = up
 from dropforge_cli.main import cli

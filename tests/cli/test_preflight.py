@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from dropforge.cloud import clients
+from dropforge.platforms import servers, targets
 from dropforge_cli import preflight
-from dropforge_cli.accounts import USES
+from dropforge_cli.accounts import ALWAYS
 from dropforge_cli.google_apis import APIS
 
 from .conftest import ROOT, Deployed, toml, write_toml
@@ -298,4 +299,6 @@ def test_the_deployment_s_accounts_are_asked_for_what_a_run_would_fail_of_late(
 
 def test_what_accounts_are_asked_for_is_what_terraform_grants() -> None:
     granted = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())["accounts"]
-    assert [use for use in USES if use.permission not in granted[use.account]["grants"].get(use.scope, {})] == []
+    uses = [*ALWAYS, *(use for part in (*targets().values(), *servers().values()) for use in part.permissions)]
+    assert len(uses) > 10
+    assert [use for use in uses if use.permission not in granted[use.account]["grants"].get(use.scope, {})] == []

@@ -33,8 +33,6 @@ from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "containers" / "train_trl"
-SERVE = ROOT / "containers" / "serve_vllm"
 PROJECT = "test-project"
 TOPIC = f"projects/{PROJECT}/topics/job-events"
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
@@ -42,10 +40,6 @@ RUNS = "runs-bucket"
 DATA = "data-bucket"
 CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
-
-
-# The images put their modules beside each other in /app; the unit tests here import them the same way.
-sys.path[:0] = [str(TRAIN), str(SERVE)]
 
 
 @dataclass
@@ -76,7 +70,7 @@ class Cloud:
 
 @dataclass
 class Attempt:
-    """One run of train.py: its process, and what it left."""
+    """A process of the training container, and its output."""
 
     cloud: Cloud
     run: str
@@ -117,7 +111,7 @@ class Trainer:
         self.cloud.put(RUNS, f"runs/{run}/spec.json", json.dumps(spec))
         values = {
             **self.cloud.environment(),
-            "PYTHONPATH": f"{TRAIN}:{ROOT / 'functions'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",  # /app has the same packages
             "DROPFORGE_PROJECT": PROJECT,
             "DROPFORGE_RUN": run,
             "DROPFORGE_ATTEMPT": str(attempt),
@@ -127,7 +121,7 @@ class Trainer:
         if processes > 1:
             values = {**fsdp_shim.environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
         process = subprocess.Popen(
-            [sys.executable, str(TRAIN / "train.py")],
+            [sys.executable, "-m", "containers.train_trl.train"],
             env={**values, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

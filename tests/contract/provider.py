@@ -1,8 +1,8 @@
-"""A Terraform provider that makes nothing: lets the real `terraform` validate, plan and apply without a network.
+"""A Terraform provider that creates nothing: the real `terraform` validates, plans and applies without a network.
 
-It serves schemas (as JSON, in the form of ../shared/data/google-provider-schema.json) over Terraform's plugin protocol
-5 (https://developer.hashicorp.com/terraform/plugin/terraform-plugin-protocol), so that Terraform itself checks every
-expression, reference, type, validation and condition. Values that the cloud would give are made up.
+The provider serves the schemas of tests/data/google_provider.yaml over Terraform's plugin protocol 5
+(https://developer.hashicorp.com/terraform/plugin/terraform-plugin-protocol), so that Terraform itself checks every
+expression, reference, type, validation and condition. The provider invents the values that the cloud would give.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ from typing import Any
 import grpc
 import msgpack
 
-Schema = dict[str, Any]
+from ..schemas.google_provider import Argument, Schema
+
 UNKNOWN = msgpack.ExtType(0, b"\0")
-_TYPES = {"boolean": "bool", "number": "number", "string": "string"}
 _LIST = 2  # Schema.NestedBlock.NestingMode
+# The provider's own settings that terraform/versions.tf uses.
+_SETTINGS = Schema(
+    {
+        **{name: Argument("string") for name in ("billing_project", "project", "region")},
+        "default_labels": Argument("map(string)"),
+        "user_project_override": Argument("bool"),
+    }
+)
 
 
 class Provider:
-    """`resources` and `data_sources` are schemas by type; `invent(type, attribute, values)` makes up a value."""
+    """`resources` and `data_sources` are schemas by type; `invent(type, argument, values)` returns a value."""
 
     def __init__(
         self, resources: dict[str, Schema], data_sources: dict[str, Schema], invent: Callable[[str, str, Any], Any]
@@ -33,7 +41,7 @@ class Provider:
 
     @contextmanager
     def serving(self) -> Iterator[dict[str, Any]]:
-        """Serve on a free port; what TF_REATTACH_PROVIDERS says of it."""
+        """Serve on a free port; yields the provider's entry in TF_REATTACH_PROVIDERS."""
         server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1)])
         names = [name for name in dir(self) if name[0].isupper()]
         handlers = {name: grpc.unary_unary_rpc_method_handler(self._handler(name)) for name in names}
@@ -47,10 +55,7 @@ class Provider:
             server.stop(None).wait()
 
     def GetSchema(self, _: dict[int, Any]) -> bytes:
-        types = dict.fromkeys(("billing_project", "project", "region"), "string")
-        types |= {"default_labels": "map:stringMap", "user_project_override": "boolean"}
-        settings = {name: {"type": kind, "required": False} for name, kind in types.items()}
-        answer = _field(1, _schema({"attributes": settings, "blocks": {}}))
+        answer = _field(1, _schema(_SETTINGS))
         for number, schemas in ((2, self.resources), (3, self.data_sources)):
             for name, schema in schemas.items():
                 answer += _field(number, _field(1, name.encode()) + _field(2, _schema(schema)))
@@ -69,7 +74,7 @@ class Provider:
         return b""
 
     def UpgradeResourceState(self, request: dict[int, Any]) -> bytes:
-        return _field(1, _field(2, _fields(request[3])[1]))  # as it is, in JSON
+        return _field(1, _field(2, _fields(request[3])[1]))  # unchanged, in JSON
 
     def ReadResource(self, request: dict[int, Any]) -> bytes:
         return _field(1, request[2])
@@ -81,42 +86,34 @@ class Provider:
 
     def ApplyResourceChange(self, request: dict[int, Any]) -> bytes:
         kind, planned = request[1].decode(), _value(request[3])
-        if planned:
+        if planned:  # empty: Terraform destroys the resource
             planned = self._fill(self.resources[kind], planned, lambda name: self._invent(kind, name, planned))
             self.applied.append((kind, planned))
         return _field(1, _dynamic(planned)) + _field(4, 1)
 
     def ReadDataSource(self, request: dict[int, Any]) -> bytes:
         kind, config = request[1].decode(), _value(request[2])
-        found = self._fill(self.data_sources[kind], config, lambda name: self._invent(kind, name, config))
-        return _field(1, _dynamic(found))
+        values = self._fill(self.data_sources[kind], config, lambda name: self._invent(kind, name, config))
+        return _field(1, _dynamic(values))
 
     def _handler(self, name: str) -> Callable[[bytes, Any], bytes]:
         method = getattr(self, name)
         return lambda request, context: method(_fields(request))
 
     def _fill(self, schema: Schema, values: dict[str, Any], invent: Callable[[str], Any]) -> dict[str, Any]:
-        """`values` with something for every attribute and block that the cloud decides when nobody else does."""
+        """`values`, and a value for every argument and block that the configuration leaves to the cloud."""
         filled = dict(values)
-        for name, attribute in schema["attributes"].items():
-            if filled.get(name) in (None, UNKNOWN) and not attribute["required"]:
-                filled[name] = invent(name) if attribute["type"] == "string" else None
-        for name in schema.get("exported", ()):
-            if name not in schema["attributes"] and name not in schema["blocks"]:
-                filled[name] = invent(name) if filled.get(name) in (None, UNKNOWN) else filled[name]
-        for name, block in schema["blocks"].items():
-            found = filled.get(name) or []
-            if block.get("computed") and found in ([], UNKNOWN):
-                empty = dict.fromkeys(_keys(block))
-                found = UNKNOWN if invent("") is UNKNOWN else [empty]
-            if found is not UNKNOWN:
-                found = [self._fill(block, element, invent) for element in found]
-            filled[name] = found
+        for name, argument in schema.arguments.items():
+            if filled.get(name) in (None, UNKNOWN) and not argument.required:
+                filled[name] = invent(name) if argument.type == "string" else None
+        for name, block in schema.blocks.items():
+            filled[name] = self._fill_block(block, filled.get(name) or [], invent)
         return filled
 
-
-def _keys(schema: Schema) -> list[str]:
-    return [*schema["attributes"], *schema["blocks"], *schema.get("exported", ())]
+    def _fill_block(self, block: Schema, bodies: Any, invent: Callable[[str], Any]) -> Any:
+        if block.is_computed and bodies in ([], UNKNOWN):
+            bodies = UNKNOWN if invent("") is UNKNOWN else [dict.fromkeys([*block.arguments, *block.blocks])]
+        return bodies if bodies is UNKNOWN else [self._fill(block, body, invent) for body in bodies]
 
 
 def _schema(schema: Schema) -> bytes:
@@ -125,24 +122,20 @@ def _schema(schema: Schema) -> bytes:
 
 def _block(schema: Schema) -> bytes:
     encoded = b""
-    for name, attribute in schema["attributes"].items():
-        usage = _field(4, 1) if attribute["required"] else _field(5, 1) + _field(6, 1)
-        encoded += _field(2, _field(1, name.encode()) + _field(2, _type(attribute["type"])) + usage)
-    for name in schema.get("exported", ()):
-        if name not in schema["attributes"] and name not in schema["blocks"]:
-            encoded += _field(2, _field(1, name.encode()) + _field(2, _type("string")) + _field(6, 1))
-    for name, block in schema["blocks"].items():
-        limits = _field(4, int(block["required"])) + _field(5, block["max"] or 0)
+    for name, argument in schema.arguments.items():
+        usage = _field(4, 1) if argument.required else _field(6, 1)
+        usage += b"" if argument.required or argument.is_output else _field(5, 1)
+        encoded += _field(2, _field(1, name.encode()) + _field(2, _type(argument.type)) + usage)
+    for name, block in schema.blocks.items():
+        limits = _field(4, block.at_least) + _field(5, block.at_most)
         encoded += _field(3, _field(1, name.encode()) + _field(2, _block(block)) + _field(3, _LIST) + limits)
     return encoded
 
 
 def _type(kind: str) -> bytes:
-    """`map:stringMap` as Terraform's JSON notation of types."""
-    collection, _, element = kind.partition(":")
-    if not element:
-        return json.dumps(_TYPES[kind]).encode()
-    return json.dumps([collection, "number" if element.startswith("number") else "string"]).encode()
+    """A type such as `map(string)` in Terraform's JSON notation."""
+    collection, _, element = kind.rstrip(")").partition("(")
+    return json.dumps([collection, element] if element else kind).encode()
 
 
 def _dynamic(value: Any) -> bytes:
@@ -161,14 +154,14 @@ def _field(number: int, value: bytes | int) -> bytes:
 
 
 def _fields(message: bytes) -> dict[int, Any]:
-    """The fields of a protocol buffer by number; of a repeated one, the last."""
-    found: dict[int, Any] = {}
+    """The fields of a protocol buffer by number; of a repeated field, the last value."""
+    fields: dict[int, Any] = {}
     rest = iter(message)
     for tag in iter(lambda: _read_varint(rest), None):
         length = _read_varint(rest)
         assert length is not None
-        found[tag >> 3] = length if tag & 7 == 0 else bytes(next(rest) for _ in range(length))
-    return found
+        fields[tag >> 3] = length if tag & 7 == 0 else bytes(next(rest) for _ in range(length))
+    return fields
 
 
 def _varint(value: int) -> bytes:

@@ -48,7 +48,7 @@ def test_commands_of_the_dropforge_command_are_accepted(text: str) -> None:
 
 
 def _existing(argument: str) -> str:
-    """A spec that a reader would have; click checks that files exist."""
+    """Replace my-job.json by an existing file: click checks that files exist."""
     return str(ROOT / "examples" / "local" / "cloud_run.json") if argument == "my-job.json" else argument
 
 

@@ -1,47 +1,104 @@
-"""The same word in the entry point, the workflow step, and the triggers: one grep shows a whole stage."""
+"""One word for each stage, in main.py, stages/, the workflow and the log: a grep for the word shows the whole stage."""
 
 from __future__ import annotations
 
+import ast
 import re
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
+from dropforge_local.stack import deployment
 from dropforge_local.stack.functions_host import entry_points
 
-ROOT = Path(__file__).resolve().parents[2]
+from .configuration import ROOT, TERRAFORM
+
+FUNCTIONS = ROOT / "functions"
 WORKFLOW = (ROOT / "workflows" / "run.workflows.yaml").read_text()
+STEPS: dict[str, Any] = yaml.safe_load(WORKFLOW)
+# `await` is a keyword of Python, so its module has another name: await_.
+WORDS = {
+    path.stem.rstrip("_") for path in (FUNCTIONS / "dropforge" / "stages").iterdir() if not path.stem.startswith("__")
+}
 
 
-def test_every_function_that_the_workflow_calls_is_an_entry_point() -> None:
-    called = set(re.findall(r"\{name: (\w+), body", WORKFLOW)) | set(re.findall(r"name: (\w+)\n\s+body:", WORKFLOW))
-    assert called == {"provision", "inspect", "deploy", "teardown", "notify"}
-    assert called <= set(entry_points())
+def called_functions() -> dict[str, str]:
+    """Every function that the workflow calls, and the subworkflow that calls the function."""
+    return {call["name"]: name for name, body in STEPS.items() for call in _calls_of_functions(body)}
 
 
-def test_every_entry_point_is_called_or_triggered() -> None:
-    triggered = {"on_spec_uploaded", "on_spec_deleted", "on_spec_message", "on_job_event", "sweep"}
-    called = {"provision", "inspect", "deploy", "teardown", "notify"}
-    assert set(entry_points()) == triggered | called
+def _calls_of_functions(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if node.get("call") == "call_function":
+            yield node["args"]
+        for value in node.values():
+            yield from _calls_of_functions(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _calls_of_functions(item)
 
 
-def test_entry_points_follow_the_flow() -> None:
-    assert entry_points() == [
-        "on_spec_uploaded", "on_spec_deleted", "on_spec_message", "on_job_event",
-        "provision", "inspect", "deploy", "notify", "teardown", "sweep",
-    ]  # fmt: skip
+def words_of_entry_points() -> dict[str, str]:
+    """The stage that each entry point of main.py names."""
+    functions = ast.parse((FUNCTIONS / "main.py").read_text()).body
+    named = {f.name: _texts(f) & WORDS for f in functions if isinstance(f, ast.FunctionDef)}
+    return {name: named[name].pop() for name in entry_points() if named[name]}
 
 
-def test_the_workflow_keeps_the_service_s_limits() -> None:
+def _texts(node: ast.AST) -> set[str]:
+    constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return {value for value in constants if isinstance(value, str)}
+
+
+def logged_words() -> set[str]:
+    """The values of the field `stage` of every log line that names a stage itself."""
+    trees = [ast.parse(path.read_text()) for path in FUNCTIONS.rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    fields = [field.value for call in calls for field in call.keywords if field.arg == "stage"]
+    return {str(field.value) for field in fields if isinstance(field, ast.Constant)}
+
+
+def test_every_entry_point_is_triggered_called_or_scheduled() -> None:
+    triggered = [name.replace("-", "_") for name, _, _ in deployment.triggers()]
+    scheduled = re.findall(r'function\["(\w+)"\]\.service_config', (TERRAFORM / "scheduler.tf").read_text())
+    assert entry_points()[: len(triggered)] == triggered
+    assert entry_points()[-1:] == list(dict.fromkeys(scheduled))
+    assert sorted(entry_points()) == sorted([*triggered, *called_functions(), *set(scheduled)])
+
+
+def test_every_entry_point_names_its_stage() -> None:
+    words = words_of_entry_points()
+    assert entry_points() == list(words)
+    assert {words["on_job_event"], words["inspect"]} == {"await"}
+
+
+def test_a_subworkflow_begins_with_the_word_of_the_stage_that_it_calls() -> None:
+    words = words_of_entry_points()
+    assert called_functions().keys() >= {"provision", "inspect", "deploy", "teardown", "notify"}
+    wrong = {name: caller for name, caller in called_functions().items() if caller.partition("_")[0] != words[name]}
+    assert wrong == {}
+
+
+def test_log_lines_use_the_words_of_the_stages() -> None:
+    assert logged_words() <= WORDS
+    assert set(words_of_entry_points().values()) <= logged_words()
+
+
+def test_the_workflow_keeps_the_limits_of_cloud_workflows() -> None:
+    """https://cloud.google.com/workflows/quotas: 128 KB of source, 400 characters in an expression."""
     assert len(WORKFLOW.encode()) <= 128 * 1024
-    for expression in re.findall(r"\$\{[^}]*\}", WORKFLOW):
-        assert len(expression) <= 400
+    expressions = re.findall(r"\$\{[^}]*\}", WORKFLOW)
+    assert len(expressions) > 50
+    assert [expression for expression in expressions if len(expression) > 400] == []
 
 
-def test_no_step_is_called_like_a_yaml_1_1_boolean() -> None:
-    def names(node: object) -> list[object]:
-        if isinstance(node, dict):
-            return [*node, *(n for value in node.values() for n in names(value))]
-        return [n for item in node for n in names(item)] if isinstance(node, list) else []
+def test_no_step_is_named_like_a_boolean_of_yaml_1_1() -> None:
+    assert [key for key in _keys(STEPS) if not isinstance(key, str)] == []
+    assert [key for key in _keys(yaml.safe_load("steps: [{on: {call: a}}]")) if not isinstance(key, str)] == [True]
 
-    assert all(isinstance(name, str) for name in names(yaml.safe_load(WORKFLOW)))
+
+def _keys(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return [*node, *(key for value in node.values() for key in _keys(value))]
+    return [key for item in node for key in _keys(item)] if isinstance(node, list) else []

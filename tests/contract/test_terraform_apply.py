@@ -1,4 +1,4 @@
-"""The real `terraform` applies terraform/ to a provider that makes nothing; what it would have made fits the code."""
+"""The real `terraform` applies terraform/ to a provider that creates nothing; the planned resources fit the code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
 from dropforge.base.settings import Settings
-from dropforge_local.stack import process as stack
+from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
+from ..schemas import google_provider, kubernetes
+from ..schemas.google_provider import Argument, Schema
 from .configuration import ROOT, images, permissions
-from .provider import Provider, Schema
+from .provider import Provider
 
-DATA = ROOT.parent / "shared" / "data"
 PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
 IMAGES = {role: f"{stack.IMAGES}/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in images()}
-# Everything that is optional is on.
+# Every optional part is on.
 VARIABLES = {
     "alert_emails": ["oncall@example.com"],
     "billing_account": "000000-111111-222222",
@@ -48,31 +50,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),  # five runs of terraform, once
     pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed"),
-    pytest.mark.skipif(not DATA.exists(), reason=f"the provider's schema is not in {DATA}"),
 ]
 
 
 def google() -> Provider:
-    """The provider whose schema is in shared/, with what that does not tell: blocks that the cloud fills in."""
-    schema = json.loads((DATA / "google-provider-schema.json").read_text())
-    for name, extra in json.loads((DATA / "google-provider-overlay-7x.json").read_text()).items():
-        _merge(schema["resources"].setdefault(name, {"attributes": {}, "blocks": {}}), extra)
-    transport = schema["resources"]["google_eventarc_trigger"]["blocks"]["transport"]
-    pubsub = transport["blocks"]["pubsub"]
-    transport["computed"] = pubsub["computed"] = True
-    pubsub["exported"] = ["subscription"]
-    schema["resources"]["google_cloudfunctions2_function"]["blocks"]["service_config"]["exported"] = ["uri"]
-    return Provider(schema["resources"], schema["data_sources"], invent)
+    return Provider(google_provider.schemas("resources"), google_provider.schemas("data_sources"), invent)
 
 
 def archive() -> Provider:
-    attributes = {name: {"type": "string", "required": name in ("output_path", "type")} for name in ARCHIVE}
-    attributes["excludes"] = {"type": "set:stringList", "required": False}
-    return Provider({}, {"archive_file": {"attributes": attributes, "blocks": {}}}, invent)
+    arguments = {name: Argument("string", required=name in ("output_path", "type")) for name in ARCHIVE}
+    return Provider({}, {"archive_file": Schema({**arguments, "excludes": Argument("set(string)")})}, invent)
 
 
 def invent(kind: str, attribute: str, values: dict[str, Any]) -> str:
-    """What Google would say of a resource."""
+    """The value that Google would give to an argument of a resource."""
     email = f"{values.get('account_id')}@{PROJECT}.iam.gserviceaccount.com"
     known = {
         ("google_artifact_registry_repository", "name"): str(values.get("repository_id")),
@@ -108,8 +99,11 @@ def terraform(directory: Path, *arguments: str, providers: dict[str, Any]) -> st
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with its state beside it, and a gcloud that only notes what it is asked."""
-    directory = tmp_path_factory.mktemp("apply")
+    """A copy of terraform/ with local state, and a gcloud that only records its commands."""
+    return copy_of_terraform(tmp_path_factory.mktemp("apply"))
+
+
+def copy_of_terraform(directory: Path) -> Path:
     shutil.copytree(
         ROOT / "terraform", directory / "terraform", ignore=shutil.ignore_patterns(".terraform*", "*.tfvars")
     )
@@ -126,11 +120,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def applied(directory: Path) -> Applied:
-    """Everything that was made, by type."""
-    provider, other = google(), archive()
-    with provider.serving() as first, other.serving() as second:
-        hosts = "registry.terraform.io/hashicorp"
-        providers = {f"{hosts}/google": first, f"{hosts}/archive": second}
+    """Every created resource, by type."""
+    provider = google()
+    with serving(provider) as providers:
         terraform(directory, "init", "-input=false", providers=providers)
         terraform(directory, "validate", providers=providers)
         registry = ("-input=false", "-auto-approve", "-target=terraform_data.registry", "-var=images={}")
@@ -141,11 +133,38 @@ def applied(directory: Path) -> Applied:
     made: Applied = {"before_images": [dict.fromkeys(before_images)]}
     for kind, values in provider.applied:
         made.setdefault(kind, []).append(values)
-    made["output"] = [{name: found["value"] for name, found in json.loads(output).items()}]
+    made["output"] = [{name: described["value"] for name, described in json.loads(output).items()}]
     return made
 
 
-def test_the_registry_is_made_before_there_are_images(applied: Applied) -> None:
+@contextmanager
+def serving(provider: Provider) -> Iterator[dict[str, Any]]:
+    """The value of TF_REATTACH_PROVIDERS while `provider` takes the place of `google`."""
+    hosts = "registry.terraform.io/hashicorp"
+    with provider.serving() as first, archive().serving() as second:
+        yield {f"{hosts}/google": first, f"{hosts}/archive": second}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("uniform_bucket_level_access = true", "uniform_bucket_acces = true", "Unsupported argument"),
+        ("location ", "# location ", "Missing required argument"),
+        ("soft_delete_policy {", "soft_delete {", "Unsupported block type"),
+    ],
+)
+def test_terraform_notices_a_mistake(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    path = copy_of_terraform(tmp_path) / "terraform" / "buckets.tf"
+    text = re.sub(rf"{old.replace(' ', ' +')}", new, path.read_text())
+    assert text != path.read_text()
+    path.write_text(text)
+    with serving(google()) as providers:
+        terraform(tmp_path, "init", "-input=false", providers=providers)
+        with pytest.raises(AssertionError, match=problem):
+            terraform(tmp_path, "validate", providers=providers)
+
+
+def test_make_registry_creates_the_registry_and_no_function(applied: Applied) -> None:
     (made,) = applied["before_images"]
     assert {"google_artifact_registry_repository", "google_service_account", "google_storage_bucket"} <= set(made)
     assert FUNCTION not in made
@@ -170,12 +189,12 @@ def test_functions_read_their_settings(applied: Applied) -> None:
 
 
 def test_the_command_line_reads_its_settings(applied: Applied) -> None:
-    found = tomllib.loads(applied["output"][0]["dropforge_toml"])
-    environment = {f"DROPFORGE_{name.upper()}": value for name, value in found.items()}
+    content = tomllib.loads(applied["output"][0]["dropforge_toml"])
+    environment = {f"DROPFORGE_{name.upper()}": value for name, value in content.items()}
     assert Settings.from_environment(environment).workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
 
 
-def test_the_workflow_calls_functions_where_they_are(applied: Applied) -> None:
+def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
     (workflow,) = applied["google_workflows_workflow"]
     assert workflow["source_contents"] == (ROOT / "workflows" / "run.workflows.yaml").read_text()
     urls = {function["url"] for function in applied[FUNCTION]}
@@ -184,25 +203,25 @@ def test_the_workflow_calls_functions_where_they_are(applied: Applied) -> None:
 
 
 def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
-    found = set()
+    triggers = set()
     for trigger in applied["google_eventarc_trigger"]:
         filters = {criterion["attribute"]: criterion["value"] for criterion in trigger["matching_criteria"]}
         kind, transport = filters.pop("type"), trigger["transport"][0]["pubsub"][0]
         where = filters if filters else {"topic": transport["topic"]}
         service = trigger["destination"][0]["cloud_run_service"][0]["service"]
         assert service == trigger["name"]
-        found.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
-    assert found == {(name, kind, tuple(filters.items())) for name, kind, filters in stack._triggers()}
+        triggers.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
+    assert triggers == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
 
 
 def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:
     commands = (directory / "gcloud.log").read_text().splitlines()
-    topics = {found[1] for line in commands if (found := re.search(r"--dead-letter-topic=projects/\S+/(\S+)", line))}
+    topics = {match[1] for line in commands if (match := re.search(r"--dead-letter-topic=projects/\S+/(\S+)", line))}
     assert topics == {subscription["name"] for subscription in applied["google_pubsub_subscription"]}
     assert len(topics) == len(applied["google_eventarc_trigger"])
 
 
-def test_accounts_hold_what_permissions_yaml_says_where_it_says_it(applied: Applied) -> None:
+def test_accounts_hold_the_permissions_of_permissions_yaml(applied: Applied) -> None:
     roles = {
         f"projects/{PROJECT}/roles/{r['role_id']}": r["permissions"] for r in applied["google_project_iam_custom_role"]
     }
@@ -224,7 +243,7 @@ def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
     assert callers == {}
 
 
-def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applied) -> None:
+def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     runs = f"projects/_/buckets/{stack.RUNS_BUCKET}/objects"
     conditions = {b["role"].rsplit("/", 1)[1]: b["condition"] for b in applied["google_storage_bucket_iam_member"]}
     (event,) = conditions["dropforge_on_job_event_event_objects"]
@@ -233,13 +252,10 @@ def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applie
     assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
 
 
-def test_a_cluster_is_told_who_may_do_what(applied: Applied) -> None:
+def test_the_manifest_for_clusters_grants_the_permissions_of_permissions_yaml(applied: Applied) -> None:
     objects = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
-    schema = json.loads((DATA / "k8s-1.35-subset-strict.json").read_text())
-    for found in objects:
-        group, _, version = found["apiVersion"].rpartition("/")
-        name = f"io.k8s.api.{group.split('.')[0] or 'core'}.{version}.{found['kind']}"
-        jsonschema.validate(found, {**schema, "$ref": f"#/$defs/{name}"})
+    for manifest in objects:
+        kubernetes.check(manifest)
     roles = {o["metadata"]["name"].removeprefix("dropforge-"): o["rules"] for o in objects if o["kind"] == "Role"}
     for name, account in permissions()["accounts"].items():
         held = {
@@ -270,8 +286,8 @@ def _id(account: str) -> str:
 
 
 def _where(binding: dict[str, Any], target: str) -> str:
-    """What is bound, such as `local-project-dropforge-runs if run_objects`."""
-    condition = binding["condition"]
+    """The resource of a binding and its condition, such as `local-project-dropforge-runs if run_objects`."""
+    condition = binding.get("condition")
     return binding[target].rsplit("/", 1)[-1] + (f" if {condition[0]['title']}" if condition else "")
 
 
@@ -298,18 +314,8 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "registry": ["dropforge"],
     }
     expected: dict[tuple[str, str], set[str]] = {}
-    for account, found in permissions()["accounts"].items():
-        for scope, held in found["grants"].items():
+    for account, body in permissions()["accounts"].items():
+        for scope, held in body["grants"].items():
             for target in where[scope]:
                 expected.setdefault((account, target), set()).update(held)
     return expected
-
-
-def _merge(schema: Schema, extra: Schema) -> None:
-    schema["attributes"] = {**extra.get("attributes", {}), **schema["attributes"]}
-    schema["exported"] = [*schema.get("exported", ()), *extra.get("exported", ())]
-    for name, block in extra.get("blocks", {}).items():
-        if name in schema["blocks"]:
-            _merge(schema["blocks"][name], block)
-        else:
-            schema["blocks"][name] = block

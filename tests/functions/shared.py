@@ -182,8 +182,8 @@ def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
 
 def sweep_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the sweep look at targets and endpoints of one kind, in a project whose executions all go on."""
-    monkeypatch.setattr(orphans, "TARGETS", [kind])
-    monkeypatch.setattr(orphans, "SERVERS", [kind])
+    monkeypatch.setattr(orphans, "targets", lambda: [kind])
+    monkeypatch.setattr(orphans, "servers", lambda: [kind])
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(sweep, "live_executions", lambda _: frozenset())
     monkeypatch.setattr(lost_work, "state_of", lambda *_: "ACTIVE")

@@ -1,4 +1,4 @@
-"""The functions as they are served, in this process, on emulated storage, Pub/Sub, secrets and executions."""
+"""The deployed functions, in this process, on emulated storage, Pub/Sub, secrets and executions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dropforge.run.store import RunStore
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
-from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from dropforge_local.stack.functions_host import SOURCE, entry_points
-from workflows_engine.engine import Engine
+from workflows_engine import Engine
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")
@@ -48,7 +48,7 @@ _numbers = itertools.count()
 
 @dataclass
 class App:
-    """Every entry point, and what became of what was sent to it."""
+    """Sends requests to every entry point, and reads the runs that result."""
 
     url: str
     functions: dict[str, Any]
@@ -61,7 +61,7 @@ class App:
         return int(self.functions[name].post("/", data=data, headers=headers).status_code)
 
     def message(self, name: str, data: bytes) -> tuple[int, Record | None]:
-        """Deliver a Pub/Sub message to a function; the status, and the record of the run that came of it."""
+        """Deliver a Pub/Sub message to a function; return the status, and the record of the run if there is one."""
         key = f"message-{next(_numbers)}"
         encoded = base64.b64encode(data).decode()
         body = {"message": {"data": encoded, "messageId": key, "attributes": {}}, "subscription": "s"}
@@ -69,7 +69,7 @@ class App:
         return status, self.store.find(names.run_id_of_message(key))
 
     def upload(self, data: bytes) -> tuple[int, Record | None]:
-        """Drop an object in the specs bucket and deliver the event."""
+        """Upload an object to the specs bucket and deliver its event; return as `message` does."""
         name = f"specs/{next(_numbers)}.json"
         blob = clients.storage().bucket(SPECS).blob(name)
         blob.upload_from_string(data)
@@ -78,7 +78,7 @@ class App:
         return status, self.store.find(names.run_id_of_object(SPECS, name, blob.generation))
 
     def executions(self, run: str) -> int:
-        """How many executions were started for a run."""
+        """Count the executions that were started for a run."""
         return sum(record.labels.get(names.RUN_LABEL) == run for record in list(self.engine.list(WORKFLOW)))
 
 
@@ -94,7 +94,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 
 class _Engine:
-    """The engine, asked on its own thread."""
+    """The engine; runs every method on the engine's own thread."""
 
     def __init__(self, server: BackgroundServer, engine: Engine) -> None:
         self._server = server

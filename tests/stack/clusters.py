@@ -14,7 +14,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import container_v1
 
 from dropforge.base import names
-from dropforge_local.stack.control import StackInfo
+from dropforge_local.stack.config import StackInfo
 
 # Where the API has the kinds that a run may create, by their parts of a ledger's names.
 APIS = {

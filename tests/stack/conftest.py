@@ -22,7 +22,8 @@ from dropforge.cloud import clients
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import IMAGES, StackConfig, StackInfo
+from dropforge_local.stack.config import StackConfig, StackInfo
+from dropforge_local.stack.deployment import IMAGES
 
 from .clusters import Clusters
 from .machines import machines_of_run

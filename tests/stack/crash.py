@@ -39,6 +39,7 @@ from urllib.parse import quote, urlencode
 from dropforge.base import names
 from dropforge.run.record import Record, RunState
 from dropforge_local.stack import control as local
+from dropforge_local.stack.config import ROOT, StackError
 
 from .conftest import NOOP_CONFIG, user_of
 from .targets import PARTS, SERVES
@@ -131,7 +132,7 @@ class Harness:
             self._until(lambda: all(e["state"] != "ACTIVE" for e in self._executions(run)))
         except TimeoutError:
             return Result(True, time.monotonic() - begin, [f"{run} came to no end: {self._record(run)!r}"])
-        except local.StackError as error:
+        except StackError as error:
             return Result(True, time.monotonic() - begin, [f"{run}: the stack does not start again: {error}"])
         switch = self._get("_local/crash")
         self._post("_local/crash", {"commit": 0})
@@ -432,7 +433,7 @@ def _sweep(plans: list[Plan], lanes: int) -> list[Tried]:
 def _tree() -> str:
     """The commit that is tried; with a plus when files have changed since."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, cwd=local.ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dropforge.cloud import clients
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import IMAGES
+from dropforge_local.stack.deployment import IMAGES
 
 from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
 from .targets import PARTS, SERVES
@@ -41,7 +41,8 @@ TRACES = [CANARY, "Q2FuYXJ5N2YzY", "NhbmFyeTdmM2", "DYW5hcnk3ZjNh"]
 def canary_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[User]:
     repository, state = tmp_path / "repository", tmp_path / "stack"
     shutil.copytree(NOOP_IMAGES, repository)
-    shutil.copytree(ROOT / "containers" / "train_trl", repository / "containers" / "train_trl")
+    shutil.copytree(ROOT / "containers" / "common", repository / "containers" / "common")
+    shutil.copy(ROOT / "containers" / "__init__.py", repository / "containers")
     shutil.copytree(ROOT / "functions" / "dropforge", repository / "functions" / "dropforge")
     image = f"{IMAGES}/train-canary:test"
     trainers = {f"DROPFORGE_TRAIN_{kind}_IMAGE": image for kind in ("TRL", "MAXTEXT", "RAY")}

@@ -13,7 +13,7 @@ import pytest
 
 from dropforge_cli.logs import read_log
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import CLUSTER, IMAGES
+from dropforge_local.stack.deployment import CLUSTER, IMAGES
 
 from .clusters import Clusters
 from .conftest import User

@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from dropforge_local.stack import control as local
+from dropforge_local.stack.config import StackError
 from dropforge_local.stack.crash import VARIABLE
 
 from .conftest import user_of
@@ -77,7 +78,7 @@ def test_a_stack_that_dies_while_it_recovers_recovers(harness: Harness) -> None:
     kill(user_of(harness.state))
     deaths = 0
     while local.running(harness.state) is None:
-        with patch.dict(os.environ, {VARIABLE: str(1 + 4 * deaths)}), suppress(local.StackError):
+        with patch.dict(os.environ, {VARIABLE: str(1 + 4 * deaths)}), suppress(StackError):
             local.up(harness.state)
         deaths += 1
     assert deaths > 1

@@ -19,7 +19,7 @@ import pytest
 from dropforge.base import names
 from dropforge.run.record import RunState
 from dropforge_local.stack import control as local
-from dropforge_local.stack.control import StackConfig, StackError
+from dropforge_local.stack.config import StackConfig, StackError
 
 from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states

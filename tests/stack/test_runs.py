@@ -1,9 +1,12 @@
-"""What becomes of a dropped spec, on the whole stack: every way a run can end, and what must hold on each."""
+"""Runs on the whole stack: every way a run can end, and what must hold for each."""
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
+from base64 import b64encode
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import requests
 
 from dropforge.base import names
 from dropforge.cloud import clients
-from dropforge.run.record import Record, RunState
+from dropforge.run.record import Record, RunState, Transition
+from dropforge_local.base.identity import Identity
 
 from .conftest import User
 
@@ -55,16 +59,99 @@ def test_attempts_are_limited(user: User) -> None:
     assert_clean(user, run)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5])
-def test_cancel_wins_at_any_moment(user: User, seconds: float) -> None:
-    """Before the run is known, while it is provisioned, trained, deployed or torn down: nothing stays."""
-    run = user.drop(user.spec(serve=SERVE))
-    time.sleep(seconds)  # wherever the run is by then
-    user.wait_for(run, lambda record: True)
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
-    record = user.wait_for(run, lambda r: r.state.is_terminal and (r.endpoint is None or r.endpoint.ended is not None))
-    assert record.state in (RunState.CANCELLED, RunState.SUCCEEDED)
-    assert_clean(user, run)
+# The calls of a run that succeeds, in the order in which workflows/run.workflows.yaml makes them.
+CALLS = ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", "teardown run", "notify SUCCEEDED"]
+
+
+@pytest.mark.parametrize("moment", CALLS)
+def test_a_cancel_before_any_call_of_the_workflow_wins(user: User, moment: str) -> None:
+    workflow = HandMadeWorkflow(user, cancel_before=moment)
+    workflow.finish()
+    record = user.store.record(workflow.run)
+    assert record.cancel_requested is not None
+    assert record.state is RunState.CANCELLED
+    assert workflow.calls[: CALLS.index(moment)] == CALLS[: CALLS.index(moment)]
+    assert_clean(user, workflow.run)
+
+
+def test_a_cancel_after_the_last_call_of_the_workflow_ends_the_endpoint(user: User) -> None:
+    workflow = HandMadeWorkflow(user)
+    workflow.finish()
+    assert workflow.calls == CALLS
+    assert len(user.resources(workflow.run)) == 1
+    workflow.cancel()
+    record = user.store.record(workflow.run)
+    assert record.state is RunState.SUCCEEDED
+    assert record.endpoint is not None
+    assert record.endpoint.ended is not None
+    assert_clean(user, workflow.run)
+
+
+class HandMadeWorkflow:
+    """An accepted run and the calls that the workflow makes for it, with a cancel right before one of them."""
+
+    def __init__(self, user: User, cancel_before: str = "") -> None:
+        self.run = names.run_id_of_message(uuid.uuid4().hex)
+        self.calls: list[str] = []
+        self._user, self._cancel_before = user, cancel_before
+        now = datetime.now(UTC)
+        history = [Transition(state=RunState.ACCEPTED, time=now)]
+        user.store.put_new(names.spec_object(self.run), json.dumps(user.spec(serve=SERVE)).encode())
+        record = Record(run=self.run, name="noop", source="s", state=RunState.ACCEPTED, created=now, history=history)
+        assert user.store.create(record.model_copy(update={"execution": self.run}))
+
+    def finish(self) -> None:
+        status = self._serve() if (trained := self._train()) == "SUCCEEDED" else trained
+        while status not in ("SUPERSEDED", "NOTIFIED"):
+            outcome = {"state": status, "error": None}
+            is_kept = status == "SUCCEEDED"
+            gone = self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome)
+            state = "CANCELLED" if gone.get("cancelled") else status
+            status = self._call("notify", state, state=state, error=None)["status"]
+
+    def cancel(self) -> None:
+        """Deliver a cancel until its function acknowledges it."""
+        request = json.dumps({"cancel": self.run}).encode()
+        self._user.until(lambda: deliver_message(self._user, "on_spec_message", request))
+
+    def _train(self) -> str:
+        provisioned = self._call("provision", attempt=1)
+        if provisioned["status"] != "RUNNING":
+            return str(provisioned["status"])
+        trained = self._call("inspect", attempt=1, callback_url="http://127.0.0.1:1/callback")
+        if trained.get("started"):
+            self._call("notify", "TRAINING", state="TRAINING", error=None)
+        return str(trained["status"])
+
+    def _serve(self) -> str:
+        self._call("teardown", "attempt", scope="attempt", keep_endpoint=True, outcome=None)
+        deployed = self._call("deploy")["status"]
+        return "SUCCEEDED" if deployed == "READY" else str(deployed)
+
+    def _call(self, function: str, detail: str = "", **fields: Any) -> dict[str, Any]:
+        """Call a function until its answer is final."""
+        name = f"{function} {detail}".strip()
+        if name == self._cancel_before:
+            self.cancel()
+        self.calls.append(name)
+        body = {"run": self.run, "execution": self.run, **fields}
+        answers: list[dict[str, Any]] = []
+
+        def is_final() -> bool:
+            response = call(self._user, function, body)
+            assert response.ok, f"{name}: {response.status_code} {response.text}"
+            answers.append(response.json())
+            return answers[-1]["status"] not in ("PENDING", "WAITING", "UNTOLD")
+
+        self._user.until(is_final)
+        return answers[-1]
+
+
+def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> requests.Response:
+    """Call a function as the workflow or Eventarc does."""
+    url = user.info.functions + function
+    token = Identity((user.state / "identity").read_text()).token("OIDC", url)
+    return requests.post(url, json=body, headers={"Authorization": f"Bearer {token}", **(headers or {})}, timeout=60)
 
 
 def test_a_budget_that_buys_less_than_a_minute_is_refused(user: User) -> None:
@@ -76,7 +163,7 @@ def test_a_budget_that_buys_less_than_a_minute_is_refused(user: User) -> None:
 
 
 def test_the_same_event_again_is_the_same_run(user: User) -> None:
-    """Delivered by hand, as Eventarc would deliver it again."""
+    """Eventarc may deliver an event again at any time."""
     run = user.drop(user.spec())
     user.wait(run)
     source = user.store.record(run).source
@@ -94,20 +181,15 @@ def deliver_upload(user: User, bucket: str, name: str, generation: str) -> int:
 
 
 def deliver(user: User, function: str, event: str, bucket: str, name: str, generation: str) -> int:
-    """The status of an event of Cloud Storage that is delivered by hand, as Eventarc would."""
-    from dropforge_local.base.identity import Identity
-
-    url = user.info.functions + function
-    token = Identity((user.state / "identity").read_text()).token("OIDC", url)
+    """Deliver an event of Cloud Storage as Eventarc does; return the status."""
     headers = {
-        "Authorization": f"Bearer {token}",
         "ce-id": "by-hand",
         "ce-source": f"//storage.googleapis.com/projects/_/buckets/{bucket}",
         "ce-type": f"google.cloud.storage.object.v1.{event}",
         "ce-specversion": "1.0",
     }
     body = {"bucket": bucket, "name": name, "generation": generation, "size": "100"}
-    return requests.post(url, json=body, headers=headers, timeout=30).status_code
+    return call(user, function, body, headers).status_code
 
 
 def test_two_specs_with_one_name_are_two_runs(user: User) -> None:
@@ -144,32 +226,47 @@ def test_a_message_may_name_a_spec(user: User) -> None:
     assert user.wait(names.run_id_of_message(key)).state is RunState.SUCCEEDED
 
 
+FORGED = "forged-0123456789ab"
+
+
 @pytest.mark.parametrize(
     "event",
     [
         b"not json",
         b'{"type": "succeeded"}',
-        json.dumps({"type": "failed", "run": "forged-0123456789ab", "attempt": 1, "sequence": 1}).encode(),
+        json.dumps({"type": "failed", "run": FORGED, "attempt": 1, "sequence": 1}).encode(),
+        json.dumps(
+            {"type": "started", "run": FORGED, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
+        ).encode(),
     ],
 )
-def test_malformed_and_forged_job_events_do_nothing(user: User, event: bytes) -> None:
-    user.publish("dropforge-job-events", event)
-    record = user.wait(user.drop(user.spec()))
-    assert record.state is RunState.SUCCEEDED
-    with pytest.raises(Exception, match="does not exist"):
-        user.store.record("forged-0123456789ab")
+def test_a_malformed_or_forged_job_event_is_acknowledged_and_does_nothing(user: User, event: bytes) -> None:
+    assert deliver_message(user, "on_job_event", event)
+    assert list(user.store.names(f"runs/{FORGED}/")) == []
 
 
-def test_late_job_events_change_nothing(user: User) -> None:
+def test_a_late_job_event_changes_nothing(user: User) -> None:
     run = user.drop(user.spec())
     before = user.wait(run)
     late = {"type": "failed", "run": run, "attempt": 1, "sequence": 9, "time": "2026-01-01T00:00:00Z"}
-    user.publish("dropforge-job-events", json.dumps({**late, "error_class": "code", "message": "late"}).encode())
-    user.wait(user.drop(user.spec()))  # whatever was published before has been delivered by then
+    event = {**late, "error_class": "code", "message": "late"}
+    assert deliver_message(user, "on_job_event", json.dumps(event).encode())
     assert user.store.record(run) == before
 
 
-def test_the_run_is_told_to_other_systems(user: User) -> None:
+def deliver_message(user: User, function: str, data: bytes) -> bool:
+    """Deliver a Pub/Sub message as Eventarc does; return whether the function acknowledges it."""
+    event = {"message": {"data": b64encode(data).decode(), "messageId": "1"}, "subscription": "s"}
+    headers = {
+        "ce-id": uuid.uuid4().hex,
+        "ce-source": "//pubsub.googleapis.com/test",
+        "ce-type": "google.cloud.pubsub.topic.v1.messagePublished",
+        "ce-specversion": "1.0",
+    }
+    return call(user, function, event, headers).ok
+
+
+def test_every_state_of_a_run_is_published(user: User) -> None:
     from google.cloud import pubsub_v1
 
     subscriber = pubsub_v1.SubscriberClient()
@@ -177,14 +274,17 @@ def test_the_run_is_told_to_other_systems(user: User) -> None:
     topic = user.settings.topic(user.settings.run_events_topic)
     subscriber.create_subscription(name=name, topic=topic)
     run = user.drop(user.spec())
-    user.wait(run)
-    told: dict[str, Any] = {}
-    deadline = time.monotonic() + 20
-    while "SUCCEEDED" not in told and time.monotonic() < deadline:
+    expected = states(user.wait(run))
+    types: dict[str, str] = {}
+
+    def all_arrived() -> bool:
         for received in subscriber.pull(subscription=name, max_messages=50, timeout=10).received_messages:
             data = json.loads(received.message.data)
             if data["run"] == run:
-                told[data["state"]] = received.message.attributes["ce-type"]
+                types[data["state"]] = received.message.attributes["ce-type"]
+        return types.keys() >= set(expected)
+
+    user.until(all_arrived)
     subscriber.close()
-    assert list(told) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
-    assert told["SUCCEEDED"] == "dev.dropforge.run.succeeded"
+    assert expected == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
+    assert types == {state: f"dev.dropforge.run.{state.lower()}" for state in expected}

@@ -2,7 +2,7 @@
 
 A stack's start is 2 s of imports, in two processes, and little else: a harness that starts thousands would do nothing
 else. The zygote opens nothing, starts no thread and makes no client before it forks, so that what it forks is as new as
-what `python -m dropforge_local.stack.main` starts; and dies, holds its lock and leaves its children as that does.
+what `python -P -m dropforge_local.stack.main` starts; and dies, holds its lock and leaves its children as that does.
 
     harness ── zygote ── a stack (a child of init, as every stack)
                            └─ the nursery, forked while the stack has one thread ── the functions, again and again
@@ -44,15 +44,15 @@ class Zygote:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, "-P", __file__, str(theirs.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._last: psutil.Process | None = None
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
-        """Start what `python -m dropforge_local.stack.main ARGUMENTS` would; its pid."""
+        """Start what `python -P -m dropforge_local.stack.main ARGUMENTS` would; its pid."""
         while self._last and _threads(self._last) > 1:  # its last one may be a moment behind, and holds its ports
             time.sleep(0.01)
-        request = {"arguments": list(command[3:]), "log": str(log_path), "environment": dict(os.environ)}
+        request = {"arguments": list(command[4:]), "log": str(log_path), "environment": dict(os.environ)}
         self._socket.send(json.dumps(request).encode())
         pid = int(self._socket.recv(MESSAGE_BYTES))
         with suppress(psutil.NoSuchProcess):
@@ -82,7 +82,7 @@ class Functions:
         pass_fds: Sequence[int],
         **_: Any,
     ) -> None:
-        request = {"arguments": list(command[3:]), "environment": dict(env), "directory": str(cwd)}
+        request = {"arguments": list(command[4:]), "environment": dict(env), "directory": str(cwd)}
         reading, writing = os.pipe()
         self.stdin = os.fdopen(writing, "wb")
         socket.send_fds(nursery, [json.dumps(request).encode()], [reading, stdout.fileno(), *pass_fds])
@@ -114,7 +114,7 @@ class Functions:
 
 def main(descriptor: int) -> None:
     from dropforge_local.stack import functions_host, functions_process
-    from dropforge_local.stack.control import main as stack_main
+    from dropforge_local.stack import main as stack_main
 
     for name in ("dropforge_local.stack.process", *CLIENTS, *_modules_of(functions_host.SOURCE.read_text())):
         importlib.import_module(name)
@@ -186,7 +186,7 @@ def _nursery() -> socket.socket:
 
 
 def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    from dropforge_local.stack.control import functions_host
+    from dropforge_local.stack import functions_host
 
     reading, log, listener = descriptors
     _become(request, [reading, log, log])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,27 +18,24 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 PARENT = "projects/test-project/secrets"
 VALUE = "hf_" + "v" * 30
 
 
 class Secrets(SecretManagerEmulator):
-    """Which also has a secret that nobody may read."""
+    """Secret Manager with one secret that no caller may read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Database(path), VirtualClock(), "test-project")
         self.set_secret("hf-token", VALUE.encode())
         self.set_secret("binary", b"\xff\x00" + VALUE.encode())
-        access = self._service.access_secret_version
 
-        def refuse(request: object) -> object:
-            if "/forbidden/" in str(request):
-                raise ApiError("PERMISSION_DENIED", "Permission 'secretmanager.versions.access' denied")
-            return access(request)
-
-        self._service.access_secret_version = refuse  # type: ignore[method-assign]
+    def access_secret_version(self, request: Any) -> Any:
+        if "/forbidden/" in request.name:
+            raise ApiError("PERMISSION_DENIED", "Permission 'secretmanager.versions.access' denied")
+        return super().access_secret_version(request)
 
 
 @pytest.fixture

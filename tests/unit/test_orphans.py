@@ -146,8 +146,8 @@ def test_what_nobody_has_foreseen_of_one_spares_the_others_and_is_told(monkeypat
         raise KeyError("createTime")
 
     odd, even = SimpleNamespace(listed=of_a_new_shape), SimpleNamespace(listed=lambda _: [listed(SERVICE)])
-    monkeypatch.setattr(orphans, "TARGETS", ["odd"])
-    monkeypatch.setattr(orphans, "SERVERS", ["even"])
+    monkeypatch.setattr(orphans, "targets", lambda: ["odd"])
+    monkeypatch.setattr(orphans, "servers", lambda: ["even"])
     monkeypatch.setattr(orphans, "get_target", lambda _: odd)
     monkeypatch.setattr(orphans, "get_server", lambda _: even)
     found, [problem] = list_all(SETTINGS)

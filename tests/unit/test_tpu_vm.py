@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dropforge.cloud import clients, tpu
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, machine, status_of, status_of_node
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
-from dropforge.stages.admission import fit_problems, image_problems
+from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
@@ -195,9 +196,9 @@ def test_a_node_that_its_queued_resource_has_left_is_deleted_by_itself(
 def test_what_does_not_fit_or_has_no_image_is_refused_early() -> None:
     spec = parse_spec(EXAMPLE.read_bytes())
     assert fit_problems(spec) == []
-    assert image_problems(spec, placeholders()) == []
-    without = placeholders().__class__(*["x"] * 12)
-    assert [problem.pointer for problem in image_problems(spec, without)] == ["/target/type"]
+    assert deployment_problems(spec, placeholders()) == []
+    without = replace(placeholders(), train_maxtext_image="")
+    assert [problem.pointer for problem in deployment_problems(spec, without)] == ["/target/type"]
     large = parse_spec(EXAMPLE.read_bytes().replace(b"Qwen3-4B", b"Qwen3-32B"))
     [problem] = fit_problems(large)
     assert problem.expected is not None

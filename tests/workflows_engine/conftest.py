@@ -1,32 +1,37 @@
-"""What the engine's tests share: running a source without services, and a served engine beside a scripted HTTP peer."""
+"""What the engine's tests share: sources that run in memory, and an engine beside an HTTP peer on real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from aiohttp import web
 
-from dropforge_local.base.db import Database
-from dropforge_local.base.server import BackgroundServer, Server
-from dropforge_local.emulators.executions import WorkflowsEmulator
-from workflows_engine.clock import SystemClock
-from workflows_engine.compiler import compile_source
-from workflows_engine.engine import Engine
-from workflows_engine.limits import Limits
-from workflows_engine.machine import Machine, run_to_end
+from workflows_engine import Engine, Limits, Machine, SqliteDatabase, SystemClock, Value, compile_source, parse_body
 
 PARENT = "projects/test-project/locations/europe-west4"
 EXECUTION = f"{PARENT}/workflows/flow/executions/e-1"
 
 
+def run_to_end(machine: Machine, answers: Iterable[Value] = ()) -> tuple[str, Any]:
+    """Run a machine whose waits get `answers` in order, and null after them; returns its outcome."""
+    pending = iter(answers)
+    while machine.outcome is None:
+        machine.run()
+        waits, machine.waits = machine.waits, []
+        for wait in waits:
+            machine.complete(wait.thread, wait.seq, next(pending, None))
+    return machine.outcome
+
+
 class Failed(Exception):
-    """An execution's error: `value` as `except` would bind it, and the error as the API shows it."""
+    """An execution's error: `value` as `except` binds it, and the error as the API shows it."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(error["context"])
@@ -38,7 +43,7 @@ class Lab:
     """Runs workflow sources in memory."""
 
     def run(self, source: str, argument: Any = None, *, answers: Any = (), limits: Limits | None = None) -> Any:
-        """The result of a source whose waits get `answers` in order (null when they run out)."""
+        """The result of a source whose waits get `answers` in order, and null after them."""
         return self.machine(source, argument, answers=answers, limits=limits)[1]
 
     def machine(
@@ -83,26 +88,17 @@ def lab() -> Lab:
 
 
 class Peer:
-    """The services that workflows call: answers by path, and what was asked."""
+    """The services that workflows call: scripted answers by path, and every request."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
         self.answers: dict[str, Callable[[web.Request], web.StreamResponse]] = {}
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.route("*", "/peer/{path:.*}", self._answer)]
-
-    def grpc_handlers(self) -> list[grpc.GenericRpcHandler]:
-        return []
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def asked(self, path: str) -> list[tuple[str, str, dict[str, str], bytes]]:
+    def received(self, path: str) -> list[tuple[str, str, dict[str, str], bytes]]:
+        """(method, path and query, headers, body) of each request to a path."""
         return [request for request in self.requests if request[1].split("?")[0] == f"/peer/{path}"]
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append((request.method, request.path_qs, dict(request.headers), body))
         answer = self.answers.get(request.match_info["path"])
@@ -113,15 +109,29 @@ class Peer:
 
 
 class Served:
-    """An engine behind real sockets, on a thread of its own."""
+    """An engine, its callbacks and its peer behind a real socket, on a thread of their own."""
 
-    def __init__(self, background: BackgroundServer, server: Server, engine: Engine, peer: Peer) -> None:
-        self.background = background
-        self.server = server
-        self.engine = engine
-        self.peer = peer
-        self.url = server.url
-        self.peer_url = f"{server.url}/peer"
+    def __init__(self, path: Path) -> None:
+        self.peer = Peer()
+        self.engine: Engine
+        self.url = ""
+        self._path = path
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._await(self._start())
+
+    def stop(self) -> None:
+        self._await(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def peer_url(self) -> str:
+        return f"{self.url}/peer"
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's loop."""
@@ -130,7 +140,7 @@ class Served:
             result = function()
             return await result if asyncio.iscoroutine(result) else result
 
-        return self.background.call(run())
+        return self._await(run())
 
     def deploy(self, name: str, source: str, **options: Any) -> str:
         workflow = f"{PARENT}/workflows/{name}"
@@ -138,28 +148,59 @@ class Served:
         return workflow
 
     def run(self, source: str, argument: Any = None, name: str = "flow", **options: Any) -> Any:
-        """The finished record of one execution."""
+        """The finished record of an execution."""
         workflow = self.deploy(name, source, **options)
         record = self.call(lambda: self.engine.create_execution(workflow, json.dumps(argument)))
         return self.call(lambda: self.engine.wait(record.name))
 
+    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(60)
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    engines: list[Engine] = []
-    peer = Peer()
-
-    def build() -> list[Any]:
-        engine = Engine(
-            Database(tmp_path / "stack.db"),
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/peer/{path:.*}", self.peer.handle)
+        app.router.add_route("*", "/v1/{execution:.*}/callbacks/{ref}", self._callback)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self._db = SqliteDatabase(self._path)
+        self.engine = Engine(
+            self._db,
             clock=SystemClock(),
+            callback_base_url=self.url,
             token=lambda kind, audience: f"{kind}:{audience}",
             authorize=lambda headers: "stranger" not in headers.get("Authorization", ""),
         )
-        engines.append(engine)
-        return [WorkflowsEmulator(engine), peer]
+        await self.engine.start()
 
-    background = BackgroundServer(build)
-    with background as server:
-        engines[0].callback_base_url = server.url
-        yield Served(background, server, engines[0], peer)
+    async def _stop(self) -> None:
+        await self.engine.stop()
+        await self._runner.cleanup()
+        self._db.close()
+
+    async def _callback(self, request: web.Request) -> web.Response:
+        query = {name: request.query.getall(name) for name in request.query}
+        status = await self.engine.deliver_callback(
+            request.match_info["execution"],
+            request.match_info["ref"],
+            request.method,
+            dict(request.headers),
+            {name: values[0] if len(values) == 1 else values for name, values in query.items()},
+            parse_body(await request.read(), request.headers.get("Content-Type", "")),
+            request.path_qs,
+        )
+        return web.Response(status=status)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "engine.db")
+    served.start()
+    try:
+        yield served
+    finally:
+        served.stop()

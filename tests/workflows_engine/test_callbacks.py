@@ -52,7 +52,7 @@ def start(served: Any, source: str = WAITER) -> tuple[Any, str]:
     workflow = served.deploy("waiter", source)
     argument = json.dumps({"peer": served.peer_url})
     record = served.call(lambda: served.engine.create_execution(workflow, argument))
-    (told,) = eventually(lambda: served.peer.asked("told"))
+    (told,) = eventually(lambda: served.peer.received("told"))
     return record, json.loads(told[3])["url"]
 
 
@@ -69,8 +69,8 @@ def test_an_endpoint_is_awaited_again_and_again(served: Any) -> None:
     assert url.startswith(f"{served.url}/v1/{record.name}/callbacks/")
     first = requests.post(url + "?a=1&b=2&b=3", json={"n": 1}, headers=TOKEN, timeout=10)
     assert first.status_code == 200
-    eventually(lambda: len(served.peer.asked("got")) == 1)
-    got = json.loads(served.peer.asked("got")[0][3])
+    eventually(lambda: len(served.peer.received("got")) == 1)
+    got = json.loads(served.peer.received("got")[0][3])
     assert got["body"] == {"n": 1}
     assert got["method"] == "POST"
     assert got["query"] == {"a": "1", "b": ["2", "3"]}
@@ -98,7 +98,7 @@ def test_one_early_request_is_kept_and_a_second_refused(served: Any) -> None:
     record, url = start(served, source)
     assert requests.post(url, json=1, headers=TOKEN, timeout=10).status_code == 200
     assert requests.post(url, json=2, headers=TOKEN, timeout=10).status_code == 429
-    eventually(lambda: served.peer.asked("got"))
+    eventually(lambda: served.peer.received("got"))
     assert requests.post(url, json=3, headers=TOKEN, timeout=10).status_code == 200
     assert served.call(lambda: served.engine.wait(record.name)).result == "3"
 
@@ -123,11 +123,9 @@ main:
 
 def test_callbacks_are_listed(served: Any) -> None:
     record, url = start(served)
-    eventually(
-        lambda: (
-            requests.get(f"{served.url}/v1/{record.name}/callbacks", timeout=10).json()["callbacks"][0]["waiters"]
-            == "1"
-        )
-    )
-    listed = requests.get(f"{served.url}/v1/{record.name}/callbacks", timeout=10).json()["callbacks"]
-    assert listed == [{"name": url.split("/v1/")[1], "method": "POST", "waiters": "1"}]
+    ref = url.rsplit("/", 1)[1]
+
+    def listed() -> Any:
+        return served.call(lambda: served.engine.list_callbacks(record.name))
+
+    eventually(lambda: listed() == [(ref, "POST", True)])

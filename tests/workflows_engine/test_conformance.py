@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from workflows_engine.compiler import compile_source
-from workflows_engine.errors import DeployError
-from workflows_engine.history import step_entry
-from workflows_engine.limits import Limits
-from workflows_engine.machine import Machine
-from workflows_engine.mock import ScriptedMocks
-from workflows_engine.simulate import simulate
+from workflows_engine import DeployError, Limits, Machine, ScriptedMocks, compile_source, simulate, step_entry
 
 # (page under reference/stdlib, expression, value)
 DOCUMENTED: list[tuple[str, str, Any]] = [

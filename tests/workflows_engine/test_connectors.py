@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.base.db import Database
-from workflows_engine.clock import VirtualClock
-from workflows_engine.engine import Engine
-from workflows_engine.http import HttpRequest, HttpResponse
-from workflows_engine.simulate import drive
+from workflows_engine import Engine, HttpRequest, HttpResponse, SqliteDatabase, VirtualClock, drive
 
 FLOW = "projects/p/locations/l/workflows/flow"
 NAME = {"name": {"location": "path", "required": True, "type": "string"}}
@@ -72,7 +68,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
     def run(source: str, google: Google, *, restart: bool = False, **options: Any) -> tuple[Any, float]:
         async def live() -> tuple[Any, float]:
             clock = VirtualClock()
-            database = Database(tmp_path / "x.db")
+            database = SqliteDatabase(tmp_path / "x.db")
 
             def engine_() -> Engine:
                 def discovery(api: str, version: str) -> Any:

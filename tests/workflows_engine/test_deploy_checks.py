@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workflows_engine.compiler import compile_source
-from workflows_engine.errors import DeployError
-from workflows_engine.limits import Limits
+from workflows_engine import DeployError, Limits, compile_source
 
 
 def problems(source: str, limits: Limits | None = None) -> list[tuple[int, int, str]]:

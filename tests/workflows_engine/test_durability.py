@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.base.db import Database
-from workflows_engine.clock import VirtualClock
-from workflows_engine.engine import Engine
-from workflows_engine.errors import FailedPrecondition
-from workflows_engine.http import HttpRequest, HttpResponse
-from workflows_engine.limits import Limits
-from workflows_engine.simulate import drive
-from workflows_engine.store import Store
+from workflows_engine import (
+    Engine,
+    FailedPrecondition,
+    HttpRequest,
+    HttpResponse,
+    Limits,
+    SqliteDatabase,
+    VirtualClock,
+    drive,
+)
+from workflows_engine.lease import Lease
 
 FLOW = "projects/p/locations/l/workflows/flow"
 
@@ -115,7 +118,7 @@ class Killed(BaseException):
     """The process is gone: nothing after this may happen."""
 
 
-class FragileDatabase(Database):
+class FragileDatabase(SqliteDatabase):
     """Dies at the commit with a given number, before it or after it."""
 
     def __init__(self, path: Path, kill_at: int | None, after: bool) -> None:
@@ -220,11 +223,7 @@ async def run_until_dead_or_done(path: Path, services: Services, kill_at: int | 
 
 def abandon(engine: Engine) -> None:
     """What SIGKILL does to an engine: its tasks stop where they are, and nothing is written."""
-    engine._loop = None
-    if engine._pump_handle is not None:
-        engine._pump_handle.cancel()
-    for task in [*engine._tasks.values(), *([engine._timer] if engine._timer else [])]:
-        task.cancel()
+    engine.halt()
 
 
 def undisturbed(tmp_path: Path, source: str) -> tuple[str, str, dict[str, int], int]:
@@ -234,7 +233,7 @@ def undisturbed(tmp_path: Path, source: str) -> tuple[str, str, dict[str, int], 
     async def run() -> tuple[Any, int]:
         db_path = tmp_path / "whole" / "x.db"
         record = await run_until_dead_or_done(db_path, services, None, False, source)
-        db = Database(db_path)
+        db = SqliteDatabase(db_path)
         chunks = db.connection.execute("SELECT count(*) FROM wf_history").fetchone()[0]
         db.close()
         return record, chunks
@@ -276,7 +275,7 @@ def test_killed_at_every_commit_of_every_life(tmp_path: Path) -> None:
 
     async def lives() -> tuple[Any, int]:
         for life in range(200):  # schema and lease are commits too: each life gets a little further
-            record = await run_until_dead_or_done(tmp_path / "x.db", services, 5, life % 2 == 0, STRAIGHT)
+            record = await run_until_dead_or_done(tmp_path / "x.db", services, 6, life % 2 == 0, STRAIGHT)
             if record is not None:
                 return record, life
         raise AssertionError("no progress")
@@ -317,12 +316,12 @@ def test_a_post_without_a_key_is_never_sent_twice(tmp_path: Path, after: bool) -
 def test_two_engines_cannot_both_advance_an_execution(tmp_path: Path) -> None:
     async def run() -> None:
         services = Services()
-        first = Engine(Database(tmp_path / "x.db"), clock=VirtualClock(), http=services)
+        first = Engine(SqliteDatabase(tmp_path / "x.db"), clock=VirtualClock(), http=services)
         await first.start()
         first.deploy(FLOW, STRAIGHT)
         name = first.create_execution(FLOW, '{"big": []}').name
         clock = VirtualClock()
-        second = Engine(Database(tmp_path / "x.db"), clock=clock, http=services)
+        second = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, http=services)
         await second.start()
         done = asyncio.create_task(second.wait(name))
         await drive(second, clock, done)
@@ -339,17 +338,17 @@ def test_an_engine_that_was_killed_is_dead_before_anybody_has_waited_for_it(tmp_
     """Its parent may be slow to: until then the kernel shows its process, as a zombie."""
     database = str(tmp_path / "x.db")
     owner = (
-        "import sys, time; from dropforge_local.base.db import Database; from workflows_engine.store import Store; "
-        "Store(Database(sys.argv[1])).acquire_lease(takeover=False); print(flush=True); time.sleep(60)"
+        "import sys, time; from workflows_engine import SqliteDatabase; from workflows_engine.lease import Lease; "
+        "Lease(SqliteDatabase(sys.argv[1])).acquire(takeover=False); print(flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", owner, database], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(FailedPrecondition, match="already runs"):
-            Store(Database(database)).acquire_lease(takeover=False)
+            Lease(SqliteDatabase(database)).acquire(takeover=False)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        Store(Database(database)).acquire_lease(takeover=False)
+        Lease(SqliteDatabase(database)).acquire(takeover=False)
 
 
 def test_a_callback_url_survives_a_restart(tmp_path: Path) -> None:
@@ -365,14 +364,14 @@ main:
     async def run() -> None:
         services = Services()
         clock = VirtualClock()
-        engine = Engine(Database(tmp_path / "x.db"), clock=clock, http=services, callback_base_url="http://here")
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, http=services, callback_base_url="http://here")
         await engine.start()
         engine.deploy(FLOW, source)
         name = engine.create_execution(FLOW).name
         while not engine.list_callbacks(name) or not engine.list_callbacks(name)[0][2]:
             await asyncio.sleep(0.001)
         abandon(engine)
-        again = Engine(Database(tmp_path / "x.db"), clock=clock, http=services, callback_base_url="http://here")
+        again = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, http=services, callback_base_url="http://here")
         await again.start()
         ref = again.list_callbacks(name)[0][0]
         headers = {"Authorization": "Bearer t"}
@@ -389,7 +388,7 @@ def test_a_backlog_forms_when_too_many_are_active(tmp_path: Path) -> None:
     async def run() -> None:
         clock = VirtualClock()
         engine = Engine(
-            Database(tmp_path / "x.db"), clock=clock, limits=Limits(active_executions=2, queued_executions=2)
+            SqliteDatabase(tmp_path / "x.db"), clock=clock, limits=Limits(active_executions=2, queued_executions=2)
         )
         await engine.start()
         engine.deploy(FLOW, source)
@@ -416,7 +415,7 @@ def test_an_execution_cannot_run_longer_than_a_year(tmp_path: Path) -> None:
 
     async def run() -> None:
         clock = VirtualClock()
-        engine = Engine(Database(tmp_path / "x.db"), clock=clock)
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await engine.start()
         engine.deploy(FLOW, source)
         record = engine.create_execution(FLOW)
@@ -453,7 +452,7 @@ main:
 
     async def run() -> Any:
         clock = VirtualClock()
-        engine = Engine(Database(tmp_path / "x.db"), clock=clock)
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await engine.start()
         engine.deploy(FLOW, parent)
         engine.deploy(FLOW.replace("/flow", "/child"), child)
@@ -482,7 +481,7 @@ def test_an_execution_that_cannot_be_handled_fails_alone(tmp_path: Path) -> None
 
     async def run() -> None:
         clock = VirtualClock()
-        engine = Engine(Database(tmp_path / "x.db"), clock=clock, http=Deep())
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock, http=Deep())
         await engine.start()
         engine.deploy(FLOW, source)
         engine.deploy(FLOW + "2", "- nap: {call: sys.sleep, args: {seconds: 5}}\n")
@@ -504,14 +503,14 @@ def test_an_execution_that_cannot_be_handled_fails_alone(tmp_path: Path) -> None
 def test_finished_executions_are_forgotten_after_ninety_days(tmp_path: Path) -> None:
     async def run() -> None:
         clock = VirtualClock()
-        engine = Engine(Database(tmp_path / "x.db"), clock=clock)
+        engine = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await engine.start()
         engine.deploy(FLOW, "- a: {return: 1}\n")
         old = engine.create_execution(FLOW)
         await engine.wait(old.name)
         await engine.stop()
         clock.advance(clock.now() + 91 * 86400)
-        again = Engine(Database(tmp_path / "x.db"), clock=clock)
+        again = Engine(SqliteDatabase(tmp_path / "x.db"), clock=clock)
         await again.start()
         assert list(again.list(FLOW)) == []
         await again.stop()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from workflows_engine.errors import DeployError
+from workflows_engine import DeployError
 
 
 @pytest.mark.parametrize(

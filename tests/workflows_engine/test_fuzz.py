@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workflows_engine import stdlib
-from workflows_engine.compiler import compile_source
-from workflows_engine.errors import DeployError
-from workflows_engine.limits import Limits
-from workflows_engine.machine import Machine, run_to_end
+from workflows_engine import DeployError, Limits, Machine, compile_source
+from workflows_engine.language import stdlib
+
+from .conftest import run_to_end
 
 LIMITS = Limits(steps=3000)
 QUIET = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

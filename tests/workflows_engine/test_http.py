@@ -30,7 +30,7 @@ def test_json_goes_out_and_comes_back(served: Any) -> None:
     assert value["code"] == 200
     assert value["body"]["query"] == {"x": "1", "y": "2 ü", "z": "1"}
     assert value["headers"]["Content-Type"] == "application/json; charset=utf-8"
-    ((method, path, headers, body),) = served.peer.asked("a")
+    ((method, path, headers, body),) = served.peer.received("a")
     assert (method, json.loads(body)) == ("POST", {"n": [1, None]})
     assert path == "/peer/a?x=1&y=2+%C3%BC&z=1&z=true"
     assert headers["Content-Type"] == "application/json; charset=utf-8"
@@ -57,23 +57,23 @@ def test_json_goes_out_and_comes_back(served: Any) -> None:
 )
 def test_bodies_are_encoded_by_their_content_type(served: Any, arguments: Any, body: bytes, content_type: str) -> None:
     call(served, {"url": f"{served.peer_url}/b", **arguments})
-    ((_, _, headers, sent),) = served.peer.asked("b")
+    ((_, _, headers, sent),) = served.peer.received("b")
     assert (sent, headers["Content-Type"]) == (body, content_type)
 
 
 def test_bytes_go_as_they_are(served: Any) -> None:
     source = f"- a: {{call: http.put, args: {{url: '{served.peer_url}/bytes', body: '${{text.encode(\"x\")}}'}}}}\n"
     served.run(source)
-    ((method, _, headers, body),) = served.peer.asked("bytes")
+    ((method, _, headers, body),) = served.peer.received("bytes")
     assert (method, headers["Content-Type"], body) == ("PUT", "application/octet-stream", b"x")
 
 
 @pytest.mark.parametrize(("function", "method"), [(f"http.{m}", m.upper()) for m in ("get", "put", "patch", "delete")])
 def test_methods(served: Any, function: str, method: str) -> None:
     call(served, {"url": f"{served.peer_url}/m"}, function)
-    assert served.peer.asked("m")[0][0] == method
+    assert served.peer.received("m")[0][0] == method
     call(served, {"url": f"{served.peer_url}/r", "method": "OPTIONS"}, "http.request")
-    assert served.peer.asked("r")[0][0] == "OPTIONS"
+    assert served.peer.received("r")[0][0] == "OPTIONS"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_methods(served: Any, function: str, method: str) -> None:
 def test_auth_blocks_become_bearer_tokens(served: Any, auth: dict[str, Any], token: str) -> None:
     url = f"{served.peer_url}/auth"
     call(served, {"url": url + "?x=1", "auth": auth})
-    assert served.peer.asked("auth")[0][2]["Authorization"] == "Bearer " + token.format(url=url)
+    assert served.peer.received("auth")[0][2]["Authorization"] == "Bearer " + token.format(url=url)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_redirects_are_followed_with_the_method_that_they_ask_for(served: Any) -
         answer = web.Response(status=status, headers={"Location": f"/peer/to{status}"})
         served.peer.answers[f"from{status}"] = lambda request, answer=answer: answer
         assert call(served, {"url": f"{served.peer_url}/from{status}", "body": 1})["code"] == 200
-    assert [(served.peer.asked(path)[0][0], served.peer.asked(path)[0][3]) for path in ("to302", "to307")] == [
+    assert [(served.peer.received(path)[0][0], served.peer.received(path)[0][3]) for path in ("to302", "to307")] == [
         ("GET", b""),
         ("POST", b"1"),
     ]

@@ -8,9 +8,7 @@ import socket
 
 import pytest
 
-from workflows_engine.errors import WorkflowError
-from workflows_engine.http import HttpRequest, HttpResponse
-from workflows_engine.keepalive import PooledTransport
+from workflows_engine import HttpRequest, HttpResponse, PooledTransport, WorkflowError
 
 
 def exchange(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from workflows_engine.limits import Limits
-from workflows_engine.mock import ScriptedMocks
-from workflows_engine.simulate import simulate
+from workflows_engine import Limits, ScriptedMocks, simulate
 
 
 def failure(lab: Any, source: str, argument: Any = None, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workflows_engine.stdlib import FUNCTIONS
+from workflows_engine.language.stdlib import FUNCTIONS
 
 CASES: list[tuple[str, Any]] = [
     ('text.decode(text.encode("hé"))', "hé"),

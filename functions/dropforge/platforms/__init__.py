@@ -1,35 +1,54 @@
-"""The platforms: where a run trains (`get_target`) and where its model is served (`get_server`), imported on use."""
+"""The platforms: where runs train and where models are served.
+
+A platform is one folder: the classes of its part of the spec (spec.py), what Google offers there (catalog.py), training
+(train.py), serving (serve.py), and the declaration that everybody else reads (PLATFORM in `__init__.py`). The functions
+here look things up in the declarations of all registered platforms.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
+from dropforge.spec import registry
 
+from .platform import Platform, Serving, Training
 from .serving import Server
 from .training import Target
 
-TARGETS = {
-    "cloud_run": "cloud_run.train:CloudRunJobs",
-    "gke": "gke.train:GkeJobs",
-    "ray": "ray.train:RayJobs",
-    "tpu_vm": "tpu_vm.train:TpuVms",
-}
-SERVERS = {
-    "cloud_run": "cloud_run.serve:CloudRunService",
-    "gke": "gke.serve:GkeDeployment",
-    "tpu_vm": "tpu_vm.serve:TpuVmServer",
-    "training_vm": "tpu_vm.training_vm:TrainingVm",
-}
+
+def targets() -> dict[str, Training]:
+    """How each target trains, by the `type` of its spec."""
+    return {one.training.spec.type_name(): one.training for one in registry.platforms() if one.training}
+
+
+def servers() -> dict[str, Serving]:
+    """How each type of endpoint is served, by the `type` of its spec."""
+    return {serving.spec.type_name(): serving for one in registry.platforms() for serving in one.serving}
 
 
 def get_target(kind: str) -> Target:
-    """The target of that name. Raises KeyError: specs are validated before they get here."""
-    module, name = TARGETS[kind].split(":")
-    target: Target = getattr(import_module(f"{__name__}.{module}"), name)()
-    return target
+    """The target of that type. Raises KeyError for an unknown type: specs are validated before."""
+    return targets()[kind].load()
 
 
 def get_server(kind: str) -> Server:
-    """The endpoint kind of that name. Raises KeyError: specs are validated before they get here."""
-    module, name = SERVERS[kind].split(":")
-    server: Server = getattr(import_module(f"{__name__}.{module}"), name)()
-    return server
+    """The endpoint of that type. Raises KeyError for an unknown type: specs are validated before."""
+    return servers()[kind].load()
+
+
+def owner_of(kind: str) -> Target | Server:
+    """The adapter that deletes resources of that kind. Raises KeyError for a kind that no platform declares."""
+    for training in targets().values():
+        if kind in training.kinds:
+            return training.load()
+    for serving in servers().values():
+        if kind in serving.kinds:
+            return serving.load()
+    raise KeyError(f"no platform declares resources of kind {kind!r}; expected it in a `kinds` of a PLATFORM")
+
+
+def platform_of(kind: str) -> Platform:
+    """The platform that has a target or an endpoint of that type. Raises KeyError for an unknown type."""
+    for platform in registry.platforms():
+        specs = [serving.spec.type_name() for serving in platform.serving]
+        if kind in specs or (platform.training and platform.training.spec.type_name() == kind):
+            return platform
+    raise KeyError(kind)

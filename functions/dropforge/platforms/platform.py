@@ -1,16 +1,83 @@
-"""The declaration of a platform: what the rest of dropforge asks about it."""
+"""The declaration of a platform: everything that the rest of dropforge asks about it.
+
+Each platform's folder has one, as PLATFORM in its `__init__.py`. The declaration imports the spec classes and the
+catalog, which are light. The adapters that call Google APIs are imported when they are first needed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
+from dropforge.base.settings import Settings
 from dropforge.spec.kinds import ServeSpec, TargetSpec
+
+if TYPE_CHECKING:
+    from .serving import Server
+    from .training import Target
+
+
+class Permission(NamedTuple):
+    """A permission that an account of the deployment needs; account and scope as in terraform/permissions.yaml."""
+
+    account: str
+    scope: str
+    permission: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a platform trains.
+
+    `adapter` is "module:class"; the class implements `Target`. `kinds` are the kinds of the resources that it creates
+    and deletes, as in the ledger. `needs` are the fields of Settings without which a deployment does not have the
+    target. `permissions` are those whose absence would fail a run only after it was accepted. `smoke_shows` are pairs
+    of a check in docs/cloud-checklist.md and the check of `dropforge smoke` that shows it on this target.
+    """
+
+    spec: type[TargetSpec]
+    adapter: str
+    kinds: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    permissions: tuple[Permission, ...] = ()
+    smoke_shows: tuple[tuple[str, str], ...] = ()
+
+    def is_enabled(self, settings: Settings) -> bool:
+        """Whether the deployment has everything that the target needs."""
+        return all(getattr(settings, name) for name in self.needs)
+
+    def load(self) -> Target:
+        """The adapter, imported on use."""
+        target: Target = _load(self.adapter)
+        return target
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a platform serves one type of endpoint; see `Training` for the fields. The class implements `Server`."""
+
+    spec: type[ServeSpec]
+    adapter: str
+    kinds: tuple[str, ...] = ()
+    permissions: tuple[Permission, ...] = ()
+
+    def load(self) -> Server:
+        """The adapter, imported on use."""
+        server: Server = _load(self.adapter)
+        return server
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Everything that others read about one platform. Its modules that call Google APIs are imported on use."""
+    """One platform. `services` are the Google APIs that it needs beside those of every deployment."""
 
     name: str
-    target: type[TargetSpec] | None = None
-    serves: tuple[type[ServeSpec], ...] = ()
+    training: Training | None = None
+    serving: tuple[Serving, ...] = ()
+    services: tuple[str, ...] = ()
+
+
+def _load(adapter: str):  # type: ignore[no-untyped-def]  # the caller says which protocol the class implements
+    module, _, name = adapter.partition(":")
+    return getattr(import_module(module), name)()

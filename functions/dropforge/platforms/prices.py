@@ -10,7 +10,7 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Price:
-    """What one unit costs for one hour, where, and who says so."""
+    """The price of one unit for one hour, the regions where it holds, its date and its source."""
 
     usd_per_hour: float
     regions: tuple[str, ...]
@@ -20,7 +20,7 @@ class Price:
 
 @dataclass(frozen=True)
 class HourlyPrice:
-    """The price of a whole machine for an hour, or why it is not known."""
+    """The price of a whole machine for an hour. If it is unknown, `usd_per_hour` is None and `source` says why."""
 
     usd_per_hour: float | None
     as_of: date | None

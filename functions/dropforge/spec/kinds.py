@@ -7,17 +7,22 @@ become unions of the registered classes when the first spec is read, so this pac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+
+from dropforge.base.errors import SpecProblem
 
 from . import registry
 from .parts import Part, Wrong, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from dropforge.base.settings import Settings
+
+    from .demand import Demand
     from .job import JobSpec
     from .parts import PlacementSpec
 
@@ -31,11 +36,30 @@ class Accelerators:
     memory_gib: float
 
 
-class TargetSpec(Part):
-    """Where a run trains. Subclasses have a `type` of their own and what only this target has."""
+class _Typed(Part):
+    """A part of a spec whose class is told by its `type`, which has one value in each subclass."""
 
     if TYPE_CHECKING:
         type: str
+
+    @classmethod
+    def type_name(cls) -> str:
+        """The value of `type` that stands for this class."""
+        (name,) = get_args(cls.model_fields["type"].annotation)
+        return str(name)
+
+
+class TargetSpec(_Typed):
+    """Where a run trains. Subclasses have a `type` of their own and what only this target has.
+
+    `methods` are the values of training.method that the target takes. `placement_key` is the field of a placement that
+    says where: "region" or "zone".
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("sft",)
+    placement_key: ClassVar[str] = "region"
+
+    if TYPE_CHECKING:
 
         @property
         def placements(self) -> Sequence[PlacementSpec]: ...
@@ -45,18 +69,40 @@ class TargetSpec(Part):
         """What an attempt trains on."""
         raise NotImplementedError
 
+    @property
+    def offered_places(self) -> tuple[str, ...]:
+        """The regions or zones where Google offers the accelerator; empty when the catalog does not list them."""
+        return ()
+
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this target."""
-        if job.training.method == "pretrain":
-            message, expected = f"target {self.type} does not pre-train", "'sft', or target tpu_vm or ray"
-            raise Wrong("/training/method", message, "pretrain", expected)
+        method = job.training.method
+        if method not in self.methods:
+            able = [cls.type_name() for cls in registry.classes("target") if method in cls.methods]
+            message = f"target {self.type} does not take this method"
+            expected = f"{' or '.join(map(repr, self.methods))}, or target {' or '.join(able)}"
+            raise Wrong("/training/method", message, method, expected)
+
+    def demands(self) -> Iterator[Demand]:
+        """The accelerators that an attempt may ask for, at each placement."""
+        return iter(())
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        """What this deployment lacks for the target: an image, a cluster, a right."""
+        return iter(())
 
 
-class ServeSpec(Part):
-    """Where a run's model is served. Subclasses have a `type` of their own and what only this endpoint has."""
+class ServeSpec(_Typed):
+    """Where a run's model is served. Subclasses have a `type` of their own and what only this endpoint has.
+
+    `is_private` says that the endpoint is reached inside the VPC only. `keeps_machine` says that the machine that
+    trained is kept to serve.
+    """
+
+    is_private: ClassVar[bool] = True
+    keeps_machine: ClassVar[bool] = False
 
     if TYPE_CHECKING:
-        type: str
         max_model_len: int
         max_num_seqs: int
         startup_timeout: str
@@ -69,6 +115,14 @@ class ServeSpec(Part):
 
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this endpoint."""
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        """The accelerators that the endpoint may ask for."""
+        return iter(())
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        """What this deployment lacks for the endpoint: an image, a cluster, a right."""
+        return iter(())
 
 
 class _OneOf:
@@ -97,3 +151,11 @@ def check_full_training(job: JobSpec) -> None:
         given = "training" in job.model_fields_set and "adapter" in job.training.model_fields_set
         pointer = "/training/adapter/type" if given else "/training"
         raise Wrong(pointer, "on TPUs every weight is trained", adapter, "'none'")
+
+
+def check_image(settings: Settings, setting: str, pointer: str, kind: str) -> Iterator[SpecProblem]:
+    """The problem that the deployment lacks an image for TPUs, if it does; `setting` is the image's field."""
+    if not getattr(settings, setting):
+        role, other = ("training", "target") if setting.startswith("train") else ("serving", "endpoint")
+        expected = f"another {other}, or a deployment with DROPFORGE_{setting.upper()}"
+        yield SpecProblem(pointer, f"the deployment has no {role} image for TPUs", repr(kind), expected)

@@ -15,6 +15,7 @@ from pydantic import JsonValue, ValidationError
 from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.redact import TOKEN, redact
 
+from . import registry
 from .job import JobSpec
 from .parts import Wrong, shown
 
@@ -38,6 +39,13 @@ def parse_spec(data: bytes) -> JobSpec:
         if len(errors) > MAX_PROBLEMS:
             problems.append(SpecProblem("", f"{len(errors) - MAX_PROBLEMS} more problems, which are not listed"))
         raise InvalidSpec(problems) from None
+
+
+def forget_platforms() -> None:
+    """Read the registry of platforms anew at the next use, after the environment has changed."""
+    registry.platforms.cache_clear()
+    schema.cache_clear()
+    JobSpec.model_rebuild(force=True)
 
 
 def _parse_json(data: bytes) -> JsonValue:
@@ -161,14 +169,15 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
 
 def _field_names(path: list[str | int]) -> str:
     """The names allowed beside an unknown field, the likeliest first."""
-    allowed = _allowed(_schema(), path[:-1])
+    allowed = _allowed(schema(), path[:-1])
     close = get_close_matches(str(path[-1])[:64], allowed, n=1)
     listing = ", ".join(allowed)
     return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
 
 
 @cache
-def _schema() -> dict[str, Any]:
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a job spec."""
     return JobSpec.model_json_schema(by_alias=True)
 
 

@@ -11,9 +11,6 @@ from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
-from dropforge.platforms.gke.spec import GkeServe, GkeTarget
-from dropforge.platforms.ray.spec import RayTarget
-from dropforge.platforms.tpu_vm.spec import TpuVmServe, TrainingVmServe
 from dropforge.spec import JobSpec, seconds
 
 MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
@@ -27,9 +24,7 @@ def check(spec: JobSpec, settings: Settings) -> None:
     """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
     problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
     problems += [
-        *cluster_problems(spec, settings),
-        *image_problems(spec, settings),
-        *server_image_problems(spec, settings),
+        *deployment_problems(spec, settings),
         *_missing_secrets(spec, settings),
         *_missing_objects(spec),
     ]
@@ -92,56 +87,10 @@ def budget_problems(spec: JobSpec) -> list[SpecProblem]:
     return []
 
 
-def image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
-    """Whether the deployment has the image that the target runs, where not every deployment does."""
-    images = {"tpu_vm": "train_maxtext_image", "ray": "train_ray_image"}
-    setting = images.get(spec.target.type)
-    if setting is None or getattr(settings, setting):
-        return []
-    expected = f"another target, or a deployment with DROPFORGE_{setting.upper()}"
-    found = repr(spec.target.type)
-    return [SpecProblem("/target/type", "the deployment has no training image for TPUs", found, expected)]
-
-
-def server_image_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
-    """Whether the deployment has the image that the endpoint runs, where not every deployment does."""
-    if not isinstance(spec.serve, TpuVmServe | TrainingVmServe) or settings.serve_vllm_tpu_image:
-        return []
-    expected = "another endpoint, or a deployment with DROPFORGE_SERVE_VLLM_TPU_IMAGE"
-    return [SpecProblem("/serve/type", "the deployment has no serving image for TPUs", repr(spec.serve.type), expected)]
-
-
-def cluster_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
-    """Whether target and endpoint on GKE have a cluster to run in, and labels that Kubernetes accepts."""
-    target, serve = spec.target, spec.serve
-    problems = []
-    if isinstance(target, GkeTarget | RayTarget) and not (
-        target.cluster.create or target.cluster.name or settings.gke_cluster
-    ):
-        expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
-        problems.append(SpecProblem("/target/cluster/name", "no cluster is named", None, expected))
-    if isinstance(target, GkeTarget | RayTarget) and target.cluster.create and not settings.nodes_service_account:
-        expected = "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
-        problems.append(SpecProblem("/target/cluster/create", "runs may not make clusters here", "true", expected))
-    if isinstance(serve, GkeServe) and not (serve.cluster or _standing(target) or settings.gke_cluster):
-        expected = "a standing cluster's name: this deployment has no cluster of its own"
-        problems.append(SpecProblem("/serve/cluster", "no cluster is named", None, expected))
-    if isinstance(target, GkeTarget) or isinstance(serve, GkeServe):
-        problems += _label_problems(spec)
-    return problems
-
-
-def _standing(target: object) -> str | None:
-    return target.cluster.name if isinstance(target, GkeTarget | RayTarget) else None
-
-
-def _label_problems(spec: JobSpec) -> list[SpecProblem]:
-    """Google's labels may begin and end with - and _, Kubernetes' may not."""
-    return [
-        SpecProblem(f"/labels/{key}", "not a label of Kubernetes", f"{key}={value}", "no - or _ at either end")
-        for key, value in spec.labels.items()
-        if key != key.strip("-_") or value != value.strip("-_")
-    ]
+def deployment_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
+    """What the deployment lacks for the spec's target and endpoint: images, clusters, rights."""
+    serving = spec.serve.missing(spec, settings) if spec.serve else ()
+    return [*spec.target.missing(spec, settings), *serving]
 
 
 def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:

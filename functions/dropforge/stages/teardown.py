@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
 from dropforge.base.errors import CloudError
 from dropforge.base.log import log
-from dropforge.platforms import get_server, get_target
-from dropforge.platforms.serving import Server
-from dropforge.platforms.training import Target
+from dropforge.platforms import owner_of
 from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState, utc_now
 from dropforge.run.store import RunStore, open_store
 
@@ -21,24 +18,6 @@ RETRY_SECONDS = 3
 # A cluster takes a quarter of an hour to delete. What takes longer may never go, unless somebody looks at it.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
-
-# Who deletes a resource of which kind.
-_OWNERS: dict[str, Callable[[], Target | Server]] = {
-    "run.googleapis.com/Job": lambda: get_target("cloud_run"),
-    "container.googleapis.com/Cluster": lambda: get_target("gke"),
-    "batch.k8s.io/Job": lambda: get_target("gke"),
-    "k8s.io/Service": lambda: get_target("gke"),
-    "k8s.io/Pod": lambda: get_target("gke"),
-    "ray.io/RayJob": lambda: get_target("ray"),
-    "ray.io/RayCluster": lambda: get_target("ray"),
-    "tpu.googleapis.com/QueuedResource": lambda: get_target("tpu_vm"),
-    "tpu.googleapis.com/Node": lambda: get_target("tpu_vm"),
-    "compute.googleapis.com/Disk": lambda: get_target("tpu_vm"),
-    "run.googleapis.com/Service": lambda: get_server("cloud_run"),
-    "apps.k8s.io/Deployment": lambda: get_server("gke"),
-    "autoscaling.k8s.io/HorizontalPodAutoscaler": lambda: get_server("gke"),
-    "monitoring.googleapis.com/PodMonitoring": lambda: get_server("gke"),
-}
 
 
 def teardown(
@@ -122,7 +101,7 @@ def _note_endpoint_gone(store: RunStore, run: str) -> None:
 
 def delete_resource(kind: str, name: str) -> bool:
     """Push one resource towards gone; True once it was seen not to exist. Raises CloudError."""
-    return _OWNERS[kind]().teardown(kind, name)
+    return owner_of(kind).teardown(kind, name)
 
 
 def _enter(record: Record, execution: str, scope: str, outcome: Outcome | None) -> Record:

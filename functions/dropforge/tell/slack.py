@@ -18,8 +18,6 @@ from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import Notice, short_endpoint
-from dropforge.platforms.gke.spec import GkeServe
-from dropforge.platforms.tpu_vm.spec import TpuVmServe, TrainingVmServe
 from dropforge.run.record import Record, RunState
 from dropforge.spec import JobSpec
 
@@ -159,8 +157,8 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
     found = record.endpoint
     if found is None:
         return "trained only; the spec asks for no endpoint"
-    inside = spec is not None and isinstance(spec.serve, GkeServe | TpuVmServe | TrainingVmServe)
-    where = ", inside the VPC only," if inside else ""
+    is_private = spec is not None and spec.serve is not None and spec.serve.is_private
+    where = ", inside the VPC only," if is_private else ""
     text = f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
     if found.limit == "max_cost_usd":
         text += ", when the budget is used up"

@@ -1,4 +1,4 @@
-"""Time as a parameter: the local stack's parts are given a clock, and tests give them one that they move."""
+"""Time as a parameter: every part of the local stack receives a clock; tests pass a clock that they move."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the local stack asks of time. The workflow engine's clocks fit as well."""
+    """The clock that the local stack uses. The workflow engine's clocks satisfy it too."""
 
     def now(self) -> float:
         """Seconds since the Unix epoch."""
 
     async def sleep_until(self, when: float) -> None:
-        """Return once `now() >= when`; at once if it already is."""
+        """Return once `now() >= when`; at once if that time is past."""
 
 
 class SystemClock:

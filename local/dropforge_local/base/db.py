@@ -1,10 +1,10 @@
-"""The local stack's one SQLite file: every emulator's state, so that a killed stack goes on where it was.
+"""The local stack's only SQLite file: every emulator's state, so that a restart continues where a killed stack stopped.
 
-One connection, used from the event-loop thread only; a transaction never spans an `await`, so two cannot interleave.
+One connection, used from the event-loop thread only. A transaction never spans an `await`, so two cannot interleave.
 
-A commit hands its pages to the kernel (WAL, synchronous=NORMAL): it outlives this process, however that ends. A power
-cut it outlives once the log is on the disk. That is what `durable` waits for, before anybody is told of the commit: one
-fsync, off the event loop, for everybody who waits at that moment. No power cut leaves half a transaction behind.
+A commit hands its pages to the kernel (WAL, synchronous=NORMAL), so it survives any end of this process. It survives a
+power cut once the log is on the disk. `durable` waits for that before any client learns of the commit: one fsync, off
+the event loop, serves every caller that waits at that moment. A power cut never leaves half a transaction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit what happens inside as one unit; an inner transaction joins the outer one."""
+        """Commit all writes inside the block as one unit; an inner transaction joins the outer transaction."""
         if self._depth:
             yield self.connection
             return
@@ -65,16 +65,16 @@ class Database:
             callback()
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once the running transaction has committed; at once when there is none."""
+        """Run `callback` once the open transaction has committed; at once when no transaction is open."""
         if self._depth:
             self._after_commit.append(callback)
         else:
             callback()
 
     async def durable(self, *, alone: bool = False) -> None:
-        """Return once everything that was committed so far would outlive a power cut. Raises OSError.
+        """Return once all commits so far would survive a power cut. Raises OSError.
 
-        `alone`: nobody else has anything to do meanwhile, so that the way to a thread and back would be lost time.
+        `alone`: no other task waits for the event loop, so the fsync runs on it and saves the way to a thread and back.
         """
         wanted = self._commits
         if alone and self._sync is None and self._synced < wanted:
@@ -99,10 +99,10 @@ class Database:
 
 
 def _fsync(log: Path) -> None:
-    """By a descriptor of its own: SQLite keeps no locks on the log, so that closing it here loses none."""
+    """Sync through a separate descriptor: SQLite holds no locks on the log, so closing it releases none."""
     try:
         descriptor = os.open(log, os.O_RDWR)
-    except FileNotFoundError:  # a database in memory, or deleted meanwhile: nothing is left to be kept
+    except FileNotFoundError:  # a database in memory, or a deleted file: nothing to keep
         return
     try:
         os.fsync(descriptor)

@@ -46,7 +46,7 @@ RPC_CODE = {
 
 
 class ApiError(Exception):
-    """A refusal in Google's shape; raised by an emulator, rendered by the server.
+    """A refusal in Google's shape: an emulator raises it, the server renders it.
 
     `status` is a key of `HTTP_STATUS`; `details` are google.rpc detail messages as JSON (with "@type").
     """

@@ -1,5 +1,5 @@
-"""Bearer tokens of the local stack: what Google's identity tokens do in the cloud, so that a call without one, or for
-another audience, is refused here as it would be there."""
+"""Bearer tokens of the local stack, in place of Google's identity tokens: a call without a token, or with a token for
+another audience, is refused as in the cloud."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Identity:
         return f"{PREFIX}.{claims}.{self._sign(claims)}"
 
     def claims(self, headers: Mapping[str, str]) -> tuple[str, str] | None:
-        """Kind and audience of the request's token; None when it has none of ours."""
+        """Kind and audience of the request's token; None without a token of this stack."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         parts = token.split(".")
         if scheme.lower() != "bearer" or len(parts) != 3 or parts[0] != PREFIX:
@@ -36,7 +36,7 @@ class Identity:
         return kind, audience
 
     def is_known(self, headers: Mapping[str, str]) -> bool:
-        """Whether the request comes from somebody of this stack, whatever for."""
+        """Whether the request carries any token of this stack."""
         return self.claims(headers) is not None
 
     def is_for(self, headers: Mapping[str, str], audience: str) -> bool:

@@ -1,11 +1,11 @@
-"""Free ports of this machine, for what the emulators start."""
+"""Free ports of this machine, for the servers that the emulators start."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-HOST = "127.0.0.1"  # nothing that the stack starts is reached from other machines
+HOST = "127.0.0.1"  # no other machine reaches what the stack starts
 
 
 def free_port(among: range, taken: set[int]) -> int:
@@ -17,7 +17,7 @@ def free_port(among: range, taken: set[int]) -> int:
 
 
 def is_listening(port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Whether a process accepts connections at the port."""
     with socket.socket() as probe:
         return probe.connect_ex((HOST, port)) == 0
 

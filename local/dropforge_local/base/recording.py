@@ -1,8 +1,8 @@
-"""Which calls of Google's APIs are made, and by whom: what a stack with `record` in its config writes to calls.jsonl.
+"""Records the calls of Google's APIs and their callers: a stack with `record` in its config writes calls.jsonl.
 
-Containers of the trainer and of the server, and the functions, reach the emulators at addresses of their own. All
+The trainer's containers, the server's containers and the functions each reach the emulators at separate addresses. All
 functions are threads of one process here, so each of their requests also carries the name of its function in HEADER.
-Who comes to the stack's own address is a user, of whom nothing is written.
+Calls to the stack's common address come from users and are not recorded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="
 
 
 class Recorder:
-    """Writes a line of JSON for each call: caller, call, status, and what tells which permission it needs.
+    """Writes a line of JSON for each call: caller, call, status, and facts that decide which permission it needs.
 
-    Never a value that was sent, because secrets are sent too: only the names of fields, and service accounts.
+    It never writes a sent value, because secrets are sent too: only names of fields, and service accounts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,17 +45,17 @@ class Recorder:
         self._file.close()
 
     def note_endpoint(self, headers: Mapping[str, str]) -> None:
-        """A request to a service of Cloud Run at its own address."""
+        """Record a request to a Cloud Run service at the service's address."""
         if name := headers.get(HEADER, ""):
             self.note(name, "invoke")
 
     def note_kubernetes(self, headers: Mapping[str, str], cluster: str, verb: str, resource: str) -> None:
-        """`resource` as a Role has it, with its group before it: batch/jobs."""
+        """Record a Kubernetes request; `resource` as a Role names it, with its group: batch/jobs."""
         if name := headers.get(HEADER, ""):
             self.note(name, f"kubernetes {verb}", cluster=cluster, resource=resource)
 
     def middleware(self, callers: Mapping[int, str]) -> Any:
-        """For an aiohttp application; `callers` are those of its ports, and may still grow."""
+        """A middleware for an aiohttp application; `callers` maps its ports to callers and may grow later."""
 
         @web.middleware
         async def record(
@@ -69,14 +69,17 @@ class Recorder:
             body = b"" if "/storage/" in request.path else await request.read()
             response = await handler(request)
             stored = {"object": _name_in(response)} if "/upload/" in request.path else {}
-            facts = {"fields": _fields_of(body), "acts_as": [one.decode() for one in set(_ACCOUNT.findall(body))]}
+            facts = {
+                "fields": _fields_of(body),
+                "acts_as": [account.decode() for account in set(_ACCOUNT.findall(body))],
+            }
             self.note(name, f"{request.method} {request.raw_path}", response.status, **facts, **stored)
             return response
 
         return record
 
     def interceptor(self, endpoint: str) -> grpc.aio.ServerInterceptor:
-        """For the gRPC server at which one caller calls."""
+        """An interceptor for the gRPC server of the caller `endpoint`."""
         return _Interceptor(self, endpoint)
 
 
@@ -99,7 +102,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def tell_callers() -> None:
-    """Have every request of this process, over HTTP or gRPC, carry the value of `caller` that its thread began with."""
+    """Make every HTTP and gRPC request of this process carry the value of `caller` with which its thread began."""
     threads: Any = threading.Thread
     connections: Any = http.client.HTTPConnection
     start, putrequest, insecure_channel = threads.start, connections.putrequest, grpc.insecure_channel
@@ -123,7 +126,7 @@ class _Tell(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
 
 
 def _name_in(response: web.StreamResponse) -> str:
-    """Of the object that an upload made, which may have been named in its body only."""
+    """The name of the uploaded object: only the body of a multipart upload has it."""
     body = response.body if isinstance(response, web.Response) else None
     return str(json.loads(body).get("name", "")) if isinstance(body, bytes) and body.startswith(b"{") else ""
 

@@ -1,4 +1,4 @@
-"""Every emulator on two loopback ports: one HTTP (REST, callbacks) and one gRPC."""
+"""Serves every emulator on two loopback ports: HTTP (REST, callbacks) and gRPC."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -40,19 +41,13 @@ class Emulator(Protocol):
 
 @web.middleware
 async def render_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn ApiError into Google's JSON; answer 501, saying so, for what no emulator has a route for."""
+    """Turn ApiError into Google's JSON; answer 501 with an explanation where no emulator has a route."""
     try:
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.to_json(), status=error.http_status)
-    except web.HTTPNotFound:
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
         refusal = ApiError("UNIMPLEMENTED", f"{request.method} {request.path} is not emulated by the local stack")
-        return web.json_response(refusal.to_json(), status=501)
-    except web.HTTPMethodNotAllowed:
-        refusal = ApiError(
-            "UNIMPLEMENTED",
-            f"{request.method} on {request.path} is not emulated by the local stack",
-        )
         return web.json_response(refusal.to_json(), status=501)
     except web.HTTPException:
         raise
@@ -63,9 +58,9 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 class Server:
-    """The emulators' HTTP and gRPC listeners. Port 0 takes a free one; read the result after `start`.
+    """The emulators' HTTP and gRPC listeners. Port 0 takes a free port; read the result after `start`.
 
-    With a `recorder`, each of CALLERS has a port of either kind of its own: `http_ports` and `grpc_ports`.
+    With a `recorder`, each caller of CALLERS has its own HTTP and gRPC port: `http_ports` and `grpc_ports`.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class Server:
         self.http_ports: dict[str, int] = {}
         self.grpc_ports: dict[str, int] = {}
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
-        self.durable: Callable[[], Awaitable[None]] = _nothing  # what every answer waits for
+        self.durable: Callable[[], Awaitable[None]] = _nothing  # every answer waits for it
 
     @property
     def url(self) -> str:
@@ -93,7 +88,7 @@ class Server:
         return f"{HOST}:{self.grpc_port}"
 
     def addresses(self, caller: str) -> tuple[str, str]:
-        """The URL, and the gRPC address, at which a caller is known; the common ones when nothing is recorded."""
+        """The URL and the gRPC address that identify a caller; the common addresses when nothing is recorded."""
         http, grpc = self.http_ports.get(caller, self.http_port), self.grpc_ports.get(caller, self.grpc_port)
         return f"http://{HOST}:{http}", f"{HOST}:{grpc}"
 
@@ -126,10 +121,15 @@ class Server:
             await emulator.start()
 
     async def stop(self) -> None:
-        for emulator in reversed(self.emulators):
-            await emulator.stop()
+        """Stop the emulators, the last one first, then the listeners. Raises an emulator's error after all stopped."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._runner.cleanup)
+            stack.push_async_callback(self._stop_grpc)
+            for emulator in self.emulators:
+                stack.push_async_callback(emulator.stop)
+
+    async def _stop_grpc(self) -> None:
         await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
-        await self._runner.cleanup()
 
     def _bind_grpc(self, port: int, *interceptors: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(
@@ -148,12 +148,12 @@ class Server:
             raise OSError(f"cannot listen on {HOST}:{port}: {error}") from error
 
     async def _hold_back(self, request: web.Request, response: web.StreamResponse) -> None:
-        """No answer leaves before what it may tell of is durable."""
+        """Send no answer before all commits are durable: the answer may report them."""
         await self.durable()
 
 
 class _HoldBack(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The same for gRPC."""
+    """Like `Server._hold_back`, for gRPC."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -181,11 +181,11 @@ class _HoldBack(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def _nothing() -> None:
-    """Emulators without a database, or without need."""
+    """For emulators without a database, or that need no durability."""
 
 
 class BackgroundServer:
-    """A server on an event loop of its own thread, for tests and benchmarks that are not asynchronous.
+    """A server on the event loop of a separate thread, for tests and benchmarks that are not asynchronous.
 
     `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
     """
@@ -209,10 +209,12 @@ class BackgroundServer:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
 
     def __exit__(self, *exc: object) -> None:
-        self.call(self.server.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+        try:
+            self.call(self.server.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
 
     async def _start(self) -> Server:
         server = Server(self._build())

@@ -25,9 +25,7 @@ from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
-from workflows_engine import effects
-from workflows_engine.machine import Wait
-from workflows_engine.values import restore, store
+from workflows_engine import Wait, decode_value, encode_value, timer_result
 
 from .cloud import RUNS, SPECS, deployment
 from .faults import Strike
@@ -202,14 +200,14 @@ class Stage(World):
         if wait is None or execution.snapshot is None:
             return execution.id, execution.state, json.dumps(["", {}]), ""
         text, values = execution.snapshot
-        state = restore(text)
+        state = decode_value(text)
         state |= {"steps": 0, "external_steps": 0}
         for thread in state["threads"]:
             thread["seq"] = 0
         wait = replace(wait, seq=0, due=None)
         key = repr(wait)
         self.waits[key] = wait
-        return execution.id, execution.state, json.dumps([store(state), values]), key
+        return execution.id, execution.state, json.dumps([encode_value(state), values]), key
 
 
 class ModelTarget:
@@ -327,8 +325,9 @@ class Explorer:
             SETTINGS,
             get_target=lambda _: target,
             get_server=lambda _: target,
-            TARGETS=kinds,
-            SERVERS=kinds,
+            owner_of=lambda _: target,
+            targets=lambda: kinds,
+            servers=lambda: kinds,
         ):
             step.take(stage)
             while stage.soon:
@@ -434,7 +433,7 @@ def _go_on(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stag
             return
         stage.workflows.revive(execution)
         if wait.kind != "http":
-            stage.workflows.answer(execution, wait, *effects.timer_result(wait))
+            stage.workflows.answer(execution, wait, *timer_result(wait))
             return
         stage.refuse = refuse
         reply = stage.call(*stage.workflows.request_of(wait))

@@ -25,7 +25,6 @@ from dropforge import platforms
 from dropforge.base import log, settings
 from dropforge.cloud import clients
 from dropforge.run import record as runs
-from workflows_engine import machine
 
 from .functions import entry_points
 from .world import World
@@ -43,7 +42,7 @@ def seam(
 ) -> Iterator[None]:
     """While it is open, dropforge's modules see this world, and the clients of `fakes` by their names in clients.py.
 
-    `others` stand in for get_target, get_server, TARGETS and SERVERS, where those are not to be the real ones.
+    `others` stand in for get_target, get_server, targets and servers, where those are not to be the real ones.
     """
     replacements: dict[str, Any] = {name: fakes.get(name, _no_client(name)) for name in CLIENTS}
     replacements |= {
@@ -84,8 +83,9 @@ def _originals() -> dict[str, Any]:
         "uuid": uuid,
         "get_target": platforms.get_target,
         "get_server": platforms.get_server,
-        "TARGETS": platforms.TARGETS,
-        "SERVERS": platforms.SERVERS,
+        "owner_of": platforms.owner_of,
+        "targets": platforms.targets,
+        "servers": platforms.servers,
     }
 
 
@@ -102,7 +102,7 @@ def _places() -> list[tuple[ModuleType, str, str]]:
         for name, value in sorted(vars(module).items())
         if id(value) in keys and keys[id(value)] != "uuid"  # of the functions only uuid5, which draws nothing
     ]
-    return [*places, (machine, "uuid", "uuid")]
+    return places
 
 
 def _skew(world: World) -> float:

@@ -16,14 +16,22 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
-from workflows_engine import effects, http
-from workflows_engine.compiler import compile_source
-from workflows_engine.errors import WorkflowError, system_error
-from workflows_engine.limits import Limits
-from workflows_engine.machine import Machine, Wait
-from workflows_engine.program import Program
-from workflows_engine.values import Value
+from workflows_engine import (
+    Limits,
+    Machine,
+    Program,
+    Value,
+    Wait,
+    WorkflowError,
+    callback_value,
+    check_status,
+    compile_source,
+    error_value,
+    system_error,
+    timer_result,
+)
 
 from .world import LOCATION, PROJECT, World
 
@@ -113,7 +121,7 @@ class Workflows:
         if execution is None or execution.state != "ACTIVE" or ref not in execution.early:
             return SimpleNamespace(status_code=404)
         waiting = next((w for w in execution.waits.values() if w.kind == "callback" and w.ref == ref), None)
-        value = effects.callback_value("POST", {}, {}, {}, url, self.world.now)
+        value = callback_value("POST", {}, {}, {}, url, self.world.now)
         if waiting is not None:
             self.answer(execution, waiting, value, False)
         elif execution.early[ref] is not None:
@@ -188,6 +196,7 @@ class Workflows:
             callback_base_url=CALLBACKS_URL,
             limits=Limits(),
             now=lambda: self.world.now,
+            new_id=lambda: str(UUID(int=self.world.random.getrandbits(128), version=4)),
         )
 
     def _go(self, execution: Execution) -> None:
@@ -219,7 +228,7 @@ class Workflows:
             self.answer(execution, wait, value, False)
         else:
             assert wait.due is not None, "sleeps and callbacks have an end"
-            self.world.scheduler.at(wait.due, lambda: self.answer(execution, wait, *effects.timer_result(wait)))
+            self.world.scheduler.at(wait.due, lambda: self.answer(execution, wait, *timer_result(wait)))
 
     def _send(self, execution: Execution, wait: Wait) -> None:
         """POST to a function; the answer counts if the engine that sent it still runs when it comes."""
@@ -238,13 +247,13 @@ class Workflows:
 
     def _reply(self, execution: Execution, wait: Wait, status: int, body: Any) -> None:
         try:
-            value, failed = http.checked({"body": body, "code": status, "headers": {}}), False
+            value, failed = check_status({"body": body, "code": status, "headers": {}}), False
         except WorkflowError as error:
-            value, failed = effects.error_value(error), True
+            value, failed = error_value(error), True
         self.answer(execution, wait, value, failed)
 
     def _fail(self, execution: Execution, wait: Wait, tag: str) -> None:
-        self.answer(execution, wait, effects.error_value(system_error(tag, f"{wait.call}: {tag}")), True)
+        self.answer(execution, wait, error_value(system_error(tag, f"{wait.call}: {tag}")), True)
 
     def _end(self, execution: Execution, state: str, value: Any) -> None:
         execution.state = state

@@ -1,7 +1,8 @@
-"""`docker` on an emulated machine: images are read from their Dockerfiles, a container is a child process.
+"""`docker` on an emulated machine: an image is read from its Dockerfile, a container is a child process.
 
-Knows `login`, `pull`, `run` in the foreground, `stop`, `rm`, and of `inspect` whether memory ran out, with the options
-that make sense here; anything else is refused. Exit codes are Docker's: 125 for its own failures, else the container's.
+Supports `login`, `pull`, `run` in the foreground, `stop`, `rm`, and `inspect` of whether memory ran out, with the
+options that make sense here; refuses everything else. Exit codes as Docker's: 125 when Docker fails, else the
+container's exit code.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .images import ImageNotFound, ImageStore
 from .processes import MARKER
 
 SETTINGS = "etc/dropforge-docker.json"
-OOM_KILLED = "{{.State.OOMKilled}}"  # what may be asked of a container
+OOM_KILLED = "{{.State.OOMKilled}}"  # the only supported format of `inspect`
 FAILED = 125
 STOP_SECONDS = 10.0
-# What every process of the machine has, and a container's must have as well.
+# Variables that every process of the machine has; a container's process must have them too.
 INHERITED = (MARKER, "LANG", "TMPDIR", "GCE_METADATA_HOST", "GCE_METADATA_IP")
 
 
 def configure(root: Path, images: ImageStore, environment: Mapping[str, str]) -> None:
-    """Tell the `docker` of the machine whose files are below `root` which images there are, and what the platform
-    puts in every container's environment."""
+    """Configure `docker` on the machine whose files are below `root`: its images, and the environment that the platform
+    gives every container."""
     settings = {"images": str(images.root), "directory": str(images.directory), "environment": dict(environment)}
     (root / SETTINGS).write_text(json.dumps(settings))
 
 
 def run_out_of_memory(root: Path) -> int:
-    """Do to the containers of a machine what its kernel does when the memory is full; how many there were."""
+    """Kill the machine's containers as its kernel does when memory is full; return how many ran."""
     running = [path for path in _containers(root).glob("*") if _is_running(root, path.name)]
     for path in running:
         (path / "oom-killed").touch()
@@ -62,7 +64,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def login(root: Path, options: argparse.Namespace) -> int:
-    """Keeps what a real one would keep, where it would: in $DOCKER_CONFIG."""
+    """Write the credentials file where Docker writes it: in $DOCKER_CONFIG."""
     password = sys.stdin.read().strip()
     if not password:
         raise DockerError("login: password is empty")
@@ -94,7 +96,7 @@ def run(root: Path, options: argparse.Namespace) -> int:
         inherited = {key: os.environ[key] for key in INHERITED if key in os.environ}
         home = directory / "home"
         home.mkdir()
-        # Not the machine's PATH, which has this `docker` on it. An image's own comes last, as in `Runtime`.
+        # Not the machine's PATH, which contains this `docker`. An image's own PATH comes last, as in `Runtime`.
         path = [*process.search_path, *images.search_path, "/usr/local/bin", "/usr/bin", "/bin"]
         own = {"HOME": str(home), **process.env}
         whole = {**inherited, **own, "PATH": os.pathsep.join([*map(str, path), own.get("PATH", "")])}
@@ -135,19 +137,19 @@ def _read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
 
 
 def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: Path) -> int:
-    """Run a container to its end and pass on what it is asked; what it leaves running ends with it."""
+    """Run a container to its end and forward signals to it; its remaining processes end with it."""
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: stopped.append(number))
     process = subprocess.Popen(argv, env=dict(env), cwd=workdir, stdin=subprocess.DEVNULL, start_new_session=True)
     (directory / "pid").write_text(str(process.pid))
-    # Whatever came before the handler knew the process is passed on late, but once.
+    # Signals that arrived before the process existed are forwarded now, once.
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     for early in stopped:
         process.send_signal(early)
     code = process.wait()
     _signal(process.pid, signal.SIGKILL)
-    (directory / "ended").touch()  # its number may be another process's from now on
+    (directory / "ended").touch()  # from now on another process may have this pid
     return 128 - code if code < 0 else code
 
 
@@ -189,7 +191,7 @@ def _is_running(root: Path, name: str) -> bool:
 
 
 def _signal_container(root: Path, name: str, number: signal.Signals) -> None:
-    """Nothing happens once it has ended: its number may be another process's by then."""
+    """Do nothing once the container has ended: another process may have its pid by then."""
     if _is_running(root, name):
         _signal(_pid(root, name), number)
 
@@ -200,7 +202,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def _variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """NAME=VALUE, or NAME alone for docker's own value of it, if it has one."""
+    """Variables given as NAME=VALUE, or as NAME for docker's own value of the variable, if it is set."""
     for word in words:
         name, given, value = word.partition("=")
         if given or name in os.environ:
@@ -220,40 +222,35 @@ def _mount_points(words: Sequence[str]) -> Iterator[tuple[str, Path]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("docker", allow_abbrev=False, exit_on_error=False)
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("login")
-    one.add_argument("--username", "-u", required=True)
-    one.add_argument("--password-stdin", action="store_true", required=True)
-    one.add_argument("server")
-    one.set_defaults(command=login)
-    one = commands.add_parser("pull")
-    one.add_argument("--quiet", "-q", action="store_true")
-    one.add_argument("image")
-    one.set_defaults(command=pull)
-    one = commands.add_parser("run", allow_abbrev=False)
-    one.add_argument("--rm", action="store_true")
-    one.add_argument("--name", default="")
-    one.add_argument("--env", "-e", action="append", default=[])
-    one.add_argument("--volume", "-v", action="append", default=[])
-    # Without isolation there is nothing for these to change.
+    parse = _command(commands, "login", login, "server")
+    parse.add_argument("--username", "-u", required=True)
+    parse.add_argument("--password-stdin", action="store_true", required=True)
+    _command(commands, "pull", pull, "image").add_argument("--quiet", "-q", action="store_true")
+    _add_run(commands)
+    _command(commands, "stop", stop, "name").add_argument("--time", "-t", type=float, default=STOP_SECONDS)
+    _command(commands, "rm", remove, "name").add_argument("--force", "-f", action="store_true")
+    _command(commands, "inspect", inspect, "name").add_argument("--format", "-f", choices=[OOM_KILLED], required=True)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = _command(commands, "run", run, "image")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.add_argument("--rm", action="store_true")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--env", "-e", action="append", default=[])
+    parser.add_argument("--volume", "-v", action="append", default=[])
+    # Accepted without effect: containers are not isolated here.
     for flag in ("--privileged", "--init"):
-        one.add_argument(flag, action="store_true")
+        parser.add_argument(flag, action="store_true")
     for option in ("--network", "--net", "--shm-size", "--stop-timeout", "--log-driver", "--user"):
-        one.add_argument(option)
-    one.add_argument("image")
-    one.add_argument("words", nargs=argparse.REMAINDER)
-    one.set_defaults(command=run)
-    one = commands.add_parser("stop")
-    one.add_argument("--time", "-t", type=float, default=STOP_SECONDS)
-    one.add_argument("name")
-    one.set_defaults(command=stop)
-    one = commands.add_parser("rm")
-    one.add_argument("--force", "-f", action="store_true")
-    one.add_argument("name")
-    one.set_defaults(command=remove)
-    one = commands.add_parser("inspect")
-    one.add_argument("--format", "-f", choices=[OOM_KILLED], required=True)
-    one.add_argument("name")
-    one.set_defaults(command=inspect)
+        parser.add_argument(option)
+
+
+def _command(commands: Any, name: str, work: Callable[..., int], argument: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=name != "run")
+    parser.add_argument(argument)
+    parser.set_defaults(command=work)
     return parser
 
 

@@ -1,7 +1,8 @@
 """Reads a Dockerfile far enough to lay out the files and the command of its final stage, without building anything.
 
-Grammar: https://docs.docker.com/reference/dockerfile/. RUN is skipped (the local virtual environment stands for what
-it installs); what would change the files or the command and is not understood raises `UnsupportedDockerfile`.
+Grammar: https://docs.docker.com/reference/dockerfile/. RUN is skipped: the local virtual environment stands for the
+packages that it installs. An unknown instruction that would change the files or the command raises
+`UnsupportedDockerfile`. The parser is ours because dockerfile-parse reads the lines of a here-document as instructions.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 from posixpath import join, normpath
 
 SKIPPED = {"RUN", "EXPOSE", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
-IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # never wanted, and they would change the digest at every run
+IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # no image needs them, and they would change the digest at every run
 VARIABLE = re.compile(r"\\(\$)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 
 
 class UnsupportedDockerfile(Exception):
-    """The Dockerfile says something that cannot be imitated without Docker, or that Docker would refuse."""
+    """The Dockerfile has an instruction that cannot be imitated without Docker, or that Docker would refuse."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """What one stage has laid out so far: files by container path, directories, and the image's configuration."""
+    """The content of a stage so far: files by container path, directories, and the image's configuration."""
 
     name: str = ""
     files: dict[str, Path] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Stage:
 
 
 def parse(text: str) -> list[Instruction]:
-    """Split into instructions: comments and continuations resolved, here-documents swallowed."""
+    """Split into instructions: joins continued lines, skips comments and the bodies of here-documents."""
     lines = enumerate(text.splitlines(), start=1)
     instructions = []
     for number, line in lines:
@@ -124,7 +125,7 @@ def _apply(
     elif keyword in ("COPY", "ADD"):
         _copy(stages, instruction, scope, context, ignored)
     elif keyword == "ENTRYPOINT":
-        # As Docker does: a new ENTRYPOINT forgets the CMD of the base.
+        # As in Docker, a new ENTRYPOINT clears the CMD of the base.
         stage.entrypoint, stage.cmd = _command(instruction.text, stage), ()
     elif keyword == "CMD":
         stage.cmd = _command(instruction.text, stage)
@@ -173,12 +174,12 @@ def _copy_from_stage(
     stage, other = stages[-1], _find_stage(instruction.flags["from"], stages[:-1])
     for source in sources:
         root = normpath(join("/", source))
-        found = [path for path in (other.files if other else ()) if path == root or path.startswith(f"{root}/")]
-        if not found or other is None:
-            # What only RUN made (installed packages), or another image's: the virtual environment stands for it.
+        paths = [path for path in (other.files if other else ()) if path == root or path.startswith(f"{root}/")]
+        if not paths or other is None:
+            # RUN (installed packages) or another image has made them: the virtual environment stands for them.
             where = instruction.flags["from"]
             stage.notes.append(f"line {instruction.line}: nothing known at {source!r} of {where!r}; skipped")
-        for path in found:
+        for path in paths:
             name = target if path != root else (join(target, root.rpartition("/")[2]) if into_directory else target)
             stage.files[normpath(name + path[len(root) :])] = other.files[path] if other else Path(path)
 
@@ -187,11 +188,11 @@ def _matches(context: Path, source: str, ignored: list[tuple[bool, str]]) -> lis
     relative = normpath(source.lstrip("/"))
     if relative.startswith(".."):
         raise UnsupportedDockerfile(f"COPY source {source!r} is outside of the build context {str(context)!r}")
-    found = sorted(context.glob(relative)) if any(sign in relative for sign in "*?[") else [context / relative]
-    found = [path for path in found if path.exists() and not _is_ignored(path, context, ignored)]
-    if not found:
+    paths = sorted(context.glob(relative)) if any(sign in relative for sign in "*?[") else [context / relative]
+    paths = [path for path in paths if path.exists() and not _is_ignored(path, context, ignored)]
+    if not paths:
         raise UnsupportedDockerfile(f"COPY source {source!r} is not in the build context {str(context)!r}")
-    return found
+    return paths
 
 
 def _place(
@@ -227,9 +228,9 @@ def _is_ignored(path: Path, context: Path, rules: list[tuple[bool, str]]) -> boo
         return True
     verdict = False
     for ignored, rule in rules:
-        # "**/x" also means x at the top; a rule for a directory holds for all below it.
+        # "**/x" also matches x at the top; a rule for a directory applies to all files below it.
         patterns = {rule, rule.removeprefix("**/")}
-        if any(fnmatch.fnmatch(relative, form) for one in patterns for form in (one, f"{one}/*")):
+        if any(fnmatch.fnmatch(relative, form) for pattern in patterns for form in (pattern, f"{pattern}/*")):
             verdict = ignored
     return verdict
 
@@ -260,12 +261,12 @@ def _assignments(text: str, scope: Mapping[str, str]) -> Iterator[tuple[str, str
 def _expand(text: str, scope: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         dollar, plain, braced, operator, word = match.groups()
-        found = scope.get(plain or braced or "", "")
+        current = scope.get(plain or braced or "", "")
         if dollar:
             return "$"
         if operator == "-":
-            return found or word
-        return word if operator == "+" and found else "" if operator == "+" else found
+            return current or word
+        return (word if current else "") if operator == "+" else current
 
     return VARIABLE.sub(value, text)
 

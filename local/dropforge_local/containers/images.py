@@ -2,8 +2,8 @@
 
 The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
 installed packages come from the local virtual environment, without this repository's own packages. A label says where
-RUN makes environments of another kind: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` takes
-build/maxtext (`make maxtext`) for the one, and the local stack's own environment, "venv", for the other.
+An image's RUN may create other environments: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` maps
+/opt/maxtext to build/maxtext (`make maxtext`) and /opt/torch to the local stack's own environment ("venv").
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ URI = re.compile(
 ENVIRONMENTS = "dev.dropforge.environments"
 PYTHON = re.compile(r"(?:/[\w./-]*/)?python(?:3(?:\.\d+)?)?")
 ABSOLUTE_PATH = re.compile(r"(?:^|(?<=[:=,\s\"']))/[^:=,\s\"']*")
-# Directories that the machine has too: only files that the image put there are the image's.
+# Directories that the machine also has: only the files that the image put there belong to the image.
 SHARED_DIRECTORIES = re.compile(r"/|/(bin|boot|dev|etc|lib\w*|media|mnt|opt|proc|run|sbin|srv|sys|tmp|usr|var)(/.*)?")
 
 
@@ -40,12 +40,12 @@ class ImageNotFound(Exception):
 
 @dataclass(frozen=True)
 class Process:
-    """What to run: a command with its environment and working directory, all paths on this machine."""
+    """A command with its environment and working directory; all paths are paths of this machine."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     workdir: Path
-    search_path: tuple[Path, ...] = ()  # where programs are looked for first
+    search_path: tuple[Path, ...] = ()  # comes first on PATH
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Image:
     ) -> Process:
         """Give one container its own writable copy of the files; `command` and `args` override as in Kubernetes.
 
-        `mounts` says where volumes are, by their paths in the container. Raises ValueError when neither the image nor
+        `mounts` maps the volumes' paths in the container to directories. Raises ValueError when neither the image nor
         the caller names a command.
         """
         shutil.copytree(self.rootfs, rootfs)
@@ -98,14 +98,14 @@ class Image:
         )
 
     def _programs(self, path: str) -> Iterator[Path]:
-        """The directories of those environments that the image has on its PATH; the interpreter's comes first."""
+        """Program directories of the environments on the image's PATH; the interpreter's directory comes first."""
         for own in path.split(":"):
             if (here := self.environments.get(own.removesuffix("/bin"))) and own.endswith("/bin"):
                 yield here / "bin"
                 yield (here / "bin" / "python").readlink().parent
 
     def _places(self, rootfs: Path, mounts: Mapping[str, Path]) -> dict[str, str]:
-        """Where the container's paths are on this machine; of two that are below one another the longer one counts."""
+        """This machine's paths by the container's paths; when paths are nested, the longer path counts."""
         own = {path: f"{rootfs}{path}" for path in self.own_paths}
         given = {path: str(here) for path, here in {**self.environments, **mounts}.items()}
         places = {**own, **given}
@@ -113,8 +113,8 @@ class Image:
 
 
 def _map(text: str, places: Mapping[str, str]) -> str:
-    """Replace paths of the container, also in lists (PYTHONPATH) and options (--config=/app/x), once: what they become
-    may begin as others of its paths do."""
+    """Replace paths of the container, also in lists (PYTHONPATH) and options (--config=/app/x). A single pass, because
+    a replacement may begin like another path of the container."""
 
     def real(path: str) -> str:
         for known, here in places.items():
@@ -137,7 +137,7 @@ class ImageStore:
 
     @property
     def search_path(self) -> list[Path]:
-        """For PATH: the isolated python first, then the console scripts of the environment."""
+        """Directories for PATH: the isolated python, then the console scripts of the environment."""
         return list(dict.fromkeys([self.python.parent, self._environment / "bin"]))
 
     def resolve(self, uri: str) -> Image:
@@ -159,19 +159,21 @@ class ImageStore:
         return self._image(uri, stage, digest, self._environments(uri, stage))
 
     def _environments(self, uri: str, stage: Stage) -> dict[str, Path]:
-        """What stands for the environments of the image's label, by their path in the image."""
-        found = {}
+        """This machine's environments for the environments that the image's label names, by their path in the image."""
+        environments = {}
         for word in stage.labels.get(ENVIRONMENTS, "").split():
             path, _, name = word.partition("=")
             environment = self.root / "build" / name
             python = environment / "bin" / "python"
             if name == "venv":
-                found[path] = self.python.parent.parent
+                environments[path] = self.python.parent.parent
             elif python.exists():
-                found[path] = self._isolated(python, environment, self.directory / f"python-{name}").parent.parent
+                environments[path] = self._isolated(
+                    python, environment, self.directory / f"python-{name}"
+                ).parent.parent
             else:
                 raise ImageNotFound(f"image {uri!r} cannot be built: {environment} is not there; run `make {name}`")
-        return found
+        return environments
 
     def _image(self, uri: str, stage: Stage, digest: str, environments: Mapping[str, Path]) -> Image:
         owned = {path for path in stage.directories if not SHARED_DIRECTORIES.fullmatch(path)} | set(stage.files)
@@ -227,8 +229,8 @@ class ImageStore:
     def _isolated(self, python: Path, environment: Path, home: Path) -> Path:
         """An interpreter, below `home`, with the environment's packages, but without its .pth files.
 
-        An editable install puts this repository on sys.path by such a file; with it, code that a Dockerfile forgot
-        to COPY would be found here and missed in the cloud.
+        An editable install puts this repository on sys.path with such a file. Then a container would import code that
+        its Dockerfile forgot to COPY, and fail in the cloud only.
         """
         config = environment / "pyvenv.cfg"
         packages = sorted(environment.glob("lib/python3*/site-packages"))
@@ -237,10 +239,10 @@ class ImageStore:
         site = home / packages[0].relative_to(environment)
         site.mkdir(parents=True, exist_ok=True)
         (home / "bin").mkdir(exist_ok=True)
-        # Python reads .pth files of its own site-packages only, not of directories that they add.
+        # Python reads .pth files only in its own site-packages, not in the directories that these files add.
         files = {home / "pyvenv.cfg": config.read_text(), site / "environment.pth": f"{packages[0]}\n"}
         for path, text in files.items():
-            if not path.exists() or path.read_text() != text:  # containers that start now are reading them
+            if not path.exists() or path.read_text() != text:  # containers that start now read it
                 path.write_text(text)
         for name in ("python", "python3", python.name):
             link = home / "bin" / name

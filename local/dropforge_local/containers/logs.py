@@ -1,4 +1,4 @@
-"""A container's output: the files its shim writes, read for people and appended to by the platform."""
+"""A container's output: the files that its shim writes, for users to read and for the platform to append to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 LOG = "output.log"
-TIMES = "output.times"  # "TIME OFFSET" lines: when the output got this far
+TIMES = "output.times"  # lines "TIME OFFSET": when the output reached this size
 
 
 def read_output(directory: Path, tail: int | None = None) -> str:
-    """What the container wrote, oldest first; the last `tail` lines when given. Missing files read as empty."""
+    """The container's output, oldest line first; only the last `tail` lines when given. Missing files read as empty."""
     data = b"".join(_read(directory / name) for name in (f"{LOG}.1", LOG))
     return last_lines(data.decode("utf-8", errors="replace"), tail)
 
@@ -22,7 +22,7 @@ def last_lines(text: str, tail: int | None) -> str:
 
 
 def append_platform_line(directory: Path, message: str) -> None:
-    """Add what Cloud Logging would show as a system line, such as the reason of a kill."""
+    """Append a line that Cloud Logging would show as a system line, such as the reason of a kill."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with open(directory / LOG, "a", encoding="utf-8") as file:
         file.write(f"[{stamp} platform] {message}\n")

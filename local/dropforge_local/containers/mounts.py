@@ -10,7 +10,7 @@ SHARED_MEMORY = "/dev/shm"  # the machine's own serves every container
 
 
 def link(rootfs: Path, points: Mapping[str, Path]) -> None:
-    """Show the volumes at their paths inside a container's files."""
+    """Link the volumes to their paths inside a container's files."""
     for path, target in points.items():
         if path == SHARED_MEMORY:
             continue

@@ -1,8 +1,8 @@
 """Process groups that stand for containers and outlive the stack that started them.
 
-Everything about a container is in its directory, which a later stack (or `end_all`, with no stack at all) reads back:
+A container's directory holds all facts about it, which a later stack (or `end_all`, without a stack) reads back:
 `process.json` (shim pid, start time), `claim`, `exit` ("CODE TIME", written by the shim), `reason` and the output.
-Every process of a container carries its directory in the environment, so that none can be lost track of.
+Every process of a container has the container's directory in its environment, so every process can be found.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ LONGEST_TMPDIR = 60
 
 @dataclass(frozen=True)
 class ContainerSpec:
-    """One command to run; `env` is all that it sees besides PATH, LANG, HOME and TMPDIR (which `env` may override)."""
+    """A command to run; it sees `env`, PATH, LANG, HOME and TMPDIR, and `env` may override LANG, HOME and TMPDIR."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     workdir: Path
     memory_bytes: int | None = None
     log_bytes: int = 16 * 2**20
-    search_path: tuple[Path, ...] = ()  # what comes before the runtime's own
+    search_path: tuple[Path, ...] = ()  # comes before the runtime's own search path
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a container ended: exit code, when (Unix seconds), and "", OOM or LOST (it vanished without a trace)."""
+    """How a container ended: exit code, time (Unix seconds), and reason: "", OOM or LOST (no exit was recorded)."""
 
     code: int
     at: float
@@ -60,7 +60,7 @@ class Exit:
 
 
 class Container:
-    """One started container; made by `Runtime` only."""
+    """A started container; only `Runtime` creates one."""
 
     def __init__(self, directory: Path, pid: int, created: float, memory_bytes: int | None) -> None:
         self.id = directory.name
@@ -72,15 +72,15 @@ class Container:
 
     @property
     def exit(self) -> Exit | None:
-        """How it ended, or None while it runs."""
+        """The container's exit, or None while it runs."""
         return self._exit.result() if self._exit.done() else None
 
     async def wait(self) -> Exit:
-        """Return once no process of the container is left."""
+        """Return once all processes of the container have ended."""
         return await asyncio.shield(self._exit)
 
     async def terminate(self, grace_seconds: float, reason: str = "") -> Exit:
-        """SIGTERM to every process, SIGKILL after the grace time; returns once none is left."""
+        """Send SIGTERM to every process and SIGKILL after the grace time; return once all have ended."""
         if reason and not (self.directory / "exit").exists():
             (self.directory / "reason").write_text(reason)
         if not self._exit.done() and grace_seconds > 0:
@@ -88,7 +88,7 @@ class Container:
                 await asyncio.wait_for(self._end_politely(), grace_seconds)
         patience = time.monotonic() + SHIM_PATIENCE_SECONDS
         while not self._exit.done():
-            # The shim is spared at first: it is the one that records the exit code.
+            # Spare the shim at first: it records the exit code.
             spared = self.pid if time.monotonic() < patience else None
             send_signal((pid for pid in self.members() if pid != spared), signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
@@ -96,7 +96,7 @@ class Container:
         return self._exit.result()
 
     async def _end_politely(self) -> None:
-        """SIGTERM to every process but the shim, as soon as there is one: a command may be just being started."""
+        """Send SIGTERM to every process except the shim; wait for a process while the command still starts."""
         while not self._exit.done():
             if commands := [pid for pid in self.members() if pid != self.pid]:
                 send_signal(commands, signal.SIGTERM)
@@ -104,29 +104,29 @@ class Container:
             await asyncio.sleep(START_POLL_SECONDS)
 
     def members(self) -> list[int]:
-        """Every live process of the container, its shim included."""
+        """Pids of all live processes of the container, including its shim."""
         return find_members(self.directory).get(self.directory, [])
 
     def resident_bytes(self, children: Mapping[int, list[int]] | None = None) -> int:
-        """Memory of all processes but the shim; shared pages count once where the kernel says (Linux).
+        """Memory of all processes except the shim; shared pages count once where the kernel reports them (Linux).
 
-        `children` is `children_by_parent()`, for a caller that asks for many containers.
+        `children` is `children_by_parent()`; a caller that checks many containers reads it once.
         """
         processes = _descendants(self.pid, children_by_parent() if children is None else children)
         total = sum(_memory(pid, exact=False) for pid in processes)
         if self.memory_bytes is None or total <= self.memory_bytes:
             return total
-        # Forked workers share pages, which RSS counts again for each; only then is the dear exact figure read.
+        # Forked workers share pages, which RSS counts for each worker; only then read the exact figure, which is slow.
         return sum(_memory(pid, exact=True) for pid in processes)
 
     def release(self) -> None:
-        """Give back the disk that a finished container no longer needs; output and exit code stay."""
+        """Free the disk that a finished container no longer needs; output and exit code stay."""
         for name in ("home", "rootfs"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
 class Runtime:
-    """Starts containers under one directory and finds them again. Belongs to one event loop."""
+    """Starts containers under a directory and finds them again after a restart. Belongs to one event loop."""
 
     def __init__(self, directory: Path, search_path: Iterable[Path] = ()) -> None:
         self.directory = directory.resolve()
@@ -139,14 +139,14 @@ class Runtime:
         self._spawn(self._watch_memory())
 
     async def stop(self) -> None:
-        """Stop watching; the containers go on."""
+        """Stop watching; the containers continue."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.containers.clear()
 
     def launch(self, container_id: str, prepare: Callable[[Path], ContainerSpec]) -> Container:
-        """Start a container, or return it if this id was ever started. `prepare` fills its directory first."""
+        """Start a container, or return it if its id was ever started. `prepare` fills its directory first."""
         if container := self.adopt(container_id):
             return container
         directory = self.directory / container_id
@@ -161,7 +161,7 @@ class Runtime:
         return self._begin(directory, spec)
 
     def adopt(self, container_id: str) -> Container | None:
-        """Find a container again, running or ended; None if it was never started."""
+        """The running or ended container with this id; None if it was never started."""
         if container := self.containers.get(container_id):
             return container
         directory = self.directory / container_id
@@ -177,13 +177,13 @@ class Runtime:
         return read_output(self.directory / container_id, tail)
 
     def forget(self, container_id: str) -> None:
-        """Delete all that is left of an ended container, its output too."""
+        """Delete all files of an ended container, including its output."""
         directory = self.directory / container_id
         shutil.rmtree(temporary_directory(directory), ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
 
     def live(self) -> list[str]:
-        """Ids of the containers that have a process; the proof that none is left, read from the machine."""
+        """Ids of the containers that have a process, read from the machine: an empty list proves that none runs."""
         return sorted(directory.name for directory in find_members(self.directory))
 
     def _begin(self, directory: Path, spec: ContainerSpec) -> Container:
@@ -192,7 +192,7 @@ class Runtime:
             "HOME": str(directory / "home"),
             "TMPDIR": str(temporary_directory(directory)),
             **spec.env,
-            # An image's own PATH comes second: the local environment stands for what the image installed.
+            # An image's own PATH comes last: the local environment stands for the packages that the image installed.
             "PATH": os.pathsep.join(
                 filter(None, [*map(str, spec.search_path), self.search_path, spec.env.get("PATH")])
             ),
@@ -209,7 +209,7 @@ class Runtime:
         )
         created = _created(pid) or time.time()
         record = {"pid": pid, "created": created, "memory_bytes": spec.memory_bytes, "argv": list(spec.argv)}
-        # Without a record, as on a full disk, a later stack still finds the container: by its mark.
+        # Without a record (full disk), a later stack still finds the container by the mark in its environment.
         with contextlib.suppress(OSError):
             _write(directory / "process.json", json.dumps(record))
         return self._track(Container(directory, pid, created, spec.memory_bytes))
@@ -222,8 +222,10 @@ class Runtime:
     async def _watch_exit(self, container: Container) -> None:
         await wait_for_process(container.pid, container.created, container.directory)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(container.pid, os.WNOHANG)  # ours to collect, unless an earlier stack started it
-        if sys.platform != "linux" or not (container.directory / "exit").exists():  # else the shim has seen to it
+            os.waitpid(container.pid, os.WNOHANG)  # this process collects it, unless an earlier stack started it
+        if (
+            sys.platform != "linux" or not (container.directory / "exit").exists()
+        ):  # else the shim has already killed them
             while strays := [pid for pid in container.members() if pid != container.pid or _alive(pid)]:
                 send_signal(strays, signal.SIGKILL)
                 await asyncio.sleep(0.01)
@@ -236,7 +238,7 @@ class Runtime:
             await asyncio.sleep(MEMORY_CHECK_SECONDS)
             if not self.containers:
                 continue
-            children = children_by_parent()  # once for all: looking at every process is the dear part
+            children = children_by_parent()  # once for all containers: reading every process is slow
             for container in list(self.containers.values()):
                 limit = container.memory_bytes
                 if limit and container.exit is None and (used := container.resident_bytes(children)) > limit:
@@ -254,17 +256,17 @@ class Runtime:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Every process of the machine by its parent, in one look."""
-    found: dict[int, list[int]] = {}
+    """The pids of all processes of this machine by their parent's pid."""
+    children: dict[int, list[int]] = {}
     for process in psutil.process_iter(["ppid"]):
-        found.setdefault(process.info["ppid"], []).append(process.pid)
-    return found
+        children.setdefault(process.info["ppid"], []).append(process.pid)
+    return children
 
 
 def end_all(directory: Path, grace_seconds: float = 5.0) -> list[str]:
-    """End every container below `directory`, with or without a stack; returns the ids of those that were running.
+    """End every container below `directory`, with or without a stack; return the ids of the containers that ran.
 
-    For `dropforge down` after the stack has died. Raises TimeoutError if a process survives SIGKILL for ten seconds.
+    For `dropforge down` after the stack was killed. Raises TimeoutError if a process survives SIGKILL for ten seconds.
     """
     root = directory.resolve()
     ended = sorted(container.name for container in find_members(root))
@@ -284,11 +286,11 @@ def end_all(directory: Path, grace_seconds: float = 5.0) -> list[str]:
 
 
 def find_members(directory: Path) -> dict[Path, list[int]]:
-    """Live processes marked with a container directory at or below `directory`, by container directory."""
-    found: dict[Path, list[int]] = {}
+    """Pids of live processes marked with a container directory at or below `directory`, by container directory."""
+    members: dict[Path, list[int]] = {}
     for pid, mark in _marks(str(directory)):
-        found.setdefault(Path(mark), []).append(pid)
-    return found
+        members.setdefault(Path(mark), []).append(pid)
+    return members
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
@@ -298,7 +300,7 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 async def wait_for_process(pid: int, created: float, directory: Path) -> None:
-    """Return when the process is gone: woken by the kernel (pidfd), or by looking ten times a second."""
+    """Return when the process has ended: the kernel reports it (pidfd), or this function polls ten times a second."""
     try:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -306,14 +308,14 @@ async def wait_for_process(pid: int, created: float, directory: Path) -> None:
             await asyncio.sleep(EXIT_POLL_SECONDS)
         return
     try:
-        if _is_same(pid, created, directory):  # asked after the open: from here on the pid cannot change hands
+        if _is_same(pid, created, directory):  # checked after the open: from here on the pid cannot be reused
             await _readable(descriptor)
     finally:
         os.close(descriptor)
 
 
 def temporary_directory(directory: Path) -> Path:
-    """A container's TMPDIR: inside its directory, or a short path when that one is too long for sockets."""
+    """A container's TMPDIR: inside its directory, or a short path if that path is too long for sockets."""
     inside = directory / "tmp"
     if len(str(inside)) <= LONGEST_TMPDIR:
         return inside
@@ -341,7 +343,7 @@ def _shim_files(directory: Path) -> list[tuple[int, int, str, int, int]]:
 
 
 def _marks(prefix: str) -> Iterable[tuple[int, str]]:
-    """(pid, container directory) of every marked, live process whose mark is `prefix` or below it."""
+    """(pid, container directory) of every live process whose container directory is `prefix` or below it."""
     for process in psutil.process_iter():
         mark = _mark(process)
         if mark and (mark == prefix or mark.startswith(f"{prefix}/")):
@@ -351,11 +353,11 @@ def _marks(prefix: str) -> Iterable[tuple[int, str]]:
 def _mark(process: psutil.Process) -> str:
     if sys.platform == "linux":
         try:
-            data = Path(f"/proc/{process.pid}/environ").read_bytes()  # a zombie's reads as empty
+            data = Path(f"/proc/{process.pid}/environ").read_bytes()  # a zombie's environment reads as empty
         except OSError:
             return ""
-        _, found, rest = (b"\0" + data).partition(f"\0{MARKER}=".encode())
-        return os.fsdecode(rest.partition(b"\0")[0]) if found else ""
+        _, marked, rest = (b"\0" + data).partition(f"\0{MARKER}=".encode())
+        return os.fsdecode(rest.partition(b"\0")[0]) if marked else ""
     try:
         return process.environ().get(MARKER, "") if process.status() != psutil.STATUS_ZOMBIE else ""
     except psutil.Error:
@@ -367,13 +369,13 @@ def _all_members(root: Path) -> list[int]:
 
 
 def _find_shim(directory: Path) -> int:
-    """The shim of a container whose record was never written; 0 when it is gone."""
+    """The pid of the shim of a container without a record; 0 when the shim has ended."""
     members = find_members(directory).get(directory, [])
     return min(members, key=lambda pid: _created(pid) or 0.0, default=0)
 
 
 def _is_same(pid: int, created: float, directory: Path) -> bool:
-    """Whether this is the recorded shim, alive, and not another process that got its number."""
+    """Whether the pid still belongs to the recorded, live shim and was not reused."""
     now = _created(pid)
     # psutil derives start times from the boot time, which moves with the clock: hence the tolerance and the mark.
     same_start = now is not None and (not created or abs(now - created) < 2)
@@ -381,12 +383,12 @@ def _is_same(pid: int, created: float, directory: Path) -> bool:
 
 
 def _descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
-    found, todo = [], [pid]
+    pids, todo = [], [pid]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def _alive(pid: int) -> bool:

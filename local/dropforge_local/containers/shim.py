@@ -1,10 +1,10 @@
 """The process between the local stack and one container, as containerd-shim is between containerd and runc.
 
 Usage: python -I -S shim.py DIRECTORY LOG_BYTES WORKDIR COMMAND [ARGUMENT...]; the container's environment is its own.
-It outlives the stack: it writes the container's output to DIRECTORY/output.log (rotated once, so never above
-LOG_BYTES) and, when the command has ended and nothing of it runs any more, "CODE TIME" to DIRECTORY/exit.
-Standard library only, and little of it: one of these starts with every container. `signal` and `ctypes` would take
-longer than all the rest, so it uses the modules below them.
+It outlives the stack. It writes the container's output to DIRECTORY/output.log (rotated once, so never above LOG_BYTES)
+and, when all processes of the container have ended, "CODE TIME" to DIRECTORY/exit.
+It imports little, and only from the standard library, because it starts with every container. The imports of `signal`
+and `ctypes` would take longer than everything else, so it uses the modules below them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     os.setsid()
-    # Whoever creates the claim runs the command: a container can never be started twice, whatever was killed when.
+    # Only the process that creates the claim runs the command, so a container never starts twice, even after a kill.
     os.close(os.open(os.path.join(directory, "claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     exit_file = reserve_exit(directory)
     adopt_orphans()
@@ -39,7 +39,7 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
     for descriptor in (output, wake, wake_writer):
         os.set_blocking(descriptor, False)
     ignore_signals(wake_writer)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the command must not miss one while it begins
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # the command must not miss a SIGTERM while it starts
     child = os.fork()
     if child == 0:
         run_command(workdir, list(command), output_writer)
@@ -54,7 +54,7 @@ def main(directory: str, log_bytes: str, workdir: str, *command: str) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphaned descendant (Linux), so that none can hide from `kill_leftovers`."""
+    """Become the parent of every orphaned descendant (Linux), so that `kill_leftovers` finds all of them."""
     if sys.platform == "linux":
         import _ctypes
 
@@ -70,7 +70,7 @@ def ignore_signals(wake_writer: int) -> None:
 
 
 def run_command(workdir: str, command: list[str], output_writer: int) -> None:
-    """In the forked child: become the command, or say why not and end as a shell would (126, 127)."""
+    """In the forked child: execute the command, or print why it cannot start and exit as a shell does (126, 127)."""
     signal.set_wakeup_fd(-1)
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -88,7 +88,7 @@ def run_command(workdir: str, command: list[str], output_writer: int) -> None:
 
 
 def supervise(child: int, output: int, wake: int, log: RotatingLog) -> int:
-    """Copy output until the command has ended; return its exit code, 128 + signal when it was killed."""
+    """Copy output until the command has ended; return its exit code, or 128 + signal if a signal killed it."""
     sources = [output, wake]
     while True:
         readable, _, _ = select.select(sources, [], [])
@@ -101,7 +101,7 @@ def supervise(child: int, output: int, wake: int, log: RotatingLog) -> int:
 
 
 def reap(child: int) -> int | None:
-    """Collect every ended process; the command's exit code when it is one of them."""
+    """Collect every ended process; return the command's exit code once the command has ended, else None."""
     code = None
     while True:
         try:
@@ -116,7 +116,7 @@ def reap(child: int) -> int | None:
 
 
 def copy(output: int, log: RotatingLog) -> bool:
-    """Move what is there to the log; False at the end of the stream."""
+    """Copy the available output to the log; False at the end of the stream."""
     try:
         data = os.read(output, 65536)
     except BlockingIOError:
@@ -134,16 +134,16 @@ def drain(output: int, log: RotatingLog) -> None:
 
 
 def kill_leftovers(child: int) -> None:
-    """When a container's first process ends, the kernel kills the others; do as it does."""
+    """Kill all other processes, as the kernel does when a container's first process ends."""
     send_kill(os.killpg, child)
-    while has_children():  # whoever is left has one of them for an ancestor: orphans were adopted
+    while has_children():  # every remaining process descends from a child of this process: orphans were adopted
         for pid in descendants(os.getpid()):
             send_kill(os.kill, pid)
         time.sleep(0.01)
 
 
 def has_children() -> bool:
-    """Whether any is left, once those that have ended are collected."""
+    """Whether a child still runs, after collecting the ended children."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -160,7 +160,7 @@ def send_kill(kill: Callable[[int, int], None], pid: int) -> None:
 
 
 def descendants(parent: int) -> list[int]:
-    """Every process below `parent`, by /proc; none where there is no /proc (the group kill has to do there)."""
+    """Pids of every process below `parent`, from /proc; empty without /proc, where the group kill must suffice."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
@@ -170,16 +170,16 @@ def descendants(parent: int) -> list[int]:
             except OSError:
                 continue
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found, frontier = [], [parent]
+    pids, frontier = [], [parent]
     while frontier:
         below = children.get(frontier.pop(), [])
-        found += below
+        pids += below
         frontier += below
-    return found
+    return pids
 
 
 def reserve_exit(directory: str) -> int:
-    """Take the disk space of the exit file beforehand: a full disk must not turn a success into a loss."""
+    """Allocate the exit file's disk space in advance: a full disk must not turn a success into a loss."""
     descriptor = os.open(os.path.join(directory, "exit.tmp"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     os.write(descriptor, b" " * EXIT_BYTES)
     return descriptor
@@ -192,7 +192,7 @@ def write_exit(directory: str, descriptor: int, code: int) -> None:
 
 
 class RotatingLog:
-    """Appends to a file; at half the cap it becomes FILE.1, in place of the one before."""
+    """Appends to a file; at half of the limit, the file becomes FILE.1 and replaces the previous FILE.1."""
 
     def __init__(self, path: str, log_bytes: int) -> None:
         self.path = path
@@ -223,7 +223,7 @@ class RotatingLog:
         os.write(self.descriptor, data)
 
     def mark(self, size: int) -> None:
-        """Note when the log had this size, so that it can be read from a time on."""
+        """Record when the log had this size, so that readers can start at a time."""
         if time.time() - self.marked >= MARK_SECONDS:
             self.marked = time.time()
             with open(self.times, "a") as file:

@@ -1,4 +1,4 @@
-"""Makes accelerate shard models (FSDP2) on processes without GPUs, for containers of the local stack alone.
+"""Makes accelerate shard models (FSDP2) on processes without GPUs. Only containers of the local stack use it.
 
 `environment` puts this directory on PYTHONPATH, where Python finds sitecustomize.py.
 """
@@ -13,6 +13,6 @@ LOCAL_GPUS = "DROPFORGE_LOCAL_GPUS"
 
 
 def environment(env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """`env` for a container that asked for `gpus` GPUs and gets as many processes' worth of CPU in their place."""
+    """`env` for a container that requests `gpus` GPUs and runs as many CPU processes instead."""
     path = [str(DIRECTORY), *filter(None, [env.get("PYTHONPATH", "")])]
     return {**env, "PYTHONPATH": ":".join(path), LOCAL_GPUS: str(gpus)}

@@ -1,8 +1,8 @@
 """Python imports this at start wherever its directory is on PYTHONPATH (local stack only: see __init__.py).
 
-accelerate knows FSDP for several GPUs, and silently runs DDP for several CPUs (AcceleratorState.__init__ looks for
-MULTI_GPU and its like). FSDP2 itself works on gloo. So that the containers train sharded models on a laptop, in ranks
-that `accelerate launch` started with FSDP, CPU processes are called GPU processes.
+accelerate uses FSDP for several GPUs but silently runs DDP for several CPUs (AcceleratorState.__init__ checks for
+MULTI_GPU and similar types). FSDP2 itself works on gloo. In ranks that `accelerate launch` started with FSDP, this
+module reports CPU processes as GPU processes, so that containers train sharded models on a laptop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATE = "accelerate.state"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds `accelerate.state` as always, and has it patched once it is loaded."""
+    """Finds `accelerate.state` as usual and patches it once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
 """Python imports this at start wherever its directory is on PYTHONPATH (local stack only: see __init__.py).
 
-Ray listens on every interface unless its node is 127.0.0.1, and on Linux replaces that by the machine's address
-(ray._private.services). And `ray start` is given the ports of a pod, which has them to itself in a cluster.
+Ray listens on every interface unless its node is 127.0.0.1, and on Linux it replaces 127.0.0.1 by the machine's address
+(ray._private.services). `ray start` receives the ports of a pod, but here all pods share the ports of a machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
-# Options of `ray start` that are ports of the pod, with Ray's own defaults; a head has all of them.
+# Options of `ray start` that are ports of the pod, with Ray's defaults; a head uses all of them.
 PORTS = {
     "dashboard-agent-listen-port": 52365,
     "metrics-export-port": 8080,
@@ -27,12 +27,12 @@ PORTS = {
     "ray-client-server-port": 10001,
 }
 WORKER_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
-# Of the dashboard's parts, each a process of 100 MB, those that serve jobs and their state, and know the head.
+# The dashboard's modules that serve jobs, their state and the head; each module is a process of 100 MB.
 DASHBOARD_MODULES = "JobHead,NodeHead,StateHead"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds Ray's modules as always, and has some patched once they are loaded."""
+    """Finds Ray's modules as usual and patches some of them once they are loaded."""
 
     def __init__(self) -> None:
         self.patches = {"ray._private.services": make_small, "jax._src.lib": keep_jax_here}
@@ -55,7 +55,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def make_small(services: Any) -> None:
-    """Keep a node on the loopback, and its dashboard small."""
+    """Keep a node on the loopback interface, and its dashboard small."""
     start = services.start_ray_process
 
     def start_ray_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def make_small(services: Any) -> None:
 
 
 def keep_jax_here(lib: Any) -> None:
-    """Have JAX's coordinator listen on the loopback, and gloo, which asks for this host's name."""
+    """Make JAX's coordinator and gloo, which would use this host's name, listen on the loopback interface."""
     serve, connect = lib._jax.get_distributed_runtime_service, lib._jax.make_gloo_tcp_collectives
 
     def get_distributed_runtime_service(address: str, *args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ def keep_jax_here(lib: Any) -> None:
 
 
 def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
-    """The words of `ray start` for this machine: its ports for the pod's, the head's address, the loopback."""
+    """The arguments of `ray start` for this machine: local ports, the head's address, the loopback interface."""
     head = "--head" in words
     options = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     for name in PORTS if head else WORKER_PORTS:
         port = options.get(name, str(PORTS[name]))
         options[name] = str(local["ports"].get(port, port))
     options |= {"node-ip-address": LOOPBACK, "min-worker-port": "0", "max-worker-port": "0"}
-    # A node that is given none takes the head's, which in a cluster is a directory of its own.
+    # Without this option a node uses the head's directory, which in a cluster is on another machine.
     options.setdefault("temp-dir", os.path.join(tempfile.gettempdir(), "ray"))
     options["object-store-memory"] = str(local["object_store_bytes"])
     options |= {"dashboard-host": LOOPBACK, "no-monitor": ""} if head else {"address": local["head"]}

@@ -1,11 +1,11 @@
-"""Death on purpose, at a moment that can be named: the Nth commit of the stack's database from now on.
+"""A switch that kills a part of the stack at a chosen moment: the Nth commit of the stack's database from now on.
 
     POST /_local/crash {"commit": 12, "moment": "after", "kill": "stack"}
-    GET /_local/crash  → how often the database has committed since then, and what is still to be killed when
+    GET /_local/crash  → the number of commits since then, and the kill that is still armed
 
-`kill` is who gets SIGKILL: the "stack" (its functions end with it), the "functions", or the "containers", i.e. every
-training and serving process. `moment` is "before" or "after" the commit; `commit` 0 switches it off. The environment
-variable DROPFORGE_KILL_AT_COMMIT=N kills the stack after the Nth commit of its own start.
+`kill` names who gets SIGKILL: the "stack" (its functions end with it), the "functions", or the "containers", i.e. every
+training and serving process. `moment` is "before" or "after" the commit; `commit` 0 switches the kill off. The
+environment variable DROPFORGE_KILL_AT_COMMIT=N kills the stack after the Nth commit of its own start.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dropforge_local.containers.processes import find_members, send_signal
 VARIABLE = "DROPFORGE_KILL_AT_COMMIT"
 _DEFAULTS = {"commit": 0, "moment": "after", "kill": "stack"}
 _MOMENTS, _VICTIMS = ("before", "after"), ("stack", "functions", "containers")
-# What training and serving containers have in their environment, and nothing else on their machines.
-_OF_OURS = frozenset({"DROPFORGE_RUN", "DROPFORGE_SERVED_MODEL_NAME"})
+# Training and serving containers have one of these in their environment; nothing else on their machines has.
+_CONTAINER_VARIABLES = frozenset({"DROPFORGE_RUN", "DROPFORGE_SERVED_MODEL_NAME"})
 
 
 class CrashSwitch:
-    """Counts commits, and kills at one of them. `directories` hold the containers."""
+    """Counts commits and kills at the armed commit. `directories` hold the containers."""
 
     def __init__(self, db: Database, directories: Sequence[Path], kill_functions: Callable[[], None]) -> None:
         self._directories = directories
@@ -76,12 +76,12 @@ class CrashSwitch:
             self._kill_functions()
         else:
             members = [find_members(directory) for directory in self._directories]
-            pids = [pid for found in members for group in found.values() for pid in group]
-            send_signal(filter(_is_ours, pids), signal.SIGKILL)
+            pids = [pid for groups in members for group in groups.values() for pid in group]
+            send_signal(filter(_is_container, pids), signal.SIGKILL)
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """What a request asks for. Raises ApiError."""
+    """The kill that a request arms. Raises ApiError."""
     try:
         body = {**_DEFAULTS, **json.loads(data)}
     except (ValueError, TypeError, RecursionError) as error:
@@ -93,10 +93,10 @@ def parse(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _is_ours(pid: int) -> bool:
-    """Not its shim, which records the exit code."""
+def _is_container(pid: int) -> bool:
+    """Whether a training or serving container runs the process; its shim, which records the exit code, is excluded."""
     try:
         process = psutil.Process(pid)
-        return shim.__file__ not in process.cmdline() and not _OF_OURS.isdisjoint(process.environ())
+        return shim.__file__ not in process.cmdline() and not _CONTAINER_VARIABLES.isdisjoint(process.environ())
     except psutil.Error:
         return False

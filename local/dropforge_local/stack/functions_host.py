@@ -1,6 +1,6 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
-The stack (functions_process.py) starts one process for all of them: `python -m
+The stack (functions_process.py) starts one process for all functions: `python -P -m
 dropforge_local.stack.functions_host FD [record]`. FD is a bound socket. A line of JSON on standard input gives the
 process its URL, the functions' environment, and the secret that signs tokens. The process ends when that pipe closes,
 so it never outlives its parent.
@@ -25,13 +25,13 @@ from dropforge_local.base.recording import caller, tell_callers
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 SOURCE = Path(__file__).resolve().parents[3] / "functions" / "main.py"
 THREADS = 24  # a stage spends its time waiting for the emulators
-IMPORTS = (
+IMPORTS = (  # of every start
     "functions_framework",
     "gunicorn.app.base",
     "gunicorn.workers.gthread",
     "dropforge.stages.submit",
     "dropforge.stages.sweep.sweep",
-)  # of every start
+)
 
 
 def entry_points(source: Path = SOURCE) -> list[str]:
@@ -40,7 +40,7 @@ def entry_points(source: Path = SOURCE) -> list[str]:
 
 
 def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
-    """One WSGI application with each function at /<name>; callers need an OIDC token for that URL, as in the cloud."""
+    """One WSGI application with every function at /<name>; callers need an OIDC token for that URL, as in the cloud."""
     import functions_framework
     from werkzeug.exceptions import NotFound
     from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -88,13 +88,13 @@ def serve(url: str, descriptor: int, identity: Identity) -> None:
 
 
 def _end_with_parent() -> None:
-    """End when the stack does, even if it was killed: its end of the pipe closes then."""
+    """End when the stack ends, even if it was killed: its end of the pipe closes then."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _import_what_takes_long() -> None:
-    """What every start needs, while the stack does the same and cannot tell us anything yet."""
+    """Import what every start needs, while the stack imports its own libraries and cannot send the start line yet."""
     for name in IMPORTS:
         importlib.import_module(name)
 
@@ -105,11 +105,11 @@ def main() -> None:
     _import_what_takes_long()
     line = sys.stdin.readline()
     if not line:
-        return  # the stack has not come so far
-    told = json.loads(line)
-    os.environ.update(told["environment"])
+        return  # the stack ended before it could send the line
+    start = json.loads(line)
+    os.environ.update(start["environment"])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(told["url"], int(sys.argv[1]), Identity(told["secret"]))
+    serve(start["url"], int(sys.argv[1]), Identity(start["secret"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The functions' process as the stack sees it: begun before the stack knows what to tell it, and again when it dies."""
+"""The functions' process: the stack begins it before it knows its own addresses, and again whenever it ends."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ import psutil
 
 from dropforge_local.base.ports import HOST
 
-from .control import StackError
+from .config import StackError
 
+# The functions get what a deployment sets, and nothing else of the shell's: the last two are for platforms that live
+# outside of the repository (dropforge/spec/registry.py).
+INHERITED = ("PATH", "LANG", "TMPDIR", "PYTHONPATH", "DROPFORGE_PLATFORMS")
 MODULE = "dropforge_local.stack.functions_host"
 BIND_SECONDS = 3.0
 STOP_SECONDS = 10
 
 
 class FunctionsProcess:
-    """One after the other, all at one socket. Raises StackError when the port is taken."""
+    """One functions' process at a time, always at the same socket. Raises StackError when the port is taken."""
 
     def __init__(self, state: Path, port: int, *, record: bool) -> None:
         self._listener = _bind(port)
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/"
         self._state = state
-        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), *(["record"] if record else [])]
+        self._command = [sys.executable, "-P", "-m", MODULE, str(self._listener.fileno())]
+        self._command += ["record"] if record else []
         self.begin()
 
     def begin(self) -> None:
-        """Start it. It imports what it needs meanwhile, and serves once it has been told."""
-        base = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        """Start the process. It imports its libraries, waits for `tell`, then serves."""
+        base = {name: os.environ[name] for name in INHERITED if name in os.environ}
         with (self._state / "functions.log").open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -46,23 +50,23 @@ class FunctionsProcess:
             )
 
     def tell(self, environment: dict[str, str], secret: str) -> None:
-        """The functions' environment, and the secret that signs tokens, which is in no environment."""
-        told = {"url": self.url, "environment": environment, "secret": secret}
+        """Send the functions' environment and the secret that signs tokens, which no environment contains."""
+        start = {"url": self.url, "environment": environment, "secret": secret}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        self._process.stdin.write(json.dumps(start).encode() + b"\n")
         self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        """The exit code of one that has ended."""
+        """The exit code of the process once it has ended; None while it runs."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """End it, and wait until it has ended."""
+        """End the process and wait for its end."""
         self._process.terminate()
         self._process.wait(STOP_SECONDS)
 
     def kill(self) -> None:
-        """The worker too: it would notice a while after that its parent is gone."""
+        """Kill the worker too: it notices the end of its parent only after a while."""
         if self._process.poll() is None:
             master = psutil.Process(self._process.pid)
             for process in [*master.children(recursive=True), master]:
@@ -70,7 +74,7 @@ class FunctionsProcess:
 
 
 def _bind(port: int) -> socket.socket:
-    """A listening socket. The functions of a killed stack may hold the port for a moment: it is waited for."""
+    """A listening socket. Wait up to BIND_SECONDS: the functions of a killed stack may hold the port for a moment."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     deadline = time.monotonic() + BIND_SECONDS

@@ -1,6 +1,6 @@
-"""Where a stack's process begins: the functions' process first, so that both import at once what takes them a second.
+"""A stack's process starts here. It starts the functions' process first: both import their libraries in parallel.
 
-`python -m dropforge_local.stack.main STATE HTTP_PORT GRPC_PORT FUNCTIONS_PORT`
+`python -P -m dropforge_local.stack.main STATE HTTP_PORT GRPC_PORT FUNCTIONS_PORT`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .control import StackConfig, StackError
+from .config import StackConfig, StackError
 from .functions_process import FunctionsProcess
 
 
@@ -23,14 +23,14 @@ def run(state: Path, ports: list[int]) -> None:
     http_port, grpc_port, functions_port = ports
     with _locked(state):
         functions = FunctionsProcess(state, functions_port, record=StackConfig.of(state).record)
-        from .process import serve  # not before
+        from .process import serve  # its import takes a second; the functions' process starts before
 
         asyncio.run(serve(state, http_port, grpc_port, functions))
 
 
 @contextlib.contextmanager
 def _locked(state: Path) -> Iterator[None]:
-    """One stack per state directory. Raises StackError."""
+    """Hold the lock of a state directory: one stack at a time uses it. Raises StackError."""
     file = (state / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

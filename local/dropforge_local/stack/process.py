@@ -1,13 +1,12 @@
-"""The local stack itself: every emulator on one event loop. Its process begins in stack_main.py.
+"""The local stack itself: every emulator on one event loop. Its process begins in main.py.
 
-What a deployment creates in a project once (buckets, topics, triggers, the workflow, a cluster), `_deploy` creates here
-at each start.
+What a deployment creates in a project once (buckets, topics, triggers, the workflow, a cluster), `_deploy` creates at
+each start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import logging
@@ -35,43 +34,42 @@ from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
-from dropforge_local.emulators.executions import WorkflowsEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
-from workflows_engine.engine import Engine
+from dropforge_local.emulators.workflows import WorkflowsEmulator
+from workflows_engine import Engine
 
-from .control import (
+from . import deployment
+from .config import ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file
+from .crash import CrashSwitch
+from .deployment import (
     CLUSTER,
-    IMAGES,
+    JOB_EVENTS,
     LOCATION,
     PROJECT,
-    ROOT,
-    START_SECONDS,
-    StackConfig,
-    StackError,
-    StackInfo,
-    container_directories,
-    replace_file,
+    REQUESTS,
+    RUN_EVENTS,
+    RUNS_BUCKET,
+    SERVER,
+    SLACK_SECRET,
+    SPECS_BUCKET,
+    TRAINER,
+    WORKFLOW,
 )
-from .crash import CrashSwitch
 from .functions_process import FunctionsProcess
 
 log = logging.getLogger(__name__)
 
-SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
-WORKFLOW = "dropforge-run"
-REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
-NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
-ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # who calls, by the account's name
+ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # the recorded caller of each service account
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
 class Stack:
-    """Every emulator and the scheduler, on one event loop, and the functions, in a process that has begun before."""
+    """Every emulator and the scheduler, on one event loop, and the functions, whose process has already begun."""
 
     def __init__(self, state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:
         self.state = state
@@ -157,12 +155,13 @@ class Stack:
         return self.info()
 
     async def stop(self) -> None:
-        """Stop serving. Container processes go on: they belong to the state directory, `down` ends them."""
+        """Stop every part. Container processes continue: they belong to the state directory, `down` ends them."""
         for task in self._tasks:
             task.cancel()
-        await self._server.stop()
-        await asyncio.to_thread(self._functions.stop)
-        self.db.close()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.db.close)
+            stack.push_async_callback(asyncio.to_thread, self._functions.stop)
+            stack.push_async_callback(self._server.stop)
 
     def info(self) -> StackInfo:
         pid = os.getpid()
@@ -177,62 +176,24 @@ class Stack:
         )
 
     def environment(self, caller: str = "") -> dict[str, str]:
-        """What the functions and the command line need to talk to this stack."""
-        http, grpc = self._server.addresses(caller)
-        return {
-            **_libraries_environment(http, grpc),
-            "CLOUD_RUN_EMULATOR_HOST": http,
-            "GKE_EMULATOR_HOST": http,
-            "TPU_EMULATOR_HOST": http,
-            "COMPUTE_EMULATOR_HOST": http,
-            "WORKFLOWS_EMULATOR_HOST": grpc,
-            "DROPFORGE_EMULATOR_TOKEN": self.identity.token("OAuth2", CLOUD_PLATFORM),
-            "DROPFORGE_PROJECT": PROJECT,
-            "DROPFORGE_LOCATION": LOCATION,
-            "DROPFORGE_SPECS_BUCKET": SPECS_BUCKET,
-            "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
-            "DROPFORGE_WORKFLOW": WORKFLOW,
-            "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
-            "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
-            "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
-            "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-trl:local",
-            "DROPFORGE_TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-maxtext:local",
-            "DROPFORGE_TRAIN_RAY_IMAGE": f"{IMAGES}/train-ray:local",
-            "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-vllm:local",
-            "DROPFORGE_SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/serve-vllm-tpu:local",
-            "DROPFORGE_TRAINER_SERVICE_ACCOUNT": f"{TRAINER}@{PROJECT}.iam.gserviceaccount.com",
-            "DROPFORGE_SERVER_SERVICE_ACCOUNT": f"{SERVER}@{PROJECT}.iam.gserviceaccount.com",
-            "DROPFORGE_NODES_SERVICE_ACCOUNT": f"{NODES}@{PROJECT}.iam.gserviceaccount.com",
-            "DROPFORGE_GKE_CLUSTER": CLUSTER.rsplit("/", 1)[1],
-            "DROPFORGE_KUBERNETES_NAMESPACE": NAMESPACE,
-            "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
-            "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
-            "DROPFORGE_SLACK_WEBHOOK_SECRET": "slack-webhook",
-            "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event should not keep anybody waiting here
-            **self.config.settings,
-        }
+        """What the functions and the command line need to use this stack."""
+        return {**deployment.environment(*self._server.addresses(caller), self._token()), **self.config.settings}
 
     def kubeconfig(self) -> str:
-        """For kubectl: the deployment's cluster and namespace, with the token that the functions have."""
-        name = CLUSTER.rsplit("/", 1)[1]
-        authority = base64.b64encode(self.kubernetes.authority_of(CLUSTER).encode()).decode()
+        """For kubectl, with the token that the functions have."""
         server = f"https://{HOST}:{self.kubernetes.port_of(CLUSTER)}"
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": name,
-            "clusters": [{"name": name, "cluster": {"server": server, "certificate-authority-data": authority}}],
-            "users": [{"name": name, "user": {"token": self.environment()["DROPFORGE_EMULATOR_TOKEN"]}}],
-            "contexts": [{"name": name, "context": {"cluster": name, "user": name, "namespace": NAMESPACE}}],
-        }
-        return json.dumps(config, indent=2)
+        return deployment.kubeconfig(server, self.kubernetes.authority_of(CLUSTER), self._token())
+
+    def _token(self) -> str:
+        return self.identity.token("OAuth2", CLOUD_PLATFORM)
 
     def _platform_environment(self, account: str) -> dict[str, str]:
-        """What stands for the metadata server in every container: where the APIs are that its identity may use."""
-        return _libraries_environment(*self._server.addresses(ROLES.get(account.partition("@")[0], "")))
+        """Stands for the metadata server in every container: the addresses of the APIs for its service account."""
+        caller = ROLES.get(account.partition("@")[0], "")
+        return deployment.libraries_environment(*self._server.addresses(caller))
 
     def _machine_environment(self, account: str) -> dict[str, str]:
-        """The same for TPU machines, whose script publishes by REST."""
+        """Like `_platform_environment`, for TPU machines, whose script publishes over REST."""
         environment = self._platform_environment(account)
         return {**environment, "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"{environment['STORAGE_EMULATOR_HOST']}/"}
 
@@ -246,16 +207,16 @@ class Stack:
             self.recorder.note_kubernetes(headers, cluster, verb, resource)
 
     def _deploy(self) -> None:
-        """What Terraform does in a project, idempotent; ports are known, nothing is served yet."""
+        """Create what Terraform creates in a project. Idempotent; the ports are known, nothing is served yet."""
         self.engine.callback_base_url = self._server.url
         for bucket in (SPECS_BUCKET, RUNS_BUCKET):
             self.storage.create_bucket(bucket)
         for topic in (REQUESTS, JOB_EVENTS, RUN_EVENTS):
             self.pubsub.create_topic(f"projects/{PROJECT}/topics/{topic}")
         self.gke.ensure_cluster(CLUSTER)
-        self.kubernetes.ensure_objects(CLUSTER, _cluster_objects())
-        self.secrets.set_secret("slack-webhook", f"{self._server.url}/slack/services/T000/B000/local".encode())
-        for name, event_type, filters in _triggers():
+        self.kubernetes.ensure_objects(CLUSTER, deployment.cluster_objects())
+        self.secrets.set_secret(SLACK_SECRET, f"{self._server.url}/slack/services/T000/B000/local".encode())
+        for name, event_type, filters in deployment.triggers():
             self.eventarc.ensure_trigger(
                 Trigger(name, event_type, filters, self.functions_url + name.replace("-", "_"))
             )
@@ -264,7 +225,7 @@ class Stack:
         self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
 
     async def _wait_for_functions(self) -> None:
-        """Until the functions answer anything; the socket accepts before they do."""
+        """Return once the functions answer any request: the socket accepts connections before they can."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=START_SECONDS)) as session:
             try:
                 async with session.get(self.functions_url):
@@ -273,16 +234,16 @@ class Stack:
                 raise StackError(f"the functions did not start; see {self.state / 'functions.log'}") from error
 
     async def _watch_functions(self) -> None:
-        """Start the functions' process again when it dies, as the platform would."""
+        """Restart the functions' process when it ends, as the platform does."""
         while True:
             if (code := self._functions.poll()) is not None:
-                log.error("the functions' process ended with %s; starting it again", code)
+                log.error("the functions' process ended with exit code %s; restarting it", code)
                 self._functions.begin()
                 self._functions.tell(self.environment(FUNCTIONS), _secret(self.state))
             await asyncio.sleep(1)
 
     async def _schedule_sweeps(self) -> None:
-        """Cloud Scheduler's part."""
+        """Call the sweep regularly, as Cloud Scheduler does."""
         headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep')}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
@@ -290,29 +251,6 @@ class Stack:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.post(self.functions_url + "sweep", json={}):
                         pass
-
-
-def _libraries_environment(http: str, grpc: str) -> dict[str, str]:
-    return {"STORAGE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc, "SECRET_MANAGER_EMULATOR_HOST": http}
-
-
-def _triggers() -> list[tuple[str, str, dict[str, str]]]:
-    published = "google.cloud.pubsub.topic.v1.messagePublished"
-    return [
-        ("on-spec-uploaded", "google.cloud.storage.object.v1.finalized", {"bucket": SPECS_BUCKET}),
-        ("on-spec-deleted", "google.cloud.storage.object.v1.deleted", {"bucket": SPECS_BUCKET}),
-        ("on-spec-message", published, {"topic": f"projects/{PROJECT}/topics/{REQUESTS}"}),
-        ("on-job-event", published, {"topic": f"projects/{PROJECT}/topics/{JOB_EVENTS}"}),
-    ]
-
-
-def _cluster_objects() -> list[dict[str, Any]]:
-    """What the pods of a run need in the cluster: their namespace, and the accounts that stand for their identity."""
-    made = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}]
-    for account in (TRAINER, SERVER):
-        metadata = {"name": account, "namespace": NAMESPACE}
-        made.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})
-    return made
 
 
 async def serve(state: Path, http_port: int, grpc_port: int, functions: FunctionsProcess) -> None:

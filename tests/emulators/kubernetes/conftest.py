@@ -355,7 +355,8 @@ class Stack:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> Kube:
-        self.process = subprocess.Popen([sys.executable, __file__, str(self.home)], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-P", __file__, str(self.home)]  # not with this folder on the path
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         admin, url, authority = json.loads(self.process.stdout.readline())
         return Kube(url, admin, authority, self.home / "containers", namespace="default")

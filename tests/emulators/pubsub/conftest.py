@@ -24,7 +24,7 @@ from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 PROJECT = "projects/test-project"
 

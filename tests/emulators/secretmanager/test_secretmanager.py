@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 PARENT = "projects/test-project"
 T = TypeVar("T")

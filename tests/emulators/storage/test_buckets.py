@@ -10,7 +10,7 @@ import pytest
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.emulators.storage import StorageEmulator
-from workflows_engine.clock import VirtualClock
+from workflows_engine import VirtualClock
 
 from .conftest import Api
 

@@ -23,8 +23,8 @@ from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.storage.blobs import SMALL_BYTES
 from dropforge_local.emulators.storage.preconditions import Preconditions
-from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS
-from workflows_engine.clock import VirtualClock
+from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS, Upload
+from workflows_engine import VirtualClock
 
 from .conftest import Api, Running
 
@@ -70,7 +70,8 @@ def test_stray_blobs_are_removed_at_start(start: Callable[[], Running]) -> None:
 def test_sessions_end_after_a_week(tmp_path: Path) -> None:
     db, clock = Database(":memory:"), VirtualClock()
     uploads = StorageEmulator(db, tmp_path, clock)._state.uploads
-    upload_id = uploads.start("bucket", "x", {}, Preconditions(), {}, "blob")
+    upload_id = "session"
+    uploads.start(Upload(upload_id, 0, "bucket", "x", {}, Preconditions(), {}, "blob"))
     for passed, left in ((LIFETIME_SECONDS - 1, 1), (2, 0)):
         clock.advance(clock.now() + passed)
         StorageEmulator(db, tmp_path, clock)

@@ -10,7 +10,7 @@ from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice, Price
 
 @dataclass(frozen=True)
 class CloudRunMachine:
-    """What Cloud Run has beside one accelerator at least, and where."""
+    """The least CPU and memory that Cloud Run gives beside one accelerator, and the regions that have it."""
 
     min_cpu: int
     min_memory_gib: int
@@ -26,6 +26,10 @@ CLOUD_RUN_MACHINES = {
     ),
     "nvidia-rtx-pro-6000": CloudRunMachine(min_cpu=20, min_memory_gib=80, regions=("europe-west4", "us-central1")),
 }
+
+# The quota of each accelerator: the word in its id, and the units of one GPU (the newer one counts thousandths).
+# The ids are those that projects list and that Google's refusals name, as noted in public repositories (2026-11-22).
+CLOUD_RUN_QUOTAS = {"nvidia-l4": ("NvidiaL4", 1), "nvidia-rtx-pro-6000": ("NvidiaRtxPro6000", 1000)}
 
 # GPU tasks of Cloud Run jobs: 12 h at most, preview above 1 h
 # (https://cloud.google.com/run/docs/configuring/task-timeout)
@@ -43,7 +47,7 @@ CLOUD_RUN_PRICES = {
 
 
 def cloud_run_regions() -> list[str]:
-    """Every region where Cloud Run may have something of ours."""
+    """Every region in which dropforge may create a resource of Cloud Run."""
     return sorted({region for machine in CLOUD_RUN_MACHINES.values() for region in machine.regions})
 
 

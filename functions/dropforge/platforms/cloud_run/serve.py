@@ -197,5 +197,5 @@ def _region(spec: JobSpec) -> str:
 
 
 def _serve(spec: JobSpec) -> CloudRunServe:
-    assert isinstance(spec.serve, CloudRunServe), "SERVERS leads here only what has this type"
+    assert isinstance(spec.serve, CloudRunServe), "the registry gives this endpoint only specs of its type"
     return spec.serve

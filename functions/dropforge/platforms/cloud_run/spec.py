@@ -1,4 +1,4 @@
-"""What a spec says of Cloud Run: `target.type` and `serve.type` 'cloud_run'."""
+"""The spec's classes for Cloud Run: `target.type` and `serve.type` 'cloud_run'."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.platforms.gpus import GPUS
+from dropforge.spec.demand import Demand, Quota, unknown_quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
-from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS
+from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS, CLOUD_RUN_QUOTAS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dropforge.spec import JobSpec
 
 
@@ -25,7 +28,9 @@ class CloudRunTarget(TargetSpec):
     memory_gib: int = Field(default=32, ge=1, le=512)
     zonal_redundancy: bool = False
     placements: list[Placement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Your price, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunTarget:
@@ -38,6 +43,14 @@ class CloudRunTarget(TargetSpec):
     def accelerators(self) -> Accelerators:
         return Accelerators(1, self.accelerator, GPUS[self.accelerator].memory_gib)
 
+    @property
+    def offered_places(self) -> tuple[str, ...]:
+        return CLOUD_RUN_MACHINES[self.accelerator].regions
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            yield _demand(self.accelerator, 1, placement.region, self.zonal_redundancy)
+
     def check(self, job: JobSpec) -> None:
         if seconds(job.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
             message = "longer than a Cloud Run task with a GPU may run"
@@ -48,18 +61,22 @@ class CloudRunTarget(TargetSpec):
 class CloudRunServe(ServeSpec):
     """A vLLM endpoint on a Cloud Run service with one GPU, scaling to zero."""
 
+    is_private = False
+
     type: Literal["cloud_run"]
     accelerator: str = "nvidia-l4"
     cpu: int = Field(default=8, ge=1, le=64)
     memory_gib: int = Field(default=32, ge=1, le=512)
-    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
+    region: Region | None = Field(default=None, description="Default: the target's first placement.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
     min_instances: int = Field(default=0, ge=0, le=100)
     max_instances: int = Field(default=1, ge=1, le=100)
     startup_timeout: Duration = "20m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_run_offers_it(self) -> CloudRunServe:
@@ -74,6 +91,18 @@ class CloudRunServe(ServeSpec):
     def check(self, job: JobSpec) -> None:
         if self.region is None:
             check_cloud_run_region(self.accelerator, job.target.placements[0].region, "/serve/region")
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        yield _demand(self.accelerator, self.max_instances, self.region or job.target.placements[0].region)
+
+
+def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
+    if accelerator not in CLOUD_RUN_QUOTAS:
+        return Demand(accelerator, number, region, unknown=unknown_quota(accelerator))
+    word, units = CLOUD_RUN_QUOTAS[accelerator]
+    redundancy = "" if zonal_redundancy else "NoZonalRedundancy"
+    quota = Quota("run.googleapis.com", f"{word}GpuAlloc{redundancy}PerProjectRegion", {"region": region}, units)
+    return Demand(accelerator, number, region, quota)
 
 
 def check_cloud_run_machine(accelerator: str, cpu: int, memory_gib: int) -> None:

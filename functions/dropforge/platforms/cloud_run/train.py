@@ -258,7 +258,7 @@ def secret_variable(name: str, secret: str) -> dict[str, Any]:
 
 
 def _target(spec: JobSpec) -> CloudRunTarget:
-    assert isinstance(spec.target, CloudRunTarget), "TARGETS leads here only what has this type"
+    assert isinstance(spec.target, CloudRunTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 

@@ -1,9 +1,31 @@
-"""Platform `gke`."""
+"""Platform `gke`: Kubernetes Jobs on GKE Autopilot train, Deployments serve."""
 
 from __future__ import annotations
 
-from dropforge.platforms.platform import Platform
+from dropforge.platforms.platform import Permission, Platform, Serving, Training
 
 from .spec import GkeServe, GkeTarget
 
-PLATFORM = Platform(name="gke", target=GkeTarget, serves=(GkeServe,))
+PLATFORM = Platform(
+    name="gke",
+    training=Training(
+        spec=GkeTarget,
+        adapter="dropforge.platforms.gke.train:GkeJobs",
+        kinds=("container.googleapis.com/Cluster", "batch.k8s.io/Job", "k8s.io/Service", "k8s.io/Pod"),
+        needs=("gke_cluster",),
+        permissions=(Permission("provision", "clusters", "container.clusters.connect"),),
+    ),
+    serving=(
+        Serving(
+            spec=GkeServe,
+            adapter="dropforge.platforms.gke.serve:GkeDeployment",
+            kinds=(
+                "apps.k8s.io/Deployment",
+                "autoscaling.k8s.io/HorizontalPodAutoscaler",
+                "monitoring.googleapis.com/PodMonitoring",
+            ),
+            permissions=(Permission("deploy", "clusters", "container.clusters.connect"),),
+        ),
+    ),
+    services=("container",),
+)

@@ -1,5 +1,5 @@
-"""What target `gke` asks for: an Autopilot cluster of the attempt's own when the spec wants one, a headless Service
-when there are several nodes, and the Job. Pure, and exactly what is sent.
+"""The requests of target `gke`: an Autopilot cluster if the spec asks for one, a headless Service if there are several
+nodes, and the Job. These functions are pure; what they return is sent unchanged.
 
 Node labels: https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus,
 https://cloud.google.com/kubernetes-engine/docs/how-to/consuming-reservations
@@ -12,23 +12,21 @@ from typing import Any
 from dropforge.base import names
 from dropforge.cloud.kubernetes import CLUSTER, Object, cluster_name, resource_of
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.ray.spec import RayTarget
 from dropforge.platforms.training import EXIT_CLASSES, Launch, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
-from .spec import GkePlacement, GkeServe, GkeTarget
+from .spec import ClusterTarget, GkePlacement, GkeServe, GkeTarget
 
 CONTAINER = "trainer"
-USER = 10001  # of containers/train_trl/Dockerfile: the kubelet accepts a user that is not root by its number only
+USER = 10001  # of containers/train_trl/Dockerfile; runAsNonRoot needs the user's number
 MAIN_PORT = 29500
-GRACE_SECONDS = 120  # for a last checkpoint
-SPOT_GRACE_SECONDS = 25  # all that Autopilot gives to a Spot pod
-RAY_OPERATOR = {"rayOperatorConfig": {"enabled": True}}
-KEPT_SECONDS = 24 * 3600  # a Job that nobody tears down goes by itself, long after everybody has looked at it
+GRACE_SECONDS = 120  # for the last checkpoint
+SPOT_GRACE_SECONDS = 25  # the most that Autopilot gives a Spot pod
+KEPT_SECONDS = 24 * 3600  # Kubernetes deletes a finished Job after this if teardown and sweep have not
 
 
 def requests(launch: Launch) -> list[Resource]:
-    """What is created, in order."""
+    """The resources to create, in order."""
     target, cluster = gke_target(launch.spec), cluster_of(launch)
     manifests = [*([service_manifest(launch)] if target.nodes > 1 else []), job_manifest(launch)]
     own = [Resource(CLUSTER, cluster, cluster_request(launch))] if target.cluster.create else []
@@ -36,23 +34,26 @@ def requests(launch: Launch) -> list[Resource]:
 
 
 def gke_target(spec: JobSpec) -> GkeTarget:
-    """The spec's target, which is one of GKE."""
-    assert isinstance(spec.target, GkeTarget), "TARGETS leads here only what has this type"
+    """The spec's target as a GkeTarget."""
+    assert isinstance(spec.target, GkeTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 
 def cluster_of(launch: Launch) -> str:
     """The full name of the attempt's cluster: its own, the spec's, or the deployment's."""
     target, settings = launch.spec.target, launch.settings
-    assert isinstance(target, GkeTarget | RayTarget), "only these are on clusters"
+    assert isinstance(target, ClusterTarget), "only these are on clusters"
     own = names.training_name(launch.run, launch.attempt) if target.cluster.create else None
     region = target.placements[launch.placement].region
     return cluster_name(settings.project, region, own or target.cluster.name or settings.gke_cluster)
 
 
 def cluster_request(launch: Launch) -> dict[str, Any]:
-    """The createCluster request, as JSON. Its nodes have no public address, and IAM guards the one way in."""
+    """The createCluster request as JSON. The nodes have no public address; the DNS endpoint, guarded by IAM, is the
+    only way to the control plane."""
     parent, _, name = cluster_of(launch).rpartition("/clusters/")
+    target = launch.spec.target
+    assert isinstance(target, ClusterTarget), "only these are on clusters"
     cluster = {
         "name": name,
         "autopilot": {"enabled": True},
@@ -68,7 +69,7 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
                 "oauthScopes": ["https://www.googleapis.com/auth/cloud-platform"],
             }
         },
-        **({"addonsConfig": RAY_OPERATOR} if isinstance(launch.spec.target, RayTarget) else {}),
+        **target.cluster_addons,
         "controlPlaneEndpointsConfig": {
             "dnsEndpointConfig": {"allowExternalTraffic": True},
             "ipEndpointsConfig": {"enabled": False},
@@ -78,9 +79,9 @@ def cluster_request(launch: Launch) -> dict[str, Any]:
 
 
 def namespace_manifests(launch: Launch) -> list[Object]:
-    """What a new cluster lacks and a standing one has: the namespace, and the account that training runs as.
+    """The namespace and the service account of training, which a new cluster does not have.
 
-    All clusters of a project share one identity pool, so the account may act as the trainer's here as it may there.
+    All clusters of a project share one identity pool. So the account may act as the trainer's account in each of them.
     """
     settings = launch.settings
     namespace = settings.kubernetes_namespace
@@ -96,7 +97,7 @@ def namespace_manifests(launch: Launch) -> list[Object]:
 
 
 def service_manifest(launch: Launch) -> Object:
-    """What gives the Job's pods names that their ranks can meet at, before they are ready."""
+    """The headless Service: it gives the pods the DNS names at which the ranks meet, before the pods are ready."""
     ports = [{"name": "rendezvous", "port": MAIN_PORT}]
     return {
         "apiVersion": "v1",
@@ -112,7 +113,7 @@ def service_manifest(launch: Launch) -> Object:
 
 
 def job_manifest(launch: Launch) -> Object:
-    """The Job: one try, because retries are ours. A pod that fails is the end of it, and the reason tells why."""
+    """The Job. It has one try, because dropforge makes the retries: the first failed pod fails the Job."""
     target = gke_target(launch.spec)
     indexed = {"completionMode": "Indexed"} if target.nodes > 1 else {}
     rules = [
@@ -131,7 +132,7 @@ def job_manifest(launch: Launch) -> Object:
             "completions": target.nodes,
             "parallelism": target.nodes,
             "backoffLimit": 0,
-            "podReplacementPolicy": "Failed",  # the one that goes with a podFailurePolicy
+            "podReplacementPolicy": "Failed",  # the only value that a podFailurePolicy allows
             "podFailurePolicy": {"rules": rules},
             "activeDeadlineSeconds": launch.timeout_seconds,
             "ttlSecondsAfterFinished": KEPT_SECONDS,
@@ -141,9 +142,9 @@ def job_manifest(launch: Launch) -> Object:
 
 
 def _pod_metadata(launch: Launch) -> Object:
-    # Autopilot may move a pod to another node to save some; this keeps it where it is, but Spot pods cannot have it.
-    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": stays})}
+    # Autopilot may move a pod to save nodes. This annotation prevents that; Spot pods may not have it.
+    unmoved = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    return {"labels": run_labels(launch), **({} if _is_spot(launch) else {"annotations": unmoved})}
 
 
 def _pod(launch: Launch) -> Object:
@@ -196,7 +197,7 @@ def _variables(launch: Launch) -> dict[str, str]:
 
 
 def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, str]:
-    """What Autopilot makes a node from: the labels that a pod selects it by."""
+    """The node labels that a pod selects; Autopilot creates a node with them."""
     labels = {
         "cloud.google.com/gke-accelerator": accelerator,
         "cloud.google.com/gke-gpu-driver-version": "latest",

@@ -25,7 +25,7 @@ from dropforge.spec import JobSpec, seconds
 
 from .catalog import gke_price
 from .requests import node_labels
-from .spec import GkeServe, GkeTarget
+from .spec import ClusterTarget, GkeServe
 
 PORT = 8000
 USER = 10001  # of containers/serve_vllm/Dockerfile: the kubelet accepts a user that is not root by its number only
@@ -118,7 +118,7 @@ class GkeDeployment:
 def cluster_of(deployment: Deployment) -> str:
     """The full name of the cluster that serves: the spec's for it, the one that it trains on, or the deployment's."""
     spec, settings = deployment.spec, deployment.settings
-    trains_on = spec.target.cluster.name if isinstance(spec.target, GkeTarget) else None
+    trains_on = spec.target.cluster.name if isinstance(spec.target, ClusterTarget) else None
     cluster = _serve(spec).cluster or trains_on or settings.gke_cluster
     return kubernetes.cluster_name(settings.project, _region(spec), cluster)
 
@@ -256,7 +256,7 @@ def _region(spec: JobSpec) -> str:
 
 
 def _serve(spec: JobSpec) -> GkeServe:
-    assert isinstance(spec.serve, GkeServe), "SERVERS leads here only what has this type"
+    assert isinstance(spec.serve, GkeServe), "the registry gives this endpoint only specs of its type"
     return spec.serve
 
 

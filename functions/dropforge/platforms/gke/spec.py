@@ -1,23 +1,28 @@
-"""What a spec says of GKE: `target.type` and `serve.type` 'gke'."""
+"""The spec's classes for GKE: `target.type` and `serve.type` 'gke'."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
+from dropforge.spec.demand import Demand, unknown_quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
-from .catalog import GKE_ACCELERATORS
+from .catalog import GKE_ACCELERATORS, gpu_quota
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
 class GkePlacement(Placement):
-    """A region of GKE and the kind of capacity that is asked for there."""
+    """A region of GKE and the kind of capacity to request there."""
 
     capacity: Capacity = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
@@ -31,19 +36,49 @@ class GkePlacement(Placement):
 
 
 class GkeCluster(Part):
-    """A standing cluster by its name, the same in every region; or one that lives only as long as the attempt."""
+    """The cluster of an attempt: a standing cluster, which has the same name in every region, or a new cluster."""
 
     name: ClusterName | None = Field(default=None, description="Default: the deployment's own cluster.")
-    create: bool = Field(default=False, description="Make an Autopilot cluster for the attempt, and delete it.")
+    create: bool = Field(
+        default=False, description="Create an Autopilot cluster for the attempt and delete it afterwards."
+    )
 
     @model_validator(mode="after")
     def _exists_or_is_made(self) -> GkeCluster:
         if self.create and self.name is not None:
-            raise Wrong("/name", "a cluster that the run makes is named after the run", self.name, "no name")
+            raise Wrong("/name", "a cluster that the run creates is named after the run", self.name, "no name")
         return self
 
 
-class GkeTarget(TargetSpec):
+class ClusterTarget(TargetSpec):
+    """A target on GKE: it has placements of GKE, and a cluster.
+
+    `cluster_addons` are the fields that a cluster of the attempt's own gets beside those of every cluster.
+    """
+
+    cluster_addons: ClassVar[dict[str, Any]] = {}
+
+    if TYPE_CHECKING:
+        cluster: GkeCluster
+
+        @property
+        def placements(self) -> list[GkePlacement]: ...
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        cluster = self.cluster
+        if not (cluster.create or cluster.name or settings.gke_cluster):
+            expected = "a cluster's name, or `create`: this deployment has no cluster of its own"
+            yield SpecProblem("/target/cluster/name", "no cluster is named", None, expected)
+        if cluster.create and not settings.nodes_service_account:
+            expected = (
+                "a standing cluster's name, or a deployment with ephemeral_cluster_regions (terraform/variables.tf)"
+            )
+            yield SpecProblem(
+                "/target/cluster/create", "this deployment does not let runs create clusters", "true", expected
+            )
+
+
+class GkeTarget(ClusterTarget):
     """A Kubernetes Job on GKE Autopilot: one or several nodes with the same GPUs, sharded by FSDP2."""
 
     type: Literal["gke"]
@@ -52,11 +87,15 @@ class GkeTarget(TargetSpec):
     nodes: int = Field(default=1, ge=1, le=64)
     cluster: GkeCluster = GkeCluster()
     cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
-    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Of each node; default: likewise.")
+    memory_gib: int | None = Field(
+        default=None, ge=1, le=4000, description="Of each node; default: Autopilot's for the GPU."
+    )
     shared_memory_gib: int = Field(default=16, ge=1, le=1000, description="/dev/shm, which counts as memory.")
     ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all nodes, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of all nodes, for machines whose price dropforge does not know."
+    )
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeTarget:
@@ -67,6 +106,15 @@ class GkeTarget(TargetSpec):
     def accelerators(self) -> Accelerators:
         count = self.accelerator_count * self.nodes
         return Accelerators(count, self.accelerator, count * GPUS[self.accelerator].memory_gib)
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            number = self.accelerator_count * self.nodes
+            yield _demand(self.accelerator, number, placement.region, placement.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        yield from super().missing(job, settings)
+        yield from _label_problems(job)
 
     def check(self, job: JobSpec) -> None:
         processes = self.nodes * self.accelerator_count
@@ -82,12 +130,14 @@ class GkeServe(ServeSpec):
     type: Literal["gke"]
     accelerator: str = "nvidia-l4"
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each instance (tensor parallelism).")
-    region: Region | None = Field(default=None, description="Default: the first placement of the target.")
-    cluster: ClusterName | None = Field(default=None, description="Default: the target's, or the deployment's own.")
+    region: Region | None = Field(default=None, description="Default: the target's first placement.")
+    cluster: ClusterName | None = Field(
+        default=None, description="Default: the target's cluster, else the deployment's."
+    )
     capacity: Capacity = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     cpu: int | None = Field(default=None, ge=1, le=224, description="Default: Autopilot's for the accelerator.")
-    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: likewise.")
+    memory_gib: int | None = Field(default=None, ge=1, le=4000, description="Default: Autopilot's for the accelerator.")
     ephemeral_storage_gib: int = Field(default=20, ge=10, le=6000)
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
@@ -96,7 +146,9 @@ class GkeServe(ServeSpec):
     target_queue_length: int = Field(default=4, ge=1, le=1000, description="Waiting requests per instance, on average.")
     startup_timeout: Duration = "30m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of an instance, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _gke_offers_it(self) -> GkeServe:
@@ -108,6 +160,32 @@ class GkeServe(ServeSpec):
             found = {"capacity": self.capacity, "reservation": self.reservation}
             raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
         return self
+
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        region = self.region or job.target.placements[0].region
+        yield _demand(self.accelerator, self.accelerator_count * self.max_instances, region, self.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        trains_on = job.target.cluster.name if isinstance(job.target, ClusterTarget) else None
+        if not (self.cluster or trains_on or settings.gke_cluster):
+            expected = "a standing cluster's name: this deployment has no cluster of its own"
+            yield SpecProblem("/serve/cluster", "no cluster is named", None, expected)
+        if not isinstance(job.target, GkeTarget):  # GkeTarget.missing reports the labels
+            yield from _label_problems(job)
+
+
+def _label_problems(job: JobSpec) -> Iterator[SpecProblem]:
+    """Google Cloud's labels may begin and end with - and _; labels of Kubernetes may not."""
+    for key, value in job.labels.items():
+        if key != key.strip("-_") or value != value.strip("-_"):
+            message, expected = "not a label of Kubernetes", "no - or _ at either end"
+            yield SpecProblem(f"/labels/{key}", message, f"{key}={value}", expected)
+
+
+def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand:
+    quota = gpu_quota(accelerator, region, capacity)
+    unknown = "" if quota else unknown_quota(accelerator, capacity)
+    return Demand(accelerator, number, region, quota, unknown, listed_by="compute")
 
 
 def check_gke_accelerator(accelerator: str, count: int) -> None:

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from dropforge.spec.demand import Quota, is_preemptible
+
 
 @dataclass(frozen=True)
 class GkeTpu:
@@ -16,7 +18,7 @@ class GkeTpu:
 
     @property
     def expected(self) -> str:
-        """What a topology may be, for an error message."""
+        """The allowed topologies, for an error message."""
         if self.topologies:
             return f"one of {', '.join(self.topologies)}"
         return "three numbers such as 2x2x4, none smaller than the one before, each 1, 2, or a multiple of 4"
@@ -62,3 +64,20 @@ def _is_cuboid(sides: list[int]) -> bool:
     fits = all(side in (1, 2) or side % 4 == 0 for side in sides)
     whole = sides == [2, 2, 1] or (sides == sorted(sides) and sides[0] >= 2)
     return len(sides) == 3 and fits and whole
+
+
+# GKE's slices are machines of Compute Engine: the quotas on demand and preemptible. Other generations' ids are unknown.
+# The ids are those that projects list and that Google's refusals name, as noted in public repositories (2026-11-22).
+_TPU_QUOTAS = {
+    "tpu-v5p-slice": ("TPU-V5P-per-project-region", "PREEMPTIBLE-TPU-V5P-per-project-region"),
+    "tpu-v6e-slice": ("TPUS-PER-TPU-FAMILY-per-project-region", "PREEMPTIBLE-TPU-V6E-per-project-region"),
+}
+
+
+def slice_quota(accelerator: str, region: str, capacity: str) -> Quota | None:
+    """The quota that counts the chips of a slice in a region, bought as `capacity` says; None if it is not known."""
+    if accelerator not in _TPU_QUOTAS or capacity not in ("on_demand", "spot", "flex_start"):
+        return None
+    name = _TPU_QUOTAS[accelerator][is_preemptible(capacity)]
+    family = {"tpu_family": "CT6E"} if name.startswith("TPUS-PER-TPU-FAMILY") else {}
+    return Quota("compute.googleapis.com", name, {"region": region, **family})

@@ -1,9 +1,10 @@
-"""What target `ray` asks for: a RayJob, whose cluster of a head and one slice of TPU hosts ends with it. Pure, and
-exactly what is sent; in an Autopilot cluster of the attempt's own when the spec wants one.
+"""The requests of target `ray`: a RayJob, and an Autopilot cluster if the spec asks for one.
 
-RayJob: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html; TPUs in it:
-https://cloud.google.com/kubernetes-engine/docs/add-on/ray-on-gke/concepts/overview. Only fields that KubeRay has had
-for long are needed: an older operator drops what it does not know, as authOptions, and Ray then asks for no token.
+The RayJob has a Ray cluster of one head and one slice of TPU hosts, which ends with the job. These functions are pure;
+what they return is sent unchanged.
+RayJob: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html
+TPUs: https://cloud.google.com/kubernetes-engine/docs/add-on/ray-on-gke/concepts/overview
+An older KubeRay operator ignores fields that it does not know. Without authOptions, Ray demands no token.
 """
 
 from __future__ import annotations
@@ -24,26 +25,28 @@ RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"
 HEAD, WORKER = "ray-head", "ray-worker"
 TPU = "google.com/tpu"
-KEPT_SECONDS = 60  # of the cluster after the job, for who reads its logs
+KEPT_SECONDS = 60  # the Ray cluster stays this long after the job, so that its logs can be read
 GRACE_SECONDS = 30
-VBAR_PORT = 8353  # of the host's agent, which libtpu of v6e asks (KubeRay's sample ray-job.tpu-v6e-16-multihost.yaml)
+VBAR_PORT = (
+    8353  # of the agent on each host that v6e's libtpu calls (KubeRay's sample ray-job.tpu-v6e-16-multihost.yaml)
+)
 
 
 def requests(launch: Launch) -> list[Resource]:
-    """What is created, in order."""
+    """The resources to create, in order."""
     cluster = cluster_of(launch)
     own = [Resource(CLUSTER, cluster, cluster_request(launch))] if ray_target(launch.spec).cluster.create else []
     return [*own, resource_of(cluster, ray_job_manifest(launch))]
 
 
 def ray_target(spec: JobSpec) -> RayTarget:
-    """The spec's target, which is one of Ray."""
-    assert isinstance(spec.target, RayTarget), "TARGETS leads here only what has this type"
+    """The spec's target as a RayTarget."""
+    assert isinstance(spec.target, RayTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 
 def ray_job_manifest(launch: Launch) -> Object:
-    """The RayJob: one try, because retries are ours."""
+    """The RayJob. It has one try, because dropforge makes the retries."""
     metadata = {
         "name": names.training_name(launch.run, launch.attempt),
         "namespace": launch.settings.kubernetes_namespace,
@@ -55,7 +58,7 @@ def ray_job_manifest(launch: Launch) -> Object:
         "metadata": metadata,
         "spec": {
             "entrypoint": ENTRYPOINT,
-            "submissionMode": "HTTPMode",  # by the operator: no pod of its own, which could fail in ways of its own
+            "submissionMode": "HTTPMode",  # the operator submits the job: no submitter pod that could fail by itself
             "backoffLimit": 0,
             "activeDeadlineSeconds": launch.timeout_seconds,
             "shutdownAfterJobFinishes": True,
@@ -71,7 +74,7 @@ def ray_job_manifest(launch: Launch) -> Object:
 
 
 def _head(launch: Launch) -> Object:
-    """It runs the driver and every stage but training; no worker of Ray's is put there."""
+    """The head group: it runs the driver and every stage but training. Ray places no worker there."""
     target = ray_target(launch.spec)
     amounts = {
         "cpu": str(target.head_cpu),
@@ -79,7 +82,9 @@ def _head(launch: Launch) -> Object:
         "ephemeral-storage": f"{target.head_storage_gib}Gi",
     }
     variables = container_variables(launch) | _slice_variables(launch)
-    variables["DROPFORGE_GRACE_SECONDS"] = variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(GRACE_SECONDS)  # Ray gives 3 s
+    variables["DROPFORGE_GRACE_SECONDS"] = variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(
+        GRACE_SECONDS
+    )  # Ray's default is 3 s
     if launch.spec.secrets:
         variables["DROPFORGE_SECRETS"] = secret_references(launch)
     container = _container(launch, HEAD, variables, {"limits": amounts, "requests": amounts})
@@ -87,7 +92,7 @@ def _head(launch: Launch) -> Object:
 
 
 def _workers(launch: Launch) -> Object:
-    """The slice: one replica of all its hosts, which come and go together."""
+    """The worker group: one replica with all hosts of the slice, which start and end together."""
     target = ray_target(launch.spec)
     chips = {TPU: str(target.slice.chips)}
     container = _container(launch, WORKER, {}, {"limits": chips, "requests": chips})
@@ -139,15 +144,15 @@ def _image(launch: Launch) -> str:
 
 
 def _slice_labels(launch: Launch) -> dict[str, str]:
-    """What GKE makes the slice's nodes from."""
+    """The node labels that the slice's pods select; GKE creates the nodes with them."""
     target = ray_target(launch.spec)
     placement = target.placements[launch.placement]
-    asked = {key: value for key, value in node_labels("", placement).items() if "gke-accelerator" not in key}
-    asked.pop("cloud.google.com/gke-gpu-driver-version")
+    capacity = {key: value for key, value in node_labels("", placement).items() if "gke-accelerator" not in key}
+    capacity.pop("cloud.google.com/gke-gpu-driver-version")
     return {
         "cloud.google.com/gke-tpu-accelerator": target.accelerator,
         "cloud.google.com/gke-tpu-topology": target.topology,
-        **asked,
+        **capacity,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a spec says of Ray on GKE: `target.type` 'ray'."""
+"""The spec's class for Ray on GKE: `target.type` 'ray'."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from dropforge.platforms.gke.spec import GkeCluster, GkePlacement
-from dropforge.spec.kinds import Accelerators, TargetSpec, check_full_training
+from dropforge.base.errors import SpecProblem
+from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
+from dropforge.spec.demand import Demand, unknown_quota
+from dropforge.spec.kinds import Accelerators, check_full_training, check_image
 from dropforge.spec.parts import Wrong
 
-from .catalog import GKE_TPUS, TpuSlice, tpu_slice
+from .catalog import GKE_TPUS, TpuSlice, slice_quota, tpu_slice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
-class RayTarget(TargetSpec):
+class RayTarget(ClusterTarget):
     """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
+
+    methods = ("sft", "pretrain")
+    cluster_addons = {"addonsConfig": {"rayOperatorConfig": {"enabled": True}}}
 
     type: Literal["ray"]
     accelerator: str = Field(default="tpu-v6e-slice", description="GKE's name of the TPU generation.")
     topology: str = Field(default="4x4", description="Chips of the slice; hosts and their chips follow from it.")
     cluster: GkeCluster = GkeCluster()
     head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
-    head_memory_gib: int = Field(default=100, ge=1, le=1000, description="It holds the model twice, in 32 bits.")
+    head_memory_gib: int = Field(default=100, ge=1, le=1000, description="The head holds the model twice, in 32 bits.")
     head_storage_gib: int = Field(default=200, ge=10, le=6000, description="For weights before and after training.")
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of all hosts, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of all hosts, for machines whose price dropforge does not know."
+    )
 
     @property
     def slice(self) -> TpuSlice:
@@ -51,5 +61,16 @@ class RayTarget(TargetSpec):
         chips = self.slice.hosts * self.slice.chips
         return Accelerators(1, f"{self.accelerator} {self.topology}", chips * GKE_TPUS[self.accelerator].memory_gib)
 
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            quota = slice_quota(self.accelerator, placement.region, placement.capacity)
+            unknown = "" if quota else unknown_quota(self.accelerator, placement.capacity)
+            yield Demand(self.accelerator, self.slice.hosts * self.slice.chips, placement.region, quota, unknown)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        yield from super().missing(job, settings)
+        yield from check_image(settings, "train_ray_image", "/target/type", self.type)
+
     def check(self, job: JobSpec) -> None:
         check_full_training(job)
+        super().check(job)

@@ -1,4 +1,4 @@
-"""What a RayJob says of an attempt: jobDeploymentStatus (the operator's) and jobStatus (Ray's), read together.
+"""The status of an attempt, read from its RayJob: the operator's jobDeploymentStatus and Ray's jobStatus.
 
 States and reasons: https://github.com/ray-project/kuberay/blob/master/ray-operator/apis/ray/v1/rayjob_types.go
 """
@@ -30,7 +30,7 @@ _HINTS = {
 
 
 def status_of_ray_job(job: Object) -> Status:
-    """What a RayJob says. A state that is not known is taken for running, until our own deadline."""
+    """The status of a RayJob. An unknown state counts as running until the attempt's deadline."""
     name, status = job["metadata"]["name"], job.get("status") or {}
     if "deletionTimestamp" in job["metadata"]:
         return Status(Phase.GONE, f"RayJob {name} is being deleted")
@@ -40,7 +40,7 @@ def status_of_ray_job(job: Object) -> Status:
     if deployment == "Complete" and state == "SUCCEEDED":
         return Status(Phase.SUCCEEDED, exit_code=0, ended=_ended(status))
     if deployment == "Complete" and status.get("reason") not in _REASONS:
-        message = f"RayJob {name} ended with job status {state or 'unknown'}: somebody stopped it"
+        message = f"RayJob {name} ended with job status {state or 'unknown'}: a user stopped it"
         return _failed(ErrorClass.INFRASTRUCTURE, message, status)
     if deployment in ("Complete", "Failed", "ValidationFailed"):
         return _failure(name, deployment, status)
@@ -53,8 +53,8 @@ def _failure(name: str, deployment: str, status: Object) -> Status:
     if code := _EXIT.search(text):
         return _failed(class_of_exit(int(code[1])), message, status, int(code[1]))
     # AppFailed without an exit code: the driver was lost with its node.
-    found = _REASONS.get(deployment) or _REASONS.get(reason, ErrorClass.INFRASTRUCTURE)
-    return _failed(found, message, status)
+    error_class = _REASONS.get(deployment) or _REASONS.get(reason, ErrorClass.INFRASTRUCTURE)
+    return _failed(error_class, message, status)
 
 
 def _failed(error_class: ErrorClass, message: str, status: Object, code: int | None = None) -> Status:

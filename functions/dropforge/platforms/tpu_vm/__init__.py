@@ -1,16 +1,31 @@
-"""Platform `tpu_vm`."""
+"""Platform `tpu_vm`: one Cloud TPU VM trains; another one, or the same one, serves."""
 
 from __future__ import annotations
 
-from dropforge.platforms.platform import Platform
+from dropforge.platforms.platform import Permission, Platform, Serving, Training
 
 from .spec import TpuVmServe, TpuVmTarget, TrainingVmServe
 
 PLATFORM = Platform(
     name="tpu_vm",
-    target=TpuVmTarget,
-    serves=(
-        TpuVmServe,
-        TrainingVmServe,
+    training=Training(
+        spec=TpuVmTarget,
+        adapter="dropforge.platforms.tpu_vm.train:TpuVms",
+        kinds=("tpu.googleapis.com/QueuedResource", "tpu.googleapis.com/Node", "compute.googleapis.com/Disk"),
+        needs=("train_maxtext_image",),
+        permissions=(Permission("provision", "tpus", "tpu.nodes.create"),),
+        smoke_shows=(("tpu-rights", "run-states"), ("tpu-all-zones", "training-labels")),
     ),
+    serving=(
+        Serving(
+            spec=TpuVmServe,
+            adapter="dropforge.platforms.tpu_vm.serve:TpuVmServer",
+            permissions=(
+                Permission("deploy", "server_account", "iam.serviceAccounts.actAs"),
+                Permission("deploy", "tpus", "tpu.nodes.create"),
+            ),
+        ),
+        Serving(spec=TrainingVmServe, adapter="dropforge.platforms.tpu_vm.training_vm:TrainingVm"),
+    ),
+    services=("compute", "tpu"),
 )

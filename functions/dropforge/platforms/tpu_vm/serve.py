@@ -205,5 +205,5 @@ def _zone(spec: JobSpec) -> str:
 
 
 def _serve(spec: JobSpec) -> TpuVmServe:
-    assert isinstance(spec.serve, TpuVmServe), "SERVERS leads here only what has this type"
+    assert isinstance(spec.serve, TpuVmServe), "the registry gives this endpoint only specs of its type"
     return spec.serve

@@ -1,4 +1,4 @@
-"""What a spec says of Cloud TPU VMs: `target.type` 'tpu_vm', `serve.type` 'tpu_vm' and 'training_vm'."""
+"""The spec's classes for Cloud TPU VMs: `target.type` 'tpu_vm', `serve.type` 'tpu_vm' and 'training_vm'."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training
+from dropforge.base.errors import SpecProblem
+from dropforge.spec.demand import Demand, unknown_quota
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training, check_image
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
-from .catalog import TPU_VMS
+from .catalog import TPU_VMS, tpu_vm_quota
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
 
 
 class TpuVmPlacement(Part):
-    """A zone with TPUs and the kind of capacity that is asked for there."""
+    """A zone with TPUs and the kind of capacity to request there."""
 
     zone: Zone
     capacity: Literal["on_demand", "spot", "guaranteed", "reservation"] = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     max_wait: Duration | None = Field(
-        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+        default=None,
+        description="How long an attempt waits for capacity before it tries the next placement; default: 30m.",
     )
 
     @property
@@ -41,13 +47,20 @@ class TpuVmPlacement(Part):
 class TpuVmTarget(TargetSpec):
     """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
 
+    methods = ("sft", "pretrain")
+    placement_key = "zone"
+
     type: Literal["tpu_vm"]
     accelerator_type: str = Field(default="v5litepod-8", examples=["v5litepod-8", "v6e-4"])
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
-    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    queued: bool = Field(
+        default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
+    )
     data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
     placements: list[TpuVmPlacement] = Field(min_length=1, max_length=20)
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmTarget:
@@ -67,26 +80,43 @@ class TpuVmTarget(TargetSpec):
         slice_ = TPU_VMS[self.accelerator_type]
         return Accelerators(1, self.accelerator_type, slice_.chips * slice_.memory_gib)
 
+    @property
+    def offered_places(self) -> tuple[str, ...]:
+        return TPU_VMS[self.accelerator_type].zones
+
+    def demands(self) -> Iterator[Demand]:
+        for placement in self.placements:
+            yield _demand(self.accelerator_type, placement.zone, placement.capacity)
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        return check_image(settings, "train_maxtext_image", "/target/type", self.type)
+
     def check(self, job: JobSpec) -> None:
         check_full_training(job)
+        super().check(job)
 
 
 class OneMachine(ServeSpec):
-    """An endpoint on one machine: nothing scales it."""
+    """An endpoint on one machine, which does not scale."""
+
+    def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
+        return check_image(settings, "serve_vllm_tpu_image", "/serve/type", self.type)
 
     @property
     def min_instances(self) -> int:
-        """Always there."""
+        """The machine is always there."""
         return 1
 
     @property
     def max_instances(self) -> int:
-        """Never more."""
+        """There is never a second machine."""
         return 1
 
 
 class TrainingVmServe(OneMachine):
-    """A vLLM endpoint on the TPU VM that trained, which is kept: no second machine, and no second wait for capacity."""
+    """A vLLM endpoint on the TPU VM that trained the model: no second machine and no second wait for capacity."""
+
+    keeps_machine = True
 
     type: Literal["training_vm"]
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
@@ -97,7 +127,7 @@ class TrainingVmServe(OneMachine):
     def check(self, job: JobSpec) -> None:
         if not isinstance(job.target, TpuVmTarget):
             expected = "target.type 'tpu_vm', or another endpoint"
-            raise Wrong("/serve/type", "only a TPU VM is kept after it has trained", self.type, expected)
+            raise Wrong("/serve/type", "only a TPU VM can serve after it has trained", self.type, expected)
 
 
 class TpuVmServe(OneMachine):
@@ -107,14 +137,18 @@ class TpuVmServe(OneMachine):
     accelerator_type: str = Field(default="v5litepod-8", description="The model is on all of its chips.")
     runtime_version: str | None = Field(default=None, description="Default: by the accelerator type.")
     zone: Zone | None = Field(default=None, description="Default: the first placement of a target of this type.")
-    queued: bool = Field(default=True, description="Wait for capacity in Google's queue; false: take it now or fail.")
+    queued: bool = Field(
+        default=True, description="True: wait for capacity in Google's queue. False: fail if there is none now."
+    )
     capacity: Literal["on_demand", "spot", "reservation"] = "on_demand"
     reservation: Reservation | None = Field(default=None, description="A specific reservation, by its name.")
     max_model_len: int = Field(default=2048, ge=16, le=1_048_576, description="Tokens of prompt plus answer.")
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
     startup_timeout: Duration = Field(default="45m", description="From the request to an answer, the queue included.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
-    price_usd_per_hour: float | None = Field(default=None, gt=0, description="Of the machine, where ours is unknown.")
+    price_usd_per_hour: float | None = Field(
+        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+    )
 
     @model_validator(mode="after")
     def _cloud_tpu_offers_it(self) -> TpuVmServe:
@@ -135,12 +169,25 @@ class TpuVmServe(OneMachine):
             raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
         check_tpu_vm_zone(self.accelerator_type, job.target.placements[0].zone, "/serve/zone")
 
+    def demands(self, job: JobSpec) -> Iterator[Demand]:
+        zone = self.zone
+        if zone is None and isinstance(job.target, TpuVmTarget):
+            zone = job.target.placements[0].zone
+        if zone is not None:
+            yield _demand(self.accelerator_type, zone, self.capacity)
+
+
+def _demand(accelerator_type: str, zone: str, capacity: str) -> Demand:
+    chips, quota = TPU_VMS[accelerator_type].chips, tpu_vm_quota(accelerator_type, zone, capacity)
+    unknown = "" if quota else unknown_quota(accelerator_type, capacity)
+    return Demand(accelerator_type, chips, zone, quota, unknown, listed_by="tpu")
+
 
 def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
-    """Raise Wrong unless a TPU VM of one machine has the type, and boots the runtime; None is its default."""
+    """Raise Wrong unless the type is a TPU VM of one machine that boots the runtime. None is the default runtime."""
     known = TPU_VMS.get(accelerator_type)
     if known is None:
-        message, expected = "no TPU VM of one machine has this type", f"one of {', '.join(sorted(TPU_VMS))}"
+        message, expected = "not the type of a TPU VM of one machine", f"one of {', '.join(sorted(TPU_VMS))}"
         raise Wrong("/accelerator_type", message, accelerator_type, expected)
     if runtime_version not in (None, *known.runtimes):
         message, expected = f"does not boot on {accelerator_type}", f"one of {', '.join(known.runtimes)}"
@@ -148,7 +195,7 @@ def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
 
 
 def check_tpu_vm_zone(accelerator_type: str, zone: str, pointer: str) -> None:
-    """Raise Wrong at `pointer` unless the zone has TPU VMs of the type, which is known."""
+    """Raise Wrong at `pointer` unless the zone has TPU VMs of the type. The type is in the catalog."""
     zones = TPU_VMS[accelerator_type].zones
     if zone not in zones:
         message = f"Cloud TPU does not offer {accelerator_type} there"
@@ -156,7 +203,7 @@ def check_tpu_vm_zone(accelerator_type: str, zone: str, pointer: str) -> None:
 
 
 def check_tpu_vm_reservation(capacity: str, reservation: str | None, queued: bool, pointer: str) -> None:
-    """Raise Wrong below `pointer` unless the reservation is named where, and only where, the API can use its name."""
+    """Raise Wrong below `pointer` unless a reservation is named exactly where the API takes a name."""
     if reservation is not None and not queued:
         message = "a node that is not queued cannot name its reservation"
         raise Wrong(f"{pointer}/reservation", message, reservation, "no name, or queued: true")

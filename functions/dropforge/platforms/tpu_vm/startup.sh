@@ -1,55 +1,55 @@
 #!/bin/bash
-# The startup script of a dropforge TPU VM. It runs at every boot, runs one container, and reports how that ended; a
-# machine that is kept after it has trained runs a server then.
+# The startup script of a dropforge TPU VM. At every boot, it runs one container and reports how the container ended.
+# A machine that serves after it has trained then runs a server.
 #
-# Static: everything specific comes as metadata of the node, set by targets/tpu_vm.py:
+# The script is the same for every run. Its parameters are metadata of the node, set by platforms/tpu_vm/train.py:
 #
-#   dropforge-role              train: one attempt, done once | serve: a server, started again at every boot
+#   dropforge-role              train: run one attempt once | serve: run a server, at every boot
 #   dropforge-run               the run's id
 #   dropforge-attempt           the attempt's number; 0 for a server
-#   dropforge-image             what to run: REGISTRY/PATH/NAME@sha256:DIGEST
+#   dropforge-image             the container's image: REGISTRY/PATH/NAME@sha256:DIGEST
 #   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
 #   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
-#   dropforge-deadline          Unix seconds: when the container is stopped, if it has not stopped by itself before
-#   dropforge-runs-bucket       where the log and the status go: runs/RUN/machine/attempt-N/{startup.log,status.json};
-#                               for a server, which leaves them when it does not stay up, runs/RUN/machine/serve/...
-#   dropforge-job-events-topic  projects/P/topics/T: told when the container could not tell of its end itself; or empty
+#   dropforge-deadline          Unix seconds: the container is stopped then, if it still runs
+#   dropforge-runs-bucket       the bucket for log and status: runs/RUN/machine/attempt-N/{startup.log,status.json},
+#                               or runs/RUN/machine/serve/... for a server that does not stay up
+#   dropforge-job-events-topic  projects/P/topics/T: gets an event when the container could not publish its end; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
-#   dropforge-server-image      what to run once it has trained and the run's record says DEPLOYING; absent: nothing
-#   dropforge-server-env        the environment of that, as above
-#   dropforge-server-deadline   when that is stopped, or is not waited for any longer
+#   dropforge-server-image      the server's image, run after training once the run's record says DEPLOYING; or absent
+#   dropforge-server-env        the server's environment, as above
+#   dropforge-server-deadline   Unix seconds: the server is stopped then, and the script waits no longer for DEPLOYING
 #
-# The container finds the disk at /work. What it says by an exit code below, it has published itself; any other end is
-# published here. Reference: https://cloud.google.com/tpu/docs/run-in-container
+# The disk is mounted at /work in the container. For the exit codes in REPORTED, the container has published its end
+# itself; this script publishes any other end. Reference: https://cloud.google.com/tpu/docs/run-in-container
 
 set -Eeuo pipefail
-trap finish EXIT # first: what fails from here on is reported
+trap finish EXIT # first: every failure from here on is reported
 trap on_term TERM
 trap 'failed_command=$BASH_COMMAND' ERR
 
 readonly REPORTED=' 0 64 65 66 70 75 76 ' # functions/dropforge/platforms/training.py
-readonly STOP_SECONDS=25                  # of the 30 that a preempted machine has
-readonly KILL_SECONDS=10                  # after the deadline; the container has had its time by then
-readonly OFF_SECONDS=1800                 # after the deadline; the control plane has deleted the machine long before
+readonly STOP_SECONDS=25                  # of the 30 s that a preempted machine has
+readonly KILL_SECONDS=10                  # after the deadline
+readonly OFF_SECONDS=1800                 # after the deadline; the control plane normally deletes the machine long before
 readonly LOG_BYTES=8388608
-readonly TOLD_ENDS=3 # a server that has ended so often does not stay up
-readonly LOOK_SECONDS=3 # between two looks at the run's record
-ROOT=${DROPFORGE_ROOT:-} # a directory that stands for /, where this is not a machine of its own
+readonly TOLD_ENDS=3 # a server that has ended three times does not stay up
+readonly LOOK_SECONDS=3 # between two reads of the run's record
+ROOT=${DROPFORGE_ROOT:-} # the directory that stands for /, when the script runs on a shared machine (local stack)
 METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
 STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
 SECRETS=${SECRET_MANAGER_EMULATOR_HOST:-https://secretmanager.googleapis.com}
 PUBSUB=${CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB:-https://pubsub.googleapis.com/}
 
-step=begin       # what was being done, for the report
+step=begin       # the current step, for the report
 error_class=code # dropforge.base.errors.ErrorClass of a failure in this step
-reason=''        # why it failed, when that is known
+reason=''        # why the step failed, if that is known
 hint=''
 failed_command=''
 terminated='' # set by SIGTERM
 exit_code=''  # the container's
 oom_killed=''
 run='' attempt='' role='' bucket='' topic='' job=''
-state=$ROOT/run/dropforge # until the data disk is there
+state=$ROOT/run/dropforge # until the data disk is mounted
 log=$ROOT/var/log/dropforge.log
 
 main() {
@@ -70,14 +70,14 @@ main() {
 
 train() {
     if [ -e "$state/DONE" ]; then
-        echo "this attempt has ended before the machine was rebooted; reporting it again"
+        echo "this attempt ended before the machine was rebooted; reporting its end again"
         return
     fi
     start_container
     explain_exit
 }
 
-# Until the machine, or its time, ends.
+# Run the server until the machine or the deadline ends.
 serve() {
     local ends
     start_container
@@ -96,7 +96,7 @@ start_container() {
     run_container
 }
 
-# Whether the run's record says that what was trained here is to be served; waits until it says so or otherwise.
+# Wait until the run's record decides whether this machine serves. Succeeds if it does.
 is_wanted() {
     local word
     while [ "$(date +%s)" -lt "$server_deadline" ]; do
@@ -119,7 +119,7 @@ is_over = states & {"TEARING_DOWN", "SUCCEEDED", "FAILED", "CANCELLED"}
 print("serve" if is_latest and "DEPLOYING" in states else "end" if is_over or not is_latest else "wait")' "$attempt"
 }
 
-# Chips and disk are free: the container that trained has ended.
+# The training container has ended, so the chips and the disk are free.
 become_server() {
     role=serve attempt=0 image=$server_image environment=$server_environment deadline=$server_deadline
     secrets='' topic='' exit_code=''
@@ -144,14 +144,14 @@ read_metadata() {
     echo "run $run, attempt $attempt: $role on $(metadata instance/name)"
 }
 
-# A machine that nobody deletes, because nobody is left who would, turns itself off. Best effort, and for each boot.
+# Turn the machine off after the deadline, in case the control plane no longer exists. Best effort, at each boot.
 bound_life() {
     local last=${server_deadline:-$deadline} minutes
     minutes=$(((last + OFF_SECONDS - $(date +%s)) / 60))
     shutdown -P "+$((minutes > 1 ? minutes : 1))" "dropforge: nobody has deleted this machine" || true
 }
 
-# What a report needs.
+# Read the metadata that a report needs.
 identify() {
     bucket=$(attribute dropforge-runs-bucket)
     topic=$(optional dropforge-job-events-topic)
@@ -177,7 +177,7 @@ prepare_disk() {
     mkdir -p "$work" "$state"
 }
 
-# Prints the data disk's device: the one of that name or, where disks have no names, the only one that is not in use.
+# Print the data disk's device: the disk of that name or, where disks have no names, the only disk that is not in use.
 find_disk() {
     local candidate found count tries
     for ((tries = 0; tries < 60; tries++)); do
@@ -201,14 +201,14 @@ find_disk() {
     return 1
 }
 
-# blkid answers 2 for a disk that has nothing on it; whatever else it does not like is left alone.
+# blkid exits with 2 for an empty disk. After any other error the disk is not formatted.
 format_if_blank() {
     local code=0
     blkid --probe "$1" || code=$?
     case $code in
     0) echo "$1 has a file system already" ;;
     2) mkfs.ext4 -q -m 0 -E lazy_itable_init=0,lazy_journal_init=0,discard "$1" ;;
-    *) fail infrastructure "cannot tell what is on the data disk $1 (blkid: exit code $code); it was not formatted" ;;
+    *) fail infrastructure "the content of the data disk $1 is unknown (blkid: exit code $code), so it was not formatted" ;;
     esac
 }
 
@@ -217,7 +217,7 @@ pull_image() {
     local output tries
     export DOCKER_CONFIG=$ROOT/run/dropforge/docker # in memory
     mkdir -p "$DOCKER_CONFIG"
-    for ((tries = 1; ; tries++)); do # Docker may not be there yet
+    for ((tries = 1; ; tries++)); do # Docker may not have started yet
         if output=$(pull_once 2>&1); then
             echo "$output"
             return
@@ -250,8 +250,8 @@ read_environment() {
     done <<<"$environment"
 }
 
-# Values go from Secret Manager into this shell's environment, and by name into the container's. (Docker itself keeps a
-# container's environment below /var/lib/docker, until the container is removed.)
+# Values go from Secret Manager into this shell's environment, and by name into the container's. Docker keeps a
+# container's environment below /var/lib/docker until the container is removed.
 read_secrets() {
     step=secrets error_class=transient
     local name resource value pairs
@@ -288,7 +288,7 @@ run_container() {
     while
         exit_code=0
         wait "$job" || exit_code=$?
-        kill -0 "$job" 2>/dev/null # it goes on, and a signal has ended the wait
+        kill -0 "$job" 2>/dev/null # a signal has interrupted the wait; the job still runs
     do :; done
     job=''
     oom_killed=$(docker inspect --format '{{.State.OOMKilled}}' dropforge 2>/dev/null || true)
@@ -296,7 +296,7 @@ run_container() {
     echo "the container ended with exit code $exit_code"
 }
 
-# Why a container ended that has not said so itself.
+# Report the end of a container that has not reported it itself.
 explain_exit() {
     if [[ $REPORTED == *" $exit_code "* ]]; then
         return 0
@@ -315,7 +315,7 @@ explain_exit() {
     esac
 }
 
-# Tell why a server does not stay up. It is started again all the same: that may be all that was needed.
+# Report a server that does not stay up. It is started again, because a restart may be enough.
 report_ends() {
     reason="the server has ended $TOLD_ENDS times, the last time with exit code $exit_code; the end of its log:
 $(tail -n 4 "$log")"
@@ -346,7 +346,7 @@ finish() {
     docker rm --force dropforge >/dev/null 2>&1
     if [ -z "$run" ]; then identify; fi
     if [ -z "$run" ] || [ -z "$attempt" ] || [ -z "$bucket" ]; then
-        echo "step $step failed with exit code $code; without the node's metadata nobody can be told"
+        echo "step $step failed with exit code $code; without the node's metadata the end cannot be reported"
         return
     fi
     if [ "$role" = serve ] && [ -n "$terminated" ]; then
@@ -356,7 +356,7 @@ finish() {
     conclude "$code"
 }
 
-# Note the end, unless that was done before a reboot, and report it.
+# Write the end down, unless that was done before a reboot, and report it.
 conclude() {
     if [ ! -e "$state/DONE" ]; then
         note_end "$1"
@@ -364,7 +364,7 @@ conclude() {
     report
 }
 
-# Write down how it ended, so that a machine that is rebooted now can report it still.
+# Write the end down, so that the machine can report it after a reboot.
 note_end() {
     if [ -z "$reason" ]; then
         reason="step $step failed with exit code $1: ${failed_command:-unknown command}"

@@ -87,7 +87,7 @@ class TpuVms:
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
     """The spec's target, which is a TPU VM."""
-    assert isinstance(spec.target, TpuVmTarget), "TARGETS leads here only what has this type"
+    assert isinstance(spec.target, TpuVmTarget), "the registry gives this target only specs of its type"
     return spec.target
 
 

@@ -15,7 +15,6 @@ from dropforge.base.settings import Settings, settings
 from dropforge.cloud.clients import storage
 from dropforge.money import Notice, due, running_since, seconds_to_warning
 from dropforge.platforms import get_target
-from dropforge.platforms.tpu_vm.spec import TrainingVmServe
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.artifacts import Manifest, read_manifest
 from dropforge.run.events import (
@@ -299,7 +298,7 @@ def _succeeded(store: RunStore, record: Record, spec: JobSpec, manifest: Manifes
     def change(found: Record) -> Record:
         return found.with_end(record.attempt, None, utc_now()).model_copy(update={"metrics": metrics})
 
-    if isinstance(spec.serve, TrainingVmServe):  # before its attempt is torn down
+    if spec.serve is not None and spec.serve.keeps_machine:  # before its attempt is torn down
         for resource in get_target(spec.target.type).resources(launch_of(record, spec)):
             store.keep(record.run, resource.name)
     store.update(record.run, change)

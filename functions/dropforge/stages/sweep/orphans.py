@@ -17,7 +17,7 @@ from dropforge.base.errors import CloudError
 from dropforge.base.log import log
 from dropforge.base.settings import Settings
 from dropforge.cloud.listing import Listed, Unlisted, is_of_run
-from dropforge.platforms import SERVERS, TARGETS, get_server, get_target
+from dropforge.platforms import get_server, get_target, servers, targets
 from dropforge.run.record import Record, ResourceState, RunState
 from dropforge.run.store import RunStore
 from dropforge.stages.teardown import delete_resource
@@ -47,7 +47,7 @@ class Deletions(NamedTuple):
 
 def list_all(settings: Settings) -> tuple[list[Listed], list[str]]:
     """All that the cloud lists of this deployment's runs, and why some places could not be listed."""
-    places = [*map(get_target, TARGETS), *map(get_server, SERVERS)]
+    places = [*map(get_target, targets()), *map(get_server, servers())]
     with ThreadPoolExecutor(len(places)) as pool:
         answers = list(pool.map(lambda place: _listed(place, settings), places))
     # Some kinds are listed by several; the name is unique.

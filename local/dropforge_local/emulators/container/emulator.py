@@ -20,8 +20,8 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import RPC_CODE, ApiError
 from dropforge_local.base.ports import HOST
 
-from .. import rpc
 from ..faults import Faulty, Switches, parse_faults
+from ..kit import rpc
 from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules

@@ -102,14 +102,21 @@ class ApiServer:
         self._server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=0.2)
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, self.port, ssl_context=self._tls).start()
+        self._site = web.TCPSite(self._runner, HOST, self.port, ssl_context=self._tls)
+        await self._site.start()
 
     async def stop(self) -> None:
-        transports = [one.transport for one in self._server.connections if one.transport is not None]
+        """Stop listening and cut every connection.
+
+        A TLS transport that is only closed waits 30 s for its client's goodbye. It is aborted before `cleanup` closes
+        it, because asyncio cannot abort a TLS transport that was closed twice: the connection stays open (Python 3.11),
+        or `abort` raises AttributeError (Python 3.12).
+        """
+        await self._site.stop()
+        for connection in self._server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
         await self._runner.cleanup()
-        for transport in transports:
-            transport.abort()  # a TLS connection would wait for the client to say goodbye
-        await asyncio.sleep(0)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import aiohttp
@@ -112,14 +113,12 @@ class Cluster:
         await self._api.start()
 
     async def stop(self) -> None:
-        """Stop serving; containers go on."""
-        await self._api.stop()
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-        await self._ray_jobs.stop()
-        await self.kubelet.stop()
-        await self.services.stop()
-        await self._session.close()
+        """Stop serving; containers continue. Every part is stopped, also after another one raises."""
+        async with AsyncExitStack() as stack:  # calls the last one first
+            for stop in (self._session.close, self.services.stop, self.kubelet.stop, self._ray_jobs.stop):
+                stack.push_async_callback(stop)
+            stack.push_async_callback(self._stop_loop)
+            stack.push_async_callback(self._api.stop)
 
     def look_for_nodes(self) -> None:
         """Try again to place pending pods: stock or quota has changed."""
@@ -159,6 +158,10 @@ class Cluster:
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         return await self.services.forward(request, target)
+
+    async def _stop_loop(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
 
     def _bound_pod(self, pod_name: str) -> Object:
         namespace, _, name = pod_name.rpartition("/")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -73,9 +73,11 @@ class KubernetesEmulator:
             await self.open_cluster(row["name"])
 
     async def stop(self) -> None:
-        await asyncio.gather(*(cluster.stop() for cluster in self._clusters.values()))
-        self._clusters.clear()
-        await self._runtime.stop()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._runtime.stop)
+            for cluster in self._clusters.values():
+                stack.push_async_callback(cluster.stop)
+            self._clusters.clear()
 
     def add_cluster(self, name: str) -> int:
         """Found a cluster, or find it: the port of its API, the same one for ever. Served once it is opened."""

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import jsonpatch
+
 from .refusals import Refusal, bad_request
 from .schema import merge_key
 
@@ -48,95 +50,20 @@ def merge_patch(current: Any, patch: Any) -> Any:
 
 
 def json_patch(current: Any, patch: Any) -> Any:
-    if not isinstance(patch, list) or not all(isinstance(one, dict) for one in patch):
+    if not isinstance(patch, list) or not all(isinstance(operation, dict) for operation in patch):
         raise bad_request("a JSON patch is a list of operations")
     document = copy.deepcopy(current)
     for operation in patch:
+        shown = json.dumps(operation)
         try:
-            document = _json_operation(document, operation)
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            shown = json.dumps(operation)
+            document = jsonpatch.apply_patch(document, [copy.deepcopy(operation)], in_place=True)
+        except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException) as error:
             raise Refusal(422, f"the server rejected our request: {shown} does not apply: {error}") from error
     return document
 
 
 def strategic_patch(current: dict[str, Any], patch: dict[str, Any], schema: str) -> dict[str, Any]:
     return _merge_object(current, patch, schema, ())
-
-
-def _json_operation(document: Any, operation: Mapping[str, Any]) -> Any:
-    verb, path = operation["op"], _pointer(operation["path"])
-    if verb == "test":
-        if _read(document, path) != operation["value"]:
-            raise ValueError(f"the value at {operation['path']!r} is another")
-        return document
-    if verb in ("add", "replace"):
-        if verb == "replace":
-            _read(document, path)
-        return _write(document, path, copy.deepcopy(operation["value"]), insert=verb == "add")
-    if verb == "remove":
-        return _remove(document, path)
-    if verb in ("move", "copy"):
-        source = _pointer(operation["from"])
-        value = copy.deepcopy(_read(document, source))
-        if verb == "move":
-            if path[: len(source)] == source and len(path) > len(source):
-                raise ValueError("a value cannot move into itself")
-            document = _remove(document, source)
-        return _write(document, path, value, insert=True)
-    raise ValueError(f"op is {verb!r}; expected add, remove, replace, move, copy or test")
-
-
-def _pointer(text: Any) -> list[str]:
-    if not isinstance(text, str) or (text and not text.startswith("/")):
-        raise ValueError(f"{text!r} is not a JSON pointer")
-    return [step.replace("~1", "/").replace("~0", "~") for step in text.split("/")[1:]]
-
-
-def _index(step: str, length: int) -> int:
-    if not step.isascii() or not step.isdigit() or (step[0] == "0" and step != "0") or int(step) >= length:
-        raise IndexError(f"{step!r} is not an index below {length}")
-    return int(step)
-
-
-def _read(document: Any, path: list[str]) -> Any:
-    for step in path:
-        document = document[_index(step, len(document))] if isinstance(document, list) else _member(document, step)
-    return document
-
-
-def _member(document: Any, step: str) -> Any:
-    if not isinstance(document, dict):
-        raise TypeError(f"nothing can be at {step!r}")
-    return document[step]
-
-
-def _write(document: Any, path: list[str], value: Any, *, insert: bool) -> Any:
-    if not path:
-        return value
-    parent, last = _read(document, path[:-1]), path[-1]
-    if isinstance(parent, list):
-        if insert:
-            parent.insert(len(parent) if last == "-" else _index(last, len(parent) + 1), value)
-        else:
-            parent[_index(last, len(parent))] = value
-    elif isinstance(parent, dict):
-        parent[last] = value
-    else:
-        raise TypeError(f"nothing can be put at {last!r}")
-    return document
-
-
-def _remove(document: Any, path: list[str]) -> Any:
-    if not path:
-        raise ValueError("the whole document cannot be removed")
-    parent, last = _read(document, path[:-1]), path[-1]
-    if isinstance(parent, list):
-        del parent[_index(last, len(parent))]
-    else:
-        _member(parent, last)
-        del parent[last]
-    return document
 
 
 def _merge_object(current: Any, patch: Mapping[str, Any], schema: str, path: tuple[str, ...]) -> dict[str, Any]:

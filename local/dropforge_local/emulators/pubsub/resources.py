@@ -1,4 +1,4 @@
-"""Topics, subscriptions and snapshots as rows: each resource's own protobuf message, and what the deliveries need."""
+"""Topics, subscriptions and snapshots as rows: each resource's protobuf message, and columns that queries need."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from google.protobuf import timestamp_pb2
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message
-from .checks import DELETED_TOPIC, seconds
+from ..kit.paging import Paging, cut, read_token
+from ..kit.rpc import Message
+from .rules import DELETED_TOPIC, seconds
 
 Topic = types.Topic.pb()
 SubscriptionConfig = types.Subscription.pb()
 Snapshot = types.Snapshot.pb()
-DEFAULT_PAGE = 100
-MAX_PAGE = 1000
+PAGING = Paging(default=100, largest=1000)
 # A push without a retry policy backs off from 100 ms to 60 s (https://cloud.google.com/pubsub/docs/push#push_backoff);
-# a pull redelivers at once, which we space a little so that a nacking subscriber does not spin.
+# a pull redelivers at once. A short pause here keeps a subscriber that always nacks from using a whole core.
 PUSH_BACKOFF_SECONDS = (0.1, 60.0)
 PULL_BACKOFF_SECONDS = (0.01, 1.0)
 
@@ -42,7 +42,7 @@ CREATE INDEX IF NOT EXISTS pubsub_snapshots_topic ON pubsub_snapshots (topic);
 
 @dataclass(frozen=True)
 class Subscription:
-    """A stored subscription. `cloud_event`: pushed as Eventarc does, a messagePublished event in binary mode."""
+    """A stored subscription. With `cloud_event`, a push is a messagePublished event in binary mode, as at Eventarc."""
 
     id: int
     name: str
@@ -64,13 +64,13 @@ class Subscription:
 
     @property
     def max_delivery_attempts(self) -> int | None:
-        """None without a dead-letter policy; only with one are attempts reported to the subscriber."""
+        """None without a dead-letter policy; the service then reports no attempts to the subscriber either."""
         if not self.config.HasField("dead_letter_policy"):
             return None
         return int(self.config.dead_letter_policy.max_delivery_attempts)
 
     def retry_delay_seconds(self, failures: int) -> float:
-        """How long after its `failures`-th failure a message is due again."""
+        """The delay of a message after its `failures`-th failure."""
         if self.config.HasField("retry_policy"):
             policy = self.config.retry_policy
             lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
@@ -80,7 +80,7 @@ class Subscription:
 
 
 class Resources:
-    """The three tables. Methods neither validate nor wake anyone; that is the service's."""
+    """The three tables. The service validates and wakes; these methods do neither."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
@@ -103,7 +103,7 @@ class Resources:
             )
 
     def delete_topic(self, name: str) -> None:
-        """Subscriptions and snapshots outlive their topic; they say `_deleted-topic_` from then on."""
+        """Delete a topic. Its subscriptions and snapshots stay, with the topic `_deleted-topic_`."""
         with self.db.transaction() as sql:
             for subscription in self.subscriptions_of(name):
                 subscription.config.topic = DELETED_TOPIC
@@ -183,19 +183,18 @@ class Resources:
     def snapshots_of(self, topic: str) -> list[str]:
         return [snapshot.name for snapshot in self._snapshots("topic = ? ORDER BY name", topic)]
 
-    def page(self, collection: str, project: str, size: int, token: str) -> tuple[list[Message], str]:
+    def page(self, collection: str, request: Message) -> tuple[list[Message], str]:
         """One page of a project's topics, subscriptions or snapshots by name, and the next page's token."""
         kind = {"topics": Topic, "subscriptions": SubscriptionConfig, "snapshots": Snapshot}[collection]
-        prefix = f"{project}/{collection}/"
-        if size < 0 or (token and not token.startswith(prefix)):
-            raise ApiError("INVALID_ARGUMENT", f"invalid page_size {size} or page_token {token!r}")
-        size = min(size or DEFAULT_PAGE, MAX_PAGE)
+        prefix = f"{request.project}/{collection}/"
+        size, [last] = PAGING.size(request.page_size), read_token(request.page_token, [""])
         rows = self.db.connection.execute(
-            f"SELECT config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? ORDER BY name LIMIT ?",
-            (token, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
+            f"SELECT name, config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? "
+            "ORDER BY name LIMIT ?",
+            (last, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
         ).fetchall()
-        found = [kind.FromString(row["config"]) for row in rows[:size]]
-        return found, found[-1].name if len(rows) > size else ""
+        page, token = cut(rows, size, lambda row: [row["name"]])
+        return [kind.FromString(row["config"]) for row in page], token
 
     def _snapshots(self, where: str, value: str) -> Iterator[Message]:
         rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()

@@ -1,18 +1,22 @@
-"""The unary RPCs of google.pubsub.v1.Publisher and Subscriber, and the rules by which REST reaches them."""
+"""The unary RPCs of google.pubsub.v1.Publisher and Subscriber, with their HTTP rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from google.cloud.pubsub_v1 import types
-from google.protobuf import empty_pb2, field_mask_pb2
+from google.protobuf import empty_pb2
 
 from dropforge_local.base.errors import ApiError
 
-from ..rpc import Message, Method, Service
+from ..kit import masks
+from ..kit.paging import cut, read_token
+from ..kit.rpc import Message, Method, Service, method
 from .backlog import Backlog, Content
-from .checks import (
-    check_mask,
+from .pull import Puller, received_message
+from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
+from .resources import PAGING, Resources, Snapshot, Subscription, describe, not_found, timestamp
+from .rules import (
     check_messages,
     check_modified_deadline,
     check_name,
@@ -22,9 +26,6 @@ from .checks import (
     complete_subscription,
     invalid,
 )
-from .pull import Puller, received_message
-from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
-from .resources import Resources, Snapshot, Subscription, describe, not_found, timestamp
 
 Empty = empty_pb2.Empty
 MUTABLE_TOPIC_FIELDS = frozenset(("labels", "message_storage_policy", "message_retention_duration"))
@@ -37,9 +38,9 @@ MUTABLE_SUBSCRIPTION_FIELDS = frozenset(
 
 
 class PubSubService:
-    """One method per RPC, taking and returning the API's own messages.
+    """A method per RPC, with the API's messages as argument and result.
 
-    `pushes(subscription)` is called after commit for a subscription that may have become a push subscription.
+    `pushes(subscription)` is called after commit for a subscription that may be a new push subscription.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PubSubService:
 
     def update_topic(self, request: Message) -> Message:
         topic = self.resources.topic(request.topic.name)
-        _merge(request.topic, topic, request.update_mask, MUTABLE_TOPIC_FIELDS)
+        masks.merge(request.topic, topic, request.update_mask, MUTABLE_TOPIC_FIELDS)
         check_topic(topic)
         self.resources.save_topic(topic)
         return topic
@@ -84,14 +85,12 @@ class PubSubService:
 
     def list_topic_subscriptions(self, request: Message) -> Message:
         self.resources.topic(request.topic)
-        names = [subscription.name for subscription in self.resources.subscriptions_of(request.topic)]
-        names, token = _name_page(names, request.page_size, request.page_token)
+        names, token = _page_of_names([item.name for item in self.resources.subscriptions_of(request.topic)], request)
         return types.ListTopicSubscriptionsResponse.pb()(subscriptions=names, next_page_token=token)
 
     def list_topic_snapshots(self, request: Message) -> Message:
         self.resources.topic(request.topic)
-        names = self.resources.snapshots_of(request.topic)
-        names, token = _name_page(names, request.page_size, request.page_token)
+        names, token = _page_of_names(self.resources.snapshots_of(request.topic), request)
         return types.ListTopicSnapshotsResponse.pb()(snapshots=names, next_page_token=token)
 
     def delete_topic(self, request: Message) -> Message:
@@ -129,15 +128,15 @@ class PubSubService:
     def update_subscription(self, request: Message) -> Message:
         with self.db.transaction():
             subscription = self.resources.subscription(request.subscription.name)
-            _merge(request.subscription, subscription.config, request.update_mask, MUTABLE_SUBSCRIPTION_FIELDS)
+            masks.merge(request.subscription, subscription.config, request.update_mask, MUTABLE_SUBSCRIPTION_FIELDS)
             complete_subscription(subscription.config)
             self._check_topics(subscription.config, dead_letter_only=True)
             self._save(subscription)
         return describe(self.resources.subscription(subscription.name), self.resources)
 
     def list_subscriptions(self, request: Message) -> Message:
-        found, token = self._page("subscriptions", request)
-        return types.ListSubscriptionsResponse.pb()(subscriptions=found, next_page_token=token)
+        subscriptions, token = self._page("subscriptions", request)
+        return types.ListSubscriptionsResponse.pb()(subscriptions=subscriptions, next_page_token=token)
 
     def delete_subscription(self, request: Message) -> Message:
         with self.db.transaction():
@@ -183,7 +182,7 @@ class PubSubService:
                 self.replay.seek_to_time(subscription, request.time.seconds + request.time.nanos / 1e9)
             elif target == "snapshot":
                 if self.resources.snapshot(request.snapshot).topic != subscription.topic:
-                    raise invalid(f"{request.snapshot} is of another topic than {request.subscription}")
+                    raise invalid(f"{request.snapshot} and {request.subscription} have different topics")
                 self.replay.seek_to_snapshot(subscription, request.snapshot)
             else:
                 raise invalid("seek has no target; expected time or snapshot")
@@ -216,7 +215,7 @@ class PubSubService:
     def update_snapshot(self, request: Message) -> Message:
         with self.db.transaction():
             snapshot = self.resources.snapshot(request.snapshot.name)
-            _merge(request.snapshot, snapshot, request.update_mask, frozenset(("labels",)))
+            masks.merge(request.snapshot, snapshot, request.update_mask, frozenset(("labels",)))
             self.resources.save_snapshot(snapshot, 0, 0)
         return snapshot
 
@@ -229,7 +228,7 @@ class PubSubService:
 
     def _page(self, collection: str, request: Message) -> tuple[list[Message], str]:
         check_project(request.project)
-        return self.resources.page(collection, request.project, request.page_size, request.page_token)
+        return self.resources.page(collection, request)
 
     def _check_topics(self, config: Message, dead_letter_only: bool = False) -> None:
         names = [] if dead_letter_only else [config.topic]
@@ -251,31 +250,20 @@ class PubSubService:
 
 
 def services(implementation: PubSubService) -> tuple[Service, Service]:
-    """The two gRPC services with their HTTP rules; the emulator adds StreamingPull, which REST does not have."""
+    """The two gRPC services with their HTTP rules. The emulator adds StreamingPull, which REST lacks."""
     return (
         Service("google.pubsub.v1.Publisher", PUBLISHER, implementation),
         Service("google.pubsub.v1.Subscriber", SUBSCRIBER, implementation),
     )
 
 
-def _merge(source: Message, target: Message, mask: field_mask_pb2.FieldMask, mutable: frozenset[str]) -> None:
-    check_mask(mask.paths, mutable)
-    try:
-        mask.MergeMessage(source, target, replace_message_field=True, replace_repeated_field=True)
-    except ValueError as error:
-        raise invalid(f"invalid update_mask: {error}") from error
-
-
-def _name_page(names: Sequence[str], size: int, token: str) -> tuple[list[str], str]:
-    if size < 0:
-        raise invalid(f"page_size is {size}; expected at least 0")
-    rest = [name for name in names if name > token]
-    page = rest[: size or len(rest)]
-    return page, page[-1] if len(page) < len(rest) else ""
+def _page_of_names(names: Sequence[str], request: Message) -> tuple[Sequence[str], str]:
+    size, [last] = PAGING.size(request.page_size), read_token(request.page_token, [""])
+    return cut([name for name in names if name > last][: size + 1], size, lambda name: [name])
 
 
 def _refuse_ack_ids(refused: Sequence[str]) -> None:
-    """Exactly-once clients read each id's failure from the error's details."""
+    """Raise an error with each refused id in its details, where clients of exactly-once delivery look for it."""
     if refused:
         detail = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
@@ -286,61 +274,40 @@ def _refuse_ack_ids(refused: Sequence[str]) -> None:
         raise ApiError("FAILED_PRECONDITION", "some acknowledgement ids were invalid: they have expired", [detail])
 
 
-def _method(name: str, request: str, response: str, *http: str) -> Method:
-    answer = Empty if response == "Empty" else getattr(types, response).pb()
-    return Method(name, getattr(types, request).pb(), answer, http)
+def _method(name: str, response: str, *http: str, request: str = "") -> Method:
+    return method(types, name, response, *http, request=request)
 
 
 _TOPIC = "topic=projects/*/topics/*"
 _SUBSCRIPTION = "subscription=projects/*/subscriptions/*"
 _SNAPSHOT = "snapshot=projects/*/snapshots/*"
 PUBLISHER = (
-    _method("CreateTopic", "Topic", "Topic", "PUT /v1/{name=projects/*/topics/*} *"),
-    _method("UpdateTopic", "UpdateTopicRequest", "Topic", "PATCH /v1/{topic.name=projects/*/topics/*} *"),
-    _method("Publish", "PublishRequest", "PublishResponse", f"POST /v1/{{{_TOPIC}}}:publish *"),
-    _method("GetTopic", "GetTopicRequest", "Topic", f"GET /v1/{{{_TOPIC}}}"),
-    _method("ListTopics", "ListTopicsRequest", "ListTopicsResponse", "GET /v1/{project=projects/*}/topics"),
-    _method(
-        "ListTopicSubscriptions", "ListTopicSubscriptionsRequest", "ListTopicSubscriptionsResponse",
-        f"GET /v1/{{{_TOPIC}}}/subscriptions",
-    ),
-    _method(
-        "ListTopicSnapshots", "ListTopicSnapshotsRequest", "ListTopicSnapshotsResponse",
-        f"GET /v1/{{{_TOPIC}}}/snapshots",
-    ),
-    _method("DeleteTopic", "DeleteTopicRequest", "Empty", f"DELETE /v1/{{{_TOPIC}}}"),
-    _method(
-        "DetachSubscription", "DetachSubscriptionRequest", "DetachSubscriptionResponse",
-        f"POST /v1/{{{_SUBSCRIPTION}}}:detach",
-    ),
-)  # fmt: skip
+    _method("CreateTopic", "Topic", "PUT /v1/{name=projects/*/topics/*} *", request="Topic"),
+    _method("UpdateTopic", "Topic", "PATCH /v1/{topic.name=projects/*/topics/*} *"),
+    _method("Publish", "PublishResponse", f"POST /v1/{{{_TOPIC}}}:publish *"),
+    _method("GetTopic", "Topic", f"GET /v1/{{{_TOPIC}}}"),
+    _method("ListTopics", "ListTopicsResponse", "GET /v1/{project=projects/*}/topics"),
+    _method("ListTopicSubscriptions", "ListTopicSubscriptionsResponse", f"GET /v1/{{{_TOPIC}}}/subscriptions"),
+    _method("ListTopicSnapshots", "ListTopicSnapshotsResponse", f"GET /v1/{{{_TOPIC}}}/snapshots"),
+    _method("DeleteTopic", "Empty", f"DELETE /v1/{{{_TOPIC}}}"),
+    _method("DetachSubscription", "DetachSubscriptionResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:detach"),
+)
 SUBSCRIBER = (
-    _method("CreateSubscription", "Subscription", "Subscription", "PUT /v1/{name=projects/*/subscriptions/*} *"),
-    _method("GetSubscription", "GetSubscriptionRequest", "Subscription", f"GET /v1/{{{_SUBSCRIPTION}}}"),
     _method(
-        "UpdateSubscription", "UpdateSubscriptionRequest", "Subscription",
-        "PATCH /v1/{subscription.name=projects/*/subscriptions/*} *",
+        "CreateSubscription", "Subscription", "PUT /v1/{name=projects/*/subscriptions/*} *", request="Subscription"
     ),
-    _method(
-        "ListSubscriptions", "ListSubscriptionsRequest", "ListSubscriptionsResponse",
-        "GET /v1/{project=projects/*}/subscriptions",
-    ),
-    _method("DeleteSubscription", "DeleteSubscriptionRequest", "Empty", f"DELETE /v1/{{{_SUBSCRIPTION}}}"),
-    _method(
-        "ModifyAckDeadline", "ModifyAckDeadlineRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyAckDeadline *"
-    ),
-    _method("Acknowledge", "AcknowledgeRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:acknowledge *"),
-    _method("Pull", "PullRequest", "PullResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:pull *"),
-    _method(
-        "ModifyPushConfig", "ModifyPushConfigRequest", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyPushConfig *"
-    ),
-    _method("GetSnapshot", "GetSnapshotRequest", "Snapshot", f"GET /v1/{{{_SNAPSHOT}}}"),
-    _method("ListSnapshots", "ListSnapshotsRequest", "ListSnapshotsResponse", "GET /v1/{project=projects/*}/snapshots"),
-    _method("CreateSnapshot", "CreateSnapshotRequest", "Snapshot", "PUT /v1/{name=projects/*/snapshots/*} *"),
-    _method(
-        "UpdateSnapshot", "UpdateSnapshotRequest", "Snapshot",
-        "PATCH /v1/{snapshot.name=projects/*/snapshots/*} *",
-    ),
-    _method("DeleteSnapshot", "DeleteSnapshotRequest", "Empty", f"DELETE /v1/{{{_SNAPSHOT}}}"),
-    _method("Seek", "SeekRequest", "SeekResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:seek *"),
-)  # fmt: skip
+    _method("GetSubscription", "Subscription", f"GET /v1/{{{_SUBSCRIPTION}}}"),
+    _method("UpdateSubscription", "Subscription", "PATCH /v1/{subscription.name=projects/*/subscriptions/*} *"),
+    _method("ListSubscriptions", "ListSubscriptionsResponse", "GET /v1/{project=projects/*}/subscriptions"),
+    _method("DeleteSubscription", "Empty", f"DELETE /v1/{{{_SUBSCRIPTION}}}"),
+    _method("ModifyAckDeadline", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyAckDeadline *"),
+    _method("Acknowledge", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:acknowledge *"),
+    _method("Pull", "PullResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:pull *"),
+    _method("ModifyPushConfig", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyPushConfig *"),
+    _method("GetSnapshot", "Snapshot", f"GET /v1/{{{_SNAPSHOT}}}"),
+    _method("ListSnapshots", "ListSnapshotsResponse", "GET /v1/{project=projects/*}/snapshots"),
+    _method("CreateSnapshot", "Snapshot", "PUT /v1/{name=projects/*/snapshots/*} *"),
+    _method("UpdateSnapshot", "Snapshot", "PATCH /v1/{snapshot.name=projects/*/snapshots/*} *"),
+    _method("DeleteSnapshot", "Empty", f"DELETE /v1/{{{_SNAPSHOT}}}"),
+    _method("Seek", "SeekResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:seek *"),
+)

@@ -1,4 +1,4 @@
-"""Batches: several JSON calls in one multipart/mixed request, each answered by itself, in order."""
+"""Batches: several JSON calls in one multipart/mixed request. Each call has its own answer, in the same order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from http import HTTPStatus
 from aiohttp import web
 from multidict import CIMultiDict
 
+from ..kit.routing import JSON_TYPE, Call, Reply
 from .errors import StorageError, invalid
-from .wire import JSON_TYPE, Call, Reply, read_target, refusal
+from .wire import read_target, refusal
 
 # The service's own limit is 100, but google-cloud-storage 3.17.1 sends up to 1,000.
 MAX_CALLS = 1000
@@ -21,8 +22,8 @@ _HEAD_END = re.compile(rb"\r?\n\r?\n")
 Answer = Callable[[Call], Awaitable[Reply | web.StreamResponse]]
 
 
-async def answer_batch(call: Call, answer: Answer) -> web.Response:
-    """Answer every part of a batch with `answer`, which takes paths as they are sent, root and all."""
+async def answer_batch(answer: Answer, call: Call) -> web.Response:
+    """Answer every part of a batch with `answer`. A part's path includes the root."""
     content_type = call.headers.get("Content-Type", "")
     head = f"Content-Type: {content_type}\r\n\r\n".encode("utf-8", "surrogateescape")
     message = BytesParser().parsebytes(head + call.body)
@@ -37,10 +38,10 @@ async def answer_batch(call: Call, answer: Answer) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": f"multipart/mixed; boundary={boundary}"})
 
 
-async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
+async def _answer_part(batch: Call, part: Message, answer: Answer) -> bytes:
     try:
-        reply = await answer(_inner_call(outer, part))
-        assert isinstance(reply, Reply), "only calls with a stream of their own get other answers"
+        reply = await answer(_inner_call(batch, part))
+        assert isinstance(reply, Reply), "inside a batch, only JSON is answered"
     except StorageError as error:
         reply = refusal(error)
     body = reply.encode()
@@ -53,10 +54,10 @@ async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
     return "\r\n".join(head + lines).encode("utf-8", "replace") + body + b"\r\n"
 
 
-def _inner_call(outer: Call, part: Message) -> Call:
+def _inner_call(batch: Call, part: Message) -> Call:
     """The HTTP request inside an application/http part."""
     text = part.get_payload(decode=True)
-    if not isinstance(text, bytes):  # a multipart of its own
+    if not isinstance(text, bytes):  # a nested multipart
         raise invalid(f"Failed to parse batch request: a part is {part.get_content_type()}; expected application/http")
     head, *rest = _HEAD_END.split(text.lstrip(), maxsplit=1)
     request_line, *header_lines = head.decode("utf-8", "replace").splitlines() or [""]
@@ -68,4 +69,4 @@ def _inner_call(outer: Call, part: Message) -> Call:
     for line in header_lines:
         name, _, value = line.partition(":")
         headers[name.strip()] = value.strip()
-    return Call(words[0], path, query, headers, outer.base_url, b"".join(rest))
+    return Call(words[0], path, query, headers, batch.base_url, b"".join(rest))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
+from collections.abc import Sequence
 from typing import Any
 
+from ..kit.paging import cut
+from ..kit.routing import Call, Reply, Route
 from .errors import StorageError, invalid
 from .models import Bucket, Edit
 from .preconditions import Preconditions, parse_int64
 from .resources import bucket_attributes, bucket_json
 from .state import State
-from .wire import Call, Reply, Route
+from .wire import parse_json, read_token
 
 MAX_RESULTS = 1000
 
@@ -25,25 +26,25 @@ class BucketRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            ("GET", "b", self.list),
-            ("POST", "b", self.insert),
-            ("GET", "b/{bucket}", self.get),
-            ("PATCH", "b/{bucket}", self.patch),
-            ("PUT", "b/{bucket}", self.update),
-            ("DELETE", "b/{bucket}", self.delete),
-            ("GET", "b/{bucket}/iam", self.get_policy),
-            ("PUT", "b/{bucket}/iam", self.set_policy),
-            ("GET", "b/{bucket}/iam/testPermissions", self.test_permissions),
-            ("GET", "b/{bucket}/storageLayout", self.storage_layout),
-            ("GET", "b/{bucket}/managedFolders", self.list_managed_folders),
-            ("GET", "projects/{project}/serviceAccount", self.service_account),
-            *((method, path, self.refuse_acl) for method in _ACL_METHODS for path in _ACL_PATHS),
+            Route("GET", "b", self.list),
+            Route("POST", "b", self.insert),
+            Route("GET", "b/{bucket}", self.get),
+            Route("PATCH", "b/{bucket}", self.patch),
+            Route("PUT", "b/{bucket}", self.update),
+            Route("DELETE", "b/{bucket}", self.delete),
+            Route("GET", "b/{bucket}/iam", self.get_policy),
+            Route("PUT", "b/{bucket}/iam", self.set_policy),
+            Route("GET", "b/{bucket}/iam/testPermissions", self.test_permissions),
+            Route("GET", "b/{bucket}/storageLayout", self.storage_layout),
+            Route("GET", "b/{bucket}/managedFolders", self.list_managed_folders),
+            Route("GET", "projects/{project}/serviceAccount", self.service_account),
+            *(Route(method, path, self.refuse_acl) for method in _ACL_METHODS for path in _ACL_PATHS),
         ]
 
     async def insert(self, call: Call) -> Reply:
         if not call.query.get("project"):
             raise invalid("Required parameter: project", "required")
-        body = call.json()
+        body = parse_json(call.body)
         name = body.get("name")
         if not isinstance(name, str):
             raise invalid(f"Invalid bucket name: {name!r}; expected a string", "required")
@@ -57,21 +58,17 @@ class BucketRoutes:
         if not call.query.get("project"):
             raise invalid("Required parameter: project", "required")
         limit = max_results(call)
-        after = _name_from_token(call.query.get("pageToken", ""))
-        buckets = self._buckets.list(call.query.get("prefix", ""), after, limit + 1)
-        body: dict[str, Any] = {"kind": "storage#buckets"}
-        if buckets:
-            body["items"] = [self._json(call, bucket) for bucket in buckets[:limit]]
-        if len(buckets) > limit:
-            body["nextPageToken"] = base64.urlsafe_b64encode(buckets[limit - 1].name.encode()).decode()
-        return Reply(body)
+        [after] = read_token(call.query, "")
+        rows = self._buckets.list(call.query.get("prefix", ""), after, limit + 1)
+        buckets, token = cut(rows, limit, lambda bucket: [bucket.name])
+        return listing("storage#buckets", [self._json(call, bucket) for bucket in buckets], token)
 
     async def patch(self, call: Call) -> Reply:
-        body = call.json()
+        body = parse_json(call.body)
         return self._change(call, lambda old: bucket_attributes(body, old))
 
     async def update(self, call: Call) -> Reply:
-        body = call.json()
+        body = parse_json(call.body)
         return self._change(call, lambda old: bucket_attributes(body, {"location": old["location"]}))
 
     async def delete(self, call: Call) -> Reply:
@@ -82,10 +79,10 @@ class BucketRoutes:
         return Reply(self._buckets.policy(call.names["bucket"]))
 
     async def set_policy(self, call: Call) -> Reply:
-        return Reply(self._buckets.set_policy(call.names["bucket"], call.json()))
+        return Reply(self._buckets.set_policy(call.names["bucket"], parse_json(call.body)))
 
     async def test_permissions(self, call: Call) -> Reply:
-        """Whoever calls the local stack owns it: every permission that exists is granted."""
+        """Every caller of the local stack is its owner and has every permission."""
         self._buckets.get(call.names["bucket"])
         permissions = call.query.getall("permissions", [])
         if not permissions:
@@ -101,7 +98,7 @@ class BucketRoutes:
         return Reply(layout | {name: bucket[name] for name in ("location", "locationType")})
 
     async def list_managed_folders(self, call: Call) -> Reply:
-        """There are none, as they cannot be made here; `gcloud storage rm -r` asks."""
+        """An empty list, since the local stack cannot create managed folders; `gcloud storage rm -r` reads the list."""
         self._buckets.get(call.names["bucket"])
         return Reply({"kind": "storage#managedFolders"})
 
@@ -110,7 +107,7 @@ class BucketRoutes:
         return Reply({"kind": "storage#serviceAccount", "email_address": address})
 
     async def refuse_acl(self, call: Call) -> Reply:
-        """Buckets of the local stack have uniform bucket-level access, with which Google refuses ACLs as well."""
+        """Refuse, as Google does for buckets with uniform bucket-level access, which every local bucket has."""
         self._buckets.get(call.names["bucket"])
         raise StorageError(
             400,
@@ -142,15 +139,14 @@ _ACL_PATHS = (
 
 
 def max_results(call: Call) -> int:
-    """maxResults, at most 1,000; absent and 0 mean that."""
+    """maxResults, at most 1,000. The default and 0 are 1,000."""
     limit = parse_int64(call.query.get("maxResults", "0"), "maxResults")
     if limit < 0:
         raise invalid(f"Invalid value for maxResults: {limit}; expected 0 to {MAX_RESULTS}", "invalidParameter")
     return min(limit or MAX_RESULTS, MAX_RESULTS)
 
 
-def _name_from_token(token: str) -> str:
-    try:
-        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError):
-        raise invalid(f"Invalid pageToken: {token!r}; expected the nextPageToken of an earlier page") from None
+def listing(kind: str, items: Sequence[dict[str, Any]], token: str, **more: Any) -> Reply:
+    """A page of a list; empty parts are left out."""
+    body = {"items": items, **more, "nextPageToken": token}
+    return Reply({"kind": kind} | {name: part for name, part in body.items() if part})

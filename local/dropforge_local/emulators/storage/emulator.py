@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,6 +12,7 @@ from aiohttp import web
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
+from ..kit.routing import Call, Reply, Route, Router
 from .batch import answer_batch
 from .blobs import BlobStore
 from .bucket_routes import BucketRoutes
@@ -23,10 +24,10 @@ from .resources import bucket_attributes
 from .state import State
 from .upload_routes import UploadRoutes
 from .uploads import Uploads
-from .wire import Call, Reply, Router, read_body, read_target, refusal, to_response
+from .wire import answer, read_body, read_target, refusal
 
-API_ROOT = "/storage/v1/"
-DOWNLOAD_ROOT = "/download/storage/v1/"
+# The API answers below both roots; media has links below the second.
+API_ROOTS = ("/storage/v1/", "/download/storage/v1/")
 # google-cloud-storage uses the first root for resumable uploads too, gcloud the second.
 UPLOAD_ROOTS = ("/upload/storage/v1/", "/resumable/upload/storage/v1/")
 BATCH_PATH = "/batch/storage/v1"
@@ -37,9 +38,10 @@ _REFUSED_HEADERS = ("X-Goog-Encryption-Key", "X-Goog-Encryption-Algorithm", "X-G
 class StorageEmulator:
     """Cloud Storage's JSON API on a database and a directory of blobs.
 
-    `on_change` is called inside the transaction that changes an object, so that what it writes to the same database
-    is committed with the change or not at all. Kept but not acted on: lifecycle rules, CORS, IAM policies. Answered
-    with 501, saying so: notificationConfigs, folders, HMAC keys, holds and retention, encryption keys, soft delete.
+    `on_change` is called inside the transaction that changes an object, so that its writes to the same database are
+    committed with the change or not at all. The emulator stores lifecycle rules, CORS and IAM policies but does not
+    act on them. It answers 501 to notificationConfigs, folders, HMAC keys, holds and retention, encryption keys and
+    soft delete.
     """
 
     def __init__(
@@ -54,17 +56,20 @@ class StorageEmulator:
         buckets = Buckets(db, clock)
         objects = Objects(db, clock, buckets, blobs, on_change)
         self._state = State(db, blobs, buckets, objects, Uploads(db, clock), project)
-        # Here and not in start(): by then the port is bound, and a first upload may have written its blob already.
+        # Not in start(): at that time the port is bound, and a first upload may have written its blob already.
         blobs.sweep(_blobs_in_use(db))
-        self._api = Router([*BucketRoutes(self._state).routes(), *ObjectRoutes(self._state).routes()])
-        self._uploads = Router(UploadRoutes(self._state).routes())
+        self._router = Router(
+            [
+                *_below(UPLOAD_ROOTS, UploadRoutes(self._state).routes()),
+                *_below(API_ROOTS, [*ObjectRoutes(self._state).routes(), *BucketRoutes(self._state).routes()]),
+                Route("POST", BATCH_PATH, partial(answer_batch, self._answer)),
+            ]
+        )
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        roots = (API_ROOT, DOWNLOAD_ROOT, *UPLOAD_ROOTS)
-        # [\s\S] also takes a quoted line feed, which is to be refused as an object name and not as a path.
-        return [web.route("*", root + r"{path:[\s\S]*}", self._serve) for root in roots] + [
-            web.post(BATCH_PATH, self._serve_batch)
-        ]
+        # [\s\S] also matches a quoted line feed: the emulator refuses it as part of an object name, not of the path.
+        everything = [web.route("*", root + r"{path:[\s\S]*}", self._serve) for root in (*API_ROOTS, *UPLOAD_ROOTS)]
+        return [*everything, web.post(BATCH_PATH, self._serve)]
 
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         return ()
@@ -76,47 +81,36 @@ class StorageEmulator:
         self._state.blobs.close()
 
     def create_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
-        """Make a bucket unless it exists, for the stack's own set-up."""
+        """Create a bucket unless it exists, for the stack's own set-up."""
         if not self._state.buckets.exists(name):
             self._state.buckets.create(name, bucket_attributes({"location": location}))
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         try:
-            return to_response(await self._answer_request(request))
+            reply = await self._answer(await _read_call(request))
         except StorageError as error:
-            return to_response(refusal(error))
+            reply = refusal(error)
         except web.RequestPayloadError as error:
-            return to_response(refusal(invalid(f"The body is malformed: {error}", "badRequest")))
+            reply = refusal(invalid(f"The body is malformed: {error}", "badRequest"))
         except ConnectionError:
-            # The client hung up in the middle; nobody reads this answer.
-            return to_response(Reply(status=499))
-
-    async def _serve_batch(self, request: web.Request) -> web.StreamResponse:
-        call = await _read_call(request, streamed=False)
-        try:
-            return await answer_batch(call, self._answer)
-        except StorageError as error:
-            return to_response(refusal(error))
-
-    async def _answer_request(self, request: web.Request) -> Reply | web.StreamResponse:
-        streamed = request.path.startswith(UPLOAD_ROOTS)
-        return await self._answer(await _read_call(request, streamed))
+            reply = Reply(status=499)  # the client hung up during its upload and reads no answer
+        return reply.response() if isinstance(reply, Reply) else reply
 
     async def _answer(self, call: Call) -> Reply | web.StreamResponse:
         _refuse_not_emulated(call)
-        for root in UPLOAD_ROOTS:
-            if call.path.startswith(root):
-                if call.request is None:
-                    raise invalid("Uploads are not supported inside a batch request")
-                return await self._uploads.answer(replace(call, path=call.path.removeprefix(root)))
-        for root in (API_ROOT, DOWNLOAD_ROOT):
-            if call.path.startswith(root):
-                return await self._api.answer(replace(call, path=call.path.removeprefix(root)))
-        raise invalid(f"Invalid path {call.path!r}; expected one below {API_ROOT}")
+        if call.request is None and not call.path.startswith(API_ROOTS):
+            raise invalid(f"{call.path!r} is not supported inside a batch; expected a path below {API_ROOTS[0]}")
+        return await answer(self._router, call)
 
 
-async def _read_call(request: web.Request, streamed: bool) -> Call:
+def _below(roots: Sequence[str], routes: Sequence[Route]) -> list[Route]:
+    return [Route(route.verb, root + route.path, route.handler) for root in roots for route in routes]
+
+
+async def _read_call(request: web.Request) -> Call:
+    """The call in a request; the body of an upload stays a stream."""
     path, query = read_target(request.raw_path)
+    streamed = request.path.startswith(UPLOAD_ROOTS)
     body = b"" if streamed or not request.body_exists else await read_body(request.content)
     return Call(request.method, path, query, request.headers, f"{request.scheme}://{request.host}", body, request)
 

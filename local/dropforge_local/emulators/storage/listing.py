@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import re2
 
 from dropforge_local.base.db import Database
 
-from .errors import invalid
+from ..kit.paging import write_token
+from .errors import invalid, not_emulated
 from .models import StoredObject
+from .wire import read_token
 
 # Rows after a position in (name, generation); the partial index on live objects serves the first form.
 _LIVE = "SELECT * FROM storage_objects WHERE bucket = ? AND live = 1 AND name >= ? ORDER BY name"
@@ -22,29 +22,13 @@ _VERSIONS = (
 )
 
 
-@dataclass(frozen=True)
-class ListRequest:
-    """The parameters of objects.list."""
-
-    bucket: str
-    prefix: str = ""
-    delimiter: str = ""
-    start: str = ""
-    end: str = ""
-    glob: str = ""
-    versions: bool = False
-    trailing_delimiter: bool = False
-    limit: int = 1000
-    page_token: str = ""
-
-
 @dataclass
 class Page:
-    """One page: objects and common prefixes, together at most `limit`."""
+    """One page: objects and common prefixes, together at most the limit."""
 
     items: list[StoredObject] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
-    next_token: str | None = None
+    next_token: str = ""
 
     def __len__(self) -> int:
         return len(self.items) + len(self.prefixes)
@@ -52,73 +36,78 @@ class Page:
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a listing goes on: at `name`, with generations above `generation`."""
+    """Where a listing continues: at `name`, with generations above `generation`."""
 
     name: str
     generation: int = 0
 
-    def to_token(self) -> str:
-        return base64.urlsafe_b64encode(f"{self.generation}:{self.name}".encode()).decode()
 
-    @classmethod
-    def from_token(cls, token: str) -> _Position:
-        try:
-            generation, _, name = base64.b64decode(token, altchars=b"-_", validate=True).decode().partition(":")
-            return cls(name, int(generation[:19]))
-        except (binascii.Error, ValueError):
-            raise invalid(f"Invalid pageToken: {token!r}; expected the nextPageToken of an earlier page") from None
-
-
-def list_objects(db: Database, request: ListRequest) -> Page:
-    """One page of a listing, in the order of the names' UTF-8 bytes."""
-    page = Page()
-    matches = _Matcher(request.glob)
-    position: _Position | None = _Position(max(request.prefix, request.start))
-    if request.page_token:
-        position = _Position.from_token(request.page_token)
+def list_objects(db: Database, bucket: str, query: Mapping[str, str], limit: int) -> Page:
+    """One page of objects.list, in the order of the names' UTF-8 bytes."""
+    listing = _Listing(db, bucket, query, limit)
+    name, generation = read_token(query, max(listing.prefix, query.get("startOffset", "")), 0)
+    position: _Position | None = _Position(name, generation)
     while position is not None:
-        position = _take_until_group(db, request, matches, position, page)
-    return page
+        position = listing.take_group(position)
+    return listing.page
 
 
-def _take_until_group(
-    db: Database, request: ListRequest, matches: _Matcher, position: _Position, page: Page
-) -> _Position | None:
-    """Add objects to the page until a common prefix, which is added and seeked over; None when the page is done."""
-    for stored in _rows(db, request, position):
-        name = stored.name
-        if not name.startswith(request.prefix) or (request.end and name >= request.end):
-            return None
-        if len(page) >= request.limit:
-            page.next_token = position.to_token()
-            return None
-        group = _group(name, request)
-        if (group is None or (request.trailing_delimiter and name == group)) and matches(name):
-            page.items.append(stored)
-        if group is not None:
-            if matches(group):
-                page.prefixes.append(group)
-            after = _first_after(group)
-            return None if after is None else _Position(after)
-        position = _Position(name, stored.generation) if request.versions else _Position(name + "\0")
-    return None
+def flag(query: Mapping[str, str], parameter: str) -> bool:
+    """google-cloud-storage writes a true boolean as True, other clients as true."""
+    return query.get(parameter, "").lower() == "true"
 
 
-def _rows(db: Database, request: ListRequest, position: _Position) -> Iterator[StoredObject]:
-    if request.versions:
-        values: tuple[object, ...] = (request.bucket, position.name, position.name, position.generation)
-        cursor = db.connection.execute(_VERSIONS, values)
-    else:
-        cursor = db.connection.execute(_LIVE, (request.bucket, position.name))
-    return map(StoredObject.from_row, cursor)
+class _Listing:
+    """The parameters of objects.list and the page that they fill."""
 
+    def __init__(self, db: Database, bucket: str, query: Mapping[str, str], limit: int) -> None:
+        if flag(query, "softDeleted"):
+            raise not_emulated("softDeleted (the soft delete policy of local buckets is 0 seconds)")
+        self.page = Page()
+        self.prefix = query.get("prefix", "")
+        self._db = db
+        self._bucket = bucket
+        self._limit = limit
+        self._end = query.get("endOffset", "")
+        self._delimiter = query.get("delimiter", "")
+        self._trailing_delimiter = flag(query, "includeTrailingDelimiter")
+        self._versions = flag(query, "versions")
+        self._matches = _Matcher(query.get("matchGlob", ""))
 
-def _group(name: str, request: ListRequest) -> str | None:
-    """The common prefix that `name` belongs to, if the delimiter occurs after the prefix."""
-    if not request.delimiter:
+    def take_group(self, position: _Position) -> _Position | None:
+        """Add objects up to and with the next common prefix; return the position after it, None for a full page."""
+        for stored in self._rows(position):
+            name = stored.name
+            if not name.startswith(self.prefix) or (self._end and name >= self._end):
+                return None
+            if len(self.page) >= self._limit:
+                self.page.next_token = write_token(position.name, position.generation)
+                return None
+            group = self._group(name)
+            if (group is None or (self._trailing_delimiter and name == group)) and self._matches(name):
+                self.page.items.append(stored)
+            if group is not None:
+                if self._matches(group):
+                    self.page.prefixes.append(group)
+                after = _first_after(group)
+                return None if after is None else _Position(after)
+            position = _Position(name, stored.generation) if self._versions else _Position(name + "\0")
         return None
-    found = name.find(request.delimiter, len(request.prefix))
-    return None if found < 0 else name[: found + len(request.delimiter)]
+
+    def _rows(self, position: _Position) -> Iterator[StoredObject]:
+        if self._versions:
+            values: tuple[object, ...] = (self._bucket, position.name, position.name, position.generation)
+            cursor = self._db.connection.execute(_VERSIONS, values)
+        else:
+            cursor = self._db.connection.execute(_LIVE, (self._bucket, position.name))
+        return map(StoredObject.from_row, cursor)
+
+    def _group(self, name: str) -> str | None:
+        """The common prefix of `name`, if the delimiter occurs after the prefix."""
+        if not self._delimiter:
+            return None
+        start = name.find(self._delimiter, len(self.prefix))
+        return None if start < 0 else name[: start + len(self._delimiter)]
 
 
 def _first_after(prefix: str) -> str | None:
@@ -127,12 +116,12 @@ def _first_after(prefix: str) -> str | None:
     if not trimmed:
         return None
     successor = ord(trimmed[-1]) + 1
-    # Surrogates are not characters; SQLite compares UTF-8 bytes, which sort like code points.
+    # Surrogates are not characters. SQLite compares UTF-8 bytes, which sort like code points.
     return trimmed[:-1] + chr(0xE000 if successor == 0xD800 else successor)
 
 
 class _Matcher:
-    """A matchGlob, compiled for RE2: patterns come from callers, and must not stall the event loop."""
+    """A matchGlob, compiled for RE2, which no pattern of a caller can make slow: it runs on the event loop."""
 
     def __init__(self, glob: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""b/{bucket}/o and below: the JSON API's methods on objects, but for uploads."""
+"""b/{bucket}/o and below: the JSON API's methods on objects, except uploads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, BinaryIO
 
 from aiohttp import web
 
+from ..kit.routing import Call, Reply, Route
 from .blobs import FLUSH_BYTES, BlobWriter
-from .bucket_routes import max_results
-from .errors import invalid, not_emulated
-from .listing import ListRequest, list_objects
+from .bucket_routes import listing, max_results
+from .errors import invalid
+from .listing import list_objects
 from .media import send_media
 from .models import Content, Edit, StoredObject
 from .preconditions import Preconditions, parse_int64
 from .resources import object_attributes, object_json
 from .state import State
-from .wire import Call, Reply, Route
+from .wire import parse_json
 
 MAX_COMPOSE_SOURCES = 32
 
@@ -34,16 +35,16 @@ class ObjectRoutes:
         source = "b/{source_bucket}/o/{source_object}"
         destination = "b/{bucket}/o/{object}"
         return [
-            ("GET", "b/{bucket}/o", self.list),
-            ("POST", "b/{bucket}/o", self.insert_without_media),
-            ("GET", destination, self.get),
-            ("PATCH", destination, self.patch),
-            ("PUT", destination, self.update),
-            ("DELETE", destination, self.delete),
-            ("POST", f"{destination}/compose", self.compose),
-            ("POST", f"{source}/copyTo/{destination}", self.copy),
-            ("POST", f"{source}/rewriteTo/{destination}", self.rewrite),
-            ("POST", "b/{bucket}/o/{source_object}/moveTo/o/{object}", self.move),
+            Route("GET", "b/{bucket}/o", self.list),
+            Route("POST", "b/{bucket}/o", self.insert_without_media),
+            Route("GET", destination, self.get),
+            Route("PATCH", destination, self.patch),
+            Route("PUT", destination, self.update),
+            Route("DELETE", destination, self.delete),
+            Route("POST", f"{destination}/compose", self.compose),
+            Route("POST", f"{source}/copyTo/{destination}", self.copy),
+            Route("POST", f"{source}/rewriteTo/{destination}", self.rewrite),
+            Route("POST", "b/{bucket}/o/{source_object}/moveTo/o/{object}", self.move),
         ]
 
     async def get(self, call: Call) -> Reply | web.StreamResponse:
@@ -58,43 +59,21 @@ class ObjectRoutes:
         return _reply(call, stored)
 
     async def list(self, call: Call) -> Reply:
-        query = call.query
-        if _flag(call, "softDeleted"):
-            raise not_emulated("softDeleted (the soft delete policy of local buckets is 0 seconds)")
-        self._state.buckets.get(call.names["bucket"])
-        page = list_objects(
-            self._state.db,
-            ListRequest(
-                bucket=call.names["bucket"],
-                prefix=query.get("prefix", ""),
-                delimiter=query.get("delimiter", ""),
-                start=query.get("startOffset", ""),
-                end=query.get("endOffset", ""),
-                glob=query.get("matchGlob", ""),
-                versions=_flag(call, "versions"),
-                trailing_delimiter=_flag(call, "includeTrailingDelimiter"),
-                limit=max_results(call),
-                page_token=query.get("pageToken", ""),
-            ),
-        )
-        body: dict[str, Any] = {"kind": "storage#objects"}
-        if page.items:
-            body["items"] = [object_json(stored, call.base_url) for stored in page.items]
-        if page.prefixes:
-            body["prefixes"] = page.prefixes
-        if page.next_token:
-            body["nextPageToken"] = page.next_token
-        return Reply(body)
+        bucket = call.names["bucket"]
+        self._state.buckets.get(bucket)
+        page = list_objects(self._state.db, bucket, call.query, max_results(call))
+        items = [object_json(stored, call.base_url) for stored in page.items]
+        return listing("storage#objects", items, page.next_token, prefixes=page.prefixes)
 
     async def insert_without_media(self, call: Call) -> Reply:
         raise invalid("Upload requests must go to /upload/storage/v1/..., with uploadType", "wrongUrlForUpload")
 
     async def patch(self, call: Call) -> Reply:
-        body = call.json()
+        body = parse_json(call.body)
         return self._change(call, lambda old: object_attributes(body, old))
 
     async def update(self, call: Call) -> Reply:
-        body = call.json()
+        body = parse_json(call.body)
         return self._change(call, lambda old: object_attributes(body))
 
     async def delete(self, call: Call) -> Reply:
@@ -104,7 +83,7 @@ class ObjectRoutes:
         return Reply(status=204)
 
     async def compose(self, call: Call) -> Reply:
-        body = call.json()
+        body = parse_json(call.body)
         attributes = object_attributes(_object_field(body, "destination"))
         preconditions = Preconditions.from_query(call.query)
         bucket, name = call.names["bucket"], call.names["object"]
@@ -113,7 +92,7 @@ class ObjectRoutes:
         writer = self._state.blobs.writer()
         try:
             with ExitStack() as stack:
-                # Open before the first await: sources may be deleted or overwritten while their bytes are copied.
+                # Open every source before the first await: another call may delete or overwrite it during the copy.
                 files = [stack.enter_context(self._state.blobs.open(source.content.blob)) for source in sources]
                 content = await self._concatenate(files, writer)
             count = sum(source.content.component_count or 1 for source in sources)
@@ -127,7 +106,7 @@ class ObjectRoutes:
         return _reply(call, self._copy(call))
 
     async def rewrite(self, call: Call) -> Reply:
-        """Copies share their blob, so that a rewrite is always done in its first call."""
+        """A copy shares its source's blob, so that a rewrite is always done in its first call."""
         stored = self._copy(call)
         size = str(stored.content.size)
         return Reply(
@@ -155,10 +134,10 @@ class ObjectRoutes:
         return _reply(call, stored)
 
     def _copy(self, call: Call) -> StoredObject:
-        body = call.json()
+        body = parse_json(call.body)
         with self._state.db.transaction():
             source = self._source(call, call.names["source_bucket"])
-            # Fields that the request leaves out are the source's.
+            # The copy takes a field that the request omits from the source.
             attributes = dict(source.attributes)
             if "metadata" in body:
                 attributes.pop("metadata", None)
@@ -203,11 +182,6 @@ def _reply(call: Call, stored: StoredObject) -> Reply:
 def _generation(call: Call, parameter: str = "generation") -> int | None:
     value = call.query.get(parameter)
     return None if value is None else parse_int64(value, parameter)
-
-
-def _flag(call: Call, parameter: str) -> bool:
-    """google-cloud-storage writes a true boolean as True, other clients as true."""
-    return call.query.get(parameter, "").lower() == "true"
 
 
 def _compose_list(body: dict[str, Any]) -> list[object]:

@@ -28,9 +28,9 @@ from dropforge_local.base.errors import ApiError
 
 from ...containers.images import ImageStore
 from ...containers.logs import last_lines
-from .. import rpc
 from ..compute.disks import Disks
 from ..faults import Faulty, parse_faults
+from ..kit import rpc
 from . import pages, rules
 from .config import TpuConfig
 from .faults import ACTIONS, Faults

@@ -1,0 +1,185 @@
+"""Unary methods of an API with protobuf messages, served over gRPC and, by the API's google.api.http rules, over REST.
+
+A handler takes the request message and returns the response message, or raises `ApiError`. Bodies and query parameters
+are parsed strictly: a field that the API does not have is INVALID_ARGUMENT, as it is at Google.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from aiohttp import web
+from google.protobuf import any_pb2, empty_pb2, json_format
+from google.rpc import status_pb2
+
+from dropforge_local.base.errors import RPC_CODE, ApiError
+
+from .routing import Call, Route, answer, mount
+
+log = logging.getLogger(__name__)
+
+Message = Any  # a protobuf message; the generated classes carry no types
+SYSTEM_PARAMETERS = frozenset(
+    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "prettyPrint", "quotaUser", "uploadType")
+)
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One unary RPC. `http` holds rules such as "POST /v1/{topic=projects/*/topics/*}:publish *": verb, path, body.
+
+    The body is "*" for the whole request, the name of a field of the request, or absent (query parameters only).
+    """
+
+    name: str
+    request: Any
+    response: Any
+    http: tuple[str, ...] = ()
+
+
+def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
+    """A method whose messages are proto-plus classes of the module `types`; the response may also be "Empty"."""
+    answer = empty_pb2.Empty if response == "Empty" else getattr(types, response).pb()
+    return Method(name, getattr(types, request or f"{name}Request").pb(), answer, http)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A gRPC service whose RPC `CreateTopic` is `implementation.create_topic`, a function or a coroutine."""
+
+    name: str
+    methods: tuple[Method, ...]
+    implementation: object
+
+    def handler(self, method: Method) -> Callable[[Message], Any]:
+        handler: Callable[[Message], Any] = getattr(self.implementation, snake_case(method.name))
+        return handler
+
+
+def grpc_handlers(services: Sequence[Service]) -> list[grpc.GenericRpcHandler]:
+    """The services' unary methods for `grpc.aio.Server.add_generic_rpc_handlers`."""
+    return [
+        grpc.method_handlers_generic_handler(
+            service.name, {method.name: _grpc_method(service.handler(method), method) for method in service.methods}
+        )
+        for service in services
+    ]
+
+
+def routes(services: Sequence[Service]) -> list[web.RouteDef]:
+    """The services' HTTP rules as aiohttp routes."""
+    return mount(rest_routes(services))
+
+
+def rest_routes(services: Sequence[Service]) -> list[Route]:
+    """The services' HTTP rules as routes of the kit."""
+    return [
+        _route(rule, method, service.handler(method))
+        for service in services
+        for method in service.methods
+        for rule in method.http
+    ]
+
+
+async def abort(context: grpc.aio.ServicerContext, error: ApiError) -> None:
+    """End a gRPC call with `error`; details travel as google.rpc.Status, where the clients look for them."""
+    code = RPC_CODE[error.status]
+    trailers: tuple[tuple[str, bytes], ...] = ()
+    if error.details:
+        status = status_pb2.Status(code=code, message=error.message)
+        status.details.extend(json_format.ParseDict(detail, any_pb2.Any()) for detail in error.details)
+        trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(GRPC_CODES[code], error.message, trailers)
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def parse_dict(body: dict[str, Any], message: Message) -> Message:
+    """Fill `message` from JSON, strictly. Raises INVALID_ARGUMENT."""
+    # ParseDict raises more than ParseError: the other exceptions come from values of a wrong shape.
+    try:
+        return json_format.ParseDict(body, message)
+    except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ApiError("INVALID_ARGUMENT", f"invalid request: {error}") from error
+
+
+def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
+    async def serve(request: Message, context: grpc.aio.ServicerContext) -> Message:
+        try:
+            return await answer(handler, request)
+        except ApiError as error:
+            await abort(context, error)
+        except Exception:
+            # As render_errors does for HTTP. The exception that context.abort raises is not an Exception.
+            log.exception("%s", method.name)
+            await context.abort(grpc.StatusCode.INTERNAL, "the emulator failed; its log has the traceback")
+
+    return grpc.unary_unary_rpc_method_handler(
+        serve, request_deserializer=method.request.FromString, response_serializer=method.response.SerializeToString
+    )
+
+
+def _route(rule: str, method: Method, handler: Callable[[Message], Any]) -> Route:
+    verb, path, body_field = [*rule.split(), ""][:3]
+
+    async def serve(call: Call) -> dict[str, Any]:
+        message = method.request()
+        if body_field:
+            part = message if body_field == "*" else getattr(message, body_field)
+            parse_dict(call.json(), part)
+            part.SetInParent()
+        if body_field != "*":
+            parse_dict(_with_booleans(_query(call), message.DESCRIPTOR), message)
+        for name, value in call.names.items():
+            _set_path_field(message, name.split("__"), value)
+        response: dict[str, Any] = json_format.MessageToDict(await answer(handler, message))
+        return response
+
+    return Route(verb, path, serve)
+
+
+def _query(call: Call) -> dict[str, Any]:
+    """Query parameters as a request's JSON: dotted names nest; parameters of Google's front end are dropped."""
+    body: dict[str, Any] = {}
+    for name, value in call.query.items():
+        if name in SYSTEM_PARAMETERS:
+            continue
+        *parents, last = name.split(".")
+        target = body
+        for parent in parents:
+            nested = target.setdefault(parent, {})
+            if not isinstance(nested, dict):
+                raise ApiError("INVALID_ARGUMENT", f"query parameter {name!r} contradicts {parent!r}")
+            target = nested
+        target[last] = value
+    return body
+
+
+def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
+    """Convert texts to booleans where the message has booleans: clients write true, True and 1."""
+    fields = {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
+    for name, value in query.items():
+        field = fields.get(name)
+        if field is not None and isinstance(value, dict) and field.message_type is not None:
+            _with_booleans(value, field.message_type)
+        elif field is not None and field.type == field.TYPE_BOOL and isinstance(value, str):
+            query[name] = BOOLEANS.get(value.lower(), value)
+    return query
+
+
+def _set_path_field(message: Message, path: list[str], value: str) -> None:
+    for part in path[:-1]:
+        message = getattr(message, part)
+    try:
+        setattr(message, path[-1], value)
+    except (TypeError, ValueError) as error:
+        raise ApiError("INVALID_ARGUMENT", f"invalid name {value!r} in the path: {error}") from error

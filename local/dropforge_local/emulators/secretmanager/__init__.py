@@ -1,0 +1,5 @@
+"""Secret Manager."""
+
+from .emulator import SecretManagerEmulator
+
+__all__ = ["SecretManagerEmulator"]

@@ -1,0 +1,5 @@
+"""A sink for Slack's incoming webhooks."""
+
+from .emulator import SlackSink
+
+__all__ = ["SlackSink"]

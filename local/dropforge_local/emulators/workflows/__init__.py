@@ -1,0 +1,5 @@
+"""The two APIs of Cloud Workflows."""
+
+from .emulator import WorkflowsEmulator
+
+__all__ = ["WorkflowsEmulator"]

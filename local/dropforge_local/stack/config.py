@@ -1,0 +1,72 @@
+"""What every module of the stack shares: its state directory, its configuration, and how clients reach it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 60.0
+
+
+class StackError(Exception):
+    """The stack cannot start or does not run; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StackInfo:
+    """How to reach a running stack. `environment` makes dropforge's clients and settings use this stack."""
+
+    pid: int
+    started: float
+    http: str
+    grpc: str
+    functions: str
+    project: str
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """A stack's configuration beside its ports, kept in <state>/config.json so that a restart reads it.
+
+    `images` is the repository whose containers/ the images are built from; `settings` overrides the functions'
+    environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
+    GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` writes the calls of functions
+    and containers to <state>/calls.jsonl (recording.py); start such a stack only once. `sweep_seconds` stands for the
+    schedule of Cloud Scheduler in a deployment.
+    """
+
+    images: str = str(ROOT)
+    settings: dict[str, str] = field(default_factory=dict)
+    cloud_run: dict[str, Any] = field(default_factory=dict)
+    gke: dict[str, Any] = field(default_factory=dict)
+    kubernetes: dict[str, Any] = field(default_factory=dict)
+    tpu: dict[str, Any] = field(default_factory=dict)
+    compute: dict[str, Any] = field(default_factory=dict)
+    record: bool = False
+    sweep_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, state: Path) -> StackConfig:
+        path = state / "config.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def save(self, state: Path) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        replace_file(state / "config.json", json.dumps(asdict(self)))
+
+
+def container_directories(state: Path) -> list[Path]:
+    """Where Cloud Run, Kubernetes and TPU VMs keep their containers."""
+    return [state / "containers", state / "pods", state / "vms"]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file completely or not at all, so that a restart after a kill never reads half of it."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text)
+    temporary.rename(path)

@@ -1,0 +1,93 @@
+"""The project that the stack emulates: the names of its resources, as terraform/ gives them, and clients' settings."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+PROJECT, LOCATION = "local-project", "us-central1"
+IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
+CLUSTER_NAME = "dropforge"
+CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # exists as long as the state does
+SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
+WORKFLOW = "dropforge-run"
+REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
+NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
+SLACK_SECRET = "slack-webhook"
+
+_IMAGE_SETTINGS = ("TRAIN_TRL", "TRAIN_MAXTEXT", "TRAIN_RAY", "SERVE_VLLM", "SERVE_VLLM_TPU")
+
+
+def triggers() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The Eventarc triggers: name (the function's name with dashes), event type, filters."""
+    published = "google.cloud.pubsub.topic.v1.messagePublished"
+    yield "on-spec-uploaded", "google.cloud.storage.object.v1.finalized", {"bucket": SPECS_BUCKET}
+    yield "on-spec-deleted", "google.cloud.storage.object.v1.deleted", {"bucket": SPECS_BUCKET}
+    yield "on-spec-message", published, {"topic": f"projects/{PROJECT}/topics/{REQUESTS}"}
+    yield "on-job-event", published, {"topic": f"projects/{PROJECT}/topics/{JOB_EVENTS}"}
+
+
+def cluster_objects() -> Iterator[dict[str, Any]]:
+    """What a run's pods need in the cluster: their namespace, and the accounts that stand for their identities."""
+    yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    for account in (TRAINER, SERVER):
+        metadata = {"name": account, "namespace": NAMESPACE}
+        yield {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
+
+
+def environment(http: str, grpc: str, token: str) -> dict[str, str]:
+    """What the functions and the command line need to use the stack at these addresses with this OAuth2 token."""
+    images = {f"DROPFORGE_{name}_IMAGE": f"{IMAGES}/{name.lower().replace('_', '-')}:local" for name in _IMAGE_SETTINGS}
+    return {
+        **libraries_environment(http, grpc),
+        **images,
+        "CLOUD_RUN_EMULATOR_HOST": http,
+        "GKE_EMULATOR_HOST": http,
+        "TPU_EMULATOR_HOST": http,
+        "COMPUTE_EMULATOR_HOST": http,
+        "WORKFLOWS_EMULATOR_HOST": grpc,
+        "DROPFORGE_EMULATOR_TOKEN": token,
+        "DROPFORGE_PROJECT": PROJECT,
+        "DROPFORGE_LOCATION": LOCATION,
+        "DROPFORGE_SPECS_BUCKET": SPECS_BUCKET,
+        "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
+        "DROPFORGE_WORKFLOW": WORKFLOW,
+        "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
+        "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
+        "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
+        "DROPFORGE_TRAINER_SERVICE_ACCOUNT": _service_account(TRAINER),
+        "DROPFORGE_SERVER_SERVICE_ACCOUNT": _service_account(SERVER),
+        "DROPFORGE_NODES_SERVICE_ACCOUNT": _service_account(NODES),
+        "DROPFORGE_GKE_CLUSTER": CLUSTER_NAME,
+        "DROPFORGE_KUBERNETES_NAMESPACE": NAMESPACE,
+        "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
+        "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
+        "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
+        "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # nobody should wait long here for a crash without an event
+    }
+
+
+def libraries_environment(http: str, grpc: str) -> dict[str, str]:
+    """What Google's own client libraries read."""
+    return {"STORAGE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc, "SECRET_MANAGER_EMULATOR_HOST": http}
+
+
+def kubeconfig(server: str, authority: str, token: str) -> str:
+    """A configuration of kubectl for the deployment's cluster and namespace. `authority` is a PEM certificate."""
+    data = base64.b64encode(authority.encode()).decode()
+    context = {"cluster": CLUSTER_NAME, "user": CLUSTER_NAME, "namespace": NAMESPACE}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": CLUSTER_NAME,
+        "clusters": [{"name": CLUSTER_NAME, "cluster": {"server": server, "certificate-authority-data": data}}],
+        "users": [{"name": CLUSTER_NAME, "user": {"token": token}}],
+        "contexts": [{"name": CLUSTER_NAME, "context": context}],
+    }
+    return json.dumps(config, indent=2)
+
+
+def _service_account(name: str) -> str:
+    return f"{name}@{PROJECT}.iam.gserviceaccount.com"

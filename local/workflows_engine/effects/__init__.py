@@ -1,0 +1,1 @@
+"""Performs the calls that executions wait for: HTTP, connectors, mocks, sub-executions, logs."""

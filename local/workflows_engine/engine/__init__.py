@@ -1,0 +1,1 @@
+"""Makes executions durable: commits what machines did, then performs their effects."""

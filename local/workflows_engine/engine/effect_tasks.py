@@ -1,0 +1,146 @@
+"""Starts the effects of committed waits, and brings their answers to the inbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from ..database import Database
+from ..effects import logs
+from ..effects.connectors import Later
+from ..effects.performer import UNANSWERED, Performer
+from ..errors import LeaseLost, WorkflowError, system_error
+from ..interpreter.answers import error_value
+from ..interpreter.waits import Wait
+from ..lease import Lease
+from ..store import Store
+from .inbox import Answer, Inbox, WaitKey
+from .machines import Machines
+from .timer import Timer
+
+log = logging.getLogger(__name__)
+
+
+class EffectTasks:
+    """One asyncio task for each effect in flight."""
+
+    def __init__(
+        self,
+        db: Database,
+        store: Store,
+        lease: Lease,
+        inbox: Inbox,
+        timer: Timer,
+        machines: Machines,
+        performer: Performer,
+    ) -> None:
+        self.performer = performer
+        self._db = db
+        self._store = store
+        self._lease = lease
+        self._inbox = inbox
+        self._timer = timer
+        self._machines = machines
+        self._tasks: dict[WaitKey, asyncio.Task[None]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every effect in flight sleeps on the clock."""
+        return len(self._tasks) == self.performer.dozing
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Cancel every effect; returns the cancelled tasks."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def cancel(self, id_: int) -> None:
+        """Cancel the effects of an execution."""
+        for key in [key for key in self._tasks if key[0] == id_]:
+            self._tasks.pop(key).cancel()
+
+    def dispatch(self, waits: Sequence[tuple[int, Wait]]) -> None:
+        """Start the effects and timers of committed waits. Requests that must not be sent twice are marked first."""
+        unsafe = [(id_, wait.thread) for id_, wait in waits if not self.performer.may_repeat(wait)]
+        if unsafe:
+            with self._db.transaction():
+                self._lease.check()
+                self._store.mark_sent(unsafe)
+        earliest = float("inf")
+        for id_, wait in waits:
+            if wait.due is not None:
+                earliest = min(earliest, wait.due)
+            if self.performer.is_performed(wait):
+                self._start(id_, wait)
+        self._timer.schedule(earliest)
+
+    def recover(self) -> None:
+        """Repeat the effects that were in flight when the engine ended, if that is safe; else answer with an error."""
+        for id_, wait, sent in self._store.pending_effects():
+            if not sent or self.performer.may_repeat(wait):
+                self._start(id_, wait)
+                continue
+            call = wait.call if wait.kind == "connector" else f"{wait.detail['method']} {wait.detail['url']}"
+            message = f"the engine stopped during {call}; the service may have received the request"
+            error = error_value(system_error("ConnectionError", message))
+            self._inbox.put(Answer(id_, wait.thread, wait.seq, error, True))
+
+    def _start(self, id_: int, wait: Wait) -> None:
+        assert self._inbox.loop is not None
+        key = (id_, wait.thread, wait.seq)
+        self._tasks[key] = self._inbox.loop.create_task(self._run(key, wait))
+
+    async def _run(self, key: WaitKey, wait: Wait) -> None:
+        answer = await self._answer(key, wait)
+        self._tasks.pop(key, None)
+        if answer is None:
+            return
+        if isinstance(answer, Later):
+            self._postpone(key[0], answer.wait)
+            return
+        self._inbox.put(answer)
+        if not self._tasks:
+            self._inbox.run_now()  # no other answer can arrive in this round, so there is no group to wait for
+
+    async def _answer(self, key: WaitKey, wait: Wait) -> Answer | Later | None:
+        id_, thread, seq = key
+        try:
+            await self._db.durable(alone=len(self._tasks) == 1)
+            value = await self.performer.perform(wait, f"{id_}-{thread}-{seq}")
+        except WorkflowError as error:
+            self._log_call(id_, wait, error)
+            return Answer(id_, thread, seq, error_value(error), True)
+        except Exception as error:  # a defect in an effect must not leave its execution waiting forever
+            log.exception("%s", wait.call)
+            failure = system_error("SystemError", f"{type(error).__name__}: {error}")
+            return Answer(id_, thread, seq, error_value(failure), True)
+        if value is UNANSWERED:
+            return None
+        if isinstance(value, Later):
+            return value
+        self._log_call(id_, wait, None)
+        return Answer(id_, thread, seq, value)
+
+    def _postpone(self, id_: int, wait: Wait) -> None:
+        """Record the phase of a connector's call, and when the next phase is due."""
+        try:
+            with self._db.transaction():
+                self._lease.check()
+                record = self._store.execution_by_id(id_)
+                if record is None or record.state != "ACTIVE":
+                    return
+                self._store.put_wait(id_, wait)
+        except LeaseLost:
+            self._inbox.lose_lease()
+            return
+        assert wait.due is not None
+        self._timer.schedule(wait.due)
+
+    def _log_call(self, id_: int, wait: Wait, error: WorkflowError | None) -> None:
+        active = self._machines.in_memory(id_)
+        level = active.settings.get("call_log_level") if active else ""
+        if active and (level == "LOG_ALL_CALLS" or (level == "LOG_ERRORS_ONLY" and error is not None)):
+            logs.write_call(active.name, wait, error)

@@ -1,0 +1,1 @@
+"""Runs compiled programs: one `Machine` per execution, without clock, network or database."""

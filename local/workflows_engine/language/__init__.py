@@ -1,0 +1,1 @@
+"""The language: from source text to a compiled `Program`."""

@@ -1,0 +1,64 @@
+"""The server of the emulators: its shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from aiohttp import web
+
+from dropforge_local.base.server import BackgroundServer, Server
+
+
+class Part:
+    """An emulator without an API that counts its stops, and may fail to stop."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.stops = 0
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return []
+
+    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        return []
+
+    async def start(self) -> None:
+        """Nothing runs in the background."""
+
+    async def stop(self) -> None:
+        self.stops += 1
+        if self.fails:
+            raise RuntimeError("cannot stop")
+
+
+def assert_nothing_listens(url: str) -> None:
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=5)
+
+
+def test_every_part_stops_when_one_raises() -> None:
+    parts = [Part(), Part(fails=True), Part()]
+
+    async def run() -> str:
+        server = Server(parts)
+        await server.start()
+        with pytest.raises(RuntimeError, match="cannot stop"):
+            await server.stop()
+        return server.url
+
+    assert_nothing_listens(asyncio.run(run()))
+    assert [part.stops for part in parts] == [1, 1, 1]
+
+
+def test_background_server_ends_its_thread_when_a_part_cannot_stop() -> None:
+    threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="cannot stop"), BackgroundServer(lambda: [Part(fails=True)]) as server:
+        url = server.url
+    assert_nothing_listens(url)
+    assert threading.active_count() == threads
