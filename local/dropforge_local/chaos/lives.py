@@ -243,7 +243,7 @@ class _Reader:
         self.lives[machine.origin.labels.get("dropforge-run", "")].machines.append(machine)
 
     def _failed(self, here: At) -> None:
-        """Record a fault and the longest delay that it explains: to the next look, the next try, or the second sweep."""
+        """Record a fault and the longest delay that it explains: to the next look, retry, or second sweep."""
         data, what = here.value, here.value["what"]
         self.faults = self.faults or what in CALL_FAULTS or what == "cancelled_execution"
         if what == "deleted":
