@@ -273,11 +273,7 @@ def test_streaming_pull_delivers_everything_under_load(either: PubSub) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"ack_deadline_seconds": -1},
-        {"ack_deadline_seconds": 601},
-        {"message_retention_duration": {"seconds": 10}},
-    ],
+    [{"ack_deadline_seconds": -1}, {"ack_deadline_seconds": 601}, {"message_retention_duration": {"seconds": 10}}],
 )
 def test_invalid_subscription_is_refused(either: PubSub, config: dict[str, object]) -> None:
     with pytest.raises(exceptions.InvalidArgument):

@@ -17,10 +17,7 @@ KEYS = st.sampled_from(["a", "kind", "run-id", "x_1", "with space", "日本", 'q
 VALUES = st.sampled_from(["", "v", "value", 'quo"te', "back\\slash", "日本", "line\nbreak", "OR"])
 Tree = tuple[Any, ...]
 
-PREDICATES = st.one_of(
-    st.tuples(st.just("has"), KEYS),
-    st.tuples(st.sampled_from(["=", "!=", "prefix"]), KEYS, VALUES),
-)
+PREDICATES = st.one_of(st.tuples(st.just("has"), KEYS), st.tuples(st.sampled_from(["=", "!=", "prefix"]), KEYS, VALUES))
 TREES = st.recursive(
     PREDICATES,
     lambda inner: st.one_of(

@@ -20,9 +20,7 @@ import requests
 from google.api_core import exceptions
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import secretmanager_v1 as api
-from google.cloud.secretmanager_v1.services.secret_manager_service.transports import (
-    SecretManagerServiceGrpcTransport,
-)
+from google.cloud.secretmanager_v1.services.secret_manager_service.transports import SecretManagerServiceGrpcTransport
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

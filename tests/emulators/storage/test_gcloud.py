@@ -12,10 +12,7 @@ import pytest
 
 from .conftest import Running
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")]
 
 
 class Gcloud:

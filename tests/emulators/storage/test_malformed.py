@@ -176,14 +176,7 @@ def test_endless_json(api: Api) -> None:
     assert status == 413
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"5\r\nabc",
-        b"zz\r\nabc\r\n0\r\n\r\n",
-        b"ffffffffffffffffffff\r\nabc",
-    ],
-)
+@pytest.mark.parametrize("raw", [b"5\r\nabc", b"zz\r\nabc\r\n0\r\n\r\n", b"ffffffffffffffffffff\r\nabc"])
 def test_broken_chunked_body(api: Api, raw: bytes) -> None:
     bucket = api.bucket()
     parts = urlsplit(api.url)

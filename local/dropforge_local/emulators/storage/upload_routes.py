@@ -99,10 +99,7 @@ class UploadRoutes:
         return Reply(status=499)
 
     async def _media(self, call: Call) -> Reply:
-        body = {
-            "contentType": call.headers.get("Content-Type"),
-            "contentEncoding": call.query.get("contentEncoding"),
-        }
+        body = {"contentType": call.headers.get("Content-Type"), "contentEncoding": call.query.get("contentEncoding")}
         hashes = expected_hashes(call.headers, {})
         return await self._store(call, _name(call, {}), object_attributes(body), hashes, stream_of(call).iter_any())
 
