@@ -111,7 +111,7 @@ class AckId:
 class Backlog:
     """The state transitions, one transaction each. The hooks run after commit.
 
-    `wake(subscription_id)`: a message may be ready. `released(leases)`: these leases have ended.
+    `wake(subscription_id)`: a message may be ready. `release(leases)`: these leases have ended.
     `deadline(when)`: `expire` must run at that time.
     """
 
@@ -121,7 +121,7 @@ class Backlog:
         self.resources = resources
         self.faults = DeliveryFaults()
         self.wake: Callable[[int], None] = lambda subscription: None
-        self.released: Callable[[Sequence[int]], None] = lambda leases: None
+        self.release: Callable[[Sequence[int]], None] = lambda leases: None
         self.deadline: Callable[[float], None] = lambda when: None
         # Starts at the time, so that no earlier process on this database gave out the same lease.
         self._leases = itertools.count(time.time_ns())
@@ -163,7 +163,7 @@ class Backlog:
         with self.db.transaction() as sql:
             sql.executemany("INSERT INTO pubsub_deliveries VALUES (?, ?, ?, 0, ?, NULL, ?, 0)", rows)
             self.db.after_commit(lambda: self.deadline(rows[0][-1]))
-            self.changed(subscription)
+            self.announce(subscription)
 
     def claim(
         self, subscription: Subscription, limit: int, lease_seconds: float, now: float, one_per_key: bool = False
@@ -180,7 +180,7 @@ class Backlog:
         if not rows:
             return []
         with self.db.transaction() as sql:
-            batch = self._lease(subscription, self._survivors(subscription, rows, now), one_per_key)
+            batch = self._lease(subscription, self._without_dropped(subscription, rows, now), one_per_key)
             sql.executemany(
                 "UPDATE pubsub_deliveries SET lease = ?, due = ? WHERE subscription = ? AND message = ?",
                 [(item.lease, now + lease_seconds, item.subscription, item.message) for item in batch],
@@ -213,7 +213,7 @@ class Backlog:
                 elif row is not None and not row["acked"]:
                     ended.append(row["lease"])
                     self._acknowledge(sql, subscription, row, now)
-            self.changed(subscription, ended)
+            self.announce(subscription, ended)
         return rejected
 
     def modify_deadline(self, subscription: Subscription, ack_ids: Sequence[str], deadline_seconds: float) -> list[str]:
@@ -278,7 +278,7 @@ class Backlog:
             )
             self.db.after_commit(lambda: self.deadline(0))
 
-    def forget_topic(self, topic: str) -> None:
+    def drop_retained(self, topic: str) -> None:
         """Drop the retained messages of a deleted topic; its subscriptions keep their backlogs."""
         with self.db.transaction() as sql:
             sql.execute("UPDATE pubsub_messages SET topic = ?, keep_until = 0 WHERE topic = ?", (DELETED_TOPIC, topic))
@@ -292,7 +292,7 @@ class Backlog:
             ).fetchall()
             sql.execute("DELETE FROM pubsub_deliveries WHERE subscription = ?", (subscription.id,))
             self.collect(self.now())
-            self.changed(subscription, [row["lease"] for row in rows])
+            self.announce(subscription, [row["lease"] for row in rows])
 
     def recover(self) -> None:
         """After a restart no push is in progress: end the leases of pushes, without counting a failure."""
@@ -314,11 +314,11 @@ class Backlog:
         sql.execute("DELETE FROM pubsub_deliveries WHERE subscription = ? AND message = ?", key)
         sql.execute(f"DELETE FROM pubsub_messages WHERE id = :id AND {UNUSED}", {"id": message, "now": now})
 
-    def changed(self, subscription: Subscription, ended: Sequence[int | None] = ()) -> None:
+    def announce(self, subscription: Subscription, ended: Sequence[int | None] = ()) -> None:
         """After commit, report the leases that ended and wake the tasks that wait for the subscription."""
         leases = [lease for lease in ended if lease is not None]
         if leases:
-            self.db.after_commit(lambda: self.released(leases))
+            self.db.after_commit(lambda: self.release(leases))
         self.db.after_commit(lambda: self.wake(subscription.id))
 
     def _insert(self, sql: sqlite3.Connection, topic: str, content: Content, now: float, keep_until: float) -> int:
@@ -329,7 +329,7 @@ class Backlog:
         )
         return int(cursor.lastrowid or 0)
 
-    def _survivors(self, subscription: Subscription, rows: list[sqlite3.Row], now: float) -> list[sqlite3.Row]:
+    def _without_dropped(self, subscription: Subscription, rows: list[sqlite3.Row], now: float) -> list[sqlite3.Row]:
         """The rows whose first delivery the `faults` do not drop."""
         if not self.faults.drop_first:
             return rows
@@ -385,7 +385,7 @@ class Backlog:
             self._requeue(sql, row, failures, due)
             if row["ordering_key"]:
                 ended += self._release_followers(sql, subscription, row, due)
-        self.changed(subscription, ended)
+        self.announce(subscription, ended)
 
     def _requeue(self, sql: sqlite3.Connection, row: sqlite3.Row, failures: int, due: float) -> None:
         sql.execute(

@@ -42,7 +42,7 @@ class PubSubEmulator:
         self._timer_target: float | None = None
         self._timer_moved = asyncio.Event()
         self._backlog.wake = self._wakes.wake
-        self._backlog.released = self._puller.released
+        self._backlog.release = self._puller.release
         self._backlog.deadline = self._move_timer
 
     @property

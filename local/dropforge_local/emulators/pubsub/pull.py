@@ -73,7 +73,7 @@ class Puller:
         self.stopping = True
         self.wakes.wake_all()
 
-    def released(self, leases: Sequence[int]) -> None:
+    def release(self, leases: Sequence[int]) -> None:
         """Free the room that ended leases took in their streams."""
         for lease in leases:
             if owner := self._owners.pop(lease, None):

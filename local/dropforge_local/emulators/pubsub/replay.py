@@ -85,4 +85,4 @@ class Replay:
                 ((row["id"], content, row["published"]) for row, content in zip(missing, contents, strict=True)),
                 now,
             )
-            self.backlog.changed(subscription, [row["lease"] for row in rows if not row["wanted"]])
+            self.backlog.announce(subscription, [row["lease"] for row in rows if not row["wanted"]])

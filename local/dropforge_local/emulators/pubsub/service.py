@@ -96,7 +96,7 @@ class PubSubService:
         with self.db.transaction():
             self.resources.topic(request.topic)
             self.resources.delete_topic(request.topic)
-            self.backlog.forget_topic(request.topic)
+            self.backlog.drop_retained(request.topic)
         return Empty()
 
     def detach_subscription(self, request: Message) -> Message:

@@ -25,7 +25,7 @@ from dropforge_local.base.db import Database
 from .errors import disk_failed
 from .models import Content
 
-# After a broken connection, a resumable upload keeps a multiple of this of its chunk, as the real service does.
+# After a broken connection, a resumable upload keeps a multiple of this number of bytes, as the real service does.
 GRANULE_BYTES = 256 * 1024
 FLUSH_BYTES = 4 * GRANULE_BYTES
 SMALL_BYTES = 64 * 1024

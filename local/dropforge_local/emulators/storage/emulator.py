@@ -26,7 +26,7 @@ from .upload_routes import UploadRoutes
 from .uploads import Uploads
 from .wire import answer, read_body, read_target, refusal
 
-# The API answers below both roots; media has links below the second.
+# The API answers below both roots; links to media have the second root.
 API_ROOTS = ("/storage/v1/", "/download/storage/v1/")
 # google-cloud-storage uses the first root for resumable uploads too, gcloud the second.
 UPLOAD_ROOTS = ("/upload/storage/v1/", "/resumable/upload/storage/v1/")

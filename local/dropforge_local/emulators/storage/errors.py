@@ -53,7 +53,7 @@ def not_emulated(feature: str) -> StorageError:
 
 
 def disk_failed(error: OSError) -> StorageError:
-    """507, which clients do not retry. They would retry 503 for two minutes without telling of the full disk."""
+    """507, which clients do not retry. They would retry 503 for two minutes and hide the full disk."""
     return StorageError(507, "insufficientStorage", f"The local stack cannot use its blob directory: {error}")
 
 

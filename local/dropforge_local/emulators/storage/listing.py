@@ -75,7 +75,7 @@ class _Listing:
         self._matches = _Matcher(query.get("matchGlob", ""))
 
     def take_group(self, position: _Position) -> _Position | None:
-        """Add objects up to and with the next common prefix; return the position after it, None for a full page."""
+        """Add objects up to and with the next common prefix; return the position after it, None if the page is done."""
         for stored in self._rows(position):
             name = stored.name
             if not name.startswith(self.prefix) or (self._end and name >= self._end):

@@ -247,7 +247,7 @@ class _Limited:
 
 
 class _Gunzip:
-    """Decompresses a file piece by piece: a small file may decompress to more than the memory holds."""
+    """Decompresses a file piece by piece: a small file may not fit in memory when decompressed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

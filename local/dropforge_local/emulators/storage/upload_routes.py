@@ -95,7 +95,7 @@ class UploadRoutes:
         upload_id = _upload_id(call)
         async with self._locks.setdefault(upload_id, asyncio.Lock()):
             upload = self._state.uploads.get(call.names["bucket"], upload_id)
-            self._forget(upload)
+            self._end_session(upload)
         return Reply(status=499)
 
     async def _media(self, call: Call) -> Reply:
@@ -192,7 +192,7 @@ class UploadRoutes:
                 resource = object_json(stored, call.base_url)
                 self._state.uploads.complete(upload.id, resource)
         except StorageError:
-            self._forget(upload)
+            self._end_session(upload)
             raise
         self._digests.pop(upload.id, None)
         return Reply(resource)
@@ -203,7 +203,7 @@ class UploadRoutes:
             digest = await self._state.blobs.digest(_blob(upload), upload.received)
         return digest
 
-    def _forget(self, upload: Upload) -> None:
+    def _end_session(self, upload: Upload) -> None:
         self._digests.pop(upload.id, None)
         self._state.uploads.delete(upload.id)
         if upload.blob:

@@ -31,7 +31,7 @@ async def answer(router: Router, call: Call) -> Reply | web.StreamResponse:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
             raise
-        # The transaction is rolled back, so no half of a change is visible.
+        # The transaction is rolled back, so no partial change is visible.
         return refusal(database_full(error))
 
 
