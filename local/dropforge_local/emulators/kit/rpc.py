@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from aiohttp import web
+from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format
 from google.rpc import status_pb2
 
@@ -28,6 +29,7 @@ SYSTEM_PARAMETERS = frozenset(
     ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "quotaUser", "uploadType")
 ) | {"prettyPrint", "$prettyPrint"}
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_SHARED = {"Empty": empty_pb2.Empty, "Operation": operations_pb2.Operation}
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -45,9 +47,9 @@ class Method:
 
 
 def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
-    """A method whose messages are proto-plus classes of the module `types`; the response may also be "Empty"."""
-    answer = empty_pb2.Empty if response == "Empty" else getattr(types, response).pb()
-    return Method(name, getattr(types, request or f"{name}Request").pb(), answer, http)
+    """A method with messages of the module `types`. "Empty" and google.longrunning's "Operation" need no module."""
+    answer = _message(types, response) if hasattr(types, response) else _SHARED[response]
+    return Method(name, _message(types, request or f"{name}Request"), answer, http)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,12 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
         return json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
+
+
+def _message(types: Any, name: str) -> Any:
+    """The protobuf class of a name; proto-plus classes wrap theirs."""
+    message = getattr(types, name)
+    return message.pb() if hasattr(message, "pb") else message
 
 
 def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
