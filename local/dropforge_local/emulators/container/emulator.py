@@ -35,20 +35,20 @@ Cluster = container_v1.Cluster.pb()
 Status = container_v1.Cluster.Status
 
 
-METHODS = tuple(
-    rpc.method(container_v1, name, response, rule)
-    for name, response, rule in (
-        ("ListClusters", "ListClustersResponse", f"GET /v1/{{parent={LOCATION}}}/clusters"),
-        ("GetCluster", "Cluster", f"GET /v1/{{name={CLUSTER}}}"),
-        ("CreateCluster", "Operation", f"POST /v1/{{parent={LOCATION}}}/clusters *"),
-        ("DeleteCluster", "Operation", f"DELETE /v1/{{name={CLUSTER}}}"),
-        ("SetLabels", "Operation", f"POST /v1/{{name={CLUSTER}}}:setResourceLabels *"),
-        ("ListOperations", "ListOperationsResponse", f"GET /v1/{{parent={LOCATION}}}/operations"),
-        ("GetOperation", "Operation", f"GET /v1/{{name={LOCATION}/operations/*}}"),
-        ("GetServerConfig", "ServerConfig", f"GET /v1/{{name={LOCATION}}}/serverConfig"),
-        ("ListNodePools", "ListNodePoolsResponse", f"GET /v1/{{parent={CLUSTER}}}/nodePools"),
-        ("CreateNodePool", "Operation", f"POST /v1/{{parent={CLUSTER}}}/nodePools *"),
-    )
+METHODS = rpc.methods(
+    container_v1,
+    f"""
+    ListClusters() ListClustersResponse GET /v1/{{parent={LOCATION}}}/clusters
+    GetCluster() Cluster GET /v1/{{name={CLUSTER}}}
+    CreateCluster() Operation POST /v1/{{parent={LOCATION}}}/clusters *
+    DeleteCluster() Operation DELETE /v1/{{name={CLUSTER}}}
+    SetLabels() Operation POST /v1/{{name={CLUSTER}}}:setResourceLabels *
+    ListOperations() ListOperationsResponse GET /v1/{{parent={LOCATION}}}/operations
+    GetOperation() Operation GET /v1/{{name={LOCATION}/operations/*}}
+    GetServerConfig() ServerConfig GET /v1/{{name={LOCATION}}}/serverConfig
+    ListNodePools() ListNodePoolsResponse GET /v1/{{parent={CLUSTER}}}/nodePools
+    CreateNodePool() Operation POST /v1/{{parent={CLUSTER}}}/nodePools *
+    """,
 )
 
 

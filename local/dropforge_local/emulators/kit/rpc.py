@@ -29,7 +29,8 @@ SYSTEM_PARAMETERS = frozenset(
     ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "quotaUser", "uploadType")
 ) | {"prettyPrint", "$prettyPrint"}
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_SHARED = {"Empty": empty_pb2.Empty, "Operation": operations_pb2.Operation}
+_METHOD = re.compile(r"(\w+)\((\w*)\) (\w+)(?: (.+))?")
+_COMMON = {"Empty": empty_pb2.Empty, "Operation": operations_pb2.Operation}
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -46,10 +47,13 @@ class Method:
     http: tuple[str, ...] = ()
 
 
-def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
-    """A method with messages of the module `types`. "Empty" and google.longrunning's "Operation" need no module."""
-    answer = _message(types, response) if hasattr(types, response) else _SHARED[response]
-    return Method(name, _message(types, request or f"{name}Request"), answer, http)
+def methods(types: Any, table: str) -> tuple[Method, ...]:
+    """Methods from a table with a line for each: `CreateTopic(Topic) Topic PUT /v1/{name=projects/*/topics/*} *`.
+
+    The request's class is NAMERequest for empty parentheses. The classes are proto-plus classes of the module `types`,
+    or Empty and google.longrunning's Operation. The HTTP rule may be absent.
+    """
+    return tuple(_method(types, line.strip()) for line in table.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,16 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
         raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
 
 
-def _message(types: Any, name: str) -> Any:
-    """The protobuf class of a name; proto-plus classes wrap theirs."""
-    message = getattr(types, name)
+def _method(types: Any, line: str) -> Method:
+    match = _METHOD.fullmatch(line)
+    assert match, f"{line!r} is not NAME(REQUEST) RESPONSE [VERB PATH [BODY]]"
+    name, request, response, rule = match.groups()
+    request_class, response_class = (_message_class(types, text) for text in (request or f"{name}Request", response))
+    return Method(name, request_class, response_class, (rule,) if rule else ())
+
+
+def _message_class(types: Any, name: str) -> Any:
+    message = getattr(types, name, None) or _COMMON[name]
     return message.pb() if hasattr(message, "pb") else message
 
 
