@@ -69,7 +69,7 @@ class World:
     ) -> T:
         """One call of a client. The process is suspended for it, and may die before the call or before the reply.
 
-        `changes` says that the call is a write. `error(timed_out)` makes the exception of a call that the network fails.
+        `changes` says that the call is a write. `error(timed_out)` makes the exception of a failed call.
         """
         process = self.scheduler.current
         if process is self.scheduler.main:
