@@ -94,7 +94,7 @@ class _OfExecutions(Meaning):
             return lambda record: key in record.labels and compare(record.labels[key], value)
         field = re.sub(r"_([a-z])", lambda match: match[1].upper(), name)
         if field not in _FIELDS:
-            raise ValueError(f"unknown field {name!r}; expected one of {', '.join(_FIELDS)}, labels.KEY")
+            raise ValueError(f"unknown field {str(name)!r}; expected one of {', '.join(_FIELDS)}, labels.KEY")
         wanted, read = _comparable(field, value), _FIELDS[field]
         return lambda record: compare(read(record), wanted)
 
