@@ -59,13 +59,12 @@ class Cloud:
     def __init__(self) -> None:
         from google.cloud import pubsub_v1
 
-        from dropforge.base.settings import settings
-        from dropforge.cloud import clients
-        from dropforge.run.store import RunStore
+        from dropforge.context import Context
 
-        self.settings = settings()
-        self.client = clients.storage()
-        self.store = RunStore(self.client, self.settings.runs_bucket)
+        context = Context.from_environment()
+        self.settings = context.settings
+        self.client = context.cloud.clients.storage()
+        self.store = context.store
         self._subscriber = pubsub_v1.SubscriberClient()
         self._subscription = f"projects/{self.settings.project}/subscriptions/bench"
         topic = self.settings.topic(self.settings.job_events_topic)

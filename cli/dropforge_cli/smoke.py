@@ -19,13 +19,13 @@ from rich.console import Console
 
 from dropforge import __version__
 from dropforge.base import names
-from dropforge.cloud import clients
+from dropforge.base.clock import utc_now
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Unlisted
 from dropforge.platforms import get_target
 from dropforge.platforms import targets as known_targets
-from dropforge.run.record import RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.record import RunState
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 
 from .deployment import Deployment, connect
@@ -142,7 +142,7 @@ class Smoke:
         self.results: list[Result] = []
         self.problems: list[str] = []  # that belong to no promise
         self.began = utc_now()
-        self._store: RunStore = open_store()
+        self._store: RunStore = deployment.store
         self._interrupted = threading.Event()
         self._followers: dict[str, Follower] = {}
         self._refused: dict[str, float] = {}  # since when no look at a run has come through
@@ -222,10 +222,10 @@ class Smoke:
             one.cancel_asked = True
         if not one.training and not one.cancels:
             with suppress(Unlisted):  # of other places; what these list has been given before
-                for found in get_target(one.target).listed(self.deployment.settings):
+                for found in get_target(one.target).listed(self.deployment.context.cloud):
                     one.training += [found] if found.run == one.run else []
             if one.target == "cloud_run":
-                one.executions = _executions([entry.name for entry in made])
+                one.executions = _executions(self.deployment, [entry.name for entry in made])
 
     def _end(self, out: Console) -> None:
         """Ask for the end of what is not over, and wait until everything is seen to be gone."""
@@ -245,7 +245,7 @@ class Smoke:
 
     def _find_dropped(self) -> None:
         """Know the runs whose upload succeeded and was not answered."""
-        bucket = clients.storage().bucket(self.deployment.settings.specs_bucket)
+        bucket = self.deployment.clients.storage().bucket(self.deployment.settings.specs_bucket)
         for one in self.runs if self.problems else []:
             if not one.run and (blob := bucket.get_blob(one.object_name, timeout=TIMEOUT_SECONDS)) is not None:
                 one.run = names.run_id_of_object(bucket.name, one.object_name, blob.generation)
@@ -309,9 +309,9 @@ def _allowed_seconds(spec: JobSpec) -> int:
     return seconds(spec.limits.max_duration) + (seconds(spec.serve.startup_timeout) if spec.serve else 0)
 
 
-def _executions(jobs: Iterable[str]) -> list[str]:
+def _executions(deployment: Deployment, jobs: Iterable[str]) -> list[str]:
     """Of Cloud Run jobs, by full names."""
-    return [one.name for job in jobs for one in clients.run_executions().list_executions(parent=job)]
+    return [one.name for job in jobs for one in deployment.clients.run_executions().list_executions(parent=job)]
 
 
 @contextmanager

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import requests
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import DropforgeError
-from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
 from dropforge.platforms import targets
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
-from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
+from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages.sweep.orphans import list_all
@@ -218,7 +218,7 @@ def executions_of(deployment: Deployment) -> list[Any]:
     request = executions_v1.ListExecutionsRequest(
         parent=deployment.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=100
     )
-    pages = clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS).pages
+    pages = deployment.clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS).pages
     return list(next(iter(pages)).executions)
 
 
@@ -264,7 +264,7 @@ def accelerator_seen(seen: Seen) -> Result:
 
 
 def checkpoint(seen: Seen, deployment: Deployment) -> Result:
-    found = checkpoints(clients.storage(), deployment.settings.runs_bucket, seen.run)
+    found = checkpoints(deployment.clients.storage(), deployment.settings.runs_bucket, seen.run)
     told = f"steps {', '.join(str(one.step) for one in found)}"
     return seen.says("checkpoint", "" if found else "there is none", told)
 
@@ -272,20 +272,21 @@ def checkpoint(seen: Seen, deployment: Deployment) -> Result:
 def manifest(seen: Seen, deployment: Deployment) -> Result:
     """Every file by one listing, and those that are small by their bytes."""
     bucket = deployment.settings.runs_bucket
-    found = read_manifest(clients.storage(), bucket, seen.run)
+    found = read_manifest(deployment.clients.storage(), bucket, seen.run)
     if found is None:
         return seen.says("manifest", "there is none", "")
-    problems = verify_manifest(clients.storage(), bucket, found)
+    problems = verify_manifest(deployment.clients.storage(), bucket, found)
     small = [file for file in found.files if file.size <= HASHED_BYTES]
-    problems = problems or [file.path for file in small if sha256_of(bucket, found, file.path) != file.sha256]
+    problems = problems or [file.path for file in small if sha256_of(deployment, found, file.path) != file.sha256]
     if not found.files:
         problems = ["it names no files"]
     counted = f"{len(found.files)} files, {len(small)} of them by their sha256"
     return seen.says("manifest", f"not as it says: {'; '.join(problems)}" if problems else "", counted)
 
 
-def sha256_of(bucket: str, manifest: Manifest, path: str) -> str:
-    blob = clients.storage().bucket(bucket).blob(model_prefix(manifest.run) + path)
+def sha256_of(deployment: Deployment, manifest: Manifest, path: str) -> str:
+    bucket = deployment.clients.storage().bucket(deployment.settings.runs_bucket)
+    blob = bucket.blob(model_prefix(manifest.run) + path)
     return hashlib.sha256(blob.download_as_bytes(timeout=TIMEOUT_SECONDS)).hexdigest()
 
 
@@ -377,7 +378,7 @@ def _identity_token(deployment: Deployment) -> str:
 def audit_clean(runs: Iterable[str], store: RunStore, deployment: Deployment) -> Result:
     """The audit of these runs: what is listed of them, and what their ledgers say."""
     ledgers = {run: store.ledger(run) for run in runs}
-    found, problems = list_all(deployment.settings)
+    found, problems = list_all(deployment.context.cloud)
     differences = compare(store, ledgers, [one for one in found if one.run in ledgers])
     if differences:
         told = "; ".join(f"{one.difference} {one.name}" for one in differences)

@@ -41,7 +41,7 @@ from engine import (
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run import artifacts
 
 BAD_CONFIG = 64
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadSettings as error:
         log(str(error), stage="serve", severity="ERROR")
         return BAD_CONFIG
-    client = clients.storage()
+    client = Clients().storage()
     try:
         model = find_model(client, settings.model_uri)
     except DropforgeError as error:

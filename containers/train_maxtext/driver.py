@@ -29,7 +29,7 @@ from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, 
 from train import is_committed, load_spec
 
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run.artifacts import Manifest
 from dropforge.spec import JobSpec
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
     """One attempt from top to bottom: the committed manifest is its only result."""
     stop.arm(job.deadline)
-    load_secrets(os.environ)
+    clients = Clients()
+    load_secrets(clients, os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:

@@ -18,7 +18,7 @@ from job import config_error, data_error
 from stages import Result, Work, stage_main
 from train import check_gate, fetch_model
 
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, SyntheticDataset
 
@@ -45,7 +45,7 @@ def run(work: Work) -> Result:
     """Fetch, check, tokenize; leaves DIRECTORY/rows.npz and held_out.json. Raises JobError."""
     spec, tpu = work.spec, on_tpu()
     pretrain = spec.training.method == "pretrain"
-    base, base_source = fetch_model(spec, clients.storage(), work.base, weights=not pretrain)
+    base, base_source = fetch_model(spec, Clients().storage(), work.base, weights=not pretrain)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
     found = synthetic(spec, config["vocab_size"], tpu) if pretrain else read(work, base, config["vocab_size"], tpu)
@@ -78,7 +78,7 @@ def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
     """The spec's own rows, as token ids. Raises JobError."""
     spec = work.spec
     tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
-    raw, source = data.load_rows(spec.dataset, clients.storage(), work.directory / "data")
+    raw, source = data.load_rows(spec.dataset, Clients().storage(), work.directory / "data")
     split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
     check_gate(spec, split)
     max_length, named = spec.training.max_length, spec.dataset.source

@@ -8,7 +8,7 @@ from export import Provenance, publish, write_card
 from job import Job
 from stages import Result, Work, stage_main
 
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Source
 
 PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-tunix", "transformers")
@@ -39,7 +39,7 @@ def run(work: Work) -> Result:
     provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
     write_card(work.exported, spec, provenance, metrics)
     manifest = publish(
-        clients.storage(), Job.from_environment(), work.exported, spec, provenance, metrics, packages=PACKAGES
+        Clients().storage(), Job.from_environment(), work.exported, spec, provenance, metrics, packages=PACKAGES
     )
     return {"manifest": manifest.model_dump(mode="json")}
 

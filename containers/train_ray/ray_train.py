@@ -25,7 +25,7 @@ from stages import Result, Work, classify_stage, describe, stage_main, write_jso
 from tpu_slice import Slice
 
 from dropforge.base.errors import ErrorClass
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import download_prefix
 
 WORKER_FAILURES = 3  # lost workers within one attempt; each goes on from the newest checkpoint
@@ -57,7 +57,7 @@ def run(work: Work) -> Result:
     if not result["stopped"]:
         step = str(result["step"])
         parameters = work.checkpoints / step / "model_params"
-        download_prefix(clients.storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
+        download_prefix(Clients().storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
     return result
 
 

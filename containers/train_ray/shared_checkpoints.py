@@ -17,9 +17,10 @@ from typing import Any
 from job import Job
 
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, parse_gs_uri
 
+_CLIENTS = Clients()
 PREFIX = "maxtext"
 STEPS = "run/checkpoints"
 WHOLE = "commit_success.txt"  # what Orbax writes last, where directories cannot be renamed
@@ -42,7 +43,7 @@ def prune(root: str, step: int) -> None:
     older = [one for one in _steps(root) if one < step]
     for stale in older[: len(older) - KEEP + 1]:
         bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/{stale}/")
-        delete_blobs([*clients.storage().list_blobs(bucket, prefix=prefix), _blob(_notes(root, stale))])
+        delete_blobs([*_CLIENTS.storage().list_blobs(bucket, prefix=prefix), _blob(_notes(root, stale))])
 
 
 def write_notes(root: str, step: int, notes: dict[str, Any]) -> None:
@@ -66,7 +67,7 @@ def upload(source: Path, target: str) -> None:
 def _steps(root: str) -> list[int]:
     """All steps that have anything, in order."""
     bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/")
-    found = clients.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
+    found = _CLIENTS.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
     list(found)  # prefixes are known once all pages have been read
     names = (one.removeprefix(prefix).rstrip("/") for one in found.prefixes)
     return sorted(int(name) for name in names if name.isdecimal())
@@ -78,4 +79,4 @@ def _notes(root: str, step: int) -> str:
 
 def _blob(uri: str) -> Any:
     bucket, name = parse_gs_uri(uri)
-    return clients.storage().bucket(bucket).blob(name)
+    return _CLIENTS.storage().bucket(bucket).blob(name)

@@ -36,7 +36,7 @@ from world import World
 
 from dropforge.base.log import log
 from dropforge.base.names import spec_object
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Source
@@ -76,7 +76,8 @@ def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact
     """One attempt from top to bottom: the committed manifest is its only result."""
     world = job.world
     stop.arm(job.deadline, wake=not world.sharded)  # ranks are told by the process that started them
-    load_secrets(os.environ)
+    clients = Clients()
+    load_secrets(clients, os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:

@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 
 from dropforge.base import names
 from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.run.events import JobEvent
 from dropforge.run.record import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
@@ -26,6 +25,8 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
+
+from ..deployments import clients
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"

@@ -13,15 +13,16 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner, Result
 
+from dropforge.base.clock import utc_now
 from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.run.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
-from dropforge.run.record import RunState, utc_now
+from dropforge.run.record import RunState
 from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
 
+from ..deployments import clients
 from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 

@@ -23,14 +23,15 @@ sys.path.insert(0, str(MAXTEXT))
 
 # isort: split
 import sft  # noqa: E402
-import stages  # noqa: E402
 from batches import IGNORED, Data, Rows, collate, pack  # noqa: E402
 from driver import Watch, train  # noqa: E402
 from export_hf import check_tensors, tensors  # noqa: E402
 from family import family_of  # noqa: E402
 from prepare import PROBE_TOKENS, synthetic, total_steps  # noqa: E402
-from stages import AFTER_TRAIN, SCRIPTS, STAGES, TRAIN_SCRIPTS, Runner, Work, died, train_script  # noqa: E402
 from verify import check_trained  # noqa: E402
+
+import stages  # noqa: E402
+from stages import AFTER_TRAIN, SCRIPTS, STAGES, TRAIN_SCRIPTS, Runner, Work, died, train_script  # noqa: E402
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
     "model_type": "qwen3",

@@ -17,7 +17,6 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge_local.base.clock import SystemClock
@@ -29,6 +28,8 @@ from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.workflows import WorkflowsEmulator
 from dropforge_local.stack.functions_host import SOURCE, entry_points
 from workflows_engine import Engine
+
+from ..deployments import clients
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")

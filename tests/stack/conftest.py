@@ -18,13 +18,13 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import NotFound
 from dropforge.base.settings import Settings, settings
-from dropforge.cloud import clients
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge_local.stack import control as local
 from dropforge_local.stack.config import StackConfig, StackInfo
 from dropforge_local.stack.deployment import IMAGES
 
+from ..deployments import clients
 from .clusters import Clusters
 from .machines import machines_of_run
 from .targets import PARTS, SERVES

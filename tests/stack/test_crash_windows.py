@@ -15,23 +15,19 @@ import requests
 from google.api_core.exceptions import NotFound, ServiceUnavailable
 
 from dropforge.base import names
+from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
-from dropforge.cloud import clients
 from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
 from dropforge.platforms.training import Launch, Phase, Status
-from dropforge.run.record import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.await_.job_events import receive_job_event
-from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
-from dropforge.stages.provision import provision
 from dropforge.stages.submit import submit_message, submit_object
 from dropforge.stages.sweep.sweep import sweep
-from dropforge.stages.teardown import teardown
 
+from ..deployments import clients
+from ..stages import deploy, inspect, notify, provision, receive_job_event, teardown
 from .conftest import User
 from .test_runs import assert_clean
 
@@ -131,7 +127,7 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
     monkeypatch.setattr(CloudRunJobs, "provision", lambda *_: False)
     assert provision(run, ME, 1)["status"] == "PENDING"
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
+    monkeypatch.setattr(Clock, "now", lambda _: later)
     answer = provision(run, ME, 1)
     assert (answer["status"], answer["retry"]) == ("FAILED", True)
     assert answer["error"]["error_class"] == "stockout"
@@ -148,7 +144,7 @@ def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monk
     with pytest.raises(CloudError):
         provision(run, ME, 1)
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
+    monkeypatch.setattr(Clock, "now", lambda _: later)
     answer = provision(run, ME, 1)
     assert (answer["error"]["error_class"], answer["retry"]) == ("transient", True)
     end(user, run)
@@ -385,7 +381,7 @@ def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
     assert lost
     user.store.note(runs[0], lost.service, ResourceState.GONE)
     faults(fail_next={"method": "delete_service", "status": "PERMISSION_DENIED"})
-    monkeypatch.setattr("dropforge.stages.sweep.sweep.utc_now", lambda: utc_now() + timedelta(days=2))
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 1
     assert len(sweep()["deleted"]) == 1
     for run in runs:

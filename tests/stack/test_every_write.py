@@ -20,17 +20,12 @@ from slack_sdk.webhook import WebhookClient
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
-from dropforge.cloud import clients
 from dropforge.run.record import RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.stages import submit
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.cancel import cancel
-from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
-from dropforge.stages.provision import provision
-from dropforge.stages.teardown import teardown
 
+from ..deployments import clients
+from ..stages import cancel, deploy, inspect, notify, provision, teardown
 from .conftest import User
 from .targets import SERVES
 from .test_runs import assert_clean, states

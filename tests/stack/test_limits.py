@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.platforms import get_target
-from dropforge.platforms.training import Phase
-from dropforge.run.record import Record, RunState, utc_now
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.deploy import deploy
-from dropforge.stages.provision import launch_of, provision
+from dropforge.platforms.training import Phase, launch_of
+from dropforge.run.record import Record, RunState
 
+from ..stages import deploy, inspect, provision
 from .conftest import User
 from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import assert_clean

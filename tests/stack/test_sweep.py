@@ -17,18 +17,18 @@ from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
 
 from dropforge.base import names
-from dropforge.cloud import clients
+from dropforge.base.clock import Clock, utc_now
 from dropforge.platforms import get_target
-from dropforge.platforms.training import Launch
-from dropforge.run.record import Record, RunState, utc_now
+from dropforge.platforms.training import Launch, launch_of
+from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
-from dropforge.stages.provision import launch_of
-from dropforge.stages.submit import submit_message
 from dropforge.stages.sweep import lost_work, orphans
 from dropforge.stages.sweep import sweep as swept
 from dropforge.stages.sweep.sweep import sweep
 from dropforge_cli.main import cli
 
+from ..deployments import clients
+from ..stages import submit_message
 from .conftest import User
 from .test_crash_windows import accepted
 from .test_runs import assert_clean, states
@@ -142,7 +142,7 @@ def test_a_run_that_does_not_exist_owns_nothing_but_other_deployments_may(
     mine, theirs = make(user, ghost), make(user, other)
     assert not set(mine) & set(sweep()["deleted"])  # its record may be about to be written
     later = timedelta(seconds=user.settings.check_interval_seconds + 1)
-    monkeypatch.setattr(swept, "utc_now", lambda: utc_now() + later)
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + later)
     assert set(mine) <= set(sweep()["deleted"])
     assert user.resources(ghost.run) == []
     assert user.resources(other.run) == theirs

@@ -9,13 +9,12 @@ import pytest
 import requests
 
 from dropforge.base import names
-from dropforge.cloud import clients
 from dropforge.platforms import get_target, servers, targets
-from dropforge.platforms.training import Phase
+from dropforge.platforms.training import Phase, launch_of
 from dropforge.run.record import RunState
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.provision import launch_of
 
+from ..deployments import clients
+from ..stages import inspect
 from .conftest import User
 from .targets import PARTS, SERVES
 from .test_crash_windows import ME, URL, end, eventually, launched

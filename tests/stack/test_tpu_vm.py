@@ -11,10 +11,10 @@ import pytest
 
 from dropforge.base import names
 from dropforge.run.record import RunState
-from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.deploy import completion_problem
 from dropforge_cli.logs import read_log
 
+from ..stages import inspect
 from .conftest import User
 from .targets import PARTS
 from .test_crash_windows import ME, URL, end, eventually, launched

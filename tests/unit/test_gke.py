@@ -14,7 +14,6 @@ from google.cloud import container_v1
 from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
@@ -25,13 +24,14 @@ from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
+from ..deployments import cloud_with, settings_with
 from ..schemas import kubernetes as kubernetes_schemas
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gke-gemma-3-12b-fsdp.json"
 MODELS = {"Job": client.V1Job, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"
-SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
+SETTINGS = settings_with(gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
 END = "2026-11-20T12:00:00Z"
 FULL = {
     "accelerator": "nvidia-b200",
@@ -194,7 +194,7 @@ def test_a_standing_cluster_is_the_specs_or_the_deployments() -> None:
 
 
 def test_a_cluster_must_be_named_somewhere() -> None:
-    bare = Settings(*["x"] * 12)
+    bare = settings_with()
     [problem] = deployment_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
     assert not deployment_problems(spec(), SETTINGS)
@@ -457,14 +457,14 @@ def test_every_state_of_a_cluster_is_decided(
 ) -> None:
     condition = container_v1.StatusCondition(code="UNKNOWN", message="no node has registered")
     cluster = container_v1.Cluster(status=state, resource_labels={"dropforge-run": RUN}, conditions=[condition])
-    monkeypatch.setattr(kubernetes, "find_cluster", lambda name: cluster)
-    monkeypatch.setattr(kubernetes, "connect", lambda found: Accepting())
+    monkeypatch.setattr(kubernetes, "find_cluster", lambda _, name: cluster)
+    monkeypatch.setattr(kubernetes, "connect", lambda _, cluster: Accepting())
     attempt = launch({"cluster": {"create": create}})
     if expected in ("cluster", None):
-        assert gke.GkeJobs().provision(attempt) is (expected == "cluster")
+        assert gke.GkeJobs().provision(cloud_with(), attempt) is (expected == "cluster")
         return
     with pytest.raises(CloudError, match=f"is {state}: UNKNOWN: no node has registered") as failure:
-        gke.GkeJobs().provision(attempt)
+        gke.GkeJobs().provision(cloud_with(), attempt)
     assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dropforge_local.emulators.workflows import WorkflowsEmulator
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
+from dropforge_local.emulators.workflows import WorkflowsEmulator
 from workflows_engine import Engine, SystemClock
 
 PARENT = "projects/test-project/locations/europe-west4"
