@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from dropforge.context import Context
@@ -34,6 +35,7 @@ def context() -> Context:
 
 
 def _called(stage: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stage)
     def call(*arguments: Any, **named: Any) -> Any:
         answer = stage(context(), *arguments, **named)
         return answer.to_json() if isinstance(answer, Answer) else answer

@@ -12,10 +12,9 @@ import pytest
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.run.record import RunState
-from dropforge.stages.cancel import cancel, cancel_deleted
 
 from ..deployments import clients
-from ..stages import deploy, inspect, notify, provision, teardown
+from ..stages import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
 from .test_runs import assert_clean, deliver, deliver_upload, states

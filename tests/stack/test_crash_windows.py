@@ -17,17 +17,26 @@ from google.api_core.exceptions import NotFound, ServiceUnavailable
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.stages.submit import submit_message, submit_object
-from dropforge.stages.sweep.sweep import sweep
 
 from ..deployments import clients
-from ..stages import deploy, inspect, notify, provision, receive_job_event, teardown
+from ..stages import (
+    deploy,
+    inspect,
+    notify,
+    provision,
+    receive_job_event,
+    submit_message,
+    submit_object,
+    sweep,
+    teardown,
+)
 from .conftest import User
 from .test_runs import assert_clean
 
@@ -167,9 +176,9 @@ def test_a_model_that_is_committed_between_two_looks_counts(user: User, monkeypa
     run = launched(user, "silent")
     look = CloudRunJobs.inspect
 
-    def late_look(target: CloudRunJobs, launch: Launch) -> Status:
+    def late_look(target: CloudRunJobs, cloud: Cloud, launch: Launch) -> Status:
         deadline = time.monotonic() + 20
-        while (status := look(target, launch)).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
+        while (status := look(target, cloud, launch)).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.02)
         monkeypatch.undo()
         return status
@@ -212,8 +221,8 @@ def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: py
     key = f"lost-{time.time_ns()}"
     data = json.dumps(user.spec()).encode()
 
-    def start_and_die(run: str, settings: Any) -> str:
-        start_execution(run, settings)
+    def start_and_die(cloud: Cloud, run: str) -> str:
+        start_execution(cloud, run)
         raise ServiceUnavailable("the reply was lost")
 
     with monkeypatch.context() as patch:
@@ -241,11 +250,11 @@ def test_death_between_record_and_start_is_followed_up_by_the_next_delivery(
         raise ServiceUnavailable("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dropforge.stages.submit.notify.announce", die)
+        patch.setattr("dropforge.tell.everybody.announce", die)
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
     monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.stages.submit.notify.announce", lambda record, state: told.append(state))
+    monkeypatch.setattr("dropforge.tell.everybody.announce", lambda context, record, state: told.append(state))
     submit_message(data, key)
     assert told == ["ACCEPTED"]
     run = names.run_id_of_message(key)
@@ -303,7 +312,7 @@ def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: 
         return keep(store, name, data, content_type)
 
     monkeypatch.setattr(RunStore, "put_new", keep_slowly)
-    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda url, body: woken.append(url) or True)
+    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda cloud, url, body: woken.append(url) or True)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
     receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
     assert woken == [URL]

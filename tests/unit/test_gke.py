@@ -495,5 +495,5 @@ def test_a_cluster_is_reached_by_its_dns_name_where_that_is_open(
         master_auth={"cluster_ca_certificate": base64.b64encode(b"PEM").decode()},
         control_plane_endpoints_config={"dns_endpoint_config": dns},
     )
-    api = kubernetes.connect(cluster)
+    api = kubernetes.connect(cloud_with(), cluster)
     assert (api.host, api.authority) == expected
