@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Build and push one image, in Cloud Build: containers/build.sh ROLE. Leaves `"ROLE": "image@digest"` in digests/.
 #
-# REPOSITORY is host/project/repository, BUILD_ID the build's. The base image is pinned to what its tag is now, and noted
-# in a label; layers of the last build are the cache.
+# REPOSITORY is host/project/repository; BUILD_ID is Cloud Build's. The script pins the base image to the current digest
+# of its tag and writes that digest into a label. The layers of the last build are the cache.
 set -euo pipefail
 
 role=$1 image="$REPOSITORY/${1//_/-}"
 tag=$(sed -n 's/^ARG BASE=//p' "containers/$role/Dockerfile")
 docker pull --quiet "$tag"
 base=$(docker inspect --format '{{index .RepoDigests 0}}' "$tag")
-docker pull --quiet "$image:latest" || echo "there is no $image:latest to take layers from"
+docker pull --quiet "$image:latest" || echo "there is no $image:latest for the cache"
 
 DOCKER_BUILDKIT=1 docker build . --file "containers/$role/Dockerfile" \
     --build-arg "BASE=$base" --label "org.opencontainers.image.base.name=$base" \

@@ -16,18 +16,18 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 COMPUTES = "gw0"  # xdist's name of the worker that computes
 NICENESS = 5  # Linux gives the process a third of the weight of a process with niceness 0
 COMPUTE = (
-    "tests/containers/test_fsdp.py",
-    "tests/containers/test_train.py",
-    "tests/containers/test_train_ray.py",
-    "tests/containers/test_maxtext.py",
+    "tests/containers/train_trl/test_fsdp.py",
+    "tests/containers/train_trl/test_train.py",
+    "tests/containers/train_ray/test_train_ray.py",
+    "tests/containers/train_maxtext/test_maxtext.py",
     "tests/cli/test_demo.py",
     "tests/emulators/kubernetes/test_ray.py",
-    "tests/containers/test_serve.py",
-    "tests/containers/test_chat.py",
-    "tests/containers/test_engine.py",
-    "tests/containers/test_launch.py",
-    "tests/containers/test_maxtext_image.py",
-    "tests/containers/test_maxtext_parts.py",
+    "tests/containers/serve_vllm/test_serve.py",
+    "tests/containers/common/test_chat.py",
+    "tests/containers/serve_vllm/test_engine.py",
+    "tests/containers/train_trl/test_launch.py",
+    "tests/containers/train_maxtext/test_maxtext_image.py",
+    "tests/containers/train_maxtext/test_maxtext_parts.py",
     "tests/contract/test_functions_stand_alone.py",
 )
 

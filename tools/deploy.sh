@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Deploy dropforge: tools/deploy.sh registry|images|deploy|destroy PROJECT_ID REGION
 #
-#   registry   what images are built with and kept in (the first time)
-#   images     build the images with Cloud Build, and keep their digests
-#   deploy     everything, with the images that were built last
-#   destroy    everything away again, but for the state's bucket
+#   registry   create the registry and the account that builds images (once)
+#   images     build the images with Cloud Build, and store their digests
+#   deploy     create or update the deployment, with the latest images
+#   destroy    delete the deployment, apart from the bucket of Terraform's state
 #
-# Terraform's plan is shown, and applied only when the answer is "yes". PREFIX names the deployment (dropforge).
-# Its state is in gs://PROJECT_ID-PREFIX-state; the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
+# The script shows Terraform's plan and applies it only after the answer "yes". PREFIX names the deployment (dropforge).
+# The state is in gs://PROJECT_ID-PREFIX-state, the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,7 +29,7 @@ make_state_bucket() {
     fi
 }
 
-# apply [ARGUMENT...]: plan with these arguments, ask, and apply what was shown.
+# apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
     terraform -chdir=terraform init -input=false -reconfigure -backend-config="bucket=$state"
     terraform -chdir=terraform plan -input=false -out="$work/plan" \
@@ -63,7 +63,7 @@ deploy)
     apply -var-file="$work/images.tfvars.json"
     terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"
     terraform -chdir=terraform output -raw kubernetes_manifest >"$work/kubernetes.yaml"
-    echo "To let the dropforge command talk to it: cp ${work#"$PWD/"}/dropforge.toml ."
+    echo "To use the dropforge command with this deployment: cp ${work#"$PWD/"}/dropforge.toml ."
     if [[ -s $work/kubernetes.yaml ]]; then
         echo "To prepare a cluster: kubectl apply -f ${work#"$PWD/"}/kubernetes.yaml (docs/deploy.md)"
     fi

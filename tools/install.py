@@ -1,7 +1,7 @@
 """Create the virtual environment that every make target uses: `python tools/install.py build/venv`.
 
-Exact versions come from lock.txt. PyTorch is asked for as a CPU build first, and as whatever the
-configured index has only where there is none (a plain `torch` on Linux brings gigabytes of CUDA).
+lock.txt pins the versions. The script installs the CPU build of PyTorch if the configured index has one, and else the
+plain build (which brings gigabytes of CUDA on Linux).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ EXTRAS = "local,train,serve-cpu,dev"
 
 
 def main(target: str) -> int:
-    if sys.version_info < (3, 11):  # noqa: UP036  (this file runs before anything has checked the interpreter)
-        found = ".".join(map(str, sys.version_info[:3]))
-        print(f"dropforge needs Python 3.11 or newer; {sys.executable} is {found}", file=sys.stderr)
+    if sys.version_info < (3, 11):  # noqa: UP036  (nothing has checked the interpreter before)
+        version = ".".join(map(str, sys.version_info[:3]))
+        print(f"dropforge needs Python 3.11 or newer; {sys.executable} is {version}", file=sys.stderr)
         return 1
     directory = ROOT / target
     if not (directory / "bin" / "python").exists():
         print(f"creating {target} with Python {sys.version.split()[0]}", flush=True)
         venv.create(directory, with_pip=True, clear=True)
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    # Of 20,000 modules most are never imported; the others are compiled when they first are.
+    # Most of the 20,000 modules are never imported; the first import compiles a module.
     pip += ["--quiet", "--no-compile", "--constraint", str(ROOT / "lock.txt")]
     torch = locked("torch")
-    print(f"installing PyTorch {torch} (CPU build where there is one)", flush=True)
+    print(f"installing PyTorch {torch} (CPU build if available)", flush=True)
     if subprocess.run([*pip, f"torch=={torch}+cpu"], stderr=subprocess.DEVNULL).returncode:
         subprocess.run([*pip, f"torch=={torch}"], check=True)
-    print("installing dropforge and what it needs, as pinned in lock.txt", flush=True)
+    print("installing dropforge and its dependencies, as pinned in lock.txt", flush=True)
     return subprocess.run([*pip, "--editable", f"{ROOT}[{EXTRAS}]"]).returncode
 
 
 def locked(name: str) -> str:
-    """The version of `name` in lock.txt."""
+    """Return the version of `name` in lock.txt."""
     for line in (ROOT / "lock.txt").read_text().splitlines():
         if line.startswith(f"{name}=="):
             return line.split("==")[1].strip()

@@ -1,7 +1,7 @@
 """Derive functions/requirements.txt (exact, transitive, the control plane only) from lock.txt.
 
-`lock.txt` pins everything that any part installs; it is a pip constraints file. To move a version, edit it
-there, run `make setup lock`, and commit both. `--check` fails when the derived file has drifted.
+lock.txt is a pip constraints file that pins every package of every part. To change a version, edit lock.txt, run
+`make setup lock`, and commit both files. `--check` fails when functions/requirements.txt is out of date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "functions" / "requirements.txt"
 HEADER = "# Derived from lock.txt by `make lock`; do not edit.\n"
-# Cloud Functions run on Linux with CPython 3.11; markers are evaluated for that, wherever this runs.
+# Cloud Functions run on Linux with CPython 3.11: evaluate markers for that platform on every machine.
 ENVIRONMENT = {
     "python_version": "3.11",
     "python_full_version": "3.11.0",
@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
 
 
 def closure() -> dict[str, str]:
-    """Every distribution that the control plane pulls in, with its pinned version."""
+    """Return every distribution that the control plane needs, with its pinned version."""
     pins = {
         canonicalize_name(name): version.split("+")[0]
         for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "lock.txt").read_text(), re.M)
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     todo = [Requirement(line) for line in project["dependencies"]]
-    found: dict[str, str] = {}
+    needed: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
         requirement = todo.pop()
@@ -60,9 +60,9 @@ def closure() -> dict[str, str]:
         seen.add((name, frozenset(requirement.extras)))
         if name not in pins:
             raise SystemExit(f"lock.txt does not pin {name}, which the control plane needs")
-        found[name] = pins[name]
+        needed[name] = pins[name]
         todo += [r for r in map(Requirement, requires(name) or []) if applies(r, requirement.extras)]
-    return found
+    return needed
 
 
 def applies(requirement: Requirement, extras: set[str]) -> bool:

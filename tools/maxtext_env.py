@@ -1,8 +1,8 @@
-"""Create MaxText's own environment, if it is not there: `python tools/maxtext_env.py [build/maxtext]`.
+"""Create MaxText's own environment unless it exists: `python tools/maxtext_env.py [build/maxtext]`.
 
-MaxText needs Python 3.12 and pins other versions than lock.txt does. Exact versions, dependencies included, come from
-containers/train_maxtext/requirements.lock.txt. PyTorch is not among them: what needs it runs in build/venv.
-Prints the path of the interpreter. Exit code 3: there is no Python 3.12 on this machine.
+MaxText needs Python 3.12 and other versions than lock.txt pins. containers/train_maxtext/requirements.lock.txt pins all
+packages of the environment. PyTorch is not among them: code that needs PyTorch runs in build/venv.
+Prints the path of the interpreter. Exit code 3: this machine has no Python 3.12.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(target: str = "build/maxtext") -> int:
     directory = ROOT / target
     directory.parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{directory}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of several processes ask for it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes start this script at once
         if not is_installed(directory):
             python = find_python()
             if python is None:
@@ -37,7 +37,7 @@ def main(target: str = "build/maxtext") -> int:
 
 
 def is_installed(directory: Path) -> bool:
-    """Whether the environment is whole, and of the lock file as it is now."""
+    """Return whether the environment is complete and matches the current lock file."""
     stamp = directory / ".installed"
     return stamp.exists() and stamp.read_text() == digest()
 
@@ -47,7 +47,7 @@ def install(python: str, directory: Path) -> None:
     began = time.monotonic()
     subprocess.run([python, "-m", "venv", "--clear", str(directory)], check=True)
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-    # The lock has everything, so that nothing is left to resolve; modules are compiled when they are first imported.
+    # The lock file is complete, so pip resolves nothing. The first import compiles a module.
     subprocess.run([*pip, "--no-deps", "--no-compile", "--no-cache-dir", "--requirement", str(LOCK)], check=True)
     (directory / ".installed").write_text(digest())
     print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -58,7 +58,7 @@ def digest() -> str:
 
 
 def find_python() -> str | None:
-    """A Python 3.12 that runs (pyenv puts a python3.12 in PATH that may not)."""
+    """Return a Python 3.12 that runs (pyenv's python3.12 in PATH may fail)."""
     for candidate in candidates():
         check = [candidate, "-c", "import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))"]
         try:

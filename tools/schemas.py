@@ -1,4 +1,4 @@
-"""Write schemas/*.schema.json from the pydantic models that are their source; `--check` fails when they drifted."""
+"""Write schemas/*.schema.json from the pydantic models; `--check` fails when a file is out of date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent / "schemas"
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """Every published schema, by file name."""
+    """Return every published schema by file name."""
     return {
         "job_spec.schema.json": job_spec_schema(),
         "job_event.schema.json": job_event_schema(),
@@ -23,16 +23,16 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def main(argv: list[str]) -> int:
-    drifted = []
+    outdated = []
     for name, schema in schemas().items():
         text = json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
         path = ROOT / name
         if not path.exists() or path.read_text() != text:
-            drifted.append(name)
+            outdated.append(name)
             if "--check" not in argv:
                 path.write_text(text)
-    if drifted and "--check" in argv:
-        print(f"{', '.join(drifted)} differ from the models; run `make schemas`", file=sys.stderr)
+    if outdated and "--check" in argv:
+        print(f"{', '.join(outdated)} differ from the models; run `make schemas`", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Write the table of docs/security.md from terraform/permissions.yaml; `--check` fails when they differ."""
+"""Write docs/security.md's table of permissions from terraform/permissions.yaml; `--check` fails when it is old."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE = re.compile(r"(<!-- permissions: made by `make tables` -->\n).*?(<!-- end
 
 def main(argv: list[str]) -> int:
     text = PAGE.read_text()
-    new = TABLE.sub(lambda found: found[1] + table() + found[2], text)
+    new = TABLE.sub(lambda match: match[1] + table() + match[2], text)
     if "--check" not in argv:
         PAGE.write_text(new)
         return 0
@@ -26,12 +26,13 @@ def main(argv: list[str]) -> int:
 
 
 def table() -> str:
-    """A row for each account and what it may do where."""
-    found = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())
+    """Return a table with a row for each account and place."""
+    permissions = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())
     rows = ["| account | called by | on | may |", "|---|---|---|---|"]
-    for name, account in found["accounts"].items():
+    for name, account in permissions["accounts"].items():
         may = {
-            found["scopes"][scope]: [f"`{one}`" for one in sorted(held)] for scope, held in account["grants"].items()
+            permissions["scopes"][scope]: [f"`{name}`" for name in sorted(held)]
+            for scope, held in account["grants"].items()
         }
         if "kubernetes" in account:
             verbs = account["kubernetes"].items()

@@ -1,4 +1,4 @@
-"""Which engine serves, and the command line that starts it: pure functions, so that tests can read what is run."""
+"""Chooses the serving engine and builds its command line, in pure functions: tests read the commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BadSettings(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says is to be served, and how."""
+    """The model to serve, and how to serve it."""
 
     model_uri: str
     served_name: str
@@ -31,11 +31,11 @@ class Settings:
     host: str
     port: int
     engine: str
-    work: Path | None  # on a disk of the machine, for what is to outlive this process
+    work: Path | None  # a directory on the machine's disk, for files that outlive this process
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Raises BadSettings naming everything that is wrong."""
+        """Raises BadSettings that names every wrong variable."""
         problems = []
         uri, name = environ.get("DROPFORGE_MODEL_URI", ""), environ.get("DROPFORGE_SERVED_MODEL_NAME", "")
         engine = environ.get("DROPFORGE_ENGINE") or "auto"
@@ -45,18 +45,7 @@ class Settings:
             problems.append("DROPFORGE_SERVED_MODEL_NAME is not set")
         if engine not in ENGINES:
             problems.append(f"DROPFORGE_ENGINE is {engine!r}; expected one of {', '.join(ENGINES)}")
-        numbers = {}
-        defaults = {
-            "DROPFORGE_MAX_MODEL_LEN": "2048",
-            "DROPFORGE_MAX_NUM_SEQS": "32",
-            "DROPFORGE_TENSOR_PARALLEL_SIZE": "1",
-            "PORT": "8000",
-        }
-        for variable, default in defaults.items():
-            value = environ.get(variable) or default
-            if not value.isdecimal() or int(value) < 1:
-                problems.append(f"{variable} is {value!r}; expected a positive number")
-            numbers[variable] = int(value) if value.isdecimal() else 0
+        numbers = {name: _number(environ, name, problems) for name in _DEFAULTS}
         if problems:
             raise BadSettings("; ".join(problems))
         return cls(
@@ -65,11 +54,27 @@ class Settings:
             max_model_len=numbers["DROPFORGE_MAX_MODEL_LEN"],
             max_num_seqs=numbers["DROPFORGE_MAX_NUM_SEQS"],
             tensor_parallel_size=numbers["DROPFORGE_TENSOR_PARALLEL_SIZE"],
-            host=environ.get("HOST") or "0.0.0.0",  # Cloud Run asks for all interfaces; a laptop should say 127.0.0.1
+            host=environ.get("HOST") or "0.0.0.0",  # Cloud Run needs all interfaces; set 127.0.0.1 on a laptop
             port=numbers["PORT"],
             engine=engine,
             work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
         )
+
+
+_DEFAULTS = {
+    "DROPFORGE_MAX_MODEL_LEN": "2048",
+    "DROPFORGE_MAX_NUM_SEQS": "32",
+    "DROPFORGE_TENSOR_PARALLEL_SIZE": "1",
+    "PORT": "8000",
+}
+
+
+def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int:
+    value = environ.get(name) or _DEFAULTS[name]
+    if not value.isdecimal() or int(value) < 1:
+        problems.append(f"{name} is {value!r}; expected a positive number")
+        return 0
+    return int(value)
 
 
 def choose(wanted: str, *, gpu: bool, tpu: bool, vllm: bool) -> EngineName:
@@ -86,7 +91,7 @@ def has_gpu() -> bool:
 
 
 def has_tpu(devices: Path = Path("/dev")) -> bool:
-    """Whether there are chips: of v4 and earlier as accel0, of later ones as vfio/0."""
+    """Whether the machine has TPU chips: v4 and earlier are accel0, later generations are vfio/0."""
     return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
 
 
@@ -95,18 +100,18 @@ def has_vllm() -> bool:
 
 
 def vllm_argv(settings: Settings, model: str) -> list[str]:
-    """vLLM on its GPUs, in place of this process: weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
+    """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
     return [*_vllm_serve(settings, model), "--load-format", "runai_streamer", *share]
 
 
 def vllm_tpu_argv(settings: Settings, directory: str) -> list[str]:
-    """vLLM on its TPU chips, in place of this process. Its TPU build reads weights from files only."""
+    """vLLM on TPU chips, in place of this process. The TPU build reads weights only from files."""
     return _vllm_serve(settings, directory)
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:
-    """What it needs: no network, and what XLA compiles (minutes of it) kept for the next start."""
+    """No network; XLA's compiled programs, which take minutes, stay on disk for the next start."""
     return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
 
 
@@ -145,7 +150,7 @@ def transformers_argv(directory: str, port: int) -> list[str]:
 
 
 def engine_environment(directory: Path) -> dict[str, str]:
-    """What the CPU engines need: no network, a writable cache, and little memory for vLLM's KV cache."""
+    """For the CPU engines: no network, a writable cache, and little memory for vLLM's KV cache."""
     return {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(directory / "hf"),

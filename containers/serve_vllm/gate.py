@@ -1,4 +1,4 @@
-"""A gate before an engine that does not keep the whole contract: names, limits, readiness, OpenAI's errors, [DONE]."""
+"""A proxy for engines that break the serving contract. It adds names, limits, readiness, OpenAI's errors, [DONE]."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CountTokens = Callable[[dict[str, Any]], int]
 
 
 class Gate:
-    """An OpenAI-compatible front of one engine on `upstream`, which knows the model as `inner_name`.
+    """An OpenAI-compatible proxy of the engine at `upstream`, which names the model `inner_name`.
 
-    /health answers 200 only after a real completion: an engine can be healthy and fail every request.
+    /health answers 200 only after a real completion: an engine can report health and fail every request.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Gate:
         return application
 
     async def probe(self) -> None:
-        """Wait for the engine, then for its first completion; then be ready. Raises RuntimeError if that fails."""
+        """Wait for the engine and its first completion, then set `ready`. Raises RuntimeError on failure."""
         assert self._session is not None
         while not await self._is_up():
             await asyncio.sleep(POLL_SECONDS)
@@ -112,21 +112,21 @@ class Gate:
             return await self._forward(request, {**body, "model": self._inner_name})
 
     def _limit(self, body: dict[str, Any]) -> str:
-        """Why the prompt does not fit into the context; "" if it does. Bounds max_tokens by the rest, as vLLM does."""
+        """Why the prompt does not fit into the context, or "". Limits max_tokens to the rest, as vLLM does."""
         try:
             prompt = self._count_tokens(body)
         except ValueError as error:
             return str(error)
-        asked = body.pop("max_completion_tokens", None) or body.get("max_tokens") or self._max_model_len
-        if not isinstance(asked, int) or asked < 1:
-            return f"max_tokens is {asked!r}; expected a positive number"
+        limit = body.pop("max_completion_tokens", None) or body.get("max_tokens") or self._max_model_len
+        if not isinstance(limit, int) or limit < 1:
+            return f"max_tokens is {limit!r}; expected a positive number"
         room = self._max_model_len - prompt
         if room < 1:
             return (
                 f"This model's maximum context length is {self._max_model_len} tokens. "
                 f"However, your prompt has {prompt} tokens."
             )
-        body["max_tokens"] = min(asked, room)
+        body["max_tokens"] = min(limit, room)
         return ""
 
     async def _forward(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -143,7 +143,7 @@ class Gate:
         return web.json_response({**answer, "model": self._served_name})
 
     async def _relay(self, request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Server-sent events, under the served name, with the [DONE] that clients wait for."""
+        """Relay server-sent events under the served name; ends with the [DONE] that clients wait for."""
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
@@ -160,7 +160,7 @@ class Gate:
 
 
 def _translated(status: int, text: str) -> web.Response:
-    """The engine's refusal in OpenAI's shape."""
+    """The engine's error in OpenAI's format."""
     try:
         answer = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How many tokens a request's prompt has, without the half gigabyte that importing transformers takes."""
+"""Counts the tokens of a request's prompt, without transformers: importing it takes half a gigabyte of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PromptCounter:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         config = json.loads((directory / "tokenizer_config.json").read_text())
         self._tokens = {name: _text(token) for name, token in config.items() if name.endswith("_token")}
-        # {% generation %} marks what training learns; for a prompt it means nothing.
+        # {% generation %} marks the text that training learns. A prompt does not need the mark.
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", (directory / "chat_template.jinja").read_text())
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -30,7 +30,7 @@ class PromptCounter:
         self._template = environment.from_string(source)
 
     def count(self, body: dict[str, Any]) -> int:
-        """Tokens of a chat request's messages, or of a completion request's prompt. Raises ValueError."""
+        """The number of tokens of a chat request's messages or a completion request's prompt. Raises ValueError."""
         if "messages" not in body:
             prompt = body.get("prompt")
             if not isinstance(prompt, str):
@@ -43,7 +43,7 @@ class PromptCounter:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def answer_start(self) -> str:
-        """What the chat template ends a prompt with, so that an answer follows."""
+        """The end of every prompt by the chat template, after which an answer starts."""
         messages = [{"role": "user", "content": "?"}]
         return self._render(messages, True).removeprefix(self._render(messages, False))
 
@@ -53,9 +53,9 @@ class PromptCounter:
 
 
 def describe_answers(directory: Path) -> None:
-    """Note in a Qwen's tokenizer how its answers start and end, where they do not as Qwen's own do.
+    """Write into a Qwen model's tokenizer how answers start and end, if its template differs from Qwen's own.
 
-    Without the note `transformers serve` looks for Qwen's start, by the model's type, and answers with the prompt.
+    Without it `transformers serve` looks for Qwen's start, because of the model type, and answers with the prompt.
     """
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text())

@@ -1,10 +1,10 @@
 """The serving container: an OpenAI-compatible endpoint for the committed model of one run.
 
-    DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 python serve.py
+    DROPFORGE_MODEL_URI=gs://b/models/demo-0123456789ab DROPFORGE_SERVED_MODEL_NAME=demo PORT=8000 \\
+    python -m containers.serve_vllm.serve
 
 On a GPU or TPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate
-(gate.py).
-Ends with 64 for wrong settings, 66 when there is no committed model, 70 when the engine fails.
+(gate.py). Exit codes: 64 for wrong settings, 66 if no model is committed, 70 if the engine fails.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine import (
+from dropforge.base.errors import DropforgeError
+from dropforge.base.log import log
+from dropforge.cloud.clients import Clients
+from dropforge.run import artifacts
+
+from .engine import (
     BadSettings,
     EngineName,
     Settings,
@@ -39,20 +43,15 @@ from engine import (
     vllm_tpu_environment,
 )
 
-from dropforge.base.errors import DropforgeError
-from dropforge.base.log import log
-from dropforge.cloud.clients import Clients
-from dropforge.run import artifacts
-
 BAD_CONFIG = 64
 NOT_FOUND = 66
 ENGINE_FAILED = 70
-STOP_SECONDS = 1.5  # for the engine to end by itself; vLLM's three processes take 1.3 s
+STOP_SECONDS = 1.5  # from SIGTERM to SIGKILL; vLLM's three processes take 1.3 s to end
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop. There are no arguments: what it must know is in the environment."""
+def main() -> int:
+    """Serve until SIGTERM. The environment is the only input."""
     began = time.monotonic()
     try:
         settings = Settings.from_environment()
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_model(client: Any, model_uri: str) -> str:
-    """The URI of the files to serve, from the manifest. Raises DropforgeError when nothing is committed."""
+    """The URI of the files to serve, from the manifest. Raises DropforgeError if no model is committed."""
     bucket, prefix = artifacts.parse_gs_uri(model_uri)
     manifest = artifacts.read_manifest(client, bucket, prefix.split("/")[1])
     if manifest is None:
@@ -91,15 +90,16 @@ def find_model(client: Any, model_uri: str) -> str:
             "expected one before an endpoint is deployed"
         )
     if problems := artifacts.verify_manifest(client, bucket, manifest):
-        raise DropforgeError(f"{model_uri} is not what its manifest says: {'; '.join(problems[:3])}")
+        raise DropforgeError(f"{model_uri} differs from its manifest: {'; '.join(problems[:3])}")
     return f"{model_uri}/{manifest.serve_path}"
 
 
 async def serve_behind_gate(settings: Settings, engine: EngineName, directory: Path, began: float) -> int:
-    """Run the engine and the gate until SIGTERM, or until the engine ends by itself."""
+    """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code."""
     from aiohttp import web
-    from gate import Gate
-    from prompt import PromptCounter, describe_answers
+
+    from .gate import Gate
+    from .prompt import PromptCounter, describe_answers
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -127,7 +127,7 @@ async def serve_behind_gate(settings: Settings, engine: EngineName, directory: P
 
 
 async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event, began: float) -> int:
-    """0 once `stop` is set, ENGINE_FAILED when the engine ends or its first completion fails."""
+    """Returns 0 when `stop` is set, ENGINE_FAILED when the engine ends or its first completion fails."""
     probe = asyncio.create_task(gate.probe())
     stopped = asyncio.create_task(stop.wait())
     ended = asyncio.create_task(asyncio.to_thread(process.wait))
@@ -152,7 +152,7 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
 def start_engine(
     settings: Settings, engine: EngineName, model: str, port: int, directory: Path
 ) -> subprocess.Popen[bytes]:
-    """The engine in a process group of its own (vLLM starts more); it dies with us even when we are killed."""
+    """Start the engine in a process group, for vLLM's further processes. The kernel kills it with this process."""
     command = transformers_argv(model, port) if engine == "transformers" else vllm_cpu_argv(settings, model, port)
     environment = {**os.environ, **engine_environment(directory)}
     prepare = _die_with_parent if sys.platform == "linux" else None
@@ -160,7 +160,7 @@ def start_engine(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the engine, then SIGKILL to what is left of its process group."""
+    """Send SIGTERM to the engine, then SIGKILL to the rest of its process group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

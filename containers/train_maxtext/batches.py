@@ -1,10 +1,11 @@
-"""Token ids as MaxText trains on them: sequences of one length, in an order that the seed decides.
+"""Token ids in MaxText's layout: sequences of one length, in an order that only the seed decides.
 
-What step takes which rows depends on nothing else, so a run that goes on at a step sees what it has not seen yet.
+The rows of a step depend on nothing else, so a run that resumes at a step sees exactly the rows that remain.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,18 +14,20 @@ from typing import Any
 
 import numpy as np
 
-IGNORED = -100  # a label that is not learnt, as in chat.py
+from containers.common.chat import IGNORED
+
+TPU_LANES, CPU_LANES = 128, 16  # the length of a sequence is a multiple
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of token ids, one after the other. `labels` are ids where they are learnt, else IGNORED."""
+    """Rows of token ids, concatenated. A label is its id where the token has a loss, else IGNORED."""
 
     ids: Ints
     labels: Ints
-    starts: Ints  # one more than rows: row i is [starts[i], starts[i + 1])
+    starts: Ints  # row i is [starts[i], starts[i + 1]), so there is one start more than rows
 
     @classmethod
     def of(cls, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Rows:
@@ -45,10 +48,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on. A sequence is some rows, one after the other, that together fit `length` tokens."""
+    """The training data. A sequence is a list of rows that together fit `length` tokens."""
 
     train: Rows
-    probe: Rows  # held-out rows, or some of the others: the loss on them is compared from stage to stage
+    probe: Rows  # held-out rows, or training rows where none are held out: stages compare their loss on them
     sequences: list[list[int]]
     length: int
 
@@ -65,17 +68,17 @@ class Data:
 
     @classmethod
     def load(cls, path: Path) -> Data:
-        with np.load(path) as found:
-            starts, flat = found["sequence_starts"], found["sequences"]
+        with np.load(path) as arrays:
+            starts, flat = arrays["sequence_starts"], arrays["sequences"]
             return cls(
-                train=Rows(*(found[f"train_{name}"] for name in ("ids", "labels", "starts"))),
-                probe=Rows(*(found[f"probe_{name}"] for name in ("ids", "labels", "starts"))),
+                train=Rows(*(arrays[f"train_{name}"] for name in ("ids", "labels", "starts"))),
+                probe=Rows(*(arrays[f"probe_{name}"] for name in ("ids", "labels", "starts"))),
                 sequences=[flat[a:b].tolist() for a, b in pairwise(starts)],
-                length=int(found["length"]),
+                length=int(arrays["length"]),
             )
 
     def batch(self, step: int, size: int, seed: int) -> dict[str, Ints]:
-        """The `size` sequences of step `step` (from 0), without end: another order for each epoch."""
+        """The `size` sequences of step `step` (from 0). Every epoch has another order; there is no last step."""
         count = len(self.sequences)
         chosen = []
         for position in range(step * size, (step + 1) * size):
@@ -84,16 +87,16 @@ class Data:
         return collate(self.train, chosen, self.length)
 
     def probes(self, size: int) -> list[dict[str, Ints]]:
-        """The probe rows, one in a sequence, in batches of `size`; the last one is filled up with empty sequences."""
+        """The probe rows, one per sequence, in batches of `size`; empty sequences fill the last batch."""
         alone = [[index] for index in range(len(self.probe))]
         alone += [[] for _ in range(-len(alone) % size)]
         return [collate(self.probe, alone[at : at + size], self.length) for at in range(0, len(alone), size)]
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Rows (their numbers) put together, as many as fit, longest first: each sequence takes the fullest that has room.
+    """Pack rows into sequences: each row (its index), longest first, joins the fullest sequence with enough room.
 
-    Best fit by remaining room; sequences are a few per cent longer than the shortest possible.
+    Best fit by remaining room needs a few per cent more sequences than the optimum.
     """
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
     sequences: list[list[int]] = []
@@ -110,9 +113,9 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict[str, Ints]:
-    """MaxText's batch: each token's target is the next one's label; segments keep rows of a sequence apart."""
+    """MaxText's batch: each token's target is the label of the next token; segments separate the rows of a sequence."""
     shape = (len(sequences), length)
-    inputs, positions, segments, targets, learnt = (np.zeros(shape, np.int32) for _ in range(5))
+    inputs, positions, segments, targets, labelled = (np.zeros(shape, np.int32) for _ in range(5))
     for line, sequence in enumerate(sequences):
         at = 0
         for number, row in enumerate(sequence, start=1):
@@ -120,7 +123,7 @@ def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict
             whole, shifted = slice(at, at + len(ids)), slice(at, at + len(ids) - 1)
             inputs[line, whole], positions[line, whole], segments[line, whole] = ids, np.arange(len(ids)), number
             targets[line, shifted] = ids[1:]
-            learnt[line, shifted] = np.where(labels[1:] != IGNORED, number, 0)
+            labelled[line, shifted] = np.where(labels[1:] != IGNORED, number, 0)
             at += len(ids)
     return {
         "inputs": inputs,
@@ -128,7 +131,7 @@ def collate(rows: Rows, sequences: Sequence[Sequence[int]], length: int) -> dict
         "inputs_segmentation": segments,
         "targets": targets,
         "targets_position": positions,
-        "targets_segmentation": learnt,
+        "targets_segmentation": labelled,
     }
 
 
@@ -146,9 +149,15 @@ _orders: dict[tuple[int, int, int], Ints] = {}
 def _order(seed: int, epoch: int, count: int) -> Ints:
     key = (seed, epoch, count)
     if key not in _orders:
-        _orders.clear()  # epochs come one after the other
+        _orders.clear()  # only the current epoch's order is needed
         _orders[key] = np.random.default_rng([seed, epoch]).permutation(count).astype(np.int32)
     return _orders[key]
+
+
+def padded_length(length: int, tpu: bool) -> int:
+    """The length of sequences for rows of at most `length` tokens."""
+    lanes = TPU_LANES if tpu else CPU_LANES
+    return math.ceil(length / lanes) * lanes
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> Ints:

@@ -1,76 +1,81 @@
-"""The second half of the export stage: load the exported model as a server will, compare it with the trained one.
+"""The second half of the export: loads the exported model as a server does, and compares it with the trained model.
 
-Held-out rows judge it, as in containers/train_trl. Runs on the CPU, by the interpreter that has PyTorch.
+Then scores base and exported model on the held-out rows, as containers/train_trl does. Runs on the CPU, with the
+interpreter that has PyTorch.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import chat
-from batches import Data, Rows
-from evaluation import Score, evaluate, mean_loss, samples
-from job import INTERNAL, JobError
-from rows import Row
-from stages import Result, Work, stage_main
+from containers.common import chat
+from containers.common.errors import JobError, code_error
+from containers.common.evaluation import compare, evaluate, mean_loss, write_samples
+from containers.common.rows import Row
 
-from dropforge.base.errors import ErrorClass
+from .batches import Data, Rows
+from .stages import stage_main
+from .work import Result, Work
 
-# Of the loss on the same tokens, by MaxText and by transformers. MaxText 0.2.5 rounds a tied embedding to bfloat16 for
-# the output layer (attend_on_embedding in layers/embeddings.py): 5e-4 on the tiny model. With bfloat16, weights and
-# activations are rounded as well. A layer that is wrong makes whole numbers.
+# The allowed difference of the loss on the same tokens between MaxText and transformers. MaxText 0.2.5 rounds a tied
+# embedding to bfloat16 for the output layer (attend_on_embedding in layers/embeddings.py): 5e-4 on the tiny model. With
+# bfloat16, weights and activations are rounded as well. A wrong layer changes the loss by whole numbers.
 LOSS_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
 
 
 def run(work: Work) -> Result:
-    """Loss of the exported model on the probe rows, and, where rows were held out, scores before and after."""
+    """The exported model's loss on the probe rows, and the metrics of the evaluation if rows were held out."""
     import torch
 
     prepared, trained, spec = work.done("prepare"), work.done("train"), work.spec
     torch.manual_seed(0)
     directory = work.exported / "model"
     tokenizer = chat.load_tokenizer(str(directory), spec.model.trust_remote_code)
-    model, lacking = load(directory, spec.model.trust_remote_code)
-    if lacking:
-        raise mismatch(f"{len(lacking)} tensors are missing or of another shape, {lacking[0]} among them")
-    if broken := [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]:
-        raise mismatch(f"{len(broken)} tensors have values that are not finite, {broken[0]} among them")
-    data = Data.load(work.rows)
-    probe = mean_loss(model, tokenizer, encoded(data.probe))
+    model, missing = load(directory, spec.model.trust_remote_code)
+    check_weights(model, missing)
+    probe = mean_loss(model, tokenizer, encoded(Data.load(work.rows).probe))
     tolerance = LOSS_TOLERANCE["bfloat16" if prepared["tpu"] else prepared["dtype"]]
     if not abs(probe - trained["loss"]) <= tolerance:
         raise mismatch(f"it has the loss {probe:.6f} where the trained one has {trained['loss']:.6f} (+- {tolerance})")
-    result: Result = {"loss_exported": probe, "loss_trained": trained["loss"]}
+    result: Result = {"loss_exported": probe, "loss_trained": trained["loss"], "evaluation": {}}
     rows = [Row(tuple(row["messages"]), row["text"]) for row in json.loads(work.held_out.read_text())]
     if spec.evaluation and rows:
         held_out = chat.encode(tokenizer, rows, spec.training.max_length, spec.dataset.source)
         limit = spec.evaluation.max_new_tokens
         after = evaluate(model, tokenizer, rows, held_out, limit)
-        del model
+        del model  # the host's memory may not hold two models
         base, _ = load(Path(prepared["base"]), spec.model.trust_remote_code)
         before = evaluate(base, tokenizer, rows, held_out, limit)
-        result |= scores(before, after)
-        shown = samples(rows, before, after)
-        (work.exported / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False), encoding="utf-8")
+        result["evaluation"] = compare(before, after)
+        write_samples(work.exported, rows, before, after)
     return result
 
 
-def load(directory: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:
-    """The model, and the names of tensors that its files lack, which transformers makes up with no more than a warning.
+def check_weights(model: Any, missing: list[str]) -> None:
+    """Raise JobError unless the files have all of the model's tensors, with finite values."""
+    import torch
 
-    In 32 bits: a CPU computes 16 slowly and with roundings of its own.
+    if missing:
+        raise mismatch(f"{len(missing)} tensors are missing or of another shape, {missing[0]} among them")
+    if broken := [name for name, value in model.named_parameters() if not bool(torch.isfinite(value).all())]:
+        raise mismatch(f"{len(broken)} tensors have values that are not finite, {broken[0]} among them")
+
+
+def load(directory: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:
+    """The model, and the names of tensors that its files lack: transformers initialises them with only a warning.
+
+    In 32 bits: a CPU computes slowly in 16 bits, and rounds in its own way.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
     )
-    return model.eval(), [*found["missing_keys"], *map(str, found["mismatched_keys"])]
+    return model.eval(), [*info["missing_keys"], *map(str, info["mismatched_keys"])]
 
 
 def encoded(rows: Rows) -> chat.Encoded:
@@ -78,19 +83,9 @@ def encoded(rows: Rows) -> chat.Encoded:
     return chat.Encoded([ids.tolist() for ids, _ in parts], [labels.tolist() for _, labels in parts], 0, 0)
 
 
-def scores(before: Score, after: Score) -> Result:
-    names = ("loss", "exact_match")
-    found = {name: asdict(after)[name] for name in names}
-    return found | {f"{name}_before": asdict(before)[name] for name in names}
-
-
-def mismatch(what: str) -> JobError:
-    return JobError(
-        ErrorClass.CODE,
-        INTERNAL,
-        f"the exported model is not the trained one: {what}",
-        "nothing was published; this is a bug of the conversion",
-    )
+def mismatch(difference: str) -> JobError:
+    message = f"the exported model is not the trained one: {difference}"
+    return code_error(message, "nothing was published; the conversion has a bug")
 
 
 if __name__ == "__main__":

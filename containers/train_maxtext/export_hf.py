@@ -1,4 +1,4 @@
-"""The export stage: the trained weights back in Hugging Face's layout, with the base model's own configuration."""
+"""The export stage: converts the trained weights to Hugging Face's layout, with the base model's configuration."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chat
-from job import INTERNAL, JobError
-from maxtext_settings import common, use_source_config
-from stages import Result, Work, stage_main
+from containers.common import chat
+from containers.common.errors import code_error
 
-from dropforge.base.errors import ErrorClass
+from .maxtext_settings import common, use_source_config
+from .stages import stage_main
+from .work import Result, Work
 
 Tensors = dict[str, tuple[str, list[int]]]
 
 
 def run(work: Work) -> Result:
-    """Write DIRECTORY/export/model, and check it against the base model's files."""
+    """Write DIRECTORY/export/model, and check its tensors against the base model's files."""
     prepared, verified = work.done("prepare"), work.done("verify")
     from absl import flags
     from maxtext.checkpoint_conversion import to_huggingface
@@ -43,13 +43,13 @@ def run(work: Work) -> Result:
     tokenizer = chat.load_tokenizer(str(base), work.spec.model.trust_remote_code)
     tokenizer.save_pretrained(directory)
     write_configs(base, directory, tokenizer)
-    if expected := tensors(base):  # pre-training needs none of them; the check stage counts what a model has
+    if expected := tensors(base):  # pre-training downloads no weights; the check stage counts the model's tensors
         check_tensors(expected, tensors(directory), prepared["dtype"], tied=prepared["tied"])
     return {"model": str(directory)}
 
 
 def write_configs(base: Path, directory: Path, tokenizer: Any) -> None:
-    """The base's configuration, word for word: MaxText's is its template's. What ends an answer, as in training."""
+    """Copy the base's configuration, because MaxText writes its template's. Set the end of an answer as in training."""
     shutil.copy(base / "config.json", directory / "config.json")
     path = base / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
@@ -59,23 +59,23 @@ def write_configs(base: Path, directory: Path, tokenizer: Any) -> None:
 
 
 def tensors(directory: Path) -> Tensors:
-    """Type and shape of every tensor, from the headers of the files.
+    """The type and shape of every tensor, from the headers of the files.
 
     Format: 8 bytes of length, little-endian, then JSON (https://github.com/huggingface/safetensors#format).
     """
-    found: Tensors = {}
+    headers: Tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-        found |= {name: (of["dtype"], of["shape"]) for name, of in header.items() if name != "__metadata__"}
-    return found
+        headers |= {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return headers
 
 
 def check_tensors(base: Tensors, exported: Tensors, dtype: str, *, tied: bool) -> None:
-    """Every tensor of the base, with its shape, and no other. Raises JobError."""
+    """Raise JobError unless the export has the base's tensors, with their shapes, and no others."""
     names = base.keys() | exported.keys()
-    if tied:  # to the embedding, the output layer may be saved or left out; both load
+    if tied:  # an output layer tied to the embedding may be saved or left out; both load
         names -= {"lm_head.weight"}
     short = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     wrong = [
@@ -84,11 +84,9 @@ def check_tensors(base: Tensors, exported: Tensors, dtype: str, *, tied: bool) -
         if name not in base or exported.get(name) != (short, base[name][1])
     ]
     if wrong:
-        raise JobError(
-            ErrorClass.CODE,
-            INTERNAL,
-            f"{len(wrong)} of {len(names)} exported tensors are not as in the base model: {'; '.join(wrong[:5])}",
-            "nothing was published; this is a bug of the conversion",
+        raise code_error(
+            f"{len(wrong)} of {len(names)} exported tensors differ from the base model: {'; '.join(wrong[:5])}",
+            "nothing was published; the conversion has a bug",
         )
 
 

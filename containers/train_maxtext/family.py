@@ -1,4 +1,4 @@
-"""Which model of MaxText a Hugging Face checkpoint is, and the settings that make MaxText compute the same."""
+"""Maps a Hugging Face checkpoint to a model of MaxText, with the settings that make MaxText compute the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from job import config_error
+from containers.common.errors import config_error
 
 Config = Mapping[str, Any]
 Settings = dict[str, Any]
@@ -22,19 +22,19 @@ LLAMA31_ROPE = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model by MaxText's name, as a template, and the settings that replace the template's own sizes."""
+    """The name of a MaxText model, as a template, and the settings that replace the template's sizes."""
 
     name: str
     settings: Settings
 
     def arguments(self) -> list[str]:
-        """`key=value` words for any MaxText program."""
+        """`key=value` arguments for any MaxText program."""
         changes = [f"{key}={str(value).lower()}" for key, value in self.settings.items()]
         return [f"model_name={self.name}", "override_model_config=true", *changes]
 
 
 def family_of(config: Config, source: str) -> Family:
-    """The family of a checkpoint's config.json. Raises JobError for what the converter does not do, or does wrongly."""
+    """The family of a checkpoint's config.json. Raises JobError for models that the converter would convert wrongly."""
     kind = str(config.get("model_type"))
     make = FAMILIES.get(kind)
     if make is None:
@@ -90,7 +90,7 @@ def _sizes(config: Config, theta: float) -> Settings:
 
 
 def _rope(config: Config) -> tuple[float, Settings]:
-    """The base of the rotary frequencies, and their scaling if any. transformers 5 keeps both in `rope_parameters`."""
+    """The base of the rotary frequencies, and their scaling or {}. transformers 5 keeps both in `rope_parameters`."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
@@ -104,8 +104,8 @@ def _require(config: Config, name: str, expected: object) -> None:
         raise _unsupported(name, config[name], repr(expected))
 
 
-def _unsupported(name: str, found: object, expected: str) -> Exception:
+def _unsupported(name: str, value: object, expected: str) -> Exception:
     return config_error(
-        f"the model's config.json has {name} {found!r}; MaxText's model of this family expects {expected}",
+        f"the model's config.json has {name} {value!r}; MaxText's model of this family expects {expected}",
         "use another model, or a target that trains with TRL",
     )

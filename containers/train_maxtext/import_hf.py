@@ -1,4 +1,4 @@
-"""The import stage: the base model from Hugging Face's layout to MaxText's. Runs on the CPU, in its own process."""
+"""The import stage: converts the base model from Hugging Face's layout to MaxText's, on the CPU."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 import shutil
 import sys
 
-from stages import Result, Work, stage_main
+from .maxtext_settings import common, use_source_config
+from .stages import stage_main
+from .work import Result, Work
 
-# Orbax splits the checkpoint into as many parts; with one, to_maxtext cannot save what it loads lazily.
+# Orbax splits the checkpoint into as many parts. With one part, to_maxtext cannot save lazily loaded weights.
 DEVICES = 16
 
 
 def run(work: Work) -> Result:
-    """Write DIRECTORY/imported/0/items in 32 bits: what optimisers need, whatever the base was saved in."""
+    """Write DIRECTORY/imported/0/items in 32 bits, which optimisers need, whatever the type of the base."""
     prepared = work.done("prepare")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     from maxtext.checkpoint_conversion import to_maxtext
-    from maxtext_settings import common, use_source_config
 
     shutil.rmtree(work.imported, ignore_errors=True)
     use_source_config(prepared)

@@ -1,14 +1,20 @@
-"""Settings of MaxText that several stages share. Imports MaxText where it is used: only its own environment has it."""
+"""Settings of MaxText for several stages. Functions import MaxText themselves: only its own environment has it."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
-from stages import Result
+from .work import Result
+
+
+def on_tpu() -> bool:
+    """Whether this image is for TPUs. Asking JAX would take the chips."""
+    return find_spec("libtpu") is not None
 
 
 def common(prepared: Result) -> list[str]:
-    """`key=value` words for every MaxText program of this run. Only local files are read and written."""
+    """`key=value` arguments for every MaxText program of this run. The programs read and write only local files."""
     return [
         *prepared["family"],
         "run_name=run",
@@ -17,12 +23,12 @@ def common(prepared: Result) -> list[str]:
         "enable_goodput_recording=false",
         "log_config=false",
         f"tokenizer_path={prepared['base']}",
-        f"jax_cache_dir={prepared['xla_cache']}",  # of what XLA compiled; MaxText's default is in the home directory
+        f"jax_cache_dir={prepared['xla_cache']}",  # XLA's compiled programs; MaxText's default is in the home directory
     ]
 
 
 def use_source_config(prepared: Result) -> Any:
-    """Have the converters work by the base model's own configuration; MaxText's is the template's, with its sizes."""
+    """Make the converters use the base model's own configuration: MaxText's is the template's, with its sizes."""
     import jax
     from maxtext.checkpoint_conversion.utils.hf_model_configs import HF_MODEL_CONFIGS
     from transformers import AutoConfig

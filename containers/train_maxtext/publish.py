@@ -1,27 +1,37 @@
-"""The publish stage: model card, upload, and the manifest that makes it the run's model."""
+"""The publish stage: writes the model card, uploads the model and commits the manifest."""
 
 from __future__ import annotations
 
 import sys
 
-from export import Provenance, publish, write_card
-from job import Job
-from stages import Result, Work, stage_main
-
+from containers.common.job import Job
+from containers.common.publish import Metrics, Provenance, publish, write_card
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Source
+
+from .methods import load_method
+from .stages import stage_main
+from .work import Result, Work
 
 PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "google-tunix", "transformers")
 
 
 def run(work: Work) -> Result:
-    """Commit DIRECTORY/export. The result is the manifest that counts, which may be another attempt's."""
-    prepared, trained, checked = work.done("prepare"), work.done("train"), work.done("check")
-    work.done("export")
-    spec, notes = work.spec, work.notes
+    """Commit DIRECTORY/export. The result is the run's manifest, which may be another attempt's."""
+    prepared, spec = work.done("prepare"), work.spec
+    metrics = all_metrics(work)
+    provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
+    write_card(work.exported, spec, load_method(spec.training.method).describe(spec), provenance, metrics)
+    manifest = publish(Clients().storage(), Job.from_environment(), work.exported, spec, provenance, metrics, PACKAGES)
+    return {"manifest": manifest.model_dump(mode="json")}
+
+
+def all_metrics(work: Work) -> Metrics:
+    """The metrics of training, over all attempts, and of the check stage."""
+    prepared, trained, checked, notes = work.done("prepare"), work.done("train"), work.done("check"), work.notes
     seconds = float(trained["train_seconds"]) + float(notes.get("train_seconds", 0.0))
     tokens = int(trained["tokens"]) + int(notes.get("tokens", 0))
-    metrics: dict[str, float | None] = {
+    metrics: Metrics = {
         "train_loss": trained["train_loss"] if trained["train_loss"] is not None else notes.get("train_loss"),
         "steps": trained["step"],
         "tokens": tokens,
@@ -33,15 +43,7 @@ def run(work: Work) -> Result:
         "probe_loss": trained["loss"],
         "probe_loss_exported": checked["loss_exported"],
     }
-    metrics |= {name: value for name, value in checked.items() if name.startswith(("loss", "exact_match"))}
-    for name in ("loss_exported", "loss_trained"):
-        metrics.pop(name)
-    provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
-    write_card(work.exported, spec, provenance, metrics)
-    manifest = publish(
-        Clients().storage(), Job.from_environment(), work.exported, spec, provenance, metrics, packages=PACKAGES
-    )
-    return {"manifest": manifest.model_dump(mode="json")}
+    return {**metrics, **checked["evaluation"]}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The checkpoints of a run on a Ray cluster, which all hosts write to the bucket at once, by Orbax.
+"""The checkpoints of a run on a Ray cluster: all hosts write them to the bucket together, with Orbax.
 
-    checkpoints/<run>/maxtext/imported/…                  the base model's weights, where training begins with them
-    checkpoints/<run>/maxtext/run/checkpoints/<step>/…    commit_success.txt is there once the checkpoint is whole
-    checkpoints/<run>/maxtext/notes/<step>.json           what an attempt that goes on from the step must know
+    checkpoints/<run>/maxtext/imported/…                  the base model's weights, if training starts with them
+    checkpoints/<run>/maxtext/run/checkpoints/<step>/…    a checkpoint; commit_success.txt marks it as complete
+    checkpoints/<run>/maxtext/notes/<step>.json           the notes for an attempt that resumes at the step
 
 Every function takes the root, gs://<bucket>/checkpoints/<run>/maxtext.
 """
@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from job import Job
-
+from containers.common.job import Job
 from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, parse_gs_uri
@@ -23,7 +22,7 @@ from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, parse_gs_ur
 _CLIENTS = Clients()
 PREFIX = "maxtext"
 STEPS = "run/checkpoints"
-WHOLE = "commit_success.txt"  # what Orbax writes last, where directories cannot be renamed
+COMPLETE = "commit_success.txt"  # Orbax writes it last, where directories cannot be renamed
 KEEP = 2
 TRANSFERS = 8
 
@@ -33,14 +32,14 @@ def root_of(job: Job) -> str:
 
 
 def newest(root: str) -> int:
-    """The newest step of which the bucket has a whole checkpoint; 0 when it has none."""
-    whole = (step for step in reversed(_steps(root)) if _blob(f"{root}/{STEPS}/{step}/{WHOLE}").exists())
-    return next(whole, 0)
+    """The newest step with a complete checkpoint in the bucket; 0 if there is none."""
+    complete = (step for step in reversed(_steps(root)) if _blob(f"{root}/{STEPS}/{step}/{COMPLETE}").exists())
+    return next(complete, 0)
 
 
 def prune(root: str, step: int) -> None:
-    """Delete checkpoints, the newest of which is `step`, but for the newest KEEP; Tunix keeps them all."""
-    older = [one for one in _steps(root) if one < step]
+    """Keep the newest KEEP checkpoints up to `step` and delete the older ones; Tunix keeps all."""
+    older = [other for other in _steps(root) if other < step]
     for stale in older[: len(older) - KEEP + 1]:
         bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/{stale}/")
         delete_blobs([*_CLIENTS.storage().list_blobs(bucket, prefix=prefix), _blob(_notes(root, stale))])
@@ -51,7 +50,7 @@ def write_notes(root: str, step: int, notes: dict[str, Any]) -> None:
 
 
 def read_notes(root: str, step: int) -> dict[str, Any]:
-    """What was noted of a step; nothing when the attempt ended before it noted it."""
+    """The notes of a step; {} if the attempt ended before it wrote them."""
     blob = _blob(_notes(root, step))
     return dict(json.loads(blob.download_as_bytes())) if blob.exists() else {}
 
@@ -65,11 +64,11 @@ def upload(source: Path, target: str) -> None:
 
 
 def _steps(root: str) -> list[int]:
-    """All steps that have anything, in order."""
+    """All steps with any object, in order."""
     bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/")
-    found = _CLIENTS.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
-    list(found)  # prefixes are known once all pages have been read
-    names = (one.removeprefix(prefix).rstrip("/") for one in found.prefixes)
+    blobs = _CLIENTS.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
+    list(blobs)  # reads all pages, which fills `prefixes`
+    names = (folder.removeprefix(prefix).rstrip("/") for folder in blobs.prefixes)
     return sorted(int(name) for name in names if name.isdecimal())
 
 

@@ -1,4 +1,4 @@
-"""The slice of TPU hosts that this run has, from the environment, as Ray Train wants it described."""
+"""The run's slice of TPU hosts: read from the environment, described for Ray Train."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from job import config_error
+from containers.common.errors import config_error
 
-# Ray's names of the generations (ray.util.tpu), by GKE's label.
+# Ray's names of the TPU generations (ray.util.tpu), by GKE's label.
 GENERATIONS = {
     "tpu-v4-podslice": "TPU-V4",
     "tpu-v5-lite-podslice": "TPU-V5LITEPOD",
@@ -21,7 +21,7 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """One worker for each host; `chips` are a host's."""
+    """The slice has one worker per host; `chips` counts the chips of a host."""
 
     accelerator: str
     topology: str
@@ -30,11 +30,15 @@ class Slice:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Slice:
-        """Raises JobError naming what is missing or malformed."""
+        """Raises JobError if a variable is missing or malformed."""
         accelerator = environ.get("DROPFORGE_TPU_ACCELERATOR", "")
         topology = environ.get("DROPFORGE_TPU_TOPOLOGY", "")
         counts = [environ.get(name, "") for name in ("DROPFORGE_TPU_HOSTS", "DROPFORGE_TPU_CHIPS_PER_HOST")]
-        if accelerator not in GENERATIONS or not topology or not all(one.isdecimal() and int(one) for one in counts):
+        if (
+            accelerator not in GENERATIONS
+            or not topology
+            or not all(count.isdecimal() and int(count) for count in counts)
+        ):
             raise config_error(
                 f"DROPFORGE_TPU_ACCELERATOR, _TOPOLOGY, _HOSTS and _CHIPS_PER_HOST are {accelerator!r}, {topology!r}, "
                 f"{counts[0]!r}, {counts[1]!r}; expected one of {', '.join(GENERATIONS)}, a topology, two numbers",
@@ -43,7 +47,7 @@ class Slice:
         return cls(accelerator, topology, int(counts[0]), int(counts[1]))
 
     def scaling(self, *, tpu: bool) -> dict[str, Any]:
-        """Arguments of ScalingConfig. Without TPUs, the same workers in the same places, on the CPU."""
+        """The arguments of ScalingConfig. Without TPUs, the same workers on the same hosts use the CPU."""
         if tpu:
             kind = GENERATIONS[self.accelerator]
             return {
@@ -55,6 +59,6 @@ class Slice:
             }
         return {
             "num_workers": self.hosts,
-            "resources_per_worker": {"CPU": 1},  # Ray refuses TPU here; the head has no CPUs for workers
+            "resources_per_worker": {"CPU": 1},  # Ray refuses TPU here; the head offers workers no CPUs
             "placement_strategy": "STRICT_SPREAD",
         }

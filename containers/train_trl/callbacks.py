@@ -1,4 +1,4 @@
-"""What the trainer is watched by. Imports transformers: import this module only when training begins."""
+"""The trainer's callbacks: progress, checkpoints, stop requests. Imports transformers and torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import CheckpointStore
-from report import ProgressMeter
-from stop import StopRequest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from world import World
+
+from containers.common.checkpoints import CheckpointStore
+from containers.common.report import ProgressMeter
+from containers.common.stop import StopRequest
+from containers.common.world import World
 
 
-class ReportProgress(TrainerCallback):
-    """Progress events, by the meter's rhythm."""
+class ReportProgress(TrainerCallback):  # type: ignore[misc]
+    """Sends progress events when the meter says that they are due."""
 
     def __init__(self, meter: ProgressMeter) -> None:
         self._meter = meter
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._meter.begin(state.global_step, int(state.num_input_tokens_seen))
 
     def on_log(
@@ -36,15 +35,15 @@ class ReportProgress(TrainerCallback):
         logs = logs or {}
         self._meter.note(logs.get("loss"), logs.get("learning_rate"))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             self._meter.step(state.global_step, int(state.num_input_tokens_seen), state.epoch)
 
 
-class UploadCheckpoints(TrainerCallback):
-    """Every checkpoint that the trainer writes goes to the bucket, with the notes that a later attempt needs.
+class UploadCheckpoints(TrainerCallback):  # type: ignore[misc]
+    """Uploads every checkpoint of the trainer, with the notes that a later attempt needs.
 
-    Ranks write shards. The last checkpoint has the full state as well, which is what the model is exported from.
+    Ranks write shards. The last checkpoint also has the full state, from which the model is exported.
     """
 
     def __init__(self, store: CheckpointStore, notes: dict[str, Any], world: World) -> None:
@@ -56,12 +55,10 @@ class UploadCheckpoints(TrainerCallback):
 
     @property
     def train_seconds(self) -> float:
-        """Time spent on training, over all attempts."""
+        """Seconds of training, over all attempts."""
         return self._seconds_before + time.monotonic() - self._began
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic()
 
     def on_save(
@@ -74,20 +71,20 @@ class UploadCheckpoints(TrainerCallback):
             self._store.save(state.global_step, local, {**self._notes, "train_seconds": self.train_seconds})
 
     def _gather(self, local: Path, model: Any, *, last: bool) -> None:
-        import ranks
+        from . import ranks
 
         if last:
             ranks.save_full_state(model, local)
         ranks.wait_for_all()  # each rank writes a part of the checkpoint
 
 
-class StopWhenAsked(TrainerCallback):
-    """Ends training, with a checkpoint, at the first step boundary after a request to stop, in all ranks at once."""
+class StopOnRequest(TrainerCallback):  # type: ignore[misc]
+    """Ends training with a checkpoint after the current step of a stop request, in all ranks at once."""
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if _any_rank(self._request.reason is not None, args):
             self._request.agree()
             control.should_save = True
@@ -95,9 +92,9 @@ class StopWhenAsked(TrainerCallback):
 
 
 def _any_rank(flag: bool, args: TrainingArguments) -> bool:
-    """Ranks must leave the loop together: one that stops alone leaves the others in a collective for ever."""
+    """Whether `flag` is set in any rank. Ranks must leave the loop together: a collective waits for all ranks."""
     if args.world_size == 1:
         return flag
-    asked = torch.tensor([int(flag)], device=args.device)
-    torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
-    return bool(asked.item())
+    flags = torch.tensor([int(flag)], device=args.device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return bool(flags.item())

@@ -1,50 +1,29 @@
-"""From a finished checkpoint to committed artifacts: merge, save, check what was saved, upload, manifest last."""
+"""From a finished checkpoint to a model that a server loads: merge, save, reload, compare."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from chat import encode_prompt, stop_ids
-from job import INTERNAL, Job, JobError
-from plan import dtype_of, host_memory
-from rows import Row
+from containers.common.chat import encode_prompt, stop_ids
+from containers.common.errors import code_error
+from containers.common.rows import Row
+from dropforge.spec import JobSpec
 
-from dropforge.base.errors import Conflict, ErrorClass
-from dropforge.base.log import log
-from dropforge.run import artifacts
-from dropforge.run.artifacts import Manifest, Source
-from dropforge.run.events import dumps
-from dropforge.spec import JobSpec, SyntheticDataset
+from .plan import dtype_of, host_memory
 
-SHARD_SIZE = "4GB"  # streamed by the server, several at once
+SHARD_SIZE = "4GB"  # the server streams several shards at once
 PARITY_ROWS = 3
-PARITY_TOLERANCE = 1e-3  # of logits, between the model that was saved and the one that loads again
-DROPFORGE = "[dropforge](https://dropforge.dev)"
-PRETRAINING = "pre-training from random weights; loss on every token"
-VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where the base model and the data came from."""
-
-    base: Source
-    dataset: Source
+PARITY_TOLERANCE = 1e-3  # of logits, between the saved model and the loaded one
 
 
 def merged_model(base: str, checkpoint: Path, spec: JobSpec) -> Any:
-    """The trained model in full: the checkpoint itself, or its adapter merged into the unquantised base.
+    """The whole trained model: the checkpoint itself, or its adapter merged into the unquantised base.
 
-    Merged in 32 bits where the memory is there, and rounded to the base's precision once: merging in 16 bits, or into
-    4-bit weights, rounds twice.
+    Merges in 32 bits if the memory is large enough, and rounds to the base's precision once. Merging in 16 bits, or
+    into 4-bit weights, rounds twice.
     """
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,7 +54,7 @@ def save(model: Any, tokenizer: Any, checkpoint: Path, directory: Path, spec: Jo
 
 
 def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
-    """The model as a server will load it."""
+    """The saved model, loaded as a server loads it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -88,131 +67,30 @@ def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
 
 
 def check_parity(saved: Any, loaded: Any, tokenizer: Any, rows: list[Row]) -> None:
-    """Raise JobError unless the loaded model computes what the saved one did."""
+    """Raise JobError unless the loaded model computes the saved model's logits."""
     import torch
 
     for row in rows[:PARITY_ROWS]:
         ids = encode_prompt(tokenizer, row.prompt) if row.messages else tokenizer(row.text)["input_ids"]
         with torch.inference_mode():
-            expected, found = (
+            expected, actual = (
                 model(input_ids=torch.tensor([ids], device=model.device)).logits.float().cpu()
                 for model in (saved, loaded)
             )
-        difference = float((expected - found).abs().max())
-        # 16-bit logits differ by a rounding between devices; the answers may not.
+        difference = float((expected - actual).abs().max())
+        # Devices round 16-bit logits differently; the answers must not differ.
         allowed = PARITY_TOLERANCE if loaded.dtype == torch.float32 else 0.25
         if not difference <= allowed:
-            raise JobError(
-                ErrorClass.CODE,
-                INTERNAL,
+            raise code_error(
                 f"the exported model differs from the trained one: logits by {difference:.2g}; expected {allowed:g}",
-                "nothing was published; this is a bug of the export",
+                "nothing was published; the export has a bug",
             )
-
-
-def write_card(directory: Path, spec: JobSpec, provenance: Provenance, metrics: dict[str, float | None]) -> None:
-    """README.md: the model card, with how to ask the model what it was trained to answer."""
-    rows = "\n".join(f"| {name} | {_number(value)} |" for name, value in metrics.items())
-    adapter = spec.training.adapter
-    tuning = "full fine-tuning" if adapter.type == "none" else f"{adapter.type}, r {adapter.r}, alpha {adapter.alpha}"
-    method = PRETRAINING if spec.training.method == "pretrain" else f"{tuning}; completion-only loss"
-    card = f"""---
-base_model: {json.dumps(provenance.base.uri)}
-library_name: transformers
-pipeline_tag: text-generation
-tags: [dropforge, {spec.training.method}]
----
-# {spec.name}
-
-{_introduction(spec)}
-
-| | |
-|---|---|
-| base model | `{provenance.base.uri}` at `{provenance.base.revision}` |
-| data set | `{provenance.dataset.uri}` at `{provenance.dataset.revision}` |
-| method | {method} |
-| licence | that of the base model and of the data |
-
-| metric | value |
-|---|---|
-{rows}
-
-The job spec:
-
-```json
-{json.dumps(spec.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2)}
-```
-"""
-    (directory / "README.md").write_text(card, encoding="utf-8")
-
-
-def _introduction(spec: JobSpec) -> str:
-    """What the model is, and how to ask it."""
-    if isinstance(spec.dataset, SyntheticDataset):
-        return f"""Pre-trained by {DROPFORGE} on random tokens, with shapes and tokenizer of another model. It shows
-that the machines train, and has learnt nothing that one could ask for."""
-    ask = spec.dataset.columns.prompt if spec.dataset.columns else "the prompts of the data set"
-    return f"""Fine-tuned by {DROPFORGE}. Use chat completions: the chat template is part of the model, and
-is what it was trained with. Ask with
-
-```text
-{ask}
-```"""
-
-
-def publish(
-    client: Any,
-    job: Job,
-    directory: Path,
-    spec: JobSpec,
-    provenance: Provenance,
-    metrics: dict[str, float | None],
-    packages: Sequence[str] = VERSIONS,
-) -> Manifest:
-    """Upload below the attempt's own prefix and commit, with the versions of `packages`.
-
-    Another attempt's commit, if it was first, is the result.
-    """
-    prefix = artifacts.attempt_directory(job.attempt)
-    files = artifacts.upload_directory(client, directory, f"{artifacts.model_uri(job.bucket, job.run)}/{prefix}")
-    manifest = Manifest(
-        run=job.run,
-        attempt=job.attempt,
-        created=datetime.now(UTC),
-        spec_sha256=spec_digest(spec),
-        base=provenance.base,
-        dataset=provenance.dataset,
-        serve_path=f"{prefix}/model",
-        adapter_path=f"{prefix}/adapter" if (directory / "adapter").is_dir() else None,
-        metrics=metrics,
-        files=[file.model_copy(update={"path": f"{prefix}/{file.path}"}) for file in files],
-        versions={name: version(name) for name in packages},
-    )
-    try:
-        return artifacts.write_manifest(client, job.bucket, manifest)
-    except Conflict as error:
-        log(f"{error}; this attempt's model is dropped", stage="train", run=job.run, severity="WARNING")
-    committed = artifacts.read_manifest(client, job.bucket, job.run)
-    assert committed is not None, "a manifest is never deleted"
-    if committed.attempt != job.attempt:
-        stale = list(client.list_blobs(job.bucket, prefix=f"{artifacts.model_prefix(job.run)}{prefix}/"))
-        artifacts.delete_blobs(stale)
-    return committed
-
-
-def spec_digest(spec: JobSpec) -> str:
-    """The same for two spellings of one spec."""
-    return hashlib.sha256(dumps(spec.model_dump(mode="json", by_alias=True))).hexdigest()
 
 
 def _save_adapter(checkpoint: Path, directory: Path, spec: JobSpec) -> None:
     directory.mkdir()
     shutil.copy(checkpoint / "adapter_model.safetensors", directory)
     config = json.loads((checkpoint / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = spec.model.source  # not the directory it was downloaded to
+    config["base_model_name_or_path"] = spec.model.source  # not the download directory
     config["revision"] = None if spec.model.source.startswith("gs://") else spec.model.revision
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

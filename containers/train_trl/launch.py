@@ -1,4 +1,4 @@
-"""Several processes: starts `accelerate launch` with an FSDP2 configuration, and finds out how its ranks ended."""
+"""Several processes: starts `accelerate launch` with an FSDP2 configuration, and determines how its ranks ended."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from job import DONE, INTERNAL, STOPPED, Job, JobError, config_error
-from outcome import Outcome, read_outcomes
-from stop import RANKS_MARGIN_SECONDS, Stopped, StopRequest
-from world import DIRECTORY, World
-
+from containers.common.errors import DONE, STOPPED, config_error, infrastructure_error
+from containers.common.job import Job
+from containers.common.outcome import Outcome, read_outcomes
+from containers.common.stop import RANKS_MARGIN_SECONDS, Stopped, StopRequest
+from containers.common.world import DIRECTORY, World
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
 from dropforge.cloud import container_secrets
 from dropforge.spec import JobSpec
 
-TRAIN = Path(__file__).with_name("train.py")
-# A rank that hangs in a collective after another one failed is killed after so long; a checkpoint may take as long.
+TRAIN = "containers.train_trl.train"
+# A rank that hangs in a collective after another rank failed is killed after this time. A checkpoint may take as long.
 SHUTDOWN_SECONDS = 30
 
 
 def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Outcome:
-    """Train in the ranks of this machine, pass SIGTERM and the deadline on to them, and say how it ended."""
+    """Train in the ranks of this machine and forward SIGTERM and the deadline to them; returns the common outcome."""
     if spec.training.adapter.type == "qlora":
         raise config_error(
             f"training.adapter.type is 'qlora' and {job.world.size} processes train; 4-bit weights are not sharded",
@@ -40,11 +40,11 @@ def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Ou
         )
     config = directory / "accelerate.json"
     config.write_text(json.dumps(accelerate_config(job.world, gpu=gpus > 0), indent=2))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(TRAIN)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--module", TRAIN]
     log("starting ranks", stage="train", run=job.run, processes=job.world.processes, machine=job.world.machine)
     launcher = None
     try:
-        with stop.deferred():  # what is started is also known, and can be ended
+        with stop.deferred():  # a started launcher is always assigned, so that it can be ended
             launcher = subprocess.Popen(command, env=rank_environment(job, directory), start_new_session=True)
         launcher.wait()
     except Stopped:
@@ -54,12 +54,12 @@ def run_ranks(spec: JobSpec, job: Job, directory: Path, stop: StopRequest) -> Ou
 
 
 def end_ranks(launcher: subprocess.Popen[bytes], job: Job, seconds: float) -> None:
-    """Have the ranks save a checkpoint and end.
+    """Ask the ranks to save a checkpoint and end; wait at most `seconds`.
 
-    A rank that waits for another one, in a collective, hears no signal. To wait for it in turn would cost the last
-    event; when this process ends, the container does, and every rank with it.
+    A rank that waits in a collective does not receive the signal. A longer wait for that rank would lose the last
+    event. When this process ends, the container ends with every rank.
     """
-    launcher.terminate()  # which passes it on to every rank
+    launcher.terminate()  # the launcher forwards the signal to every rank
     try:
         launcher.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -67,12 +67,12 @@ def end_ranks(launcher: subprocess.Popen[bytes], job: Job, seconds: float) -> No
 
 
 def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
-    """What `accelerate config` would write (JSON is one of its formats).
+    """The configuration that `accelerate config` would write (JSON is one of its formats).
 
-    Not here, because only a rank knows it: the wrap classes (ranks.py, from the model), the precision and activation
-    checkpointing (plan.py; both are arguments of the trainer, and must not be given in two places).
+    Only a rank knows the rest: the wrap classes (ranks.py, from the model), the precision and activation checkpointing
+    (plan.py; both are arguments of the trainer, and must not be set twice).
     """
-    host, port = world.host_and_port if world.machines > 1 else (None, 0)  # 0: any free one
+    host, port = world.host_and_port if world.machines > 1 else (None, 0)  # 0: any free port
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
@@ -84,7 +84,7 @@ def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_activation_checkpointing": False,
             "fsdp_offload_params": False,
-            # The weights are read by one rank of a machine, and sent to the others' GPUs.
+            # One rank of a machine reads the weights and sends them to the GPUs of the other ranks.
             "fsdp_cpu_ram_efficient_loading": gpu,
         },
         "machine_rank": world.machine,
@@ -101,23 +101,23 @@ def accelerate_config(world: World, *, gpu: bool) -> dict[str, Any]:
 
 
 def rank_environment(job: Job, directory: Path) -> dict[str, str]:
-    """This process's own environment, with the secrets that it has read, and what tells a rank that it is one."""
-    patience = str(int(max(SHUTDOWN_SECONDS, job.grace_seconds)))
+    """This process's own environment, with the secrets that it read, and the variables that make a process a rank."""
+    shutdown_seconds = str(int(max(SHUTDOWN_SECONDS, job.grace_seconds)))
     inherited = {name: value for name, value in os.environ.items() if name != container_secrets.VARIABLE}
-    return {**inherited, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience}
+    return {**inherited, DIRECTORY: str(directory), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown_seconds}
 
 
 def visible_gpus() -> int:
-    """As torch counts them, because torch is what the ranks will ask. Makes no CUDA context."""
+    """The number of GPUs that torch, and so the ranks, can use. Makes no CUDA context."""
     if version("torch").endswith("+cpu"):
-        return 0  # to import it for that answer would take seconds
+        return 0  # importing torch takes seconds
     import torch
 
     return int(torch.cuda.device_count())
 
 
 def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code: int | None) -> Outcome:
-    """What the ranks' ends mean together: the first that failed is why the others did."""
+    """The outcome of all ranks: the first failure is the cause of the later failures."""
     first = outcomes.get(world.machine * world.processes)
     if first and first.exit_code == DONE:
         return first
@@ -133,11 +133,9 @@ def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code
     lost = sorted(set(range(world.machine * world.processes, (world.machine + 1) * world.processes)) - set(outcomes))
     ranks = ", ".join(map(str, lost)) or "none"
     return Outcome.failed(
-        JobError(
-            ErrorClass.INFRASTRUCTURE,
-            INTERNAL,
-            f"the launcher ended with exit code {code}; these ranks ended without saying why: {ranks}",
-            "the log has the launcher's account; a rank killed by signal 9 usually means too little host memory",
+        infrastructure_error(
+            f"the launcher ended with exit code {code}; these ranks left no outcome: {ranks}",
+            "see the launcher's lines in the log; a rank killed by signal 9 usually means too little host memory",
         )
     )
 
@@ -145,8 +143,8 @@ def conclude(outcomes: dict[int, Outcome], stop: StopRequest, world: World, code
 def _is_cause(outcome: Outcome, stop: StopRequest) -> bool:
     """Whether a rank ended for a reason of its own."""
     if outcome.exit_code == STOPPED:
-        # One that was told to stop, though this process was not and the ranks did not agree to, was told by the
-        # launcher: another one had ended before.
+        # If neither this process nor the ranks together decided to stop, the launcher stopped this rank because
+        # another rank had ended.
         return stop.reason is not None or outcome.agreed
-    # Ranks do not end at the same moment: of those that are told to stop, some see others leave.
+    # Ranks do not end at the same moment: during a stop, some ranks lose their connection to ranks that ended earlier.
     return outcome.exit_code != DONE and not (stop.reason and outcome.error_class == ErrorClass.INFRASTRUCTURE)

@@ -1,4 +1,4 @@
-"""How to train on this machine: one function from the device, the model's shape and the rows' lengths to a plan."""
+"""Decides how to train on this machine, from the device, the model's shape and the rows' lengths."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from job import config_error
-
+from containers.common.errors import config_error
 from dropforge.spec import JobSpec
 
 GIB = 2**30
-ROWS_PER_STEP = 8  # rows in one device's batch where the spec leaves it to us
-SMALL_MODEL = 50_000_000  # parameters; below, a second thread costs more than it gives
-USABLE_MEMORY = 0.92  # of the device: the rest is the allocator's fragmentation and the CUDA context
-GENERATION_LOGITS_ROWS = 2048  # tokens whose logits exist at once (the trainer's LM head works in chunks)
+ROWS_PER_STEP = 8  # rows in one device's batch, where the spec has no number
+SMALL_MODEL = 50_000_000  # parameters; below, a second thread makes training slower
+USABLE_MEMORY = 0.92  # share of the device's memory: fragmentation and the CUDA context take the rest
+GENERATION_LOGITS_ROWS = 2048  # tokens whose logits exist at once: the trainer's LM head works in chunks
 
 
 @dataclass(frozen=True)
 class Device:
-    """What this process computes on."""
+    """The device of this process."""
 
     kind: Literal["cuda", "cpu"]
     name: str
@@ -32,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model's size depends on. `linear` are the weights that 4-bit loading quantises."""
+    """The quantities that decide a model's memory. `linear` counts the weights that 4-bit loading quantises."""
 
     parameters: int
     linear: int
@@ -45,7 +44,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that training needs at its peak, by what they are for."""
+    """Bytes that training needs at its peak, by purpose."""
 
     weights: int
     trained: int
@@ -68,7 +67,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every setting that depends on the device, decided."""
+    """Every setting that depends on the device."""
 
     device: Device
     dtype: str
@@ -85,12 +84,12 @@ class Plan:
         return not self.packing
 
     def rows_per_step(self, processes: int) -> int:
-        """Rows, or packed blocks, that one optimiser step learns from."""
+        """Rows, or packed blocks, of one optimiser step."""
         return self.batch_size * self.gradient_accumulation_steps * processes
 
 
 def find_device(processes: int = 1) -> Device:
-    """The GPU of this process if there is one, or the CPU with this process's part of the container's memory."""
+    """The GPU of this process, or else the CPU with this process's share of the container's memory."""
     import torch
 
     if not torch.cuda.is_available():
@@ -103,18 +102,18 @@ def find_device(processes: int = 1) -> Device:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this container may still take: the least of the machine's and the control group's."""
+    """Bytes of memory that this container may still take, by the limits of the machine and the control group."""
     available = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
     limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
     if limit.isdecimal():
-        # Not memory.current: it counts the page cache of whatever was downloaded, which gives way.
+        # Not memory.current: it counts the page cache of downloads, which the kernel frees on demand.
         stat = dict(line.split() for line in _lines("/sys/fs/cgroup/memory.stat"))
         available.append(int(limit) - int(stat.get("anon", 0)) - int(stat.get("shmem", 0)))
     return min(available, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
-    """The model's shape from its configuration alone: nothing is loaded."""
+    """The model's shape, from its configuration alone: loads no weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,12 +138,12 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
 
 
 def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[int], shards: int = 1) -> Plan:
-    """The fastest plan that fits each of `shards` devices. Raises JobError, with the arithmetic, when none does."""
+    """The fastest plan that fits each of `shards` devices. Raises JobError with the arithmetic if no plan fits."""
     training = spec.training
     mean = sum(lengths) / len(lengths)
     packing = training.packing
     if packing == "auto":
-        # Blocks of mixed rows waste nothing on a GPU; on a CPU the block mask costs more than padding does.
+        # On a GPU, blocks of mixed rows have no padding; on a CPU, the block mask costs more than padding.
         packing = device.kind == "cuda" and mean < training.max_length / 2
     length = training.max_length if packing else min(training.max_length, max(lengths))
     accumulation = training.gradient_accumulation_steps
@@ -172,14 +171,15 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
 
 
 def keep_rows_per_step(plan: Plan, rows: int, processes: int) -> Plan:
-    """The plan with steps of `rows` rows, as many as the checkpoint was trained with, so that what is left of steps and
-    epochs is the same on more or fewer devices. Raises JobError when `processes` cannot share them evenly.
+    """The plan with the checkpoint's `rows` rows per step, so that other devices train the same remaining steps.
+
+    Raises JobError if `processes` cannot share the rows evenly.
     """
     share, rest = divmod(rows, processes)
     if rest or not share:
         raise config_error(
             f"the checkpoint was trained in steps of {rows} rows, which {processes} processes cannot share evenly",
-            "resume with a number of processes that divides it, or submit the job again to train from the start",
+            "resume with a number of processes that divides the rows, or submit the job again to train from the start",
         )
     batch = next(size for size in range(min(plan.batch_size, share), 0, -1) if share % size == 0)
     return replace(plan, batch_size=batch, gradient_accumulation_steps=share // batch)
@@ -188,21 +188,21 @@ def keep_rows_per_step(plan: Plan, rows: int, processes: int) -> Plan:
 def estimate(
     shape: ModelShape, spec: JobSpec, device: Device, batch: int, length: int, checkpointing: bool, shards: int = 1
 ) -> Estimate:
-    """Bytes at the peak of a training step. An estimate: the terms that grow with the model and the batch."""
+    """Bytes at the peak of a training step. Counts only the terms that grow with the model and the batch."""
     adapter = spec.training.adapter
     size = 2 if _dtype(spec, device) == "bfloat16" else 4
     tokens = batch * length
     if adapter.type == "none":
-        # Weights, gradients and Adam's two moments in 32 bits, plus the 16-bit copy that autocast computes with.
+        # Weights, gradients and Adam's two moments in 32 bits, and the 16-bit copy for autocast.
         weights, trained = 4 * shape.parameters, (12 + (2 if device.bf16 else 0)) * shape.parameters
     else:
         weights = size * shape.parameters
         if adapter.type == "qlora":
-            # 4 bits plus block constants (double quantised: 0.127 bits); what is not linear stays in 16 or 32 bits.
+            # 4 bits and block constants (double quantised: 0.127 bits); other weights stay in 16 or 32 bits.
             weights = int(shape.linear * 4.127 / 8) + size * (shape.parameters - shape.linear)
         trained = 16 * _adapter_parameters(shape, adapter.r)
     if shards > 1:
-        # A shard of everything, and in full: the embeddings, and the layer computed beside the one fetched meanwhile.
+        # A shard of everything; in full, the embeddings, the current layer, and the next layer that is being fetched.
         whole = 2 * shape.vocabulary * shape.hidden + 2 * shape.linear // shape.layers
         weights, trained = weights // shards + size * whole, trained // shards
     per_layer = tokens * (16 * shape.hidden + 4 * shape.intermediate) * max(2, size)
@@ -215,7 +215,7 @@ def estimate(
 
 
 def _adapter_parameters(shape: ModelShape, r: int) -> int:
-    """All-linear: r rows and columns for each of a layer's seven projections."""
+    """Parameters of an all-linear adapter: r rows and columns for each of a layer's seven projections."""
     return r * shape.layers * (8 * shape.hidden + 3 * (shape.hidden + shape.intermediate))
 
 
@@ -224,36 +224,36 @@ def _is_auto(spec: JobSpec) -> bool:
 
 
 def _default_batch(packing: bool, rows_per_block: float) -> int:
-    """Blocks that hold about ROWS_PER_STEP rows: a step should see as many rows packed as padded."""
+    """Blocks for about ROWS_PER_STEP rows: a packed step should have as many rows as a padded step."""
     return max(1, round(ROWS_PER_STEP / rows_per_block)) if packing else ROWS_PER_STEP
 
 
 def _choices(spec: JobSpec, packing: bool, rows_per_block: float) -> list[tuple[int, bool]]:
-    """Batch sizes and gradient checkpointing in the order of preference, as far as the spec leaves them open."""
-    wanted = spec.training.per_device_train_batch_size
-    if wanted is None:
+    """Batch sizes and gradient checkpointing in the order of preference, within the spec's settings."""
+    fixed = spec.training.per_device_train_batch_size
+    if fixed is None:
         start = _default_batch(packing, rows_per_block)
         batches = [start // 2**k for k in range(int(math.log2(start)) + 1)]
     elif packing and spec.training.packing == "auto":
-        batches = [max(1, round(wanted / rows_per_block))]
+        batches = [max(1, round(fixed / rows_per_block))]
     else:
-        batches = [wanted]
+        batches = [fixed]
     checkpointing = spec.training.gradient_checkpointing
-    # Recomputing costs a third of the speed; a batch of 1 starves a GPU more than that.
+    # Recomputing costs a third of the speed; a batch of 1 costs a GPU more.
     modes = [False, True] if checkpointing == "auto" else [checkpointing]
     choices = [(batch, mode) for mode in modes for batch in batches if mode or batch > 1 or len(batches) == 1]
     return choices or [(batches[-1], modes[-1])]
 
 
 def _dtype(spec: JobSpec, device: Device) -> str:
-    """Weights as loaded. Full fine-tuning keeps 32-bit weights under autocast: 16 bits lose small updates."""
+    """The type of the loaded weights. Full fine-tuning keeps 32 bits under autocast: 16 bits lose small updates."""
     return "bfloat16" if device.bf16 and spec.training.adapter.type != "none" else "float32"
 
 
 def _attention(spec: JobSpec, device: Device) -> str | None:
-    wanted = spec.model.attn_implementation
-    if wanted != "auto":
-        return wanted
+    chosen = spec.model.attn_implementation
+    if chosen != "auto":
+        return chosen
     return "flash_attention_2" if device.flash_attention and device.bf16 else "sdpa"
 
 
@@ -286,7 +286,7 @@ def use_threads(plan: Plan) -> None:
 
 
 def device_map(device: Device, *, spread: bool = False) -> Any:
-    """Where a whole model goes: to this process's GPU, or also to the next ones, as far as it does not fit."""
+    """The device map of a whole model: this process's GPU; with `spread`, also the next GPUs if it does not fit."""
     import torch
 
     if device.kind == "cpu":

@@ -1,4 +1,4 @@
-"""What the ranks of one training do together. Imports torch: import this module only in a rank."""
+"""Steps that the ranks of one training take together. Imports torch: import this module only in a rank."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
-from job import INTERNAL, JobError, config_error
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dropforge.base.errors import ErrorClass
+from containers.common.errors import config_error, infrastructure_error
 
-# How long ranks wait for one that reads the model, or evaluates it, before they give it up.
+# How long ranks wait for a rank that reads or evaluates the model.
 PATIENCE = timedelta(minutes=30)
 
 
 def join() -> None:
     """Join the process group. Raises JobError when accelerate would not shard the model."""
-    waiting = InitProcessGroupKwargs(timeout=PATIENCE)
-    check_sharding(Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[waiting]))
+    timeout = InitProcessGroupKwargs(timeout=PATIENCE)
+    check_sharding(Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[timeout]))
 
 
 def check_sharding(accelerator: Any) -> None:
-    """Where accelerate sees no GPUs it runs DDP, whatever its configuration says, and says nothing about it."""
+    """Raise JobError unless accelerate shards. Without GPUs it silently runs DDP, whatever its configuration says."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     version = getattr(plugin, "fsdp_version", None)
     if accelerator.distributed_type == DistributedType.FSDP and version == 2:
         return
-    found = str(accelerator.distributed_type).rpartition(".")[2]
+    actual = str(accelerator.distributed_type).rpartition(".")[2]
     raise config_error(
-        f"{accelerator.num_processes} processes were to shard the model by FSDP2; accelerate runs {found} "
+        f"{accelerator.num_processes} processes were to shard the model by FSDP2; accelerate runs {actual} "
         f"(FSDP version {version}) on {accelerator.device}",
         "give every process a GPU that the image's torch sees, or set DROPFORGE_NUM_PROCESSES to 1",
     )
 
 
 def hand_over(directory: Path, value: Any = None) -> Any:
-    """What the first rank of a machine has prepared, in every rank there: work done once cannot differ."""
+    """Give the first rank's `value` to every rank of the machine: work done once cannot differ."""
     path = directory / "inputs.pickle"
     if value is not None:
         path.write_bytes(pickle.dumps(value))
@@ -51,23 +50,21 @@ def hand_over(directory: Path, value: Any = None) -> Any:
 
 
 def agree(digest: str) -> str:
-    """Check that all machines have prepared the same; returns a name for this launch, the same in every rank."""
+    """Check that all machines prepared the same inputs; returns a name for this launch, equal in every rank."""
     views: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(views, (digest, uuid.uuid4().hex))
     if differing := [rank for rank, (view, _) in enumerate(views) if view != views[0][0]]:
-        raise JobError(
-            ErrorClass.INFRASTRUCTURE,
-            INTERNAL,
-            f"ranks {differing} prepared other rows, another plan or another checkpoint than rank 0 did",
-            "the data set or the checkpoints changed while the machines read them; it is tried again",
+        raise infrastructure_error(
+            f"ranks {differing} prepared other rows, another plan or another checkpoint than rank 0",
+            "the data set or the checkpoints changed while the machines read them; dropforge tries the run again",
         )
     return str(views[0][1])
 
 
 def use_wrap_classes(trainer: Any, model: Any) -> list[str]:
-    """Shard layer by layer: the classes that the model names as wholes (`_no_split_modules`) and really has.
+    """Shard layer by layer: by the classes in the model's `_no_split_modules` that the model really has.
 
-    accelerate takes the model's list as it is, and fails for a class that this checkpoint does not use.
+    accelerate uses the model's list unchanged, and fails for a class that this checkpoint does not use.
     """
     present = {type(module).__name__ for module in model.modules()}
     named = set(getattr(model, "_no_split_modules", None) or ())
@@ -83,7 +80,7 @@ def use_wrap_classes(trainer: Any, model: Any) -> list[str]:
 
 
 def save_full_state(model: Any, directory: Path) -> None:
-    """Gather what was trained, and have rank 0 write it as `from_pretrained` reads it: the adapter, or the model."""
+    """Gather the trained adapter or model; rank 0 writes it in the layout that `from_pretrained` reads."""
     from peft import PeftModel
 
     options = StateDictOptions(
@@ -99,5 +96,5 @@ def wait_for_all() -> None:
 
 
 def leave() -> None:
-    """Nothing is computed together any more. (transformers loads a model in another way where a group exists.)"""
+    """Leave the process group: transformers loads a model in another way where a group exists."""
     dist.destroy_process_group()

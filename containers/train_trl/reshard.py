@@ -1,7 +1,7 @@
-"""A checkpoint of one process made one of ranks, and the other way round. Imports torch: see trainer.py.
+"""Converts a checkpoint of one process to a checkpoint of ranks, and back. Imports torch.
 
-Ranks read the shards of any other number of ranks by themselves (torch.distributed.checkpoint). The two kinds differ in
-their files, and in what the optimiser calls a parameter: ranks by its name, one process by its place.
+Ranks can read the shards of any other number of ranks (torch.distributed.checkpoint). The two kinds of checkpoints
+differ in their files, and in the optimiser's key of a parameter: ranks use its name, one process uses its index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"  # acce
 
 
 def fit(checkpoint: Path, trainer: Any, *, sharded: bool) -> None:
-    """Make `checkpoint` one that this trainer resumes, in place. Frozen parameters are in neither kind."""
+    """Convert `checkpoint` in place so that this trainer resumes it. Neither kind contains frozen parameters."""
     has_shards = (checkpoint / SHARDED_OPTIMIZER).is_dir()
     if sharded and not has_shards:
         _to_shards(checkpoint, trainer)
@@ -34,9 +34,9 @@ def _to_one_process(checkpoint: Path, *, adapter: bool) -> None:
     )
     optimizer = read_shards(checkpoint / SHARDED_OPTIMIZER)["optimizer"]
     order = [name for group in optimizer["param_groups"] for name in group["params"]]
-    places = {name: place for place, name in enumerate(order)}
-    torch.save(_renamed(optimizer, places), checkpoint / OPTIMIZER)
-    # By these the trainer would take it for a checkpoint of ranks.
+    indices = {name: index for index, name in enumerate(order)}
+    torch.save(_renamed(optimizer, indices), checkpoint / OPTIMIZER)
+    # The trainer recognises a checkpoint of ranks by these directories.
     shutil.rmtree(checkpoint / SHARDED_MODEL)
     shutil.rmtree(checkpoint / SHARDED_OPTIMIZER)
 
@@ -45,7 +45,7 @@ def _to_shards(checkpoint: Path, trainer: Any) -> None:
     model = trainer.model
     if hasattr(model, "peft_config"):
         state = load_file(checkpoint / ADAPTER)
-    else:  # as a model, because tied weights are in the file only once
+    else:  # load the whole model: the file has tied weights only once
         state = type(model).from_pretrained(checkpoint, dtype="auto").state_dict()
     _write_shards({"model": state}, checkpoint / SHARDED_MODEL)
     optimizer = torch.load(checkpoint / OPTIMIZER, weights_only=True)
@@ -54,7 +54,7 @@ def _to_shards(checkpoint: Path, trainer: Any) -> None:
 
 
 def optimizer_order(trainer: Any) -> list[str]:
-    """The trained parameters as the trainer hands them to its optimiser: those that decay first."""
+    """The trained parameters in the optimiser's order: parameters with weight decay first."""
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     return sorted(trained, key=lambda name: name not in decaying)
@@ -66,7 +66,7 @@ def _renamed(optimizer: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]
 
 
 def read_shards(directory: Path) -> dict[str, Any]:
-    """The whole state that is sharded below `directory`, on the CPU."""
+    """The whole state of the shards below `directory`, on the CPU."""
     whole = directory.with_suffix(".whole")
     dcp_to_torch_save(directory, whole)
     state = torch.load(whole, weights_only=True)

@@ -1,9 +1,10 @@
-"""The training container: fine-tunes the model of one job spec with TRL and leaves it, committed, in the runs bucket.
+"""The training container: fine-tunes the model of one job spec with TRL and commits it to the runs bucket.
 
     DROPFORGE_PROJECT=p DROPFORGE_RUN=demo-0123456789ab DROPFORGE_ATTEMPT=1 DROPFORGE_RUNS_BUCKET=b \\
-    DROPFORGE_JOB_EVENTS_TOPIC=projects/p/topics/job-events python train.py
+    DROPFORGE_JOB_EVENTS_TOPIC=projects/p/topics/job-events python -m containers.train_trl.train
 
-Reads gs://b/runs/<run>/spec.json, writes gs://b/checkpoints/<run>/ and gs://b/models/<run>/. Exit codes: job.py.
+Reads gs://b/runs/<run>/spec.json; writes gs://b/checkpoints/<run>/ and gs://b/models/<run>/. Exit codes:
+containers/common/errors.py.
 """
 
 from __future__ import annotations
@@ -13,357 +14,195 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import chat
-import launch
-import rows as data
-from checkpoints import CheckpointStore
-from evaluation import Score, evaluate, samples
-from job import DONE, Job, JobError, Redactor, config_error, missing
-from outcome import Outcome, outcome_of
-from plan import Plan, device_map, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
-from report import FLUSH_SECONDS, ProgressMeter, Reporter
-from stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
-from world import World
-
+from containers.common import chat, evaluation
+from containers.common.attempt import Attempt, exit_now, run_attempt
+from containers.common.checkpoints import NOTES
+from containers.common.evaluation import Score
+from containers.common.job import Job
+from containers.common.model import fetch_model
+from containers.common.outcome import Outcome
+from containers.common.publish import Metrics, Provenance, publish, write_card
+from containers.common.report import ProgressMeter
+from containers.common.world import World
 from dropforge.base.log import log
-from dropforge.base.names import spec_object
-from dropforge.cloud.clients import Clients
-from dropforge.cloud.container_secrets import load_secrets
-from dropforge.run import artifacts
-from dropforge.run.artifacts import Source
-from dropforge.spec import JobSpec, parse_spec
+from dropforge.run.artifacts import Manifest, Source
+from dropforge.spec import JobSpec
+
+from . import launch
+from .methods import Examples, Method, load_method
+from .plan import Plan, device_map, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
+
+VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one attempt, or one rank of it. There are no arguments: what it must know is in the environment."""
-    try:
-        job = Job.from_environment()
-    except JobError as error:
-        log(error.message, stage="train", severity="ERROR", hint=error.hint)
-        return error.exit_code
-    redact, stop = Redactor(), StopRequest()
-    reporter = Reporter(job, redact)
-    try:
-        with work_directory(job.world) as directory:
-            outcome = outcome_of(lambda: run(job, directory, reporter, stop, redact), job, stop, redact)
-            return conclude(job, outcome, directory, reporter)
-    finally:
-        reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
+def main() -> int:
+    """Run one attempt, or one rank of it. The environment is the only input."""
+    return run_attempt(run, work_directory)
 
 
-def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) -> int:
-    """Tell how it ended, or, in a rank, leave that to the process that started it; returns the exit code."""
-    world = job.world
-    if world.rank is not None:
-        outcome.write(directory, world.rank)
-        # When all stop together the launcher has nobody to end, and nothing to complain of.
-        return DONE if outcome.agreed else outcome.exit_code
-    if world.machine == 0 or outcome.is_news:
-        reporter.ended(outcome)
-    return outcome.exit_code
-
-
-def run(job: Job, directory: Path, reporter: Reporter, stop: StopRequest, redact: Redactor) -> Outcome:
-    """One attempt from top to bottom: the committed manifest is its only result."""
-    world = job.world
-    stop.arm(job.deadline, wake=not world.sharded)  # ranks are told by the process that started them
-    clients = Clients()
-    load_secrets(clients, os.environ)
-    client = clients.storage()
-    checkpoints = CheckpointStore(client, job, reporter)
-    try:
-        if not world.sharded and is_committed(client, job, reporter):
-            return Outcome.done()
-        spec = load_spec(client, job)
-        redact.learn(spec.secrets)
-        if world.rank is None:  # a rank inherits it
-            redact.guard_output()
-        if world.starts_ranks:
-            return launch.run_ranks(spec, job, directory, stop)
-        quiet_libraries()
-        inputs, checkpoint = prepare(spec, job, client, directory, reporter, checkpoints)
-        if checkpoint is None or not is_finished(checkpoint):
-            checkpoint = train(spec, job, inputs, directory / "trainer", checkpoint, checkpoints, reporter, stop)
-        if world.sharded:
-            import ranks
-
-            ranks.leave()
-        if world.main:
-            manifest = export_and_publish(spec, job, client, inputs, checkpoint, directory / "export")
-            stop.disarm()  # what remains takes less time than stopping would
-            reporter.succeeded(manifest)
-            log("succeeded", stage="train", run=job.run, attempt=manifest.attempt, metrics=manifest.metrics)
-        checkpoints.wait()
+def run(attempt: Attempt) -> Outcome:
+    """One attempt from start to end. Its only result is the committed manifest."""
+    world = attempt.job.world
+    if not world.sharded and attempt.is_committed():
         return Outcome.done()
-    except Stopped as request:
-        checkpoints.wait(max(UPLOAD_SECONDS, stop.seconds_left(job.grace_seconds) - UPLOAD_MARGIN_SECONDS))
-        step = checkpoints.saved_step
-        if world.first_here:
-            log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
-        return Outcome.stopped(request.reason, step, stop.agreed)
-    finally:
-        stop.disarm()
-        checkpoints.close()
+    spec = attempt.load_spec()
+    if world.rank is None:  # a rank inherits the guarded output
+        attempt.redact.guard_output()
+    if world.starts_ranks:
+        return launch.run_ranks(spec, attempt.job, attempt.directory, attempt.stop)
+    quiet_libraries()
+    inputs, checkpoint = prepare(spec, attempt)
+    if checkpoint is None or not is_finished(checkpoint):
+        checkpoint = train(spec, attempt, inputs, checkpoint)
+    if world.sharded:
+        from . import ranks
+
+        ranks.leave()
+    if world.main:
+        attempt.succeed(export_and_publish(spec, attempt, inputs, checkpoint))
+    attempt.checkpoints.wait()
+    return Outcome.done()
 
 
 @contextmanager
-def work_directory(world: World) -> Iterator[Path]:
-    """One directory for all ranks of a machine."""
-    if world.directory is not None:
-        yield world.directory
+def work_directory(job: Job) -> Iterator[Path]:
+    """The directory that all ranks of a machine share."""
+    if job.world.directory is not None:
+        yield job.world.directory
         return
-    # A rank that outlives the launcher may still write into it.
+    # A rank that outlives the launcher may still write into the directory.
     with tempfile.TemporaryDirectory(prefix="dropforge-", ignore_cleanup_errors=True) as directory:
         yield Path(directory)
 
 
-def is_committed(client: Any, job: Job, reporter: Reporter) -> bool:
-    """Whether an earlier attempt has made the model; it is told again, and nothing else is done."""
-    committed = artifacts.read_manifest(client, job.bucket, job.run)
-    if committed is None:
-        return False
-    log("the model is committed already", stage="train", run=job.run, attempt=committed.attempt)
-    if job.world.machine == 0:
-        reporter.succeeded(committed)
-    return True
-
-
 @dataclass(frozen=True)
 class Inputs:
-    """What training and export work on: everything that was read, checked and decided before."""
+    """The input of training and export: read, checked and decided before both."""
 
     base: str
     base_source: Source
-    data_source: Source
     tokenizer: Any
-    split: data.Split
-    train: chat.Encoded
-    held_out: chat.Encoded | None
+    examples: Examples
     plan: Plan
 
     def digest(self, checkpoint: Path | None) -> str:
-        """The same for machines whose ranks will train alike."""
+        """Equal on machines whose ranks train alike."""
         plan = self.plan
-        decided = (plan.batch_size, plan.gradient_accumulation_steps, plan.gradient_checkpointing, plan.packing)
-        found = hashlib.sha256(repr((self.base_source, decided, checkpoint and checkpoint.name)).encode())
-        for ids, labels in zip(self.train.input_ids, self.train.labels, strict=True):
-            found.update(repr((ids, labels)).encode())
-        return found.hexdigest()
+        settings = (plan.batch_size, plan.gradient_accumulation_steps, plan.gradient_checkpointing, plan.packing)
+        digest = hashlib.sha256(repr((self.base_source, settings, checkpoint and checkpoint.name)).encode())
+        for row in zip(*self.examples.columns.values(), strict=True):
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
 
 
-def prepare(
-    spec: JobSpec, job: Job, client: Any, directory: Path, reporter: Reporter, checkpoints: CheckpointStore
-) -> tuple[Inputs, Path | None]:
-    """The inputs, and the checkpoint to go on from: made once on every machine, and everywhere the same."""
-    if not job.world.sharded:
-        return read_inputs(spec, job, client, directory, reporter, checkpoints)
-    import ranks
+def prepare(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
+    """The inputs and the checkpoint to resume: read once on every machine, and equal on all machines."""
+    if not attempt.job.world.sharded:
+        return read_inputs(spec, attempt)
+    from . import ranks
 
     ranks.join()
-    if job.world.first_here:
-        inputs, checkpoint = read_inputs(spec, job, client, directory, reporter, checkpoints)
+    if attempt.job.world.first_here:
+        inputs, checkpoint = read_inputs(spec, attempt)
         # A tokenizer with code of its own cannot be pickled.
         digest = inputs.digest(checkpoint)
-        ranks.hand_over(directory, (replace(inputs, tokenizer=None), checkpoint, digest))
+        ranks.hand_over(attempt.directory, (replace(inputs, tokenizer=None), checkpoint, digest))
     else:
-        inputs, checkpoint, digest = ranks.hand_over(directory)
+        inputs, checkpoint, digest = ranks.hand_over(attempt.directory)
         inputs = replace(inputs, tokenizer=chat.load_tokenizer(inputs.base, spec.model.trust_remote_code))
     use_threads(inputs.plan)
-    checkpoints.launch = ranks.agree(digest)
+    attempt.checkpoints.launch = ranks.agree(digest)
     return inputs, checkpoint
 
 
-def read_inputs(
-    spec: JobSpec, job: Job, client: Any, directory: Path, reporter: Reporter, checkpoints: CheckpointStore
-) -> tuple[Inputs, Path | None]:
-    """Read checkpoint, model and data, refuse what cannot work, and decide how to train on this device."""
-    world = job.world
+def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
+    """Read checkpoint, model and data, refuse impossible work, and plan the training for this device."""
+    world, checkpoints, directory = attempt.job.world, attempt.checkpoints, attempt.directory
     checkpoint = checkpoints.resume(directory / "trainer")
     device = find_device(world.processes)
     name = f"{world.size} x {device.name}" if world.sharded else device.name
     if world.main:
-        reporter.started(checkpoints.saved_step, name)
-    log("started", stage="train", run=job.run, device=name, resumed_step=checkpoints.saved_step)
-    base, base_source = fetch_model(spec, client, directory / "base")
+        attempt.reporter.started(checkpoints.saved_step, name)
+    log("started", stage="train", run=attempt.job.run, device=name, resumed_step=checkpoints.saved_step)
+    base, base_source = fetch_model(spec, attempt.client, directory / "base")
     tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
-    raw, data_source = data.load_rows(spec.dataset, client, directory / "data")
-    split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
-    check_gate(spec, split)
-    max_length, source = spec.training.max_length, spec.dataset.source
-    encoded = chat.encode(tokenizer, split.train, max_length, source)
-    held_out = chat.encode(tokenizer, split.held_out, max_length, source) if split.held_out else None
-    plan = make_plan(spec, shape_of(base, spec.model.trust_remote_code), device, encoded.lengths, world.size)
+    method = load_method(spec.training.method)
+    examples = method.read_examples(spec, tokenizer, attempt.client, directory / "data")
+    shape = shape_of(base, spec.model.trust_remote_code)
+    plan = make_plan(spec, shape, device, examples.lengths, world.size)
     if checkpoint and (rows := read_notes(checkpoint).get("rows_per_step")):
         plan = keep_rows_per_step(plan, rows, world.size)
     use_threads(plan)
+    log_plan(attempt.job, examples, plan)
+    return Inputs(base, base_source, tokenizer, examples, plan), checkpoint
+
+
+def log_plan(job: Job, examples: Examples, plan: Plan) -> None:
     log(
         "prepared",
         stage="train",
         run=job.run,
-        rows_train=len(encoded.input_ids),
-        rows_eval=len(split.held_out),
-        rows_dropped=split.dropped + encoded.dropped,
-        rows_truncated=encoded.truncated,
-        ranks=world.size,
+        rows_train=len(examples.lengths),
+        rows_eval=len(examples.split.held_out),
+        rows_dropped=examples.dropped,
+        rows_truncated=examples.truncated,
+        ranks=job.world.size,
         batch_size=plan.batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         gradient_checkpointing=plan.gradient_checkpointing,
         packing=plan.packing,
         memory=str(plan.estimate),
     )
-    return Inputs(base, base_source, data_source, tokenizer, split, encoded, held_out, plan), checkpoint
 
 
-def train(
-    spec: JobSpec,
-    job: Job,
-    inputs: Inputs,
-    directory: Path,
-    resumed: Path | None,
-    checkpoints: CheckpointStore,
-    reporter: Reporter,
-    stop: StopRequest,
-) -> Path:
-    """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once one is saved."""
-    from callbacks import ReportProgress, StopWhenAsked, UploadCheckpoints
-    from trainer import build_trainer
+def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
+    """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
+    from .callbacks import ReportProgress, StopOnRequest, UploadCheckpoints
 
-    world = job.world
+    world, directory = attempt.job.world, attempt.directory / "trainer"
+    method = load_method(spec.training.method)
     notes = {"rows_per_step": inputs.plan.rows_per_step(world.size)} | (read_notes(resumed) if resumed else {})
-    model = load_and_evaluate(spec, job, inputs, notes)
-    trainer = build_trainer(model, spec, inputs.train, inputs.tokenizer, inputs.plan, directory)
+    model = load_and_evaluate(spec, attempt.job, inputs, notes, method)
+    trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
     if world.sharded:
-        shard(trainer, job)
+        shard(trainer, attempt.job)
     if resumed:
         fit_checkpoint(resumed, trainer, world)
-    meter = ProgressMeter(reporter, trainer.total_steps())
-    for callback in (ReportProgress(meter), UploadCheckpoints(checkpoints, notes, world), StopWhenAsked(stop)):
+    meter = ProgressMeter(attempt.reporter, trainer.total_steps())
+    uploads = UploadCheckpoints(attempt.checkpoints, notes, world)
+    for callback in (ReportProgress(meter), uploads, StopOnRequest(attempt.stop)):
         trainer.add_callback(callback)
-    with stop.deferred():
+    with attempt.stop.deferred():
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     return directory / f"checkpoint-{trainer.state.global_step}"
 
 
-def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, Any]) -> Any:
-    """The base model as it is trained. How good it is before comes into `notes`, once per run."""
+def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, Any], method: Method) -> Any:
+    """The base model, ready to train. Adds its score to `notes`, once per run."""
     alone, model = not job.world.sharded, None
-    if job.world.main and spec.evaluation and inputs.held_out and "before" not in notes:
+    if job.world.main and spec.evaluation and inputs.examples.held_out and "before" not in notes:
         model = load_base(inputs, spec, device_map(inputs.plan.device, spread=not alone))
-        notes["before"] = asdict(evaluate_base(model, spec, job, inputs))
+        limit = spec.evaluation.max_new_tokens
+        score = method.evaluate(model, inputs.tokenizer, inputs.examples, limit)
+        log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
+        notes["before"] = asdict(score)
     if alone:
         return model or load_base(inputs, spec, device_map(inputs.plan.device))
-    del model  # it is whole; what ranks shard is loaded in another way, by all of them at once
+    del model  # the whole model; ranks load it together, in another way, to shard it
     free_memory()
     return load_base(inputs, spec, None)
 
 
-def shard(trainer: Any, job: Job) -> None:
-    """Have accelerate shard the model, or refuse to train."""
-    import ranks
-
-    ranks.check_sharding(trainer.accelerator)
-    wrapped = ranks.use_wrap_classes(trainer, trainer.model)
-    if job.world.main:
-        log("sharding", stage="train", run=job.run, fsdp_version=2, ranks=job.world.size, wrapped=wrapped)
-
-
-def fit_checkpoint(checkpoint: Path, trainer: Any, world: World) -> None:
-    """An attempt may have other ranks than the one before it, or none."""
-    import reshard
-
-    if world.first_here:
-        reshard.fit(checkpoint, trainer, sharded=world.sharded)
-    if world.sharded:
-        import ranks
-
-        ranks.wait_for_all()
-
-
-def evaluate_base(model: Any, spec: JobSpec, job: Job, inputs: Inputs) -> Score:
-    """How good the model is before training."""
-    assert spec.evaluation is not None
-    assert inputs.held_out is not None
-    limit = spec.evaluation.max_new_tokens
-    score = evaluate(model, inputs.tokenizer, inputs.split.held_out, inputs.held_out, limit)
-    log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
-    return score
-
-
-def export_and_publish(
-    spec: JobSpec, job: Job, client: Any, inputs: Inputs, checkpoint: Path, directory: Path
-) -> artifacts.Manifest:
-    """Merge, save, judge what was saved as a server will load it, upload it, and commit it with the manifest."""
-    import export
-
-    free_memory()  # of the trainer: two models on one GPU are one too many
-    merged = export.merged_model(inputs.base, checkpoint, spec)
-    export.save(merged, inputs.tokenizer, checkpoint, directory, spec)
-    served = export.reload(directory, device_map(inputs.plan.device, spread=job.world.sharded), spec)
-    export.check_parity(merged, served, inputs.tokenizer, inputs.split.held_out or inputs.split.train)
-    del merged
-    notes = read_notes(checkpoint)
-    metrics = training_metrics(checkpoint, notes, inputs)
-    if spec.evaluation and inputs.held_out:
-        limit = spec.evaluation.max_new_tokens
-        before, after = (
-            Score(**notes["before"]),
-            evaluate(served, inputs.tokenizer, inputs.split.held_out, inputs.held_out, limit),
-        )
-        metrics |= {
-            "exact_match": after.exact_match,
-            "exact_match_before": before.exact_match,
-            "loss": after.loss,
-            "loss_before": before.loss,
-        }
-        log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
-        shown = samples(inputs.split.held_out, before, after)
-        (directory / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False), encoding="utf-8")
-    provenance = export.Provenance(inputs.base_source, inputs.data_source)
-    export.write_card(directory, spec, provenance, metrics)
-    return export.publish(client, job, directory, spec, provenance, metrics)
-
-
-def load_spec(client: Any, job: Job) -> JobSpec:
-    """The job spec of the run, from the runs bucket."""
-    return parse_spec(client.bucket(job.bucket).blob(spec_object(job.run)).download_as_bytes())
-
-
-def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = True) -> tuple[str, Source]:
-    """The base model's files on disk, and what exactly they are; the Hub's come without `weights` if need be."""
-    source = spec.model.source
-    if source.startswith("gs://"):
-        artifacts.download_prefix(client, source, directory)
-        if not (directory / "config.json").is_file():
-            hint = "give the prefix that holds what save_pretrained wrote"
-            raise missing(f"model.source {source!r} has no config.json", hint)
-        return str(directory), Source(uri=source, revision=artifacts.prefix_revision(client, source))
-    from huggingface_hub import snapshot_download
-
-    files = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
-    copies = ["original/*", "consolidated*"]  # the same weights once more, in another layout
-    path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
-    return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit
-
-
-def check_gate(spec: JobSpec, split: data.Split) -> None:
-    """Refuse, before training, a gate that no model could pass."""
-    gate = spec.evaluation.gate if spec.evaluation else None
-    if gate and gate.metric == "exact_match" and not all(row.messages for row in split.held_out):
-        message = "evaluation.gate.metric is 'exact_match', but the rows are plain text: there is no answer to match"
-        raise config_error(message, "use the metric 'loss', or rows with prompts and completions")
-
-
-def load_base(inputs: Inputs, spec: JobSpec, placed: Any) -> Any:
-    """The base model as it is trained: in 4 bits for QLoRA. `placed` is its device map; None where FSDP places it."""
+def load_base(inputs: Inputs, spec: JobSpec, placement: Any) -> Any:
+    """The base model to train, in 4 bits for QLoRA. `placement` is its device map; None lets FSDP place it."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -375,8 +214,8 @@ def load_base(inputs: Inputs, spec: JobSpec, placed: Any) -> Any:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    if placed is not None:
-        options["device_map"] = placed
+    if placement is not None:
+        options["device_map"] = placement
     return AutoModelForCausalLM.from_pretrained(
         inputs.base,
         dtype=getattr(torch, inputs.plan.dtype),
@@ -386,14 +225,61 @@ def load_base(inputs: Inputs, spec: JobSpec, placed: Any) -> Any:
     )
 
 
+def shard(trainer: Any, job: Job) -> None:
+    """Let accelerate shard the model. Raises JobError if it would not."""
+    from . import ranks
+
+    ranks.check_sharding(trainer.accelerator)
+    wrapped = ranks.use_wrap_classes(trainer, trainer.model)
+    if job.world.main:
+        log("sharding", stage="train", run=job.run, fsdp_version=2, ranks=job.world.size, wrapped=wrapped)
+
+
+def fit_checkpoint(checkpoint: Path, trainer: Any, world: World) -> None:
+    """Convert a checkpoint of another number of ranks, or of a single process."""
+    from . import reshard
+
+    if world.first_here:
+        reshard.fit(checkpoint, trainer, sharded=world.sharded)
+    if world.sharded:
+        from . import ranks
+
+        ranks.wait_for_all()
+
+
+def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoint: Path) -> Manifest:
+    """Merge and save the model, load it as a server does, judge that model, upload it, and commit the manifest."""
+    from . import export
+
+    job, directory, examples = attempt.job, attempt.directory / "export", inputs.examples
+    method = load_method(spec.training.method)
+    free_memory()  # of the trainer: a GPU may not hold two models
+    merged = export.merged_model(inputs.base, checkpoint, spec)
+    export.save(merged, inputs.tokenizer, checkpoint, directory, spec)
+    served = export.reload(directory, device_map(inputs.plan.device, spread=job.world.sharded), spec)
+    export.check_parity(merged, served, inputs.tokenizer, examples.split.held_out or examples.split.train)
+    del merged
+    notes = read_notes(checkpoint)
+    metrics = training_metrics(checkpoint, notes, examples)
+    if spec.evaluation and examples.held_out:
+        before = Score(**notes["before"])
+        after = method.evaluate(served, inputs.tokenizer, examples, spec.evaluation.max_new_tokens)
+        log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
+        metrics |= method.metrics(before, after)
+        evaluation.write_samples(directory, examples.split.held_out, before, after)
+    provenance = Provenance(inputs.base_source, examples.source)
+    write_card(directory, spec, method.describe(spec), provenance, metrics)
+    return publish(attempt.client, job, directory, spec, provenance, metrics, VERSIONS)
+
+
 def is_finished(checkpoint: Path) -> bool:
-    """Whether nothing is left to train: resuming such a checkpoint would make one step too many."""
+    """Whether training is complete: resuming such a checkpoint would train one step too many."""
     state = read_state(checkpoint)
     return bool(state["global_step"] >= state["max_steps"])
 
 
-def training_metrics(checkpoint: Path, notes: dict[str, Any], inputs: Inputs) -> dict[str, float | None]:
-    """What training did, over all attempts, from its last checkpoint."""
+def training_metrics(checkpoint: Path, notes: dict[str, Any], examples: Examples) -> Metrics:
+    """The metrics of training over all attempts, from the last checkpoint."""
     state = read_state(checkpoint)
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     seconds, tokens = float(notes["train_seconds"]), int(state["num_input_tokens_seen"])
@@ -403,8 +289,8 @@ def training_metrics(checkpoint: Path, notes: dict[str, Any], inputs: Inputs) ->
         "tokens": tokens,
         "train_seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
-        "rows_train": len(inputs.train.input_ids),
-        "rows_eval": len(inputs.split.held_out),
+        "rows_train": len(examples.lengths),
+        "rows_eval": len(examples.split.held_out),
     }
 
 
@@ -413,7 +299,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_notes(checkpoint: Path) -> dict[str, Any]:
-    return dict(json.loads((checkpoint / "dropforge.json").read_text()))
+    return dict(json.loads((checkpoint / NOTES).read_text()))
 
 
 def free_memory() -> None:
@@ -425,10 +311,10 @@ def free_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """One JSON line per stage is the log; progress bars and advice would drown it."""
+    """Turn off progress bars and advice: they would hide the log, which has one JSON line per stage."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # advises the `kernels` package on a CPU
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends the `kernels` package on a CPU
     warnings.filterwarnings("ignore", category=FutureWarning)
     import datasets
     import transformers
@@ -439,8 +325,4 @@ def quiet_libraries() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Threads of a transfer that was given up, or of gRPC, must not keep a container that has said its last word.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_now(main())

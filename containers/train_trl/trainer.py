@@ -1,4 +1,4 @@
-"""TRL's trainer with the spec's settings. Imports transformers: import this module only when training begins."""
+"""What all methods' trainers share: the order of the rows, and the spec's settings. Imports transformers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chat import Encoded
-from datasets import Dataset
 from peft import LoraConfig
-from plan import Plan
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
-from trl import SFTConfig, SFTTrainer
 
 from dropforge.spec import JobSpec
+
+from .plan import Plan
 
 LOGGING_STEPS = 10
 
 
-class RowOrder(torch.utils.data.Sampler[int]):
-    """Which row comes when, by the seed and the epoch alone: the same in every rank, in one process that takes as many
-    rows per step, and in an attempt that resumes. (Of those that come with the trainer, one forgets the epoch when
-    several ranks resume, and the other draws from whatever state the generators are in.)
+class RowOrder(torch.utils.data.Sampler[int]):  # type: ignore[misc]
+    """The order of the rows. It depends only on the seed and the epoch.
+
+    It is the same in every rank, in one process that takes as many rows per step, and in an attempt that resumes. The
+    trainer's own samplers fail here: one forgets the epoch when several ranks resume, the other draws from the current
+    state of the generators.
     """
 
     def __init__(self, lengths: Sequence[int], rows_per_step: int, seed: int, *, group_by_length: bool) -> None:
@@ -44,82 +44,72 @@ class RowOrder(torch.utils.data.Sampler[int]):
             yield from torch.randperm(len(self._lengths), generator=generator).tolist()
 
 
-class Trainer(SFTTrainer):  # type: ignore[misc]
-    """An SFTTrainer that takes rows in RowOrder."""
+class OrderedRows:
+    """Makes a trainer take its rows in RowOrder. A method's trainer inherits from it, and from TRL's trainer."""
+
+    length_column = "input_ids"
+    args: Any
+    train_dataset: Any
 
     def __init__(self, *, group_by_length: bool, **options: Any) -> None:
         super().__init__(**options)
-        self.remove_callback(PrinterCallback)
+        trainer: Any = self
+        trainer.remove_callback(PrinterCallback)
         self.row_order = RowOrder(
-            [len(ids) for ids in self.train_dataset["input_ids"]],
+            [len(ids) for ids in self.train_dataset[self.length_column]],
             self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
             self.args.seed,
             group_by_length=group_by_length,
         )
-        self.add_callback(_TellEpoch(self.row_order))
+        trainer.add_callback(_SetEpoch(self.row_order))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         return self.row_order
 
     def total_steps(self) -> int:
-        """The optimiser steps that training will make."""
+        """The number of optimiser steps of the whole training."""
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
-        updates = max(1, -(-len(self.get_train_dataloader()) // self.args.gradient_accumulation_steps))
+        trainer: Any = self
+        updates = max(1, -(-len(trainer.get_train_dataloader()) // self.args.gradient_accumulation_steps))
         return int(-(-updates * self.args.num_train_epochs // 1))
 
 
-class _TellEpoch(TrainerCallback):  # type: ignore[misc]
+class _SetEpoch(TrainerCallback):  # type: ignore[misc]
     def __init__(self, order: RowOrder) -> None:
         self._order = order
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._order.epoch = int(state.epoch or 0)
 
 
-def build_trainer(model: Any, spec: JobSpec, rows: Encoded, tokenizer: Any, plan: Plan, directory: Path) -> Trainer:
-    """The spec's settings, and the plan's where the spec leaves them open."""
+def shared_settings(spec: JobSpec, plan: Plan, directory: Path) -> dict[str, Any]:
+    """Arguments of TrainingArguments: the spec's settings, or the plan's where the spec has none."""
     training = spec.training
-    arguments = SFTConfig(
-        output_dir=str(directory),
-        max_steps=training.max_steps or -1,
-        num_train_epochs=training.epochs,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        warmup_steps=training.warmup_ratio,  # below 1 it is a share of the steps
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        per_device_train_batch_size=plan.batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        # Here and not in FSDP's configuration: accelerate's wrapper forgets the state of the generators, so that
-        # what it computes again has other dropout masks.
-        activation_checkpointing=plan.gradient_checkpointing,
-        gradient_checkpointing=plan.gradient_checkpointing,
-        packing=plan.packing,
-        max_length=training.max_length if plan.packing else None,  # the rows are cut already
-        bf16=plan.device.bf16,
-        use_cpu=plan.device.kind == "cpu",
-        dataloader_pin_memory=plan.device.kind == "cuda",
-        save_strategy="steps",
-        save_steps=training.checkpoint_steps,
-        save_total_limit=2,
-        logging_steps=LOGGING_STEPS,
-        include_num_input_tokens_seen="non_padding",
-        seed=training.seed,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    return Trainer(
-        model=model,
-        args=arguments,
-        # Ids and labels are ours: the same code renders the prompts of training, evaluation and serving.
-        train_dataset=Dataset.from_dict({"input_ids": rows.input_ids, "labels": rows.labels}),
-        processing_class=tokenizer,
-        peft_config=lora_config(spec),
-        group_by_length=plan.group_by_length,
-    )
+    return {
+        "output_dir": str(directory),
+        "max_steps": training.max_steps or -1,
+        "num_train_epochs": training.epochs,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": training.lr_scheduler_type,
+        "warmup_steps": training.warmup_ratio,  # a value below 1 is a share of the steps
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "per_device_train_batch_size": plan.batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "bf16": plan.device.bf16,
+        "use_cpu": plan.device.kind == "cpu",
+        "dataloader_pin_memory": plan.device.kind == "cuda",
+        "save_strategy": "steps",
+        "save_steps": training.checkpoint_steps,
+        "save_total_limit": 2,
+        "logging_steps": LOGGING_STEPS,
+        "include_num_input_tokens_seen": "non_padding",
+        "seed": training.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def lora_config(spec: JobSpec) -> LoraConfig | None:

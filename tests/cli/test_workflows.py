@@ -92,7 +92,7 @@ def test_lint_accepts_what_we_deploy() -> None:
     [
         ("5", "must be a list of rules"),
         ("- {step: x}", "must be a map with 'call'"),
-        ("- {call: http.get, colour: 1}", "is no response"),
+        ("- {call: http.get, colour: 1}", "is not a response"),
         ("- {call: http.get, responses: [5]}", "a response must be a map"),
         ("- [", "mock file: "),
     ],

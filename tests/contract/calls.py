@@ -1,7 +1,7 @@
-"""What the recorded calls of a local stack need, in the terms of terraform/permissions.yaml.
+"""The permissions that the recorded calls of a local stack need, in the terms of terraform/permissions.yaml.
 
-A stack with `record` in its config writes the calls (dropforge_local.base.recording). methods.yaml says what each call
-needs.
+A stack with `record` in its config writes the calls (dropforge_local.base.recording). methods.yaml lists the
+permissions that each call needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ZONE = r"/compute/v1/projects/[^/]+/zones/[^/]+"
 EXECUTIONS = "google.cloud.workflows.executions.v1.Executions"
 STARTED = "workflowexecutions.projects.locations.workflows.executions"
 CALLBACK = rf"POST /v1/{PLACE}/workflows/[^/]+/executions/[^/]+/callbacks/[^/]+"
-# The paths of the API's methods, but for those of Cloud Storage.
+# The path of each API method. Cloud Storage's methods are in _storage_methods.
 PATHS = {
     rf"GET /v2/{PLACE}/jobs": "run.projects.locations.jobs.list",
     rf"POST /v2/{PLACE}/jobs": "run.projects.locations.jobs.create",
@@ -71,7 +71,7 @@ PATHS = {
     f"/{EXECUTIONS}/ListExecutions": f"{STARTED}.list",
     r"invoke": "a POST to the endpoint",
 }
-NO_API = re.compile(r"POST /slack/")  # Slack's own
+NO_API = re.compile(r"POST /slack/")  # Slack needs no permission of Google Cloud
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
@@ -79,13 +79,13 @@ BELOW = {
     "artifact_objects": re.compile(r"(checkpoints|models)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}
-ANYWHERE = ("project", "clusters", "own_clusters", "tpus")  # scopes that are all the project's
+ANYWHERE = ("project", "clusters", "own_clusters", "tpus")  # scopes that mean the whole project
 ENDERS = ("on_spec_message", "sweep", "teardown")  # dropforge.stages.teardown.delete_remaining
 WEBHOOKS = {"slack-webhook"}
 
 
 class Need(NamedTuple):
-    """A permission that a call asked for, on what, and the call's method. `on` of Kubernetes is "kubernetes"."""
+    """A permission that a call needs, the resource, and the call's method. `on` is "kubernetes" for Kubernetes' API."""
 
     account: str
     on: str
@@ -100,53 +100,54 @@ class Grant(NamedTuple):
 
 
 def needs(path: Path) -> set[Need]:
-    """Everything that the calls recorded in that file asked for."""
-    found: set[Need] = set()
+    """Return all needs of the calls that the file records."""
+    needed: set[Need] = set()
     for line in path.read_text().splitlines():
-        found.update(_needs_of(json.loads(line)))
-    return found
+        needed.update(_needs_of(json.loads(line)))
+    return needed
 
 
 def grants() -> set[Grant]:
-    """Everything that permissions.yaml grants; Kubernetes' verbs as `verb resource`."""
-    found = set()
+    """Return all grants of permissions.yaml; Kubernetes' verbs as `verb resource`."""
+    granted = set()
     for account, held in permissions()["accounts"].items():
-        found |= {Grant(account, scope, one) for scope, names in held["grants"].items() for one in names}
+        scopes = held["grants"].items()
+        granted |= {Grant(account, scope, permission) for scope, names in scopes for permission in names}
         rules = held.get("kubernetes", {}).items()
-        found |= {Grant(account, "kubernetes", f"{verb} {resource}") for resource, verbs in rules for verb in verbs}
-    return found
+        granted |= {Grant(account, "kubernetes", f"{verb} {resource}") for resource, verbs in rules for verb in verbs}
+    return granted
 
 
 def covers(grant: Grant, need: Need) -> bool:
-    """Whether the grant is one that the need is met by."""
+    """Return whether the grant meets the need."""
     if (grant.account, grant.permission) != (need.account, need.permission):
         return False
     bucket, _, name = need.on.partition("/")
     if bucket == "runs_bucket" and need.permission in WRITES:
-        # A write that was refused does not say of which object it was.
+        # The record of a refused write does not name the object.
         return grant.scope in BELOW and (not name or BELOW[grant.scope].match(name) is not None)
     return grant.scope == bucket or (need.on == "project" and grant.scope in ANYWHERE)
 
 
-def unmet(found: Iterable[Need], held: set[Grant]) -> set[Need]:
-    return {need for need in found if not any(covers(grant, need) for grant in held)}
+def unmet(needed: Iterable[Need], held: set[Grant]) -> set[Need]:
+    return {need for need in needed if not any(covers(grant, need) for grant in held)}
 
 
-def unused(found: set[Need], held: set[Grant], accounts: Iterable[str]) -> set[Grant]:
-    """What those accounts hold and no call has asked for.
+def unused(needed: set[Need], held: set[Grant], accounts: Iterable[str]) -> set[Grant]:
+    """Return the grants of these accounts that no call needs.
 
-    ENDERS delete what any ledger lists, by the same code: what one of them was seen to need, the others may. So it is
-    with clusters: what was called in a standing one is called in one of an attempt's own as well.
+    ENDERS delete every resource of a ledger with the same code, so a need of one ENDER counts for all. A call to a
+    standing cluster counts for an attempt's own cluster, too.
     """
-    found = found | {need._replace(account=one) for need in found if need.account in ENDERS for one in ENDERS}
-    found = found | {_in_own_cluster(need) for need in found if need.on == "kubernetes"}
-    mine = {grant for grant in held if grant.account in accounts}
-    return {grant for grant in mine if not any(covers(grant, need) for need in found)}
+    needed = needed | {need._replace(account=ender) for need in needed if need.account in ENDERS for ender in ENDERS}
+    needed = needed | {_in_own_cluster(need) for need in needed if need.on == "kubernetes"}
+    candidates = {grant for grant in held if grant.account in accounts}
+    return {grant for grant in candidates if not any(covers(grant, need) for need in needed)}
 
 
 @cache
 def methods() -> dict[str, list[str]]:
-    """The permissions of each method of methods.yaml."""
+    """Return the permissions of each method of methods.yaml."""
     pages = yaml.safe_load((Path(__file__).with_name("methods.yaml")).read_text())
     return {method: needed for page in pages for method, needed in page["methods"].items()}
 
@@ -157,21 +158,21 @@ def _needs_of(call: dict[str, Any]) -> Iterator[Need]:
         verb, resource = call["call"].partition(" ")[2], call["resource"]
         if call["cluster"] == stack.CLUSTER:
             yield Need(account, "kubernetes", f"{verb} {resource}", call["call"])
-        else:  # no Role is in a cluster that has just been made: IAM decides
+        else:  # a new cluster has no Role yet: IAM decides
             yield _in_own_cluster(Need(account, "kubernetes", f"{verb} {resource}", ""))
         yield Need(account, "project", "container.clusters.connect", "every call of the Kubernetes API")
         return
     if NO_API.match(call["call"]):
         return
-    on, *found = _methods_of(call)
-    for method in found:
+    on, *called = _methods_of(call)
+    for method in called:
         for permission in methods()[method]:
             for where in _where(permission, on, call):
                 yield Need(account, where, permission, method)
 
 
 def _in_own_cluster(need: Need) -> Need:
-    """The same call where IAM decides (https://cloud.google.com/kubernetes-engine/docs/reference/api-permissions)."""
+    """The same need where IAM decides (https://cloud.google.com/kubernetes-engine/docs/reference/api-permissions)."""
     verb, _, resource = need.permission.partition(" ")
     group, _, plural = resource.rpartition("/")
     collection = "thirdPartyObjects" if "." in group else {"serviceaccounts": "serviceAccounts"}.get(plural, plural)
@@ -179,19 +180,19 @@ def _in_own_cluster(need: Need) -> Need:
 
 
 def _methods_of(call: dict[str, Any]) -> list[str]:
-    """What a call was on, and its methods: one, and those that say what more it asked for."""
+    """Return the resource of a call, its method, and the variants of the method that need more permissions."""
     verb, _, target = call["call"].partition(" ")
     path = urlsplit(target).path
     if "/storage/v1/" in path:
         return _storage_methods(call, verb, path)
     line = f"{verb} {path}" if path else verb
-    found = [method for pattern, method in PATHS.items() if re.fullmatch(pattern, line)]
-    assert found, f"{call['call']} of {call['caller']} is no method that tests/contract/calls.py knows"
+    called = [method for pattern, method in PATHS.items() if re.fullmatch(pattern, line)]
+    assert called, f"{call['call']} of {call['caller']} is no method that tests/contract/calls.py knows"
     if "startExecutionToken" in call.get("fields", ()):
-        found.append(f"{found[0]} (with startExecutionToken)")
+        called.append(f"{called[0]} (with startExecutionToken)")
     if "dataDisks" in call.get("fields", ()):
-        found.append("tpu.projects.locations.nodes.create (with a data disk)")
-    return [path + call.get("on", ""), *found]
+        called.append("tpu.projects.locations.nodes.create (with a data disk)")
+    return [path + call.get("on", ""), *called]
 
 
 def _storage_methods(call: dict[str, Any], verb: str, path: str) -> list[str]:
@@ -218,7 +219,7 @@ def _bucket(name: str) -> str:
 
 
 def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
-    """The scopes in which a permission is asked for."""
+    """Return the scopes in which the call needs the permission."""
     if permission.startswith("storage."):
         return [on]
     if permission == "iam.serviceAccounts.actAs":

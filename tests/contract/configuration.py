@@ -1,4 +1,4 @@
-"""What terraform/ says, as python-hcl2 reads it: expressions stay text, such as "${var.prefix}-runs"."""
+"""The content of terraform/, as python-hcl2 reads it: expressions stay text, such as "${var.prefix}-runs"."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TERRAFORM = ROOT / "terraform"
 
 @cache
 def blocks(kind: str) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Every block of a kind by its labels: ("google_pubsub_topic", "requests") of a resource, () of locals."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    """Return every block of a kind by its labels: ("google_pubsub_topic", "requests") of a resource, () of locals."""
+    labelled: dict[tuple[str, ...], dict[str, Any]] = {}
     for path in sorted(TERRAFORM.glob("*.tf")):
         for block in _plain(hcl2.loads(path.read_text())).get(kind, ()):
             labels = ()
             while kind != "locals" and len(block) == 1 and len(labels) < (2 if kind in ("resource", "data") else 1):
                 (label, block), *_ = block.items()
                 labels = (*labels, label)
-            found.setdefault(labels, {}).update(block)
-    return found
+            labelled.setdefault(labels, {}).update(block)
+    return labelled
 
 
 def resources(kind: str = "") -> dict[tuple[str, ...], dict[str, Any]]:
-    """Every resource, or those of one type."""
+    """Return every resource, or the resources of one type."""
     return {labels: block for labels, block in blocks("resource").items() if kind in ("", labels[0])}
 
 
@@ -39,24 +39,24 @@ def local(name: str) -> Any:
 
 @cache
 def permissions() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((TERRAFORM / "permissions.yaml").read_text())
-    return found
+    content: dict[str, Any] = yaml.safe_load((TERRAFORM / "permissions.yaml").read_text())
+    return content
 
 
 @cache
 def images() -> list[str]:
-    """The container roles whose images Cloud Build makes."""
+    """Return the containers whose images Cloud Build builds."""
     steps = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())["steps"]
     return sorted(step["id"] for step in steps if step["id"] != "digests")
 
 
 def render(text: str, **variables: str) -> str:
-    """An expression with its variables put in."""
-    return re.sub(r"\$\{var\.(\w+)\}", lambda found: variables[found[1]], text)
+    """Replace the variables of an expression by their values."""
+    return re.sub(r"\$\{var\.(\w+)\}", lambda match: variables[match[1]], text)
 
 
 def _plain(value: Any) -> Any:
-    """Without the quotes and marks that python-hcl2 keeps."""
+    """Remove the quotes and marks that python-hcl2 keeps."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items() if not key.startswith("__")}
     if isinstance(value, list):

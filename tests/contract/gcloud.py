@@ -1,4 +1,4 @@
-"""What the installed gcloud says of commands, without running them."""
+"""Let the installed gcloud check commands without running them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def refused(commands: list[str], directory: Path) -> dict[str, str]:
-    """The commands that gcloud does not take, and why. `directory` is for its own files."""
+    """Return gcloud's error message for each command that it refuses. gcloud writes its own files to `directory`."""
     path = directory / "commands.json"
     path.write_text(json.dumps([{"command_string": command} for command in commands]))
     environment = {**os.environ, "CLOUDSDK_CONFIG": str(directory), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     arguments = ["gcloud", "meta", "lint-gcloud-commands", f"--commands-file={path}"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
-    found = json.loads(done.stdout)
-    assert len(found) == len(commands), done.stderr
-    return {result["command_string"]: result["error_message"] for result in found if not result["success"]}
+    results = json.loads(done.stdout)
+    assert len(results) == len(commands), done.stderr
+    return {result["command_string"]: result["error_message"] for result in results if not result["success"]}

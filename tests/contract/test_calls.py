@@ -1,4 +1,4 @@
-"""Every call of the functions and the containers is granted by terraform/permissions.yaml, and nothing else is."""
+"""terraform/permissions.yaml grants every call of the functions and the containers, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ OWN_CLUSTER = {"type": "gke", **PARTS["gke"], "cluster": {"create": True}}
 NOT_QUEUED = {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "queued": False}
 STARTED = '{"type": "started", "run": "RUN", "attempt": 1, "sequence": 1, "time": "2026-11-22T00:00:00Z"}'
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # whoever asks first waits for all of the runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the fixture waits for all of its runs
 
 
-# What no run of this test asks for, and why it is held all the same.
-NOT_STARTED = "asked for when a pod does not start"
-WARNS = "asked for when a run has used half of its budget, or is stuck"
-FOUND_MADE = "asked for when an earlier call has made it whose answer was lost"
-# Nothing that the local stack has: the platform's own log, and a machine's docker.
+# Permissions that no run of this test needs, and the case that needs them.
+NOT_STARTED = "needed when a pod does not start"
+WARNS = "needed when a run has used half of its budget, or is stuck"
+EXISTS_ALREADY = "needed when an earlier call has created the object and its answer was lost"
+# The local stack lacks these: the platform's own log, and the docker of a machine.
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
-STAYS = "asked for when it stays after what owned it was deleted"
+STAYS = "needed when the object stays after its owner was deleted"
 UNUSED = {
     **{Grant(account, "kubernetes", "delete pods"): STAYS for account in ENDERS},
     **{
@@ -51,20 +51,20 @@ UNUSED = {
         for account in ENDERS
         for verb in ("delete", "get")
     },
-    Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): FOUND_MADE,
-    Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): FOUND_MADE,
-    # Not by `deploy` either, when the machine is so slow that pods are ready by its first look.
+    Grant("deploy", "kubernetes", "get autoscaling/horizontalpodautoscalers"): EXISTS_ALREADY,
+    Grant("deploy", "kubernetes", "get monitoring.googleapis.com/podmonitorings"): EXISTS_ALREADY,
+    # On a slow machine pods are ready when `deploy` looks first.
     Grant("deploy", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "kubernetes", "list events"): NOT_STARTED,
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
     Grant("inspect", "run_events_topic", "pubsub.topics.publish"): WARNS,
     Grant("inspect", "webhook_secrets", "secretmanager.versions.access"): WARNS,
-    Grant("provision", "tpus", "compute.zoneOperations.get"): "asked for when a disk's creation ends without a disk",
+    Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",
 }
 
 
-def test_methods_need_what_google_says() -> None:
-    """Every reason of permissions.yaml is a method, and asks for that permission."""
+def test_methods_need_the_permissions_that_google_documents() -> None:
+    """Every reason in permissions.yaml is a method that needs the permission."""
     reasons = {
         (call, permission)
         for account in permissions()["accounts"].values()
@@ -81,32 +81,32 @@ def test_methods_need_what_google_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
-    """What the calls of a stack ask for on which runs have ended in every way."""
+def needed(tmp_path_factory: pytest.TempPathFactory) -> set[Need]:
+    """The needs of all calls of a stack whose runs ended in every way."""
     state = tmp_path_factory.mktemp("recorded")
     replace(NOOP_CONFIG, record=True).save(state)
     local.up(state)
     try:
-        with patch.dict(os.environ):  # `user_of` fills it, and has clients of another stack forgotten
+        with patch.dict(os.environ):  # `user_of` sets variables and drops the clients of another stack
             live(user_of(state))
     finally:
         local.down(state)
     return needs(state / FILE)
 
 
-def test_every_call_is_granted(found: set[Need]) -> None:
-    assert unmet(found, grants()) == set()
+def test_every_call_is_granted(needed: set[Need]) -> None:
+    assert unmet(needed, grants()) == set()
 
 
-def test_every_function_and_container_has_called(found: set[Need]) -> None:
-    assert {need.account for need in found} == {*entry_points(), TRAINER}
+def test_every_function_and_container_has_called(needed: set[Need]) -> None:
+    assert {need.account for need in needed} == {*entry_points(), TRAINER}
 
 
-def test_nothing_is_granted_that_nobody_needs(found: set[Need]) -> None:
-    left = unused(found, grants(), entry_points())
+def test_every_grant_is_needed(needed: set[Need]) -> None:
+    left = unused(needed, grants(), entry_points())
     assert {grant for grant in left if grant not in UNUSED} == set()
-    # Not `left`: some are asked for when the machine is slow enough.
-    assert set(UNUSED) <= set(grants()), "which is not granted any more"
+    # Not `left`: a slow machine needs some of them.
+    assert set(UNUSED) <= set(grants()), "UNUSED names a permission that is not granted"
 
 
 def live(user: User) -> None:
@@ -127,7 +127,7 @@ def live(user: User) -> None:
     for run in hanging:
         record = user.wait(run, "TRAINING")
         again = {"run": run, "execution": record.execution, "attempt": 1}
-        assert call(user, "provision", again), "whose first answer might have been lost"
+        assert call(user, "provision", again), "a second call, as if the first answer were lost"
         if run == hanging[-1]:
             clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()
         else:
@@ -150,7 +150,7 @@ def live(user: User) -> None:
 
 
 def prepare(user: User) -> None:
-    """A bucket with data, and a secret."""
+    """Create a bucket with data, and a secret."""
     bucket = clients.storage().create_bucket(DATA)
     bucket.blob("rows.jsonl").upload_from_string("{}")
     project, secrets = f"projects/{user.settings.project}", clients.secrets()
@@ -172,20 +172,20 @@ def spec(user: User, kind: str, behave: str = "succeed", *, serve: bool = False)
 
 
 def stored(user: User, bucket: str, spec: dict[str, Any]) -> bytes:
-    """A message that names a spec in a bucket."""
+    """Store a spec in a bucket; return a message that names it."""
     clients.storage().bucket(bucket).blob("stored.json").upload_from_string(json.dumps(spec))
     return json.dumps({"spec_uri": f"gs://{bucket}/stored.json"}).encode()
 
 
 def publish(user: User, message: bytes) -> str:
-    """The run of a spec that is asked for by a message."""
+    """Publish a request message; return its run."""
     key = uuid.uuid4().hex
     user.publish("dropforge-requests", message, idempotency_key=key)
     return names.run_id_of_message(key)
 
 
 def kept_and_marked(user: User) -> str:
-    """A run of which only the spec and the mark were made, before whoever made them died."""
+    """Store the spec and the mark of a run only, as if its submit crashed; return the run."""
     run = names.run_id_of_message(uuid.uuid4().hex)
     wanted = JobSpec.model_validate(spec(user, "cloud_run"))
     user.store.put_new(names.spec_object(run), wanted.model_dump_json(by_alias=True).encode())
@@ -194,7 +194,7 @@ def kept_and_marked(user: User) -> str:
 
 
 def late_and_unknown(user: User) -> None:
-    """A spec that is gone before it is read, and calls about a run that nobody knows."""
+    """Deliver events of a spec that does not exist any more, and call functions for an unknown run."""
     run = "unknown-0123456789ab"
     event = {"bucket": user.settings.specs_bucket, "name": "specs/gone.json", "generation": "1", "size": "9"}
     for function, change in (("on_spec_deleted", "deleted"), ("on_spec_uploaded", "finalized")):
@@ -210,7 +210,7 @@ def cloud_event(kind: str) -> dict[str, str]:
 
 
 def submitted_by_halves(user: User, function: str) -> str:
-    """A run whose first delivery died before it started an execution: delivered again, or deleted."""
+    """Deliver the event of a run whose first delivery crashed before it started an execution; return the run."""
     bucket, name, key = user.settings.specs_bucket, f"specs/{function}.json", uuid.uuid4().hex
     if change := HALVES[function]:
         run = names.run_id_of_object(bucket, name, 1)
@@ -237,7 +237,7 @@ def out_of_time(record: Record) -> Record:
 
 
 def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bool:
-    """Call a function as Eventarc or Cloud Scheduler does; whether it succeeds."""
+    """Call a function as Eventarc or Cloud Scheduler does; return whether the call succeeds."""
     url = user.info.functions + function
     token = Identity((user.state / "identity").read_text()).token("OIDC", url)
     sent = {"Authorization": f"Bearer {token}", **(headers or {})}

@@ -1,5 +1,5 @@
-"""`make registry`, `make images` and `make deploy`, with programs in the place of gcloud, terraform and docker that
-only note what they are asked; and what they are asked, judged by the real gcloud."""
+"""`make registry`, `make images` and `make deploy`, with programs that only record their arguments in the place of
+gcloud, terraform and docker. The real gcloud then checks the recorded commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ esac
 
 @dataclass
 class Done:
-    """What a command printed and how it ended, and the lines that the programs noted."""
+    """The exit code and the output of a command, and the calls of the programs."""
 
     code: int
     output: str
@@ -41,7 +41,7 @@ class Done:
 
 
 class Machine:
-    """Runs commands where gcloud, terraform and docker only take notes."""
+    """Runs commands in a folder where gcloud, terraform and docker only record their arguments."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = directory, directory / "log"
@@ -55,7 +55,7 @@ class Machine:
         shutil.copy(ROOT / "Makefile", directory)
 
     def run(self, *command: str, answer: str = "", **environment: str) -> Done:
-        """`answer` is what is typed."""
+        """Run a command; `answer` is its standard input."""
         self.log.unlink(missing_ok=True)
         path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
         known = {"PATH": path, "LOG": str(self.log), "NO_BUCKET": "0", "NO_IMAGES": "0", **environment}
@@ -87,7 +87,7 @@ def test_nothing_is_applied_without_a_yes(machine: Machine, target: str, answer:
     assert (done.code != 0, applies(done)) == (True, [])
 
 
-def test_what_was_shown_is_what_is_applied(machine: Machine) -> None:
+def test_the_plan_that_was_shown_is_applied(machine: Machine) -> None:
     done = machine.make("deploy", answer="yes\n")
     assert done.code == 0, done.output
     (plan,) = [call for call in done.calls if " plan " in call]
@@ -97,7 +97,7 @@ def test_what_was_shown_is_what_is_applied(machine: Machine) -> None:
     assert "-target" not in plan
 
 
-def test_the_digests_that_were_built_last_are_deployed(machine: Machine) -> None:
+def test_the_latest_digests_are_deployed(machine: Machine) -> None:
     done = machine.make("deploy", answer="yes\n")
     (fetched,) = [call.split() for call in done.calls if "images.tfvars.json" in call and call.startswith("gcloud")]
     assert fetched[3] == "gs://p-dropforge-build/images.tfvars.json"
@@ -112,12 +112,12 @@ def test_without_images_nothing_is_planned(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("no_bucket", "made"), [("0", False), ("1", True)])
-def test_the_state_s_bucket_is_made_once(machine: Machine, no_bucket: str, made: bool) -> None:
+def test_the_bucket_for_the_state_is_created_once(machine: Machine, no_bucket: str, made: bool) -> None:
     done = machine.make("registry", answer="yes\n", NO_BUCKET=no_bucket)
     assert any("buckets create gs://p-dropforge-state " in call for call in done.calls) is made
 
 
-def test_the_registry_is_all_that_is_applied_before_there_are_images(machine: Machine) -> None:
+def test_make_registry_applies_the_registry_only(machine: Machine) -> None:
     (plan,) = [call for call in machine.make("registry", answer="yes\n").calls if " plan " in call]
     assert plan.endswith(" -target=terraform_data.registry")
     assert ("terraform_data", "registry") in blocks("resource")
@@ -129,13 +129,13 @@ def test_a_project_and_a_region_are_needed(machine: Machine) -> None:
     assert "REGION=" in done.output
 
 
-def test_images_are_sent_to_where_terraform_made_room_for_them(machine: Machine) -> None:
+def test_images_are_pushed_to_the_registry_that_terraform_creates(machine: Machine) -> None:
     (submit,) = machine.make("images").calls
     assert "_REPOSITORY=us-central1-docker.pkg.dev/p/dropforge,_BUCKET=p-dropforge-build" in submit
     assert "serviceAccounts/dropforge-build@p.iam.gserviceaccount.com" in submit
 
 
-def test_the_build_makes_every_image_and_writes_what_terraform_takes(machine: Machine) -> None:
+def test_the_build_builds_every_image_and_writes_variables_for_terraform(machine: Machine) -> None:
     build = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())
     roles = images()
     values = {"_REPOSITORY": "r.pkg.dev/p/dropforge", "_BUCKET": "b", "BUILD_ID": "42"}
@@ -153,13 +153,13 @@ def test_the_build_makes_every_image_and_writes_what_terraform_takes(machine: Ma
 
 
 def substituted(text: str, values: dict[str, str]) -> str:
-    """As Cloud Build does: $NAME and ${NAME} are replaced, $$ is a dollar."""
-    return re.sub(r"\$(?:\$|\{?(\w+)\}?)", lambda found: values[found[1]] if found[1] else "$", text)
+    """Substitute as Cloud Build does: $NAME and ${NAME} are replaced, $$ is a dollar sign."""
+    return re.sub(r"\$(?:\$|\{?(\w+)\}?)", lambda match: values[match[1]] if match[1] else "$", text)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_accepts_what_it_is_asked(machine: Machine, tmp_path: Path) -> None:
+def test_gcloud_accepts_every_command(machine: Machine, tmp_path: Path) -> None:
     calls = machine.make("registry", answer="yes\n", NO_BUCKET="1").calls
     calls += machine.make("images").calls + machine.make("deploy", answer="yes\n").calls
     commands = sorted({call for call in calls if call.startswith("gcloud ")})

@@ -18,21 +18,21 @@ import pytest
 from dropforge.base.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-# From outside: the environment is to have nothing that is not required.
+# pip runs outside of the environment, which contains nothing but the requirements.
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
 SETTINGS = [f"DROPFORGE_{field.name.upper()}" for field in fields(Settings) if field.default is MISSING]
 
 
 @pytest.fixture(scope="session")
 def clean_python() -> Path:
-    """A virtual environment with the functions' requirements and nothing else; kept while they stay the same."""
+    """A virtual environment with the functions' requirements only; reused until the requirements change."""
     requirements = ROOT / "functions" / "requirements.txt"
     digest = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
     directory = ROOT / "build" / "functions-venv" / digest
     python = directory / "bin" / "python"
     if not (directory / ".installed").exists():
         venv.create(directory, with_pip=False, clear=True)
-        # The requirements are all there is to install, of which `pip check` is asked below.
+        # requirements.txt is complete: the test runs `pip check`.
         install = [*PIP, python, "install", "--quiet", "--no-deps", "--no-compile", "--requirement", requirements]
         subprocess.run(install, check=True, timeout=600)
         (directory / ".installed").touch()
@@ -61,10 +61,10 @@ def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Pat
 
 
 def _first_answer(process: subprocess.Popen[bytes]) -> int:
-    """The status of a request without a body, once the server answers at all."""
+    """Wait until the server answers; return the status of a request without a body."""
     import psutil
 
-    deadline = time.monotonic() + 180  # modules are compiled when they are first imported
+    deadline = time.monotonic() + 180  # the first import compiles the modules
     while time.monotonic() < deadline and process.poll() is None:
         for connection in psutil.Process(process.pid).net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:

@@ -1,4 +1,4 @@
-"""docs/operations.md, docs/security.md and docs/deploy.md leave nothing out, and say nothing that is not so."""
+"""docs/operations.md, docs/security.md and docs/deploy.md are complete and correct."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 DEPLOY = (ROOT / "docs" / "deploy.md").read_text()
 
 
-def test_every_alert_says_what_to_do() -> None:
+def test_every_alert_has_instructions() -> None:
     headings = re.findall(r"^### (.*)$", OPERATIONS, re.M)
     assert {name for heading in headings for name in re.findall(r"`(\w+)`", heading)} == set(local("alerts"))
 
 
-def test_the_alert_of_missing_sweeps_counts_what_a_sweep_logs_at_its_end() -> None:
+def test_the_alert_no_sweep_counts_the_last_log_line_of_a_sweep() -> None:
     logged = re.search(r'message=\\?"(\w+)', local("log_metrics")["sweeps"]["filter"])
     assert logged is not None
     assert (
@@ -47,10 +47,10 @@ def test_the_table_of_permissions_is_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_choices_that_deploy_shows_are_variables() -> None:
-    found = re.search(r"```hcl\n(.*?)```", DEPLOY, re.S)
-    assert found is not None
-    assert {(name,) for name in hcl2.loads(found[1]) if not name.startswith("__")} <= set(blocks("variable"))
+def test_the_settings_that_deploy_md_shows_are_variables() -> None:
+    block = re.search(r"```hcl\n(.*?)```", DEPLOY, re.S)
+    assert block is not None
+    assert {(name,) for name in hcl2.loads(block[1]) if not name.startswith("__")} <= set(blocks("variable"))
 
 
 def test_every_file_of_terraform_is_described() -> None:
@@ -60,7 +60,7 @@ def test_every_file_of_terraform_is_described() -> None:
 
 
 @pytest.mark.parametrize("page", ["deploy", "security", "operations", "upgrade"])
-def test_pages_say_what_has_not_been_tried(page: str) -> None:
+def test_pages_state_that_google_cloud_was_not_tried(page: str) -> None:
     assert "**Not yet run on Google Cloud" in (ROOT / "docs" / f"{page}.md").read_text()
 
 

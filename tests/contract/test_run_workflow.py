@@ -1,4 +1,4 @@
-"""Every path of our production workflow, with canned answers from the functions and a virtual clock."""
+"""Every path of the production workflow, with scripted answers of the functions and a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workflows_engine import ScriptedMocks, Simulation, simulate
 SOURCE = (Path(__file__).resolve().parents[2] / "workflows" / "run.workflows.yaml").read_text()
 URL = "https://functions.example/dropforge-"
 
-RUNNING = {"status": "RUNNING", "deadline": 2e9}  # later than the virtual clock gets
+RUNNING = {"status": "RUNNING", "deadline": 2e9}  # the virtual clock never reaches it
 TRAINED = {"status": "SUCCEEDED", "started": True, "serve": True, "gate": {"passed": True}}
 TRAINED_ONLY = {**TRAINED, "serve": False}
 WAITING = {"status": "WAITING", "started": True, "wait_seconds": 300}
@@ -34,7 +34,7 @@ def failed(error_class: str) -> dict[str, Any]:
 
 
 class Run:
-    """One simulated execution: `answers` are the functions' bodies (or {"raise": ...}, {"code": ...}) in order."""
+    """A simulated execution. `answers` are the bodies of the functions in order, or {"raise": ...} or {"code": ...}."""
 
     def __init__(self, callbacks: list[dict[str, Any]] | None = None, **answers: list[dict[str, Any]]) -> None:
         defaults: dict[str, list[dict[str, Any]]] = {
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def stages(self) -> list[str]:
-        """The functions called, in order; notify with its state, teardown with its scope."""
+        """The called functions in order; notify with its state, teardown with its scope."""
         return [_stage(call.arguments) for call in self.mocks.calls if call.call == "http.post"]
 
     def bodies(self, name: str) -> list[Mapping[str, Any]]:
@@ -115,20 +115,20 @@ def test_every_call_names_this_execution_and_carries_a_token_for_its_url() -> No
 
 
 @pytest.mark.parametrize("callbacks", [[{"timeout": True, "times": "always"}], [{"body": {}, "times": "always"}]])
-def test_time_out_and_callback_both_lead_to_a_look(callbacks: list[dict[str, Any]]) -> None:
+def test_a_time_out_and_a_callback_both_lead_to_inspect(callbacks: list[dict[str, Any]]) -> None:
     run = Run(callbacks, inspect=[{**WAITING, "started": False}, WAITING, WAITING, TRAINED_ONLY])
     assert run.stages == ["provision", "inspect", "inspect", "notify TRAINING", "inspect", "inspect", *END]
     assert len({body["callback_url"] for body in run.bodies("inspect")}) == 1
 
 
-def test_pending_is_asked_again() -> None:
+def test_a_pending_stage_is_called_again() -> None:
     pending = {"status": "PENDING", "wait_seconds": 5}
     run = Run(provision=[pending, pending, RUNNING], deploy=[pending, READY], teardown=[GONE, pending, GONE])
     assert run.status == "SUCCEEDED"
     assert [run.stages.count(name) for name in ("provision", "deploy", "teardown run")] == [3, 2, 2]
 
 
-def test_what_has_trained_is_gone_before_anything_serves() -> None:
+def test_the_training_machine_is_deleted_before_the_endpoint_is_created() -> None:
     pending = {"status": "PENDING", "wait_seconds": 3}
     run = Run(teardown=[pending, {"code": 503}, pending, GONE])
     assert run.status == "SUCCEEDED"
@@ -137,7 +137,7 @@ def test_what_has_trained_is_gone_before_anything_serves() -> None:
 
 @pytest.mark.parametrize("error_class", ["config", "data", "permission", "out_of_memory", "deadline", "code"])
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
-def test_each_failure_tears_down_and_tells(where: str, error_class: str) -> None:
+def test_each_failure_tears_down_and_notifies(where: str, error_class: str) -> None:
     run = Run(**{where: [failed(error_class)]})
     assert run.status == "FAILED"
     assert run.error_class == error_class
@@ -146,7 +146,7 @@ def test_each_failure_tears_down_and_tells(where: str, error_class: str) -> None
     assert run.bodies("notify")[-1]["error"] == error_of(error_class)
 
 
-def test_a_gate_that_is_not_passed_deploys_nothing() -> None:
+def test_a_failed_gate_deploys_nothing() -> None:
     run = Run(inspect=[{**TRAINED, "gate": {"passed": False, "error": error_of("gate")}}])
     assert run.error_class == "gate"
     assert "deploy" not in run.stages
@@ -154,7 +154,7 @@ def test_a_gate_that_is_not_passed_deploys_nothing() -> None:
 
 
 @pytest.mark.parametrize("where", ["provision", "inspect"])
-def test_what_may_be_mended_is_tried_again_after_its_resources_are_gone(where: str) -> None:
+def test_a_failure_that_allows_a_retry_leads_to_another_attempt_after_teardown(where: str) -> None:
     answers = {"provision": [RUNNING], "inspect": [TRAINED_ONLY]}
     run = Run(**{**answers, where: [PREEMPTED, *answers[where]]})
     assert run.status == "SUCCEEDED"
@@ -182,7 +182,7 @@ def test_cancel_wins_between_the_teardown_and_the_end() -> None:
     assert [body["keep_endpoint"] for body in run.bodies("teardown")[1:]] == [True, False]
 
 
-def test_cancel_wins_over_a_failure_that_it_met_on_the_way() -> None:
+def test_cancel_wins_over_a_failure() -> None:
     run = Run(inspect=[failed("code")], teardown=[{"status": "GONE", "cancelled": True}])
     assert run.status == "CANCELLED"
     assert run.error_class == "code"
@@ -194,7 +194,7 @@ def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     run = Run(**{where: [SUPERSEDED]})
     assert run.status == "SUPERSEDED"
     assert "teardown run" not in run.stages
-    assert run.stages.count("teardown attempt") == (where == "deploy")  # which is refused as well
+    assert run.stages.count("teardown attempt") == (where == "deploy")  # the function refuses it
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_duplicate_execution_touches_nothing(where: str) -> None:
     [{"code": 429}, {"code": 503}, {"code": 500}, {"raise": {"tags": ["ConnectionError"], "message": "reset"}}],
 )
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown", "notify"])
-def test_what_may_pass_is_tried_again(where: str, fault: dict[str, Any]) -> None:
+def test_a_transient_error_is_retried(where: str, fault: dict[str, Any]) -> None:
     good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY, "teardown": GONE, "notify": NOTIFIED}[where]
     run = Run(**{where: [fault, fault, good]})
     assert run.status == "SUCCEEDED"
@@ -218,7 +218,7 @@ def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, f
     assert run.stages[-2:] == FAIL
 
 
-OUTAGE = [{"code": 503}] * 9 * 10  # ten times as many as one call is tried
+OUTAGE = [{"code": 503}] * 9 * 10  # ten times as many as call_function retries
 
 
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
@@ -230,13 +230,13 @@ def test_an_outage_of_a_function_does_not_end_a_healthy_run(where: str) -> None:
 
 @pytest.mark.parametrize("code", [400, 404])
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
-def test_what_cannot_pass_ends_the_run_at_once(where: str, code: int) -> None:
+def test_a_permanent_error_ends_the_run_at_once(where: str, code: int) -> None:
     run = Run(**{where: [{"code": code}]})
     assert run.stages.count(where) == 1
     assert run.stages[-2:] == FAIL
 
 
-def test_an_outage_is_not_waited_for_past_the_deadline_of_the_attempt() -> None:
+def test_the_workflow_waits_for_an_outage_until_the_deadline_of_the_attempt_only() -> None:
     run = Run(provision=[{**RUNNING, "deadline": 0}], inspect=[{"code": 503}])
     assert run.error_class == "infrastructure"
     assert run.stages.count("inspect") == 9
@@ -248,7 +248,7 @@ def test_a_callback_ends_the_wait_of_an_outage() -> None:
     assert run.stages.count("inspect") == 10
 
 
-def test_teardown_never_gives_up_while_something_may_be_running() -> None:
+def test_teardown_is_retried_until_it_succeeds() -> None:
     run = Run(teardown=[*[{"code": 500}] * 30, GONE])
     assert run.status == "SUCCEEDED"
 
@@ -258,26 +258,26 @@ def test_teardown_of_a_run_that_does_not_exist_ends_the_execution() -> None:
     assert run.simulation.state == "FAILED"
 
 
-def test_a_message_that_cannot_be_told_does_not_fail_the_run() -> None:
+def test_a_notification_that_cannot_be_delivered_does_not_fail_the_run() -> None:
     run = Run(notify=[NOTIFIED, {"status": "UNTOLD"}])
     assert run.status == "SUCCEEDED"
     assert run.stages.count("notify SUCCEEDED") == 31
 
 
-def test_a_message_in_the_middle_holds_nothing_up() -> None:
+def test_a_failed_notification_of_training_delays_nothing() -> None:
     run = Run(notify=[*[{"code": 503}] * 9, NOTIFIED])
     assert run.status == "SUCCEEDED"
     assert run.stages[-2:] == END
 
 
 @pytest.mark.parametrize("fault", [{"code": 503}, {"code": 403}])
-def test_the_end_of_a_run_is_written_however_long_that_takes(fault: dict[str, Any]) -> None:
+def test_the_terminal_state_is_written_however_long_that_takes(fault: dict[str, Any]) -> None:
     run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[*[fault] * 500, NOTIFIED])
     assert run.status == "SUCCEEDED"
     assert run.stages.count("notify SUCCEEDED") == 501
 
 
-def test_the_end_of_a_run_that_does_not_exist_is_not_asked_for_again() -> None:
+def test_the_terminal_state_of_a_missing_run_is_not_retried() -> None:
     run = Run(inspect=[{**TRAINED_ONLY, "started": False}], notify=[{"code": 404}])
     assert run.stages.count("notify SUCCEEDED") == 1
 
@@ -287,7 +287,7 @@ def test_a_year_of_waiting_takes_no_time() -> None:
     assert run.status == "SUCCEEDED"
 
 
-def test_an_execution_that_takes_over_goes_on_with_the_attempt_that_the_run_is_at() -> None:
+def test_an_execution_that_takes_over_continues_the_current_attempt() -> None:
     run = Run(provision=[{**RUNNING, "attempt": 3}, {**RUNNING, "attempt": 4}], inspect=[PREEMPTED, TRAINED_ONLY])
     assert run.status == "SUCCEEDED"
     assert [body["attempt"] for body in run.bodies("provision")] == [1, 4]
@@ -295,7 +295,7 @@ def test_an_execution_that_takes_over_goes_on_with_the_attempt_that_the_run_is_a
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
-def test_an_execution_that_takes_over_a_teardown_ends_the_run_as_it_was_to_end(state: str) -> None:
+def test_an_execution_that_takes_over_a_teardown_ends_the_run_with_its_planned_outcome(state: str) -> None:
     error = None if state == "SUCCEEDED" else error_of("code")
     ended = {"status": state, "error": error, "retry": False, "gate": {"passed": True}, "serve": False}
     run = Run(provision=[ended])
@@ -304,7 +304,7 @@ def test_an_execution_that_takes_over_a_teardown_ends_the_run_as_it_was_to_end(s
     assert run.bodies("notify")[0]["error"] == error
 
 
-def test_teardown_is_told_how_the_run_ends_and_between_attempts_nothing() -> None:
+def test_teardown_gets_the_outcome_of_the_run_but_none_between_attempts() -> None:
     run = Run(inspect=[PREEMPTED, failed("code")])
     attempt, last = run.bodies("teardown")
     assert attempt["outcome"] is None

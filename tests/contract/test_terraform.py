@@ -1,4 +1,4 @@
-"""terraform/ agrees with the code that it deploys, and with the deployment that the local stack makes of itself."""
+"""terraform/ agrees with the code that it deploys, and with the deployment of the local stack."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from .configuration import ROOT, TERRAFORM, blocks, images, local, permissions, 
 DATA = ROOT / "tests" / "data"
 CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
 ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
-GRANTS = [(account, scope, held) for account, found in ACCOUNTS.items() for scope, held in found["grants"].items()]
+GRANTS = [(account, scope, held) for account, body in ACCOUNTS.items() for scope, held in body["grants"].items()]
 LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
 TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
 REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
 IMAGE_FIELDS = {field.name for field in fields(Settings) if field.name.endswith("_image")}
 NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
-# Not in the roles that the file has. Google's page of them (https://cloud.google.com/iam/docs/roles-permissions/container)
-# was not found; other people's custom roles have those of services and service accounts.
+# No role in the source of the data file holds these permissions. Google's page about them
+# (https://cloud.google.com/iam/docs/roles-permissions/container) could not be read; custom roles that others
+# have published hold the permissions of services and service accounts.
 LISTED_ELSEWHERE = {
     "container.events.list",
     "container.serviceAccounts.create",
     "container.services.create",
     "container.services.get",
 }
-# Named by specs, which should work in every deployment; and bindings, which name what they are bound to.
+# Specs name secrets and work in every deployment; a binding has the name of its resource.
 NAMED_OTHERWISE = ("google_secret_manager_secret", "_iam_member")
 
 
-def test_every_entry_point_is_a_function_and_no_other() -> None:
+def test_the_functions_are_the_entry_points() -> None:
     assert [name for name, account in ACCOUNTS.items() if "called_by" in account] == entry_points()
 
 
-def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
+def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
     triggered = [name.replace("-", "_") for name, _, _ in stack.triggers()]
@@ -59,7 +60,7 @@ def test_functions_are_called_by_whom_the_flow_has_call_them() -> None:
     assert set(local("triggers")) == set(triggered)
 
 
-def test_every_setting_is_one_and_none_is_missing() -> None:
+def test_every_setting_exists_and_every_required_setting_is_given() -> None:
     given = {*local("_settings"), *(f"{role}_image" for role in images())}
     assert REQUIRED <= given <= {field.name for field in fields(Settings)}
 
@@ -89,9 +90,9 @@ def test_the_workflow_is_given_every_variable_that_it_reads() -> None:
 
 @pytest.mark.parametrize("kind", ["variable", "output"])
 def test_variables_and_outputs_are_described_and_sorted(kind: str) -> None:
-    found = blocks(kind)
-    assert [name for (name,), block in found.items() if not block.get("description", "").strip()] == []
-    assert list(found) == sorted(found)
+    declared = blocks(kind)
+    assert [name for (name,), block in declared.items() if not block.get("description", "").strip()] == []
+    assert list(declared) == sorted(declared)
 
 
 def test_every_name_starts_with_the_prefix() -> None:
@@ -105,22 +106,24 @@ def test_every_name_starts_with_the_prefix() -> None:
     assert strange == []
 
 
-def test_dead_letter_topics_have_subscriptions_that_stay() -> None:
+def test_dead_letter_topics_have_subscriptions_that_never_expire() -> None:
     topic = resources()["google_pubsub_topic", "dead_letter"]
     subscription = resources()["google_pubsub_subscription", "dead_letter"]
     assert topic["for_each"] == subscription["for_each"] == "${local.triggers}"
     assert subscription["expiration_policy"] == [{"ttl": ""}]
-    assert "retry_policy" not in resources()["google_eventarc_trigger", "trigger"], "which can only switch retries off"
+    assert "retry_policy" not in resources()["google_eventarc_trigger", "trigger"], (
+        "retry_policy can only switch retries off"
+    )
 
 
-def test_an_event_is_not_delivered_again_while_its_function_is_at_it() -> None:
+def test_the_acknowledgement_deadline_is_longer_than_a_function_may_run() -> None:
     update = resources()["terraform_data", "dead_letter"]
     [function] = resources()["google_cloudfunctions2_function", "function"]["service_config"]
     assert "--ack-deadline=${self.triggers_replace.ack_deadline}" in str(update["provisioner"])
     assert update["triggers_replace"]["ack_deadline"] == ACK_DEADLINE_SECONDS > function["timeout_seconds"]
 
 
-def test_buckets_are_private_whatever_their_objects_say() -> None:
+def test_buckets_are_private() -> None:
     for bucket in resources("google_storage_bucket").values():
         assert (bucket["uniform_bucket_level_access"], bucket["public_access_prevention"]) == (True, "enforced")
 
@@ -157,7 +160,7 @@ def test_every_scope_is_described_and_bound() -> None:
     assert scopes == bound | compared
 
 
-def test_the_same_call_needs_the_same_permissions_of_everybody() -> None:
+def test_a_call_needs_the_same_permissions_in_every_account() -> None:
     needs: dict[tuple[str, str], set[frozenset[str]]] = {}
     for account in ACCOUNTS.values():
         calls: dict[str, set[str]] = {}
@@ -168,7 +171,7 @@ def test_the_same_call_needs_the_same_permissions_of_everybody() -> None:
                     calls.setdefault(call, set()).add(permission)
         for call, needed in calls.items():
             needs.setdefault((call, ""), set()).add(frozenset(needed))
-    assert {call: found for (call, _), found in needs.items() if len(found) > 1} == {}
+    assert {call: different for (call, _), different in needs.items() if len(different) > 1} == {}
 
 
 def test_permissions_exist() -> None:
@@ -181,7 +184,7 @@ def test_no_value_of_a_secret_passes_through_terraform() -> None:
     assert "sensitive" not in "".join(TEXT.values())
 
 
-def test_the_deployment_does_not_carry_labels_that_the_sweep_takes_for_a_run_s() -> None:
+def test_the_deployment_carries_no_label_that_the_sweep_reads() -> None:
     ownership = {names.MANAGED_BY, names.RUN_LABEL, names.ATTEMPT_LABEL, names.EXPIRES_LABEL, names.DEPLOYMENT_LABEL}
     (label,) = blocks("provider")[("google",)]["default_labels"]
     assert label not in ownership
@@ -200,10 +203,11 @@ def test_the_firewall_lets_requests_through_to_endpoints_on_tpu_vms() -> None:
 
 def test_providers_are_pinned_exactly() -> None:
     (providers,) = blocks("terraform")[()]["required_providers"]
-    assert [name for name, found in providers.items() if not re.fullmatch(r"\d+\.\d+\.\d+", found["version"])] == []
+    versions = {name: provider["version"] for name, provider in providers.items()}
+    assert [name for name, version in versions.items() if not re.fullmatch(r"\d+\.\d+\.\d+", version)] == []
 
 
-def test_every_image_is_built_and_asked_for_if_it_must_be() -> None:
+def test_every_image_is_built_and_every_required_image_is_demanded() -> None:
     built = {f"{role}_image" for role in images()}
     containers = {f"{path.parent.name}_image" for path in ROOT.glob("containers/*/Dockerfile")}
     assert IMAGE_FIELDS & (containers | REQUIRED) == built, (
@@ -214,7 +218,7 @@ def test_every_image_is_built_and_asked_for_if_it_must_be() -> None:
 
 
 @pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
-def test_the_format_is_terraform_s() -> None:
+def test_terraform_fmt_changes_nothing() -> None:
     done = subprocess.run(["terraform", "fmt", "-check", "-diff", TERRAFORM], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -257,7 +261,7 @@ def test_a_missing_argument_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed (make checkov)")
-def test_checkov_s_rules_are_kept_or_excepted() -> None:
+def test_checkov_finds_nothing() -> None:
     command = [CHECKOV, "--config-file", ROOT / ".checkov.yaml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -275,4 +279,4 @@ def test_dockerfiles_are_clean(role: str) -> None:
 
 def _preconditions() -> list[str]:
     (lifecycle,) = resources()["google_cloudfunctions2_function", "function"]["lifecycle"]
-    return [found["condition"] for found in lifecycle["precondition"]]
+    return [block["condition"] for block in lifecycle["precondition"]]

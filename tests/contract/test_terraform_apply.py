@@ -133,7 +133,7 @@ def applied(directory: Path) -> Applied:
     made: Applied = {"before_images": [dict.fromkeys(before_images)]}
     for kind, values in provider.applied:
         made.setdefault(kind, []).append(values)
-    made["output"] = [{name: found["value"] for name, found in json.loads(output).items()}]
+    made["output"] = [{name: described["value"] for name, described in json.loads(output).items()}]
     return made
 
 
@@ -164,7 +164,7 @@ def test_terraform_notices_a_mistake(tmp_path: Path, old: str, new: str, problem
             terraform(tmp_path, "validate", providers=providers)
 
 
-def test_the_registry_is_made_before_there_are_images(applied: Applied) -> None:
+def test_make_registry_creates_the_registry_and_no_function(applied: Applied) -> None:
     (made,) = applied["before_images"]
     assert {"google_artifact_registry_repository", "google_service_account", "google_storage_bucket"} <= set(made)
     assert FUNCTION not in made
@@ -189,12 +189,12 @@ def test_functions_read_their_settings(applied: Applied) -> None:
 
 
 def test_the_command_line_reads_its_settings(applied: Applied) -> None:
-    found = tomllib.loads(applied["output"][0]["dropforge_toml"])
-    environment = {f"DROPFORGE_{name.upper()}": value for name, value in found.items()}
+    content = tomllib.loads(applied["output"][0]["dropforge_toml"])
+    environment = {f"DROPFORGE_{name.upper()}": value for name, value in content.items()}
     assert Settings.from_environment(environment).workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
 
 
-def test_the_workflow_calls_functions_where_they_are(applied: Applied) -> None:
+def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
     (workflow,) = applied["google_workflows_workflow"]
     assert workflow["source_contents"] == (ROOT / "workflows" / "run.workflows.yaml").read_text()
     urls = {function["url"] for function in applied[FUNCTION]}
@@ -203,25 +203,25 @@ def test_the_workflow_calls_functions_where_they_are(applied: Applied) -> None:
 
 
 def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
-    found = set()
+    triggers = set()
     for trigger in applied["google_eventarc_trigger"]:
         filters = {criterion["attribute"]: criterion["value"] for criterion in trigger["matching_criteria"]}
         kind, transport = filters.pop("type"), trigger["transport"][0]["pubsub"][0]
         where = filters if filters else {"topic": transport["topic"]}
         service = trigger["destination"][0]["cloud_run_service"][0]["service"]
         assert service == trigger["name"]
-        found.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
-    assert found == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
+        triggers.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
+    assert triggers == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
 
 
 def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:
     commands = (directory / "gcloud.log").read_text().splitlines()
-    topics = {found[1] for line in commands if (found := re.search(r"--dead-letter-topic=projects/\S+/(\S+)", line))}
+    topics = {match[1] for line in commands if (match := re.search(r"--dead-letter-topic=projects/\S+/(\S+)", line))}
     assert topics == {subscription["name"] for subscription in applied["google_pubsub_subscription"]}
     assert len(topics) == len(applied["google_eventarc_trigger"])
 
 
-def test_accounts_hold_what_permissions_yaml_says_where_it_says_it(applied: Applied) -> None:
+def test_accounts_hold_the_permissions_of_permissions_yaml(applied: Applied) -> None:
     roles = {
         f"projects/{PROJECT}/roles/{r['role_id']}": r["permissions"] for r in applied["google_project_iam_custom_role"]
     }
@@ -243,7 +243,7 @@ def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
     assert callers == {}
 
 
-def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applied) -> None:
+def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     runs = f"projects/_/buckets/{stack.RUNS_BUCKET}/objects"
     conditions = {b["role"].rsplit("/", 1)[1]: b["condition"] for b in applied["google_storage_bucket_iam_member"]}
     (event,) = conditions["dropforge_on_job_event_event_objects"]
@@ -252,7 +252,7 @@ def test_writes_are_confined_to_the_objects_that_an_account_owns(applied: Applie
     assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
 
 
-def test_a_cluster_is_told_who_may_do_what(applied: Applied) -> None:
+def test_the_manifest_for_clusters_grants_the_permissions_of_permissions_yaml(applied: Applied) -> None:
     objects = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
     for manifest in objects:
         kubernetes.check(manifest)
@@ -314,8 +314,8 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "registry": ["dropforge"],
     }
     expected: dict[tuple[str, str], set[str]] = {}
-    for account, found in permissions()["accounts"].items():
-        for scope, held in found["grants"].items():
+    for account, body in permissions()["accounts"].items():
+        for scope, held in body["grants"].items():
             for target in where[scope]:
                 expected.setdefault((account, target), set()).update(held)
     return expected

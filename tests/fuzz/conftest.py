@@ -1,4 +1,4 @@
-"""The functions as they are served, in this process, on emulated storage, Pub/Sub, secrets and executions."""
+"""The deployed functions, in this process, on emulated storage, Pub/Sub, secrets and executions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 @dataclass
 class App:
-    """Every entry point, and what became of what was sent to it."""
+    """Sends requests to every entry point, and reads the runs that result."""
 
     url: str
     functions: dict[str, Any]
@@ -60,7 +60,7 @@ class App:
         return int(self.functions[name].post("/", data=data, headers=headers).status_code)
 
     def message(self, name: str, data: bytes) -> tuple[int, Record | None]:
-        """Deliver a Pub/Sub message to a function; the status, and the record of the run that came of it."""
+        """Deliver a Pub/Sub message to a function; return the status, and the record of the run if there is one."""
         key = f"message-{next(_numbers)}"
         encoded = base64.b64encode(data).decode()
         body = {"message": {"data": encoded, "messageId": key, "attributes": {}}, "subscription": "s"}
@@ -68,7 +68,7 @@ class App:
         return status, self.store.find(names.run_id_of_message(key))
 
     def upload(self, data: bytes) -> tuple[int, Record | None]:
-        """Drop an object in the specs bucket and deliver the event."""
+        """Upload an object to the specs bucket and deliver its event; return as `message` does."""
         name = f"specs/{next(_numbers)}.json"
         blob = clients.storage().bucket(SPECS).blob(name)
         blob.upload_from_string(data)
@@ -77,7 +77,7 @@ class App:
         return status, self.store.find(names.run_id_of_object(SPECS, name, blob.generation))
 
     def executions(self, run: str) -> int:
-        """How many executions were started for a run."""
+        """Count the executions that were started for a run."""
         return sum(record.labels.get(names.RUN_LABEL) == run for record in list(self.engine.list(WORKFLOW)))
 
 
@@ -93,7 +93,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 
 class _Engine:
-    """The engine, asked on its own thread."""
+    """The engine; runs every method on the engine's own thread."""
 
     def __init__(self, server: BackgroundServer, engine: Engine) -> None:
         self._server = server

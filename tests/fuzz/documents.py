@@ -1,4 +1,4 @@
-"""Random documents: what a JSON Schema allows, what it nearly allows, and what no document should be."""
+"""Random documents: valid by a JSON Schema, nearly valid, and malformed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ odd_values: st.SearchStrategy[Any] = st.recursive(
 
 
 def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
-    """Values that a schema of pydantic's allows; of what it cannot say, no account is taken."""
+    """Values that a schema of pydantic allows. Rules that a JSON Schema cannot express are ignored."""
     return _values(schema, schema)
 
 
@@ -87,28 +87,30 @@ def _objects(root: Schema, node: Schema) -> st.SearchStrategy[dict[str, Any]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, documents: list[Any]) -> Any:
-    """One of `documents`, with a few of its places replaced, removed or added to."""
+    """A copy of one document with one to three values replaced, removed or added."""
     document = copy.deepcopy(draw(st.sampled_from(documents)))
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(document))
         if not places:
             break
-        holder, key = draw(st.sampled_from(places))
+        container, key = draw(st.sampled_from(places))
         change = draw(st.sampled_from(["replace", "remove", "add", "swap"]))
         if change == "replace":
-            holder[key] = draw(odd_values)
+            container[key] = draw(odd_values)
         elif change == "swap":
-            holder[key] = copy.deepcopy(draw(st.sampled_from([other[name] for other, name in places])))
-        elif change == "add" and isinstance(holder, dict):
-            holder[draw(st.text(max_size=8) | st.sampled_from(["__proto__", "type", "$ref", "hf_" + "Canary" * 4]))] = 1
+            container[key] = copy.deepcopy(draw(st.sampled_from([other[name] for other, name in places])))
+        elif change == "add" and isinstance(container, dict):
+            container[
+                draw(st.text(max_size=8) | st.sampled_from(["__proto__", "type", "$ref", "hf_" + "Canary" * 4]))
+            ] = 1
         else:
-            del holder[key]
+            del container[key]
     return document
 
 
 @st.composite
 def torn(draw: st.DrawFn, documents: list[Any]) -> bytes:
-    """The bytes of a document, cut, doubled, or with some of them changed."""
+    """The bytes of a document after one change: cut, doubled, inserted or replaced bytes."""
     data = bytearray(json.dumps(draw(st.sampled_from(documents))).encode())
     place = draw(st.integers(0, len(data) - 1))
     change = draw(st.sampled_from(["cut", "flip", "double", "insert"]))
@@ -123,7 +125,7 @@ def torn(draw: st.DrawFn, documents: list[Any]) -> bytes:
 
 
 def _places(node: Any) -> Any:
-    """Each (holder, key) of a document, at any depth."""
+    """Yield every (container, key) of a document, at any depth."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in list(items):
         yield node, key

@@ -1,4 +1,4 @@
-"""Whatever is dropped or sent as a spec is accepted only if the schema allows it, else refused, place by place."""
+"""A document is accepted as a spec only if the schema allows it; every refusal names its place."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def data_of(document: Any) -> bytes:
 
 
 def problems_of(data: bytes) -> list[SpecProblem]:
-    """What `parse_spec` finds wrong; nothing else may be raised."""
+    """Return the problems that `parse_spec` reports; it may raise nothing but InvalidSpec."""
     try:
         parse_spec(data)
     except InvalidSpec as refused:
-        found = refused.problems
+        problems = refused.problems
     else:
         return []
-    assert found
-    return found
+    assert problems
+    return problems
 
 
-def assert_said(problems: list[SpecProblem], document: Any) -> None:
-    """Each refusal names a place that is there, or whose holder is, what was found and what was expected."""
+def assert_problems_name_places(problems: list[SpecProblem], document: Any) -> None:
+    """Each problem names an existing place or a missing field, the value, and the expected value."""
     assert_complete(problems)
     for problem in problems:
         assert "Canary" not in str(problem)
@@ -50,7 +50,7 @@ def assert_said(problems: list[SpecProblem], document: Any) -> None:
 
 
 def assert_complete(problems: list[SpecProblem]) -> None:
-    """What is wrong with a document as a whole says it in its message."""
+    """Each problem has a message, and a value and an expectation unless it is about the whole document."""
     for problem in problems:
         assert problem.message
         assert problem.found is not None or not problem.pointer, problem
@@ -67,38 +67,38 @@ def is_place(document: Any, pointer: str) -> bool:
         elif isinstance(document, dict) and step in document:
             document = document[step]
         else:
-            # A part that is not there has its defaults: what is wrong with them is said where they would be.
+            # A missing part has its defaults; a problem of a default is reported at the place of the default.
             return document is None
     return not steps or isinstance(document, dict | list)
 
 
 @settings(QUIET, max_examples=60)
 @given(from_schema(SCHEMA))
-def test_what_the_schema_allows_is_accepted_or_refused_for_a_reason(document: Any) -> None:
-    assert_said(problems_of(data_of(document)), document)
+def test_a_document_that_the_schema_allows_is_accepted_or_refused_with_a_reason(document: Any) -> None:
+    assert_problems_name_places(problems_of(data_of(document)), document)
 
 
 @settings(QUIET, max_examples=400)
 @given(mutated(VALID) | odd_values)
-def test_what_the_schema_refuses_is_refused(document: Any) -> None:
-    found = problems_of(data_of(document))
-    assert_said(found, document)
-    if not found:
+def test_a_document_that_the_schema_refuses_is_refused(document: Any) -> None:
+    problems = problems_of(data_of(document))
+    assert_problems_name_places(problems, document)
+    if not problems:
         CHECK.validate(document)
 
 
 @settings(QUIET, max_examples=400)
 @given(torn(VALID))
-def test_torn_bytes_are_refused_or_a_document(data: bytes) -> None:
-    found = problems_of(data)
-    assert_complete(found)
-    if not found:
+def test_damaged_bytes_are_refused_or_a_document(data: bytes) -> None:
+    problems = problems_of(data)
+    assert_complete(problems)
+    if not problems:
         CHECK.validate(json.loads(data.decode("utf-8-sig")))
 
 
 @settings(QUIET, max_examples=120)
 @given(mutated(VALID).map(data_of) | torn(VALID) | odd_values.map(data_of), st.booleans())
-def test_whatever_is_dropped_is_acknowledged_and_starts_nothing_unless_it_is_a_spec(
+def test_every_upload_is_acknowledged_and_only_a_spec_starts_an_execution(
     app: App, data: bytes, as_message: bool
 ) -> None:
     status, record = app.message("on_spec_message", data) if as_message else app.upload(data)
@@ -115,7 +115,7 @@ def test_valid_examples_start_one_execution_or_none(app: App, document: dict[str
 
 def assert_settled(app: App, record: Record | None, data: bytes) -> None:
     if record is None:
-        request = json.loads(data)  # the only thing that makes no run
+        request = json.loads(data)  # only a cancel makes no run
         assert set(request) == {"cancel"}
     elif record.state is RunState.REJECTED:
         assert record.problems

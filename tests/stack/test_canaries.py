@@ -41,7 +41,8 @@ TRACES = [CANARY, "Q2FuYXJ5N2YzY", "NhbmFyeTdmM2", "DYW5hcnk3ZjNh"]
 def canary_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[User]:
     repository, state = tmp_path / "repository", tmp_path / "stack"
     shutil.copytree(NOOP_IMAGES, repository)
-    shutil.copytree(ROOT / "containers" / "train_trl", repository / "containers" / "train_trl")
+    shutil.copytree(ROOT / "containers" / "common", repository / "containers" / "common")
+    shutil.copy(ROOT / "containers" / "__init__.py", repository / "containers")
     shutil.copytree(ROOT / "functions" / "dropforge", repository / "functions" / "dropforge")
     image = f"{IMAGES}/train-canary:test"
     trainers = {f"DROPFORGE_TRAIN_{kind}_IMAGE": image for kind in ("TRL", "MAXTEXT", "RAY")}

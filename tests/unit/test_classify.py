@@ -40,17 +40,17 @@ CASES: list[tuple[Any, ErrorClass]] = [
 
 @pytest.mark.parametrize(("error", "expected"), CASES)
 def test_the_class_is_the_same_over_rest_and_grpc(error: Exception, expected: ErrorClass) -> None:
-    found = classify(error)
-    assert found.error_class is expected
-    assert found.message
+    classified = classify(error)
+    assert classified.error_class is expected
+    assert classified.message
 
 
-def test_status_is_read_from_the_body_where_the_exception_hides_it() -> None:
+def test_the_status_comes_from_the_body_where_the_exception_lacks_it() -> None:
     assert status_of(over_rest(409, "ABORTED", "x")) == "ABORTED"
     assert status_of(over_rest(409, "ALREADY_EXISTS", "x")) == "ALREADY_EXISTS"
 
 
-def test_an_answer_that_is_not_google_s_still_has_a_class() -> None:
+def test_an_answer_of_a_proxy_still_has_a_class() -> None:
     response = requests.Response()
     response.status_code = 502
     response._content = b"<html>bad gateway</html>"

@@ -1,4 +1,4 @@
-"""The clients of a deployment in the cloud, which the local stack never makes."""
+"""The clients that only a deployment in the cloud uses."""
 
 from __future__ import annotations
 

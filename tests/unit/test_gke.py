@@ -1,4 +1,4 @@
-"""What target `gke` asks for, and what it reads from Jobs, pods and events, without a cloud."""
+"""Target `gke` without a cloud: the requests that it sends, and the states that it reads from Jobs, pods and events."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def pod_spec(launch: Launch) -> dict[str, Any]:
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in pod_spec(launch)["containers"][0]["env"]}
+    return {variable["name"]: variable["value"] for variable in pod_spec(launch)["containers"][0]["env"]}
 
 
 def check_strictly(manifest: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def check_strictly(manifest: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("placement", range(4))
 @pytest.mark.parametrize("changes", [{}, {"secrets": {"HF_TOKEN": "hf-token"}, "labels": {"team": "a"}}])
-def test_the_manifests_are_strictly_valid(placement: int, changes: dict[str, Any]) -> None:
+def test_kubernetes_accepts_the_manifests(placement: int, changes: dict[str, Any]) -> None:
     for resource in gke.GkeJobs().resources(launch(FULL, placement, **changes)):
         check_strictly(resource.request)
     check_strictly(job_manifest(launch(**changes)))
@@ -124,7 +124,7 @@ def test_spot_pods_get_less_grace_and_may_be_moved() -> None:
     assert annotations == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
-def test_the_job_tries_once_and_tells_how_a_pod_ended() -> None:
+def test_the_job_tries_once_and_reports_how_a_pod_ended() -> None:
     job = job_manifest(launch())["spec"]
     assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
     disrupted, exits = job["podFailurePolicy"]["rules"]
@@ -143,7 +143,7 @@ def test_the_kubelet_can_tell_that_the_user_is_not_root() -> None:
 
 
 def test_several_nodes_are_an_indexed_job_behind_a_headless_service() -> None:
-    two, one = launch(FULL), launch()
+    two, single = launch(FULL), launch()
     service, job = service_manifest(two), job_manifest(two)["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
@@ -152,20 +152,20 @@ def test_several_nodes_are_an_indexed_job_behind_a_headless_service() -> None:
     name = service["metadata"]["name"]
     assert variables(two)["DROPFORGE_MAIN_ADDRESS"] == f"{name}-0.{name}:29500"
     assert (variables(two)["DROPFORGE_NUM_MACHINES"], variables(two)["DROPFORGE_NUM_PROCESSES"]) == ("2", "8")
-    assert [resource.kind for resource in gke.GkeJobs().resources(one)] == ["batch.k8s.io/Job"]
-    assert not {"DROPFORGE_NUM_MACHINES", "DROPFORGE_MAIN_ADDRESS"} & variables(one).keys()
+    assert [resource.kind for resource in gke.GkeJobs().resources(single)] == ["batch.k8s.io/Job"]
+    assert not {"DROPFORGE_NUM_MACHINES", "DROPFORGE_MAIN_ADDRESS"} & variables(single).keys()
 
 
-def test_secrets_go_by_reference_only() -> None:
-    found = variables(launch(secrets={"HF_TOKEN": "hf-token", "OTHER": "other:3"}))
-    assert json.loads(found["DROPFORGE_SECRETS"]) == {
+def test_the_manifest_contains_references_to_secrets_only() -> None:
+    environment = variables(launch(secrets={"HF_TOKEN": "hf-token", "OTHER": "other:3"}))
+    assert json.loads(environment["DROPFORGE_SECRETS"]) == {
         "HF_TOKEN": "projects/x/secrets/hf-token/versions/latest",
         "OTHER": "projects/x/secrets/other/versions/3",
     }
     assert "DROPFORGE_SECRETS" not in variables(launch())
 
 
-def test_a_cluster_of_its_own_is_named_after_the_attempt_and_private() -> None:
+def test_an_ephemeral_cluster_is_private_and_named_after_the_attempt() -> None:
     attempt = launch({"cluster": {"create": True}})
     request = cluster_request(attempt)
     cluster = container_v1.Cluster.from_json(json.dumps(request["cluster"]), ignore_unknown_fields=False)
@@ -183,7 +183,7 @@ def test_a_cluster_of_its_own_is_named_after_the_attempt_and_private() -> None:
     assert kinds == ["container.googleapis.com/Cluster", "batch.k8s.io/Job"]
 
 
-def test_a_standing_cluster_is_the_specs_or_the_deployments() -> None:
+def test_the_spec_names_the_standing_cluster_or_the_deployment_does() -> None:
     [job] = gke.GkeJobs().resources(launch({"cluster": {"name": "research"}}))
     assert "/clusters/research/" in job.name
     [job] = gke.GkeJobs().resources(launch())
@@ -193,7 +193,7 @@ def test_a_standing_cluster_is_the_specs_or_the_deployments() -> None:
     )
 
 
-def test_a_cluster_must_be_named_somewhere() -> None:
+def test_a_run_without_any_cluster_is_refused() -> None:
     bare = settings_with()
     [problem] = deployment_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
@@ -217,9 +217,9 @@ def test_labels_must_suit_kubernetes() -> None:
     ("target", "placement", "expected"),
     [
         (FULL, 0, 16 * 90.216 / 8),
-        (FULL, 1, None),  # flex-start: not published
-        (FULL, 2, None),  # Spot: changes monthly
-        (FULL, 3, None),  # not in this region
+        (FULL, 1, None),  # flex-start: no published price
+        (FULL, 2, None),  # Spot: the price changes monthly
+        (FULL, 3, None),  # not offered in this region
         ({"price_usd_per_hour": 2.5}, 0, 2.5),
         ({"price_usd_per_hour": 2.5, "cluster": {"create": True}}, 0, 2.6),
         ({}, 0, None),
@@ -239,8 +239,8 @@ def test_a_budget_needs_a_price() -> None:
 
 
 def job(*conditions: dict[str, str], **metadata: Any) -> dict[str, Any]:
-    found = {"metadata": {"name": "j", "uid": "u", **metadata}, "spec": {}, "status": {"conditions": list(conditions)}}
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+    status = {"conditions": list(conditions)}
+    return {"metadata": {"name": "j", "uid": "u", **metadata}, "spec": {}, "status": status}
 
 
 def failed(reason: str = "BackoffLimitExceeded", message: str = "Job has reached the specified backoff limit") -> Any:
@@ -286,8 +286,8 @@ def event(reason: str, message: str, at: str = END) -> dict[str, str]:
     return {"reason": reason, "message": message, "lastTimestamp": at}
 
 
-def status(found: dict[str, Any], pods: list[Any], *events: dict[str, str], nodes: int = 1) -> Status:
-    return status_of_job(found, pods, nodes, lambda uid: list(events))
+def status(manifest: dict[str, Any], pods: list[Any], *events: dict[str, str], nodes: int = 1) -> Status:
+    return status_of_job(manifest, pods, nodes, lambda uid: list(events))
 
 
 @pytest.mark.parametrize(
@@ -323,10 +323,10 @@ def status(found: dict[str, Any], pods: list[Any], *events: dict[str, str], node
 )
 def test_a_failed_job_is_explained_by_its_pods(pods: list[Any], expected: ErrorClass, code: int | None) -> None:
     for condition in (failed(), {**failed(), "type": "FailureTarget"}):
-        found = status(job(condition), pods, nodes=len(pods))
-        assert (found.phase, found.error_class, found.exit_code) == (Phase.FAILED, expected, code)
-        assert found.message
-        assert (found.ended is None) is (code is None)
+        outcome = status(job(condition), pods, nodes=len(pods))
+        assert (outcome.phase, outcome.error_class, outcome.exit_code) == (Phase.FAILED, expected, code)
+        assert outcome.message
+        assert (outcome.ended is None) is (code is None)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ def test_a_failed_job_is_explained_by_its_pods(pods: list[Any], expected: ErrorC
         ("BackoffLimitExceeded", "Job has reached the specified backoff limit", ErrorClass.INFRASTRUCTURE),
     ],
 )
-def test_a_failed_job_speaks_for_pods_that_have_gone(reason: str, message: str, expected: ErrorClass) -> None:
-    found = status(job(failed(reason, message)), [])
-    assert (found.phase, found.error_class) == (Phase.FAILED, expected)
+def test_a_failed_job_explains_the_end_of_deleted_pods(reason: str, message: str, expected: ErrorClass) -> None:
+    outcome = status(job(failed(reason, message)), [])
+    assert (outcome.phase, outcome.error_class) == (Phase.FAILED, expected)
 
 
 def test_every_exit_code_of_the_policy_has_its_class_without_a_pod() -> None:
@@ -414,23 +414,23 @@ def test_a_complete_job_has_succeeded_and_a_deleted_one_is_gone() -> None:
         ([pod(phase="Running")], [], Phase.RUNNING, None),
     ],
 )
-def test_what_does_not_run_says_why(
+def test_a_job_that_does_not_run_has_a_reason(
     pods: list[Any], events: list[Any], phase: Phase, expected: ErrorClass | None
 ) -> None:
-    found = status(job(), pods, *events)
-    assert (found.phase, found.error_class) == (phase, expected)
-    assert found.message or phase is Phase.RUNNING
+    outcome = status(job(), pods, *events)
+    assert (outcome.phase, outcome.error_class) == (phase, expected)
+    assert outcome.message or phase is Phase.RUNNING
 
 
-def test_it_runs_when_the_last_pod_has_a_machine() -> None:
+def test_a_job_runs_when_its_last_pod_has_a_machine() -> None:
     assert status(job(), [pod(phase="Running"), UNSCHEDULED], nodes=2).phase is Phase.PENDING
     assert status(job(), [pod(phase="Running"), waiting("ContainerCreating")], nodes=2).phase is Phase.RUNNING
 
 
-def test_a_node_that_waits_for_the_others_is_paid_for() -> None:
+def test_a_node_that_waits_for_the_other_nodes_is_paid_for() -> None:
     for pods in ([pod(phase="Running"), UNSCHEDULED], [pod(phase="Running")], [waiting("ImagePullBackOff")]):
-        found = status(job(), pods, nodes=len(pods) + 1)
-        assert (found.phase, found.is_paid) == (Phase.PENDING, True)
+        outcome = status(job(), pods, nodes=len(pods) + 1)
+        assert (outcome.phase, outcome.is_paid) == (Phase.PENDING, True)
     assert not status(job(), [UNSCHEDULED, UNSCHEDULED], nodes=2).is_paid
     assert not status(job(), [], nodes=2).is_paid
 
@@ -469,7 +469,7 @@ def test_every_state_of_a_cluster_is_decided(
 
 
 class Accepting:
-    """An API that accepts everything."""
+    """A Kubernetes API that accepts every object."""
 
     def create(self, manifest: Any) -> bool:
         return True
@@ -479,7 +479,7 @@ class Accepting:
 
 
 @pytest.mark.parametrize(
-    ("open_to_us", "address", "expected"),
+    ("is_open", "address", "expected"),
     [
         (True, "", ("https://gke-1.us-central1.gke.goog", "")),
         (True, "203.0.113.7", ("https://gke-1.us-central1.gke.goog", "")),
@@ -487,9 +487,9 @@ class Accepting:
     ],
 )
 def test_a_cluster_is_reached_by_its_dns_name_where_that_is_open(
-    open_to_us: bool, address: str, expected: tuple[str, str]
+    is_open: bool, address: str, expected: tuple[str, str]
 ) -> None:
-    dns = {"endpoint": "gke-1.us-central1.gke.goog", "allow_external_traffic": open_to_us}
+    dns = {"endpoint": "gke-1.us-central1.gke.goog", "allow_external_traffic": is_open}
     cluster = container_v1.Cluster(
         endpoint=address,
         master_auth={"cluster_ca_certificate": base64.b64encode(b"PEM").decode()},

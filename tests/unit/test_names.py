@@ -31,7 +31,7 @@ def test_every_name_made_from_any_object_keeps_the_limits(name: str, generation:
     assert len(names.training_name(run, 999) + "-t999") < 63
 
 
-def test_a_message_id_gives_a_run_id_too() -> None:
+def test_a_message_id_gives_a_run_id() -> None:
     assert names.is_run_id(names.run_id_of_message("any key: ünïcode"))
 
 
@@ -50,7 +50,7 @@ def test_only_json_below_specs_is_a_spec(name: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "../x-0123456789ab", "run-0123456789AB", "run", "x" * 40, "run-0123456789ab/.."])
-def test_what_is_no_run_id(text: str) -> None:
+def test_a_malformed_run_id_is_refused(text: str) -> None:
     assert not names.is_run_id(text)
 
 
@@ -60,10 +60,12 @@ def test_events_sort_by_attempt_then_sequence() -> None:
     assert keys == sorted(keys)
 
 
-def test_what_serves_is_told_from_what_trains_by_its_name() -> None:
+def test_the_name_distinguishes_an_endpoint_from_a_training_job() -> None:
     services = "projects/p/locations/r/clusters/c/k8s/namespaces/n/services"
     assert names.is_endpoint(f"{services}/{names.endpoint_name(RUN)}", RUN)
-    assert not names.is_endpoint(f"{services}/{names.training_name(RUN, 1)}", RUN)  # the headless one of its pods
+    assert not names.is_endpoint(
+        f"{services}/{names.training_name(RUN, 1)}", RUN
+    )  # the headless service of the training pods
     assert not names.is_endpoint(f"{services}/{names.endpoint_name('other-0123456789ab')}", RUN)
 
 

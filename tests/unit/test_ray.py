@@ -1,4 +1,4 @@
-"""What target `ray` asks for, and what it reads from RayJobs, without a cloud."""
+"""Target `ray` without a cloud: the RayJob that it requests, and the states that it reads from RayJobs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def spec(**target: Any) -> JobSpec:
     return parse_spec(json.dumps(document).encode())
 
 
-def launch(found: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
-    return Launch(RUN, 1, placement, found or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
+def launch(wanted: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
+    return Launch(RUN, 1, placement, wanted or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_hosts_follow_from_the_topology(accelerator: str, topology: str, expecte
 def test_a_slice_that_gke_does_not_make_is_refused(target: dict[str, Any], pointer: str, expected: str) -> None:
     with pytest.raises(InvalidSpec) as refused:
         spec(**target)
-    problem = next(one for one in refused.value.problems if one.pointer == pointer)
+    problem = next(problem for problem in refused.value.problems if problem.pointer == pointer)
     assert expected in problem.expected
 
 
@@ -101,15 +101,17 @@ def test_the_tutorial_is_one_slice_of_four_hosts_that_ends_with_its_job() -> Non
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": "4"}
     assert pod["serviceAccountName"] == SETTINGS.kubernetes_trainer_account
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
-    told = {one["name"]: one["value"] for one in head["env"]}
-    assert (told["DROPFORGE_TPU_HOSTS"], told["DROPFORGE_TPU_CHIPS_PER_HOST"]) == ("4", "4")
-    assert told["RAY_JOB_STOP_WAIT_TIME_S"] == told["DROPFORGE_GRACE_SECONDS"]  # of Ray, 3: too short to save anything
-    assert json.loads(told["DROPFORGE_SECRETS"]) == {"HF_TOKEN": "projects/x/secrets/hf-token/versions/latest"}
-    # A token's reference is for the head alone: the workers read nothing that needs one.
-    assert not any(one["name"] == "DROPFORGE_SECRETS" for one in pod["containers"][0]["env"])
+    variables = {variable["name"]: variable["value"] for variable in head["env"]}
+    assert (variables["DROPFORGE_TPU_HOSTS"], variables["DROPFORGE_TPU_CHIPS_PER_HOST"]) == ("4", "4")
+    assert (
+        variables["RAY_JOB_STOP_WAIT_TIME_S"] == variables["DROPFORGE_GRACE_SECONDS"]
+    )  # Ray's default of 3 s is too short for a checkpoint
+    assert json.loads(variables["DROPFORGE_SECRETS"]) == {"HF_TOKEN": "projects/x/secrets/hf-token/versions/latest"}
+    # Only the head gets the reference of the token: the workers read nothing that needs a token.
+    assert not any(variable["name"] == "DROPFORGE_SECRETS" for variable in pod["containers"][0]["env"])
 
 
-def test_flex_start_is_asked_of_the_slice_and_not_of_the_head() -> None:
+def test_flex_start_applies_to_the_slice_and_not_to_the_head() -> None:
     cluster = ray_job_manifest(launch(placement=1))["spec"]["rayClusterSpec"]
     selector = cluster["workerGroupSpecs"][0]["template"]["spec"]["nodeSelector"]
     assert selector["cloud.google.com/gke-flex-start"] == "true"
@@ -124,12 +126,12 @@ def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
     where = "projects/x/locations/us-east5/clusters/standing/k8s/namespaces/dropforge"
     assert job.name == f"{where}/ray.io/rayjobs/{name}"
     own = requests(launch(spec(cluster={"create": True})))
-    assert [one.kind for one in own] == ["container.googleapis.com/Cluster", "ray.io/RayJob"]
+    assert [resource.kind for resource in own] == ["container.googleapis.com/Cluster", "ray.io/RayJob"]
     assert own[0].request["cluster"]["addonsConfig"] == {"rayOperatorConfig": {"enabled": True}}
     assert len(name) <= 47  # as KubeRay demands: the cluster's name has a suffix
 
 
-def test_a_deployment_without_the_image_says_so() -> None:
+def test_a_deployment_without_the_image_refuses_the_run() -> None:
     with pytest.raises(CloudError, match="no image for target ray"):
         requests(launch(settings=settings_with()))
 
@@ -189,7 +191,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
 
 
 @pytest.mark.parametrize(
-    ("found", "phase", "error_class", "code"),
+    ("manifest", "phase", "error_class", "code"),
     [
         ({"metadata": {"name": "j"}}, Phase.PENDING, None, None),
         (job(""), Phase.PENDING, None, None),
@@ -199,7 +201,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
         (job("Suspending", "RUNNING"), Phase.PENDING, None, None),
         (job("Running"), Phase.RUNNING, None, None),
         (job("Running", "PENDING"), Phase.RUNNING, None, None),
-        (job("Running", "SUCCEEDED"), Phase.RUNNING, None, None),  # the operator has the last word
+        (job("Running", "SUCCEEDED"), Phase.RUNNING, None, None),  # the deployment status of the operator decides
         (job("Retrying", "FAILED"), Phase.RUNNING, None, None),
         (job("SomethingNew"), Phase.RUNNING, None, None),
         (job("Complete", "SUCCEEDED", endTime="2026-11-20T12:00:00Z"), Phase.SUCCEEDED, None, 0),
@@ -208,7 +210,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
         (job("Failed", "FAILED", reason="AppFailed", message=FAILED), Phase.FAILED, ErrorClass.DATA, 65),
         (job("Failed", "FAILED", reason="AppFailed", message="died"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "RUNNING", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),
-        (job("Failed", "", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),  # before it ran
+        (job("Failed", "", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),  # before the job ran
         (job("Failed", "", reason="PreRunningDeadlineExceeded"), Phase.FAILED, ErrorClass.STOCKOUT, None),
         (job("Failed", "", reason="SubmissionFailed"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "", reason="JobStatusCheckTimeoutExceeded"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
@@ -218,33 +220,33 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
     ],
 )  # fmt: skip
 def test_both_states_are_read_together(
-    found: dict[str, Any], phase: Phase, error_class: ErrorClass | None, code: int | None
+    manifest: dict[str, Any], phase: Phase, error_class: ErrorClass | None, code: int | None
 ) -> None:
-    status = status_of_ray_job(found)
+    status = status_of_ray_job(manifest)
     assert (status.phase, status.error_class, status.exit_code) == (phase, error_class, code)
 
 
 def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
-    going = job("Running", "RUNNING")
-    going["metadata"]["deletionTimestamp"] = "2026-11-20T12:00:00Z"
-    assert status_of_ray_job(going).phase is Phase.GONE
+    deleted = job("Running", "RUNNING")
+    deleted["metadata"]["deletionTimestamp"] = "2026-11-20T12:00:00Z"
+    assert status_of_ray_job(deleted).phase is Phase.GONE
 
 
-def test_an_operator_that_drops_what_it_does_not_know_still_runs_the_job() -> None:
-    """Fields of KubeRay's CRD that came late: without them the cluster asks for no token, and all else is as with."""
+def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
+    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster asks for no token."""
     wanted = ray_job_manifest(launch())["spec"]
     late = {"authOptions"} & wanted["rayClusterSpec"].keys()
-    # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: not even GKE's add-on is known to have them.
+    # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: GKE's add-on may not have them.
     assert wanted["submissionMode"] == "HTTPMode"
     assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & wanted.keys()
     assert late == {"authOptions"}
-    status = status_of_ray_job(job("Running", "RUNNING"))  # as an operator without `reason` has it
+    status = status_of_ray_job(job("Running", "RUNNING"))  # an old operator sets no `reason`
     assert status.phase is Phase.RUNNING
     old = status_of_ray_job(job("Failed", "FAILED", message=FAILED))
     assert (old.error_class, old.exit_code) == (ErrorClass.DATA, 65)
 
 
-def test_an_unknown_price_is_said_to_be_unknown() -> None:
+def test_an_unknown_price_is_none() -> None:
     price = RayJobs().price(spec(price_usd_per_hour=None), 0)
     assert price.usd_per_hour is None
     assert "tpu-v6e-slice 4x4 in us-east5" in price.source

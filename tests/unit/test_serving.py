@@ -1,4 +1,4 @@
-"""What an endpoint is made of, and what one that does not become ready is said to have failed of."""
+"""The resources of an endpoint, and the reason that an endpoint reports when it does not become ready."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from google.cloud import run_v2, tpu_v2
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import pods
+from dropforge.cloud.clients import Clients
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
@@ -22,12 +22,12 @@ from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import deployment_problems
 
-from ..deployments import clients, cloud_with
+from ..deployments import REQUIRED, cloud_with, settings_with
 from ..schemas import kubernetes
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
 RUN = "text-to-sql-0123456789ab"
-FULL = {
+FULL: dict[str, Any] = {
     "accelerator": "nvidia-h100-80gb",
     "accelerator_count": 4,
     "capacity": "reservation",
@@ -73,13 +73,13 @@ def deployment(trains_on: dict[str, Any] | None = None, **serve: Any) -> Deploym
         "serve": {"type": "gke", **serve},
         "labels": {"team": "sql"},
     }
-    values = [*["x"] * 9, "registry/serve-vllm@sha256:1", "trainer", "server"]
-    settings = Settings(*values, gke_cluster="standing")
+    accounts = {"trainer_service_account": "trainer", "server_service_account": "server"}
+    settings = settings_with(serve_vllm_image="registry/serve-vllm@sha256:1", gke_cluster="standing", **accounts)
     return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
 
 
 @pytest.mark.parametrize("serve", [{}, FULL, {"capacity": "spot"}, {"capacity": "flex_start"}], ids=str)
-def test_manifests_are_what_kubernetes_accepts(serve: dict[str, Any]) -> None:
+def test_kubernetes_accepts_the_manifests(serve: dict[str, Any]) -> None:
     manifests = [resource.request for resource in gke.GkeDeployment().resources(deployment(**serve))]
     assert {"Deployment", "Service"} <= {manifest["kind"] for manifest in manifests}
     for manifest in manifests:
@@ -87,7 +87,7 @@ def test_manifests_are_what_kubernetes_accepts(serve: dict[str, Any]) -> None:
             kubernetes.check(manifest)
 
 
-def test_an_endpoint_is_reached_inside_the_vpc_only_and_scaled_only_when_asked() -> None:
+def test_an_endpoint_is_internal_and_scaled_on_request_only() -> None:
     kinds = [resource.kind for resource in gke.GkeDeployment().resources(deployment())]
     assert kinds == ["apps.k8s.io/Deployment", "k8s.io/Service"]
     service = gke.service_manifest(deployment())
@@ -97,7 +97,7 @@ def test_an_endpoint_is_reached_inside_the_vpc_only_and_scaled_only_when_asked()
     assert metric["target"] == {"type": "AverageValue", "averageValue": "7"}
 
 
-def test_instances_serve_one_model_on_all_their_gpus_and_nobody_elses_pods_are_theirs() -> None:
+def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -> None:
     spec = gke.deployment_manifest(deployment(**FULL))["spec"]
     pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
     container = pod["containers"][0]
@@ -105,18 +105,18 @@ def test_instances_serve_one_model_on_all_their_gpus_and_nobody_elses_pods_are_t
     assert environment["DROPFORGE_TENSOR_PARALLEL_SIZE"] == container["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert environment["DROPFORGE_MODEL_URI"].endswith(f"/models/{RUN}")
     assert spec["replicas"] == 2
-    assert spec["strategy"]["rollingUpdate"]["maxSurge"] == 0  # it would ask for GPUs that nobody has
+    assert spec["strategy"]["rollingUpdate"]["maxSurge"] == 0  # a surge would need more GPUs
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
-    # Training pods of the run have its labels as well; a selector of those would send them requests.
+    # Training pods carry the labels of the run, too: a selector on those labels would send them requests.
     assert spec["selector"]["matchLabels"].items() <= labels.items()
     assert names.RUN_LABEL not in spec["selector"]["matchLabels"]
     assert labels[names.EXPIRES_LABEL] == "1795305600"
     assert gke.service_manifest(deployment())["spec"]["selector"] == spec["selector"]["matchLabels"]
 
 
-def test_the_spec_goes_before_the_target_and_the_target_before_the_deployment() -> None:
+def test_the_cluster_is_the_endpoint_s_or_the_target_s_or_the_deployment_s() -> None:
     assert "/clusters/own/" in gke.GkeDeployment().resources(deployment({"name": "trains"}, cluster="own"))[0].name
     assert gke.cluster_of(deployment({"name": "trains"})) == "projects/x/locations/us-central1/clusters/trains"
     assert gke.cluster_of(deployment({"create": True}, region="europe-west4")).endswith(
@@ -134,14 +134,14 @@ def test_the_spec_goes_before_the_target_and_the_target_before_the_deployment() 
         (None, None),
     ],
 )
-def test_the_address_is_the_load_balancers(ingress: Any, url: str | None) -> None:
+def test_the_url_is_the_load_balancer_s(ingress: Any, url: str | None) -> None:
     status = {} if ingress is None else {"loadBalancer": {"ingress": ingress}}
     assert gke.url_of({**gke.service_manifest(deployment()), "status": status}) == url
 
 
-def test_an_address_without_tls_is_sent_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_without_tls_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN", raising=False)
-    assert "Authorization" not in clients.endpoint("http://10.0.0.5:8000").headers
+    assert "Authorization" not in Clients().endpoint("http://10.0.0.5:8000").headers
 
 
 def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
@@ -155,16 +155,17 @@ def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
         "serve": {"type": "tpu_vm", **serve},
         "labels": {"team": "sql"},
     }
-    settings = Settings(*["p1"] * 11, "server@p1", serve_vllm_tpu_image="registry/serve-vllm-tpu@sha256:1")
+    changes = {"server_service_account": "server@p1", "serve_vllm_tpu_image": "registry/serve-vllm-tpu@sha256:1"}
+    settings = settings_with(**{**dict.fromkeys(REQUIRED, "p1"), **changes})
     return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
 
 
-def test_a_tpu_vm_is_asked_for_exactly() -> None:
+def test_the_requests_for_a_tpu_vm_are_exact() -> None:
     wanted = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
     queued, node = tpu_vm.TpuVmServer().resources(wanted)
     zone, name = "projects/p1/locations/us-west4-a", f"df-{RUN}-serve"
     assert (queued.name, node.name) == (f"{zone}/queuedResources/{name}", f"{zone}/nodes/{name}")
-    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises on what the API does not have
+    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises for an unknown field
     resource = queued.request["queuedResource"]
     spec = resource.pop("tpu")["nodeSpec"][0]
     assert resource == {"spot": {}, "queueingPolicy": {"validUntilDuration": "1200s"}}
@@ -213,7 +214,7 @@ def test_a_tpu_vm_is_asked_for_exactly() -> None:
     }
 
 
-def test_a_node_that_is_not_queued_is_the_endpoint_itself() -> None:
+def test_without_a_queued_resource_the_node_is_the_endpoint() -> None:
     elsewhere = {"type": "cloud_run", "placements": [{"region": "us-central1"}]}
     wanted = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
     [node] = tpu_vm.TpuVmServer().resources(wanted)
@@ -223,7 +224,7 @@ def test_a_node_that_is_not_queued_is_the_endpoint_itself() -> None:
     tpu_v2.CreateNodeRequest.from_json(json.dumps(node.request))
 
 
-def test_a_tpu_vm_costs_what_the_spec_says_or_nobody_knows() -> None:
+def test_a_tpu_vm_has_the_price_of_the_spec_or_none() -> None:
     server = tpu_vm.TpuVmServer()
     assert server.price(on_tpu(price_usd_per_hour=4.8).spec).usd_per_hour == 4.8
     unknown = server.price(on_tpu().spec)
@@ -232,8 +233,8 @@ def test_a_tpu_vm_costs_what_the_spec_says_or_nobody_knows() -> None:
 
 
 @pytest.mark.parametrize(("addresses", "url"), [(["10.0.0.7"], "http://10.0.0.7:8000"), ([], None)])
-def test_the_address_is_the_node_s(addresses: list[str], url: str | None) -> None:
-    # 8470 is what the API says of every node; nothing of ours listens there.
+def test_the_url_is_the_node_s(addresses: list[str], url: str | None) -> None:
+    # The API gives every node the port 8470; the server listens on another port.
     endpoints = [{"ip_address": address, "port": 8470} for address in addresses]
     assert tpu_vm.url_of(tpu_v2.Node(network_endpoints=endpoints)) == url
 
@@ -284,12 +285,12 @@ BACK_OFF = waiting("ImagePullBackOff", 'Back-off pulling image "i"')
         ({"running": {}}, 1, ended(137, "OOMKilled"), [], ErrorClass.OUT_OF_MEMORY),
     ],
 )
-def test_a_pod_is_broken_when_waiting_cannot_help(
+def test_a_pod_is_broken_when_waiting_is_useless(
     state: Any, restarts: int, last: Any, events: list[Any], expected: ErrorClass | None
 ) -> None:
-    found = pods.broken(pod(state, restarts, last), events)
-    assert (found and found.error_class) is expected
-    assert found is None or found.hint
+    problem = pods.broken(pod(state, restarts, last), events)
+    assert (problem and problem.error_class) is expected
+    assert problem is None or problem.hint
 
 
 SCALE_UP = "Node scale up in zones us-central1-a associated with this pod failed: {}. Pod is at risk."
@@ -305,13 +306,13 @@ SCALE_UP = "Node scale up in zones us-central1-a associated with this pod failed
         ([], ErrorClass.STOCKOUT, "no node fits"),
     ],
 )
-def test_a_pod_without_a_node_says_what_is_lacking(events: list[Any], expected: ErrorClass, text: str) -> None:
+def test_an_unschedulable_pod_reports_the_missing_resource(events: list[Any], expected: ErrorClass, text: str) -> None:
     condition = {"type": "PodScheduled", "status": "False", "message": "no node fits"}
-    found = pods.unschedulable({"metadata": {"name": "p"}, "spec": {}, "status": {"conditions": [condition]}}, events)
-    assert found
-    assert found.error_class is expected
-    assert text in found.message
-    assert found.hint
+    problem = pods.unschedulable({"metadata": {"name": "p"}, "spec": {}, "status": {"conditions": [condition]}}, events)
+    assert problem
+    assert problem.error_class is expected
+    assert text in problem.message
+    assert problem.hint
     bound = {"metadata": {"name": "p"}, "spec": {"nodeName": "n"}, "status": {"conditions": [condition]}}
     assert pods.unschedulable(bound, events) is None
 

@@ -31,7 +31,7 @@ def name_of(path: Path) -> str:
 
 
 def bytes_of(case: dict[str, Any]) -> bytes:
-    """The document of an invalid example, as it would lie in the bucket."""
+    """Return the document of an invalid example as bytes."""
     if "spec" in case:
         return json.dumps(case["spec"]).encode()
     raw = base64.b64decode(case["base64"]) if "base64" in case else case["text"].encode()
@@ -39,7 +39,7 @@ def bytes_of(case: dict[str, Any]) -> bytes:
 
 
 def problems_of(data: bytes) -> list[SpecProblem]:
-    """What is wrong with a document; nothing when it is a spec."""
+    """Return the problems of a document; none for a valid spec."""
     try:
         parse_spec(data)
     except InvalidSpec as refusal:
@@ -48,7 +48,7 @@ def problems_of(data: bytes) -> list[SpecProblem]:
 
 
 def is_there(pointer: str, document: Any) -> bool:
-    """Whether a JSON pointer leads to something in the document, or to a field that is missing from an object in it."""
+    """Return whether a JSON pointer names a value of the document, or a missing field of one of its objects."""
     *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")]
     for step in steps[1:]:
         try:
@@ -67,14 +67,14 @@ def test_a_valid_example_is_accepted_by_both_validators(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", VALID, ids=name_of)
-def test_an_accepted_spec_survives_being_stored(path: Path) -> None:
+def test_an_accepted_spec_can_be_stored_and_read_again(path: Path) -> None:
     spec = parse_spec(path.read_bytes())
     stored = spec.model_dump_json(by_alias=True)
     assert JobSpec.model_validate_json(stored) == parse_spec(stored.encode()) == spec
 
 
 @pytest.mark.parametrize("path", INVALID, ids=name_of)
-def test_an_invalid_example_is_refused_where_and_why_it_says(path: Path) -> None:
+def test_an_invalid_example_is_refused_with_its_documented_problems(path: Path) -> None:
     case = json.loads(path.read_text())
     with pytest.raises(InvalidSpec) as refusal:
         parse_spec(bytes_of(case))
@@ -82,7 +82,7 @@ def test_an_invalid_example_is_refused_where_and_why_it_says(path: Path) -> None
 
 
 def test_every_field_has_an_invalid_example() -> None:
-    """Of fields with a rule beyond their type; the pointer of the example ends in the field's name."""
+    """Every field with a rule beyond its type. The pointer of the example ends with the name of the field."""
     pointers = [p["pointer"] for path in INVALID for p in json.loads(path.read_text())["problems"]]
     wrong = {step for pointer in pointers for step in pointer.split("/") if not step.isdecimal()}
     rules = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "enum", "const", "minItems"}
@@ -92,7 +92,7 @@ def test_every_field_has_an_invalid_example() -> None:
     assert not ruled - wrong
 
 
-def test_the_schema_file_is_what_the_models_say() -> None:
+def test_the_schema_file_is_up_to_date() -> None:
     assert {key: value for key, value in SCHEMA.items() if key != "$schema"} == job_spec_schema()
 
 
@@ -101,7 +101,7 @@ def test_durations(duration: str, expected: int) -> None:
     assert seconds(duration) == expected
 
 
-def test_a_credential_is_never_repeated() -> None:
+def test_an_error_never_contains_a_credential() -> None:
     token = "hf_" + "THISISNOTAREALTOKEN"
     document = {**DOCUMENTS[0], "name": f"x {token}", "labels": {"a": token, token: "b"}, "secrets": {"A": [token]}}
     with pytest.raises(InvalidSpec) as refusal:
@@ -113,24 +113,24 @@ def test_a_credential_is_never_repeated() -> None:
 
 @pytest.mark.parametrize("depth", [10, 100, 300, 500, 900, 1000, 100_000])
 @pytest.mark.parametrize(("opening", "inside", "closing"), [("[", "", "]"), ('{"a":', "1", "}")])
-def test_nesting_of_any_depth_is_an_answer_not_a_crash(opening: str, inside: str, closing: str, depth: int) -> None:
+def test_a_document_of_any_depth_is_refused(opening: str, inside: str, closing: str, depth: int) -> None:
     text = f'{{"labels": {opening * depth}{inside}{closing * depth}}}'
     with pytest.raises(InvalidSpec):
         parse_spec(text.encode())
 
 
-def test_the_largest_spec_is_read_and_one_byte_more_is_not() -> None:
+def test_a_spec_of_the_largest_size_is_accepted_and_a_larger_one_is_refused() -> None:
     small = json.dumps(DOCUMENTS[0]).encode()
     assert parse_spec(small.ljust(MAX_SPEC_BYTES)).name
     with pytest.raises(InvalidSpec, match="too large"):
         parse_spec(small.ljust(MAX_SPEC_BYTES + 1))
 
 
-def test_a_byte_order_mark_is_no_obstacle() -> None:
+def test_a_byte_order_mark_is_ignored() -> None:
     assert parse_spec(b"\xef\xbb\xbf" + json.dumps(DOCUMENTS[0]).encode()).name
 
 
-# What people write by mistake, and what fuzzers write on purpose.
+# Values that people write by mistake or fuzzers write on purpose.
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-2, 70) | st.floats(allow_nan=False) | st.text(max_size=20)
     | st.sampled_from(["", "auto", "lora", "cloud_run", "gs://a", "nvidia-l4", "us-central1", "1h", "0s", 10**400]),
@@ -144,7 +144,7 @@ KEYS = (
 
 
 def places(document: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a document."""
+    """Return every (container, key) of a document."""
     if isinstance(document, dict):
         return [(document, key) for key in document] + [p for value in document.values() for p in places(value)]
     if isinstance(document, list):
@@ -154,13 +154,13 @@ def places(document: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> Any:
-    """A valid spec with one to three things replaced, added, taken away or moved."""
+    """A valid spec with one to three values replaced, added, removed or copied."""
     document = copy.deepcopy(draw(st.sampled_from(DOCUMENTS)))
     for _ in range(draw(st.integers(1, 3))):
-        found = places(document)
-        if not found:
+        candidates = places(document)
+        if not candidates:
             break
-        container, key = draw(st.sampled_from(found))
+        container, key = draw(st.sampled_from(candidates))
         match draw(st.sampled_from(["replace", "replace", "remove", "add", "copy"])):
             case "replace":
                 container[key] = draw(VALUES)
@@ -169,7 +169,7 @@ def mutated(draw: st.DrawFn) -> Any:
             case "add" if isinstance(container, dict):
                 container[draw(KEYS)] = draw(VALUES)
             case _:
-                source, source_key = draw(st.sampled_from(found))
+                source, source_key = draw(st.sampled_from(candidates))
                 if source_key in source if isinstance(source, dict) else source_key < len(source):
                     container[key] = copy.deepcopy(source[source_key])
     return document
@@ -191,7 +191,7 @@ def test_any_mutation_is_a_spec_or_is_refused_at_places_that_exist(document: Any
 @given(mutated())
 @example({**DOCUMENTS[0], "schema_uri": "x"})
 @example({**DOCUMENTS[0], "limits": {"max_cost_usd": True}})
-def test_what_the_json_schema_refuses_is_refused(document: Any) -> None:
+def test_a_document_that_the_json_schema_refuses_is_refused(document: Any) -> None:
     assert VALIDATOR.is_valid(document) or problems_of(json.dumps(document).encode())
 
 

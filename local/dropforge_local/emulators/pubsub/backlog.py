@@ -1,9 +1,8 @@
-"""Every subscription's backlog: what is due, what is leased, what was acknowledged; all in SQLite.
+"""Every subscription's backlog in SQLite: ready, leased and acknowledged messages.
 
-A delivery is one message for one subscription. It is *ready* when it has no lease and its `due` time has come, and
-*leased* until its `due` time otherwise. A failure (nack, expired lease, failed push) moves `due` into the future by
-the retry policy, or the message to the dead-letter topic. An ack removes the row, or marks it where acked messages are
-kept.
+A delivery is one message for one subscription. Without a lease it is *ready* from its `due` time on; with a lease it is
+*leased* until its `due` time. A failure (nack, expired lease, failed push) delays `due` by the retry policy, or moves
+the message to the dead-letter topic. An ack removes the row, or marks it if the subscription retains acked messages.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SELECT d.subscription, d.message, d.failures, d.due, d.lease, d.ordering_key, m.
 FROM pubsub_deliveries d JOIN pubsub_messages m ON m.id = d.message
 WHERE d.subscription = :subscription AND NOT d.acked AND d.lease IS NULL AND d.due <= :now
 """
-# In an ordered subscription a key's messages wait while an earlier one of the key is leased or backing off.
+# In an ordered subscription a message waits while an earlier message of its key is leased or delayed.
 HEAD_OF_KEY = """
 AND NOT EXISTS (
     SELECT 1 FROM pubsub_deliveries e WHERE e.subscription = d.subscription AND e.ordering_key = d.ordering_key
@@ -63,7 +62,7 @@ AND NOT EXISTS (SELECT 1 FROM pubsub_snapshots s WHERE s.topic = pubsub_messages
 
 @dataclass(frozen=True)
 class Content:
-    """A message as its publisher gives it."""
+    """A message as its publisher sends it."""
 
     data: bytes
     attributes: Mapping[str, str]
@@ -92,7 +91,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class AckId:
-    """What an ack id names."""
+    """A parsed ack id: a message and its lease."""
 
     message: int
     lease: int
@@ -105,15 +104,15 @@ class AckId:
         except ValueError as error:
             raise invalid(f"invalid ack ID {text!r}") from error
         if owner != subscription.id or not (0 < message < 2**63 and 0 < lease < 2**63):
-            raise invalid(f"invalid ack ID {text!r}: it is not of {subscription.name}")
+            raise invalid(f"invalid ack ID {text!r}: it belongs to another subscription than {subscription.name}")
         return cls(message, lease)
 
 
 class Backlog:
-    """The state transitions, each one transaction. The hooks run after commit.
+    """The state transitions, one transaction each. The hooks run after commit.
 
-    `wake(subscription_id)`: something may have become ready. `released(leases)`: these leases have ended.
-    `deadline(when)`: `expire` has something to do at that time.
+    `wake(subscription_id)`: a message may be ready. `released(leases)`: these leases have ended.
+    `deadline(when)`: `expire` must run at that time.
     """
 
     def __init__(self, db: Database, clock: Clock, resources: Resources) -> None:
@@ -124,7 +123,7 @@ class Backlog:
         self.wake: Callable[[int], None] = lambda subscription: None
         self.released: Callable[[Sequence[int]], None] = lambda leases: None
         self.deadline: Callable[[float], None] = lambda when: None
-        # Distinct from every lease of an earlier process on this database.
+        # Starts at the time, so that no earlier process on this database gave out the same lease.
         self._leases = itertools.count(time.time_ns())
         db.connection.executescript(SCHEMA)
 
@@ -151,7 +150,7 @@ class Backlog:
         return ids
 
     def append(self, subscription: Subscription, messages: Iterable[tuple[int, Content, float]], now: float) -> None:
-        """Give `subscription` those of the stored messages (id, content, publish time) that its filter lets through."""
+        """Give `subscription` the stored messages (id, content, publish time) that its filter matches."""
         matches = compile_filter(subscription.config.filter)
         rows = []
         for message, content, published in messages:
@@ -169,7 +168,7 @@ class Backlog:
     def claim(
         self, subscription: Subscription, limit: int, lease_seconds: float, now: float, one_per_key: bool = False
     ) -> list[Delivery]:
-        """Lease up to `limit` ready messages; by publish order where the subscription is ordered.
+        """Lease up to `limit` ready messages; in publish order if the subscription is ordered.
 
         `one_per_key` keeps a single message of an ordering key outstanding, as push delivery does.
         """
@@ -190,7 +189,7 @@ class Backlog:
         return batch
 
     def next_due(self, subscription: Subscription, after: float) -> float | None:
-        """When the next message that waits for its time becomes ready; None if none does."""
+        """When the next delayed message becomes ready; None without a delayed message."""
         row = self.db.connection.execute(
             "SELECT MIN(due) FROM pubsub_deliveries WHERE subscription = ? AND NOT acked AND lease IS NULL AND due > ?",
             (subscription.id, after),
@@ -198,9 +197,9 @@ class Backlog:
         return None if row[0] is None else float(row[0])
 
     def acknowledge(self, subscription: Subscription, ack_ids: Sequence[str]) -> list[str]:
-        """Ack, and return the ids that exactly-once delivery does not accept (expired or used before).
+        """Ack, and return the ids that exactly-once delivery refuses (expired or used before).
 
-        Without exactly-once delivery a late ack still counts, as the service's best effort does.
+        Without exactly-once delivery a late ack still counts, as in the service's best-effort delivery.
         """
         parsed = [(text, AckId.parse(subscription, text)) for text in ack_ids]
         now = self.now()
@@ -218,7 +217,7 @@ class Backlog:
         return rejected
 
     def modify_deadline(self, subscription: Subscription, ack_ids: Sequence[str], deadline_seconds: float) -> list[str]:
-        """Extend leases, or nack with 0; returns the ids whose lease has ended already (nothing happens to those)."""
+        """Extend leases, or nack with 0. Returns the ids whose lease has already ended; these are left unchanged."""
         parsed = [(text, AckId.parse(subscription, text)) for text in ack_ids]
         now = self.now()
         rejected, failed = [], []
@@ -238,7 +237,7 @@ class Backlog:
         return rejected
 
     def expire(self, now: float) -> None:
-        """End the leases, retentions and snapshots that are over at `now`."""
+        """End the leases, retentions and snapshots that have expired at `now`."""
         due = self.next_expiry()
         if due is None or due > now:
             return
@@ -254,7 +253,7 @@ class Backlog:
             self.collect(now)
 
     def next_expiry(self) -> float | None:
-        """When `expire` has something to do next."""
+        """When the next lease, retention or snapshot expires; None without one."""
         row = self.db.connection.execute(
             "SELECT (SELECT MIN(due) FROM pubsub_deliveries WHERE lease IS NOT NULL), "
             "(SELECT MIN(expires) FROM pubsub_deliveries), (SELECT MIN(expires) FROM pubsub_snapshots), "
@@ -263,14 +262,14 @@ class Backlog:
         return min((float(when) for when in row if when is not None), default=None)
 
     def collect(self, now: float) -> None:
-        """Forget the snapshots that are over and the messages that nothing needs."""
+        """Delete expired snapshots, and messages that nothing needs."""
         with self.db.transaction() as sql:
             self.resources.expire_snapshots(now)
             sql.execute("UPDATE pubsub_messages SET keep_until = 0 WHERE keep_until > 0 AND keep_until <= ?", (now,))
             sql.execute(f"DELETE FROM pubsub_messages WHERE {UNUSED}", {"now": now})
 
     def apply_retention(self, subscription: Subscription) -> None:
-        """Let a retention that was changed count for what the subscription holds already."""
+        """Apply a changed retention to the messages that the subscription already has."""
         with self.db.transaction() as sql:
             sql.execute(
                 "UPDATE pubsub_deliveries SET expires = ? + "
@@ -280,13 +279,13 @@ class Backlog:
             self.db.after_commit(lambda: self.deadline(0))
 
     def forget_topic(self, topic: str) -> None:
-        """A deleted topic keeps nothing; what its subscriptions hold stays theirs."""
+        """Drop the retained messages of a deleted topic; its subscriptions keep their backlogs."""
         with self.db.transaction() as sql:
             sql.execute("UPDATE pubsub_messages SET topic = ?, keep_until = 0 WHERE topic = ?", (DELETED_TOPIC, topic))
             self.collect(self.now())
 
     def clear(self, subscription: Subscription) -> None:
-        """Drop the whole backlog of a subscription that is deleted or detached."""
+        """Drop the backlog of a deleted or detached subscription."""
         with self.db.transaction() as sql:
             rows = sql.execute(
                 "SELECT lease FROM pubsub_deliveries WHERE subscription = ? AND lease IS NOT NULL", (subscription.id,)
@@ -296,7 +295,7 @@ class Backlog:
             self.changed(subscription, [row["lease"] for row in rows])
 
     def recover(self) -> None:
-        """After a restart nothing is being pushed: make those leases due now, without counting a failure."""
+        """After a restart no push is in progress: end the leases of pushes, without counting a failure."""
         with self.db.transaction() as sql:
             for subscription in self.resources.push_subscriptions():
                 sql.execute(
@@ -305,7 +304,7 @@ class Backlog:
                 )
 
     def settle(self, sql: sqlite3.Connection, subscription: Subscription, message: int, now: float) -> None:
-        """Mark a delivery as acknowledged, or remove it where acknowledged messages are not kept."""
+        """Mark a delivery as acknowledged; remove it unless the subscription retains acked messages."""
         key = (subscription.id, message)
         if subscription.config.retain_acked_messages:
             sql.execute(
@@ -316,7 +315,7 @@ class Backlog:
         sql.execute(f"DELETE FROM pubsub_messages WHERE id = :id AND {UNUSED}", {"id": message, "now": now})
 
     def changed(self, subscription: Subscription, ended: Sequence[int | None] = ()) -> None:
-        """After commit: report the leases that ended, and wake whoever waits for the subscription."""
+        """After commit, report the leases that ended and wake the tasks that wait for the subscription."""
         leases = [lease for lease in ended if lease is not None]
         if leases:
             self.db.after_commit(lambda: self.released(leases))
@@ -331,7 +330,7 @@ class Backlog:
         return int(cursor.lastrowid or 0)
 
     def _survivors(self, subscription: Subscription, rows: list[sqlite3.Row], now: float) -> list[sqlite3.Row]:
-        """The rows whose first delivery is not lost by `faults`."""
+        """The rows whose first delivery the `faults` do not drop."""
         if not self.faults.drop_first:
             return rows
         lost = [
@@ -373,7 +372,7 @@ class Backlog:
     def _fail(
         self, sql: sqlite3.Connection, subscription: Subscription, rows: Sequence[sqlite3.Row], now: float
     ) -> None:
-        """Count a failure of each row (by message): make it due later, or forward it to the dead-letter topic."""
+        """Count a failure of each row: delay its message, or forward the message to the dead-letter topic."""
         if not rows:
             return
         ended = [row["lease"] for row in rows]
@@ -381,7 +380,7 @@ class Backlog:
             failures = row["failures"] + 1
             if self._dead_letter(sql, subscription, row["message"], failures, now):
                 continue
-            # A lease that expired while nobody looked failed at its end, not now.
+            # A lease that expired earlier failed at its end, not now.
             due = min(now, row["due"]) + subscription.retry_delay_seconds(failures)
             self._requeue(sql, row, failures, due)
             if row["ordering_key"]:
@@ -397,7 +396,7 @@ class Backlog:
     def _release_followers(
         self, sql: sqlite3.Connection, subscription: Subscription, row: sqlite3.Row, due: float
     ) -> list[int]:
-        """Redelivering one message of an ordering key redelivers what was sent after it, in order."""
+        """Release the later messages of the same ordering key: they are redelivered too, in order."""
         rows = sql.execute(
             "UPDATE pubsub_deliveries SET lease = NULL, due = ? WHERE subscription = ? AND ordering_key = ? "
             "AND message > ? AND NOT acked AND lease IS NOT NULL RETURNING lease",
@@ -408,7 +407,7 @@ class Backlog:
     def _dead_letter(
         self, sql: sqlite3.Connection, subscription: Subscription, message: int, failures: int, now: float
     ) -> bool:
-        """Forward a message that has used up its attempts; False when it has not, or there is nowhere to forward it."""
+        """Forward a message without attempts left; False if it has attempts left or there is no dead-letter topic."""
         limit = subscription.max_delivery_attempts
         if limit is None or failures < limit:
             return False

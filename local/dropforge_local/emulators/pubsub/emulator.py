@@ -1,4 +1,4 @@
-"""The Pub/Sub emulator: wiring, set-up calls for the stack, and the one timer that ends leases and retentions."""
+"""The Pub/Sub emulator: wiring, set-up calls for the stack, and the timer that ends leases and retentions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
 from ..kit import rpc
+from ..kit.background import Background, stop_all
 from .backlog import Backlog, Content
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
@@ -25,7 +26,7 @@ from .wakes import Wakes, supervise, wait
 
 
 class PubSubEmulator:
-    """google.pubsub.v1 over gRPC and REST. `token(audience)` makes the OIDC token of pushes that ask for one."""
+    """google.pubsub.v1 over gRPC and REST. `token(audience)` returns the OIDC token for a push with `oidc_token`."""
 
     def __init__(self, db: Database, clock: Clock, token: Callable[[str], str] | None = None) -> None:
         self.db = db
@@ -37,7 +38,7 @@ class PubSubEmulator:
         self._pusher = Pusher(self._backlog, self._resources, self._wakes, clock, token)
         self._service = PubSubService(self._resources, self._backlog, self._puller, self._subscription_changed)
         self._services = services(self._service)
-        self._timer: asyncio.Task[None] | None = None
+        self._background = Background("Pub/Sub")
         self._timer_target: float | None = None
         self._timer_moved = asyncio.Event()
         self._backlog.wake = self._wakes.wake
@@ -46,7 +47,7 @@ class PubSubEmulator:
 
     @property
     def faults(self) -> DeliveryFaults:
-        """Faults that delivery suffers from now on; assign another value at any time."""
+        """The faults of later deliveries; assign another value at any time."""
         return self._backlog.faults
 
     @faults.setter
@@ -54,23 +55,23 @@ class PubSubEmulator:
         self._backlog.faults = faults
 
     def create_topic(self, name: str) -> None:
-        """Make sure that the topic exists; idempotent."""
+        """Create the topic unless it exists."""
         topic = Topic(name=name)
         check_topic(topic)
-        if not self._resources.has_topic(name):
+        if not self._resources.exists("topics", name):
             self._service.create_topic(topic)
 
     def create_subscription(
         self, name: str, topic: str, config: Mapping[str, Any] | None = None, *, cloud_event: bool = False
     ) -> None:
-        """Make sure that the subscription exists as described; idempotent.
+        """Create the subscription, or change it to this description; idempotent.
 
-        `config` is the REST resource's JSON, such as {"pushConfig": {"pushEndpoint": url}}. What can be changed is
-        changed in place; a change of topic, filter, ordering or `cloud_event` makes it anew, without its backlog.
+        `config` is the REST resource's JSON, such as {"pushConfig": {"pushEndpoint": url}}. A new topic, filter,
+        ordering or `cloud_event` deletes the subscription with its backlog and creates it again.
         """
         wanted = rpc.parse_dict({**(config or {}), "name": name, "topic": topic}, SubscriptionConfig())
         with self.db.transaction():
-            if not self._resources.has_subscription(name):
+            if not self._resources.exists("subscriptions", name):
                 self._service.create_subscription(wanted, cloud_event)
                 return
             current = self._resources.subscription(name)
@@ -83,17 +84,17 @@ class PubSubEmulator:
             self._service.update_subscription(request)
 
     def delete_subscription(self, name: str) -> None:
-        """Make sure that the subscription does not exist."""
-        if self._resources.has_subscription(name):
+        """Delete the subscription if it exists."""
+        if self._resources.exists("subscriptions", name):
             self._service.delete_subscription(types.DeleteSubscriptionRequest.pb()(subscription=name))
 
     def publish(self, topic: str, data: bytes, attributes: Mapping[str, str] | None = None) -> str:
-        """Publish one message and return its id; inside a transaction it is part of that, and sent after commit."""
+        """Publish a message and return its id. Inside a transaction, the message is delivered after the commit."""
         check_messages([PubsubMessage(data=data, attributes=attributes or {})])
         return self.enqueue(topic, data, attributes or {})
 
     def enqueue(self, topic: str, data: bytes, attributes: Mapping[str, str]) -> str:
-        """Publish without the API's limits: for the platform's own events, whose headers hold names of any length."""
+        """Publish without the API's limits, for the platform's events, whose headers have names of any length."""
         return str(self._backlog.publish(topic, [Content(data, attributes)])[0])
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -110,17 +111,13 @@ class PubSubEmulator:
         return [stream, *rpc.grpc_handlers(self._services)]
 
     async def start(self) -> None:
-        self._puller.stopping = False
         self._backlog.recover()
         await self._pusher.start()
-        self._timer = asyncio.create_task(supervise("the Pub/Sub timer", self._run_timer))
+        self._background.spawn(supervise("the Pub/Sub timer", self._run_timer))
 
     async def stop(self) -> None:
         self._puller.stop()
-        if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.gather(self._timer, return_exceptions=True)
-        await self._pusher.stop()
+        await stop_all(self._background.stop, self._pusher.stop)
 
     def _subscription_changed(self, subscription: Subscription) -> None:
         self._pusher.ensure_pump(subscription)

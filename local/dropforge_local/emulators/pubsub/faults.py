@@ -1,20 +1,20 @@
-"""Delivery faults on purpose: duplicates, lost first deliveries, overtaking and delay, reproducible from a seed."""
+"""Deliberate delivery faults: duplicates, lost first deliveries, reordering and delay, reproducible from a seed."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-REORDER_SECONDS = 0.5  # how long a held-back message may be overtaken
+REORDER_SECONDS = 0.5  # the longest extra delay of a reordered message
 
 
 @dataclass(frozen=True)
 class DeliveryFaults:
-    """Shares (0..1) of messages that suffer a fault, per subscription; none by default.
+    """Shares (0..1) of a subscription's messages that have a fault; none by default.
 
-    `duplicate`: the first acknowledgement is lost, so the message comes again. `drop_first`: the first delivery is lost
-    on its way and retried by the subscription's policy. `reorder`: the message is held back for up to half a second
-    (never one with an ordering key in an ordered subscription). `delay_seconds`: every message is due that much later.
+    `duplicate`: the first acknowledgement is lost, and the message is delivered again. `drop_first`: the first delivery
+    is lost and retried by the subscription's policy. `reorder`: the message is delayed by up to REORDER_SECONDS (never
+    a message with an ordering key in an ordered subscription). `delay_seconds`: the delay of every message.
     """
 
     seed: int = 0
@@ -35,5 +35,5 @@ class DeliveryFaults:
         return self.delay_seconds + REORDER_SECONDS * self._draw("hold", subscription, message)
 
     def _draw(self, fault: str, subscription: int, message: int) -> float:
-        # A function of the ids rather than a running generator: the same whatever else goes on, and after a restart.
+        # A function of the ids, not a generator with state: independent of other messages and of restarts.
         return random.Random(f"{self.seed}/{fault}/{subscription}/{message}").random()

@@ -1,4 +1,4 @@
-"""Pull and StreamingPull: hand out leased messages, and wait for the next without polling."""
+"""Pull and StreamingPull: lease and return messages, and wait for the next message without polling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .wakes import Wakes, wait
 PubsubMessage = types.PubsubMessage.pb()
 ReceivedMessage = types.ReceivedMessage.pb()
 StreamingPullResponse = types.StreamingPullResponse.pb()
-PULL_WAIT_SECONDS = 5.0  # an empty pull answers after "a bounded amount of time"
+PULL_WAIT_SECONDS = 5.0  # the API promises an empty answer after "a bounded amount of time"
 MAX_STREAM_BATCH = 250
 MAX_PULL_BATCH = 1000
 
@@ -43,14 +43,14 @@ def received_message(delivery: Delivery, subscription: Subscription) -> Message:
 
 @dataclass(eq=False)
 class Outstanding:
-    """What a stream has sent and not seen settled, against the limits that its client set (0: none)."""
+    """The unsettled messages that a stream has sent, and the limits of its client (0: no limit)."""
 
     max_messages: int
     max_bytes: int
     leases: dict[int, int] = field(default_factory=dict)
 
     def room(self) -> int:
-        """How many more messages may be sent; bytes may be exceeded by the last one, as at Google."""
+        """How many more messages the stream may send. The last message may exceed the bytes, as at Google."""
         if self.max_bytes > 0 and sum(self.leases.values()) >= self.max_bytes:
             return 0
         return (
@@ -74,13 +74,13 @@ class Puller:
         self.wakes.wake_all()
 
     def released(self, leases: Sequence[int]) -> None:
-        """Leases have ended: their streams have room again."""
+        """Free the room that ended leases took in their streams."""
         for lease in leases:
             if owner := self._owners.pop(lease, None):
                 owner.leases.pop(lease, None)
 
     async def pull(self, name: str, max_messages: int, immediately: bool) -> list[Delivery]:
-        """Lease ready messages; wait a while for the first one unless `immediately`."""
+        """Lease ready messages. Wait up to PULL_WAIT_SECONDS for the first message, unless `immediately`."""
         if max_messages <= 0:
             raise invalid(f"max_messages is {max_messages}; expected a positive number")
         subscription = self._pullable(name)
@@ -100,7 +100,7 @@ class Puller:
     async def streaming_pull(
         self, requests: AsyncIterator[Message], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Message]:
-        """The StreamingPull RPC: acks and deadlines come in on the stream, messages go out."""
+        """The StreamingPull RPC: the client sends acks and deadlines, the emulator sends messages."""
         try:
             async for response in self._stream(requests):
                 yield response
@@ -134,7 +134,7 @@ class Puller:
             if self.stopping:
                 raise ApiError("UNAVAILABLE", "the local stack is stopping")
             if reader.done() and not inbox.responses:
-                reader.result()  # raises what was wrong with a request
+                reader.result()  # raises the error of an invalid request
                 return  # the client has closed its side
             subscription = self._pullable(subscription.name)
             while inbox.responses:
@@ -171,7 +171,7 @@ class Puller:
 
 
 class _Inbox:
-    """The client's side of one stream: what it last asked for, and the confirmations that it is owed."""
+    """The requests of one stream: the client's current deadline, and the confirmations to send."""
 
     def __init__(self, puller: Puller, first: Message, changed: asyncio.Event) -> None:
         self.puller = puller
@@ -191,8 +191,8 @@ class _Inbox:
             self.changed.set()
 
     def _update(self, request: Message) -> None:
-        once = ("subscription", "max_outstanding_messages", "max_outstanding_bytes", "protocol_version")
-        for name in once:
+        fixed = ("subscription", "max_outstanding_messages", "max_outstanding_bytes", "protocol_version")
+        for name in fixed:
             if getattr(request, name) and getattr(request, name) != getattr(self.first, name):
                 raise invalid(f"{name} can only be set on the first request of a stream")
         if request.stream_ack_deadline_seconds:
@@ -200,7 +200,7 @@ class _Inbox:
             self.deadline_seconds = request.stream_ack_deadline_seconds
 
     def _settle(self, request: Message) -> None:
-        """Apply the request's acks and deadlines; confirm them where exactly-once delivery is on."""
+        """Apply the request's acks and deadlines; confirm them with exactly-once delivery."""
         deadlines, ids = request.modify_deadline_seconds, request.modify_deadline_ack_ids
         if len(deadlines) != len(ids):
             raise invalid(f"{len(deadlines)} modify_deadline_seconds for {len(ids)} modify_deadline_ack_ids")

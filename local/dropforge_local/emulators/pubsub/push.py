@@ -1,4 +1,4 @@
-"""Push delivery: one pump per push subscription, a bounded number of requests in flight, keep-alive connections."""
+"""Push delivery: a pump per push subscription, a bounded number of requests in flight, keep-alive connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 32
 ACKNOWLEDGING = frozenset((102, 200, 201, 202, 204))
-# A lease outlives the request's time-out by this much, so that the two do not race.
+# A lease ends this long after the request's timeout, so that the two do not race.
 LEASE_MARGIN_SECONDS = 1.0
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 HOP_HEADERS = frozenset(("connection", "content-length", "host", "transfer-encoding", "upgrade", "te", "trailer"))
@@ -45,7 +45,7 @@ class Pusher:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        # No cap here: each pump bounds its own. No cookies and no automatic headers beyond the protocol's.
+        # No limit here: each pump limits its own requests. No cookies, no automatic headers except the protocol's.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
         )
@@ -62,7 +62,7 @@ class Pusher:
             self._session = None
 
     def ensure_pump(self, subscription: Subscription) -> None:
-        """Start delivery of a push subscription that has none yet; a pump ends by itself."""
+        """Start the pump of a push subscription unless it runs. It ends when the subscription is no longer pushed."""
         if subscription.is_push and subscription.id not in self._pumps and self._session is not None:
             pump = asyncio.get_running_loop().create_task(self._run_pump(subscription.id))
             self._pumps[subscription.id] = pump
@@ -97,7 +97,7 @@ class Pusher:
         return self.backlog.claim(subscription, room, lease_seconds, now, one_per_key=True)
 
     async def _deliver(self, subscription: Subscription, delivery: Delivery) -> None:
-        """One request; a 2xx that Pub/Sub counts as one acks, everything else is a nack."""
+        """Send one request. A status in ACKNOWLEDGING acks the message; any other result is a nack."""
         acknowledged = await self._post(subscription, delivery)
         current = self.resources.subscription_by_id(subscription.id)
         if current is None:
@@ -107,14 +107,14 @@ class Pusher:
                 self.backlog.acknowledge(current, [delivery.ack_id])
             else:
                 self.backlog.modify_deadline(current, [delivery.ack_id], 0)
-        except sqlite3.Error:  # a full disk: the lease ends by itself, and the message comes again
+        except sqlite3.Error:  # a full disk: the lease expires, and the message is delivered again
             log.exception("could not settle message %s of %s", delivery.message, current.name)
 
     async def _post(self, subscription: Subscription, delivery: Delivery) -> bool:
         assert self._session is not None
         push = subscription.config.push_config
         try:
-            await self.backlog.db.durable()  # nobody is told of what a power cut could still undo
+            await self.backlog.db.durable()  # an endpoint must not see an event that a power cut could still undo
             headers, body = self._request(subscription, delivery)
             async with self._session.post(
                 push.push_endpoint,
@@ -164,7 +164,7 @@ def _wrapped(subscription: Subscription, delivery: Delivery) -> bytes:
 
 
 def _cloud_event(subscription: Subscription, delivery: Delivery) -> tuple[dict[str, str], bytes]:
-    """The same body as Eventarc delivers it: a binary-mode CloudEvent whose id is the message's."""
+    """Eventarc's form of the same body: a binary-mode CloudEvent with the message's id."""
     headers = {
         "ce-specversion": "1.0",
         "ce-id": str(delivery.message),
@@ -177,7 +177,7 @@ def _cloud_event(subscription: Subscription, delivery: Delivery) -> tuple[dict[s
 
 
 def _unwrapped(subscription: Subscription, delivery: Delivery) -> tuple[dict[str, str], bytes]:
-    """The raw data; with write_metadata the attributes become plain headers, where they can be headers."""
+    """The raw data. With write_metadata, every attribute with a valid header name becomes a header."""
     headers = {"content-type": "application/octet-stream"}
     if subscription.config.push_config.no_wrapper.write_metadata:
         headers |= {

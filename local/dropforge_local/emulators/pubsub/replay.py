@@ -1,4 +1,4 @@
-"""Seek: turn a subscription's backlog to a time or a snapshot, and the snapshots themselves."""
+"""Seek a subscription's backlog to a time or a snapshot, and take snapshots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rules import DAY_SECONDS
 SNAPSHOT_SECONDS = 7 * DAY_SECONDS
 MINIMUM_SNAPSHOT_SECONDS = 3600
 
-# Unacknowledged when the snapshot was taken, or published since.
+# Unacknowledged at the snapshot's creation, or published later.
 IN_SNAPSHOT = """
 (m.id > (SELECT last_message FROM pubsub_snapshots WHERE name = :snapshot)
  OR m.id IN (SELECT message FROM pubsub_snapshot_messages WHERE snapshot = :snapshot))
@@ -27,18 +27,18 @@ class Replay:
         self.backlog = backlog
 
     def seek_to_time(self, subscription: Subscription, when: float) -> None:
-        """Ack what was published before `when`; bring back what was published since and is still kept."""
+        """Ack every message published before `when`; restore every retained message published since."""
         kept = "m.published >= :when AND m.keep_until > :now"
         self._seek(subscription, "m.published >= :when", kept, {"when": when})
 
     def seek_to_snapshot(self, subscription: Subscription, snapshot: str) -> None:
-        """Make unacked exactly what was unacked when the snapshot was taken, and everything published since."""
+        """Leave unacked exactly the snapshot's unacked messages and every message published since."""
         self._seek(subscription, IN_SNAPSHOT, IN_SNAPSHOT, {"snapshot": snapshot})
 
     def take_snapshot(self, snapshot: str, subscription: Subscription) -> tuple[int, float]:
-        """Note the unacked messages under the snapshot's name; returns the newest message's id and when it expires.
+        """Store the unacked messages of the snapshot; return the newest message's id and the snapshot's expiry.
 
-        A snapshot lives for seven days less the age of the oldest message in it.
+        A snapshot expires seven days after its oldest message was published.
         """
         now = self.backlog.now()
         with self.backlog.db.transaction() as sql:
@@ -56,7 +56,7 @@ class Replay:
         return int(newest[0]) if newest else 0, (oldest[0] or now) + SNAPSHOT_SECONDS
 
     def _seek(self, subscription: Subscription, wanted: str, kept: str, values: Mapping[str, Any]) -> None:
-        """Unack what is `wanted`, ack the rest, and add what the subscription no longer holds but the topic kept."""
+        """Unack `wanted` messages, ack all others, and add `kept` messages that the subscription no longer has."""
         now = self.backlog.now()
         values = {**values, "subscription": subscription.id, "topic": subscription.topic, "now": now}
         with self.backlog.db.transaction() as sql:

@@ -1,4 +1,4 @@
-"""Topics, subscriptions and snapshots as rows: each resource's own protobuf message, and what the deliveries need."""
+"""Topics, subscriptions and snapshots as rows: each resource's protobuf message, and columns that queries need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SubscriptionConfig = types.Subscription.pb()
 Snapshot = types.Snapshot.pb()
 PAGING = Paging(default=100, largest=1000)
 # A push without a retry policy backs off from 100 ms to 60 s (https://cloud.google.com/pubsub/docs/push#push_backoff);
-# a pull redelivers at once, which we space a little so that a nacking subscriber does not spin.
+# a pull redelivers at once. A short pause here keeps a subscriber that always nacks from using a whole core.
 PUSH_BACKOFF_SECONDS = (0.1, 60.0)
 PULL_BACKOFF_SECONDS = (0.01, 1.0)
 
@@ -42,7 +42,7 @@ CREATE INDEX IF NOT EXISTS pubsub_snapshots_topic ON pubsub_snapshots (topic);
 
 @dataclass(frozen=True)
 class Subscription:
-    """A stored subscription. `cloud_event`: pushed as Eventarc does, a messagePublished event in binary mode."""
+    """A stored subscription. With `cloud_event`, a push is a messagePublished event in binary mode, as at Eventarc."""
 
     id: int
     name: str
@@ -64,13 +64,13 @@ class Subscription:
 
     @property
     def max_delivery_attempts(self) -> int | None:
-        """None without a dead-letter policy; only with one are attempts reported to the subscriber."""
+        """None without a dead-letter policy; the service then reports no attempts to the subscriber either."""
         if not self.config.HasField("dead_letter_policy"):
             return None
         return int(self.config.dead_letter_policy.max_delivery_attempts)
 
     def retry_delay_seconds(self, failures: int) -> float:
-        """How long after its `failures`-th failure a message is due again."""
+        """The delay of a message after its `failures`-th failure."""
         if self.config.HasField("retry_policy"):
             policy = self.config.retry_policy
             lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
@@ -80,20 +80,19 @@ class Subscription:
 
 
 class Resources:
-    """The three tables. Methods neither validate nor wake anyone; that is the service's."""
+    """The three tables. The service validates and wakes; these methods do neither."""
 
     def __init__(self, db: Database) -> None:
         self.db = db
         db.connection.executescript(SCHEMA)
 
     def topic(self, name: str) -> Message:
-        row = self.db.connection.execute("SELECT config FROM pubsub_topics WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise not_found(name)
-        return Topic.FromString(row["config"])
+        return Topic.FromString(self._row("topics", name)["config"])
 
-    def has_topic(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_topics WHERE name = ?", (name,)).fetchone())
+    def exists(self, collection: str, name: str) -> bool:
+        """Whether one of the topics, subscriptions or snapshots has this name."""
+        query = f"SELECT 1 FROM pubsub_{collection} WHERE name = ?"
+        return self.db.connection.execute(query, (name,)).fetchone() is not None
 
     def save_topic(self, topic: Message) -> None:
         with self.db.transaction() as sql:
@@ -103,7 +102,7 @@ class Resources:
             )
 
     def delete_topic(self, name: str) -> None:
-        """Subscriptions and snapshots outlive their topic; they say `_deleted-topic_` from then on."""
+        """Delete a topic. Its subscriptions and snapshots stay, with the topic `_deleted-topic_`."""
         with self.db.transaction() as sql:
             for subscription in self.subscriptions_of(name):
                 subscription.config.topic = DELETED_TOPIC
@@ -117,13 +116,7 @@ class Resources:
             sql.execute("DELETE FROM pubsub_topics WHERE name = ?", (name,))
 
     def subscription(self, name: str) -> Subscription:
-        row = self.db.connection.execute("SELECT * FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise not_found(name)
-        return _subscription(row)
-
-    def has_subscription(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone())
+        return _subscription(self._row("subscriptions", name))
 
     def subscription_by_id(self, subscription_id: int) -> Subscription | None:
         row = self.db.connection.execute(
@@ -154,12 +147,7 @@ class Resources:
             sql.execute("DELETE FROM pubsub_subscriptions WHERE id = ?", (subscription.id,))
 
     def snapshot(self, name: str) -> Message:
-        for snapshot in self._snapshots("name = ?", name):
-            return snapshot
-        raise not_found(name)
-
-    def has_snapshot(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_snapshots WHERE name = ?", (name,)).fetchone())
+        return Snapshot.FromString(self._row("snapshots", name)["config"])
 
     def save_snapshot(self, snapshot: Message, last_message: int, expires: float) -> None:
         with self.db.transaction() as sql:
@@ -175,9 +163,8 @@ class Resources:
             sql.execute("DELETE FROM pubsub_snapshot_messages WHERE snapshot = ?", (name,))
 
     def expire_snapshots(self, now: float) -> None:
-        for row in self.db.connection.execute(
-            "SELECT name FROM pubsub_snapshots WHERE expires <= ?", (now,)
-        ).fetchall():
+        expired = "SELECT name FROM pubsub_snapshots WHERE expires <= ?"
+        for row in self.db.connection.execute(expired, (now,)).fetchall():
             self.delete_snapshot(row["name"])
 
     def snapshots_of(self, topic: str) -> list[str]:
@@ -196,6 +183,13 @@ class Resources:
         page, token = cut(rows, size, lambda row: [row["name"]])
         return [kind.FromString(row["config"]) for row in page], token
 
+    def _row(self, collection: str, name: str) -> sqlite3.Row:
+        query = f"SELECT * FROM pubsub_{collection} WHERE name = ?"
+        row: sqlite3.Row | None = self.db.connection.execute(query, (name,)).fetchone()
+        if row is None:
+            raise not_found(name)
+        return row
+
     def _snapshots(self, where: str, value: str) -> Iterator[Message]:
         rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()
         return (Snapshot.FromString(row["config"]) for row in rows)
@@ -206,7 +200,7 @@ def describe(subscription: Subscription, resources: Resources) -> Message:
     answer = SubscriptionConfig()
     answer.CopyFrom(subscription.config)
     answer.state = 1  # ACTIVE
-    if resources.has_topic(subscription.topic):
+    if resources.exists("topics", subscription.topic):
         topic = resources.topic(subscription.topic)
         if topic.HasField("message_retention_duration"):
             answer.topic_message_retention_duration.CopyFrom(topic.message_retention_duration)

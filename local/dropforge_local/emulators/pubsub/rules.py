@@ -1,4 +1,4 @@
-"""What Pub/Sub refuses: names, limits and combinations, checked before anything is stored.
+"""The names, limits and combinations that Pub/Sub refuses, checked before a change is stored.
 
 Limits: https://cloud.google.com/pubsub/quotas#resource_limits and the API reference.
 """
@@ -23,7 +23,7 @@ DEFAULT_EXPIRATION_SECONDS = 31 * DAY_SECONDS
 RETENTION_SECONDS = (600, 31 * DAY_SECONDS)
 ACK_DEADLINE_SECONDS = (10, 600)
 DELIVERY_ATTEMPTS = (5, 100)
-BACKOFF_SECONDS = (10, 600)  # the defaults of a retry policy that leaves them out
+BACKOFF_SECONDS = (10, 600)  # the defaults of a retry policy
 MAX_MESSAGE_BYTES = 10_000_000
 MAX_MESSAGES_PER_PUBLISH = 1000
 MAX_ATTRIBUTES = 100
@@ -43,7 +43,7 @@ def invalid(message: str) -> ApiError:
 
 
 def check_name(name: str, collection: str) -> None:
-    """Refuse what is not projects/P/`collection`/ID."""
+    """Refuse a name other than projects/P/`collection`/ID."""
     match = re.fullmatch(rf"projects/([a-z0-9.:\-]+)/{collection}/({RESOURCE_ID})", name)
     if match is None or match[2].startswith("goog"):
         raise invalid(
@@ -84,7 +84,7 @@ def complete_subscription(subscription: Message) -> None:
 
 
 def complete_push(subscription: Message) -> None:
-    """Check the push configuration; one without an endpoint means a pull subscription."""
+    """Check the push configuration; without an endpoint, the subscription is a pull subscription."""
     push = subscription.push_config
     if not push.push_endpoint:
         subscription.ClearField("push_config")
@@ -93,11 +93,11 @@ def complete_push(subscription: Message) -> None:
         url = urlsplit(push.push_endpoint)
     except ValueError as error:
         raise invalid(f"invalid push_endpoint {push.push_endpoint!r}: {error}") from error
-    # Google wants https; the local stack's functions are on http.
+    # Google requires https; the local stack's functions have http.
     if url.scheme not in ("http", "https") or not url.hostname:
         raise invalid(f"invalid push_endpoint {push.push_endpoint!r}; expected an http:// or https:// URL")
     if subscription.enable_exactly_once_delivery:
-        raise invalid("enable_exactly_once_delivery is for pull subscriptions; this one has a push_endpoint")
+        raise invalid("enable_exactly_once_delivery is for pull subscriptions; this subscription has a push_endpoint")
     for name, value in push.attributes.items():
         if name != "x-goog-version" or value not in ("v1", "v1beta2"):
             raise invalid(f"invalid push attribute {name!r}={value!r}; expected x-goog-version v1")
@@ -105,7 +105,7 @@ def complete_push(subscription: Message) -> None:
 
 
 def check_messages(messages: Iterable[Message]) -> None:
-    """Refuse a publish request that holds an invalid message; none of it is published then."""
+    """Refuse a publish request with an invalid message, as a whole."""
     count = total = 0
     for message in messages:
         count += 1
@@ -162,7 +162,7 @@ def _complete_retry(subscription: Message) -> None:
 
 def _check_message(message: Message) -> None:
     if not message.data and not message.attributes:
-        raise invalid("a message has neither data nor attributes; expected at least one of them")
+        raise invalid("a message has no data and no attributes; expected data or attributes")
     if len(message.attributes) > MAX_ATTRIBUTES:
         raise invalid(f"a message has {len(message.attributes)} attributes; the limit is {MAX_ATTRIBUTES}")
     for key, value in message.attributes.items():

@@ -1,4 +1,4 @@
-"""Waiting without polling: until a subscription changes, or until a time on the stack's clock."""
+"""Waiting without polling for a subscription's change, or for a time on the stack's clock."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from contextlib import contextmanager
 
 from dropforge_local.base.clock import Clock
 
+from ..kit.background import first
+
 log = logging.getLogger(__name__)
 
 DATABASE_RETRY_SECONDS = 1.0
 
 
 class Wakes:
-    """Per subscription, the events of everyone who waits for its messages."""
+    """Per subscription, the events of the tasks that wait for its messages."""
 
     def __init__(self) -> None:
         self._events: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
 
     @contextmanager
     def listen(self, subscription_id: int) -> Iterator[asyncio.Event]:
-        """An event that is set whenever the subscription may have something new."""
+        """An event that is set when the subscription may have a new message."""
         event = asyncio.Event()
         self._events[subscription_id].add(event)
         try:
@@ -48,20 +50,14 @@ async def wait(event: asyncio.Event, clock: Clock, until: float | None) -> None:
     if until is None:
         await event.wait()
         return
-    tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep_until(until))]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await first(event.wait(), clock.sleep_until(until))
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` until it returns, again and again while the database refuses (a full disk): delivery must go on."""
+    """Run `work` until it returns. Run it again after a database error, such as a full disk: delivery must continue."""
     while True:
         try:
             return await work()
         except sqlite3.Error:
-            log.exception("%s failed; it goes on in %g s", name, DATABASE_RETRY_SECONDS)
+            log.exception("%s failed; trying again in %g s", name, DATABASE_RETRY_SECONDS)
             await asyncio.sleep(DATABASE_RETRY_SECONDS)

@@ -1,7 +1,5 @@
 """Cloud Storage's JSON API: preconditions on every verb, generations, resumable uploads, events in the transaction."""
 
-from __future__ import annotations
-
 from .emulator import StorageEmulator
 from .models import ObjectChange
 

@@ -38,9 +38,9 @@ async def answer_batch(answer: Answer, call: Call) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": f"multipart/mixed; boundary={boundary}"})
 
 
-async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
+async def _answer_part(batch: Call, part: Message, answer: Answer) -> bytes:
     try:
-        reply = await answer(_inner_call(outer, part))
+        reply = await answer(_inner_call(batch, part))
         assert isinstance(reply, Reply), "inside a batch, only JSON is answered"
     except StorageError as error:
         reply = refusal(error)
@@ -54,10 +54,10 @@ async def _answer_part(outer: Call, part: Message, answer: Answer) -> bytes:
     return "\r\n".join(head + lines).encode("utf-8", "replace") + body + b"\r\n"
 
 
-def _inner_call(outer: Call, part: Message) -> Call:
+def _inner_call(batch: Call, part: Message) -> Call:
     """The HTTP request inside an application/http part."""
     text = part.get_payload(decode=True)
-    if not isinstance(text, bytes):  # a multipart of its own
+    if not isinstance(text, bytes):  # a nested multipart
         raise invalid(f"Failed to parse batch request: a part is {part.get_content_type()}; expected application/http")
     head, *rest = _HEAD_END.split(text.lstrip(), maxsplit=1)
     request_line, *header_lines = head.decode("utf-8", "replace").splitlines() or [""]
@@ -69,4 +69,4 @@ def _inner_call(outer: Call, part: Message) -> Call:
     for line in header_lines:
         name, _, value = line.partition(":")
         headers[name.strip()] = value.strip()
-    return Call(words[0], path, query, headers, outer.base_url, b"".join(rest))
+    return Call(words[0], path, query, headers, batch.base_url, b"".join(rest))

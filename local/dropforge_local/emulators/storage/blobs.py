@@ -1,8 +1,8 @@
-"""Object bytes: immutable blobs, named at random so that no object name ever reaches the disk.
+"""Object bytes: immutable blobs with random names, so that no object name reaches the disk.
 
-Small ones are rows of the database, in the transaction of the object that names them: a file costs ten times as much
-to make. Others are a file each, written and fsynced before the row that names it is committed; what a crash leaves
-behind between the two is a file that no row names, and `sweep` deletes those at start.
+A small blob is a row, written in the transaction of its object: creating a file costs ten times as much. A large blob
+is a file, written and fsynced before the transaction of its object. A crash between the two leaves a file without an
+object; `sweep` deletes such files at start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dropforge_local.base.db import Database
 from .errors import disk_failed
 from .models import Content
 
-# What a resumable upload keeps of a broken-off chunk is a multiple of this, as in the real service.
+# After a broken connection, a resumable upload keeps a multiple of this of its chunk, as the real service does.
 GRANULE_BYTES = 256 * 1024
 FLUSH_BYTES = 4 * GRANULE_BYTES
 SMALL_BYTES = 64 * 1024
@@ -56,7 +56,7 @@ class Digest:
 
 
 class BlobStore:
-    """The table of small blobs and the directory of the others, whose disk work runs on threads of its own."""
+    """The table of small blobs and the directory of large blobs. Disk work runs on this store's own threads."""
 
     def __init__(self, db: Database, root: Path) -> None:
         self._db = db
@@ -73,34 +73,34 @@ class BlobStore:
         return self._root / blob[:2] / blob
 
     def open(self, blob: str) -> BinaryIO:
-        """Open for reading; the bytes stay readable through it even when the blob is removed meanwhile."""
+        """Open a blob for reading. The bytes stay readable through the file after the blob is removed."""
         row = self._db.connection.execute("SELECT data FROM storage_small WHERE blob = ?", (blob,)).fetchone()
         return io.BytesIO(row["data"]) if row else self.path(blob).open("rb")
 
     def keep_small(self, blob: str, data: bytes) -> None:
-        """Store a small blob, in the transaction of the object that names it."""
+        """Store a small blob, in the transaction of its object."""
         self._db.connection.execute("INSERT INTO storage_small VALUES (?, ?)", (blob, data))
 
     def remove_small(self, blob: str) -> bool:
-        """Remove a small blob, likewise; False if it is none."""
+        """Remove a small blob, in the transaction of its object. Returns False for a large blob."""
         return self._db.connection.execute("DELETE FROM storage_small WHERE blob = ?", (blob,)).rowcount > 0
 
     def remove(self, blob: str) -> None:
         self.path(blob).unlink(missing_ok=True)
 
     def sweep(self, keep: Collection[str]) -> int:
-        """Remove every file that is not in `keep`; return how many there were."""
+        """Delete every file that is not in `keep`; return their number."""
         strays = [path for path in self._root.glob("??/*") if path.name not in keep]
         for path in strays:
             path.unlink()
         return len(strays)
 
     async def digest(self, blob: str, size: int) -> Digest:
-        """Hash the first `size` bytes of a blob again (an upload that goes on after a restart)."""
+        """Hash the first `size` bytes of a blob again, for an upload that continues after a restart."""
         return await self.run(_hash_file, self.path(blob), size)
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
-        """Run disk work on a blob thread. An OSError, such as a full disk, becomes 507."""
+        """Run disk work on a thread of this store. An OSError, such as a full disk, becomes 507."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
         except OSError as error:
@@ -111,7 +111,7 @@ class BlobStore:
 
 
 class BlobWriter:
-    """Appends to one blob in large pieces, hashing as it goes; `digest.size` is always what the file holds."""
+    """Appends to one blob in large pieces and hashes them. `digest.size` is always the size of the file."""
 
     def __init__(self, store: BlobStore, blob: str, digest: Digest) -> None:
         self.blob = blob
@@ -125,7 +125,7 @@ class BlobWriter:
             await self._flush(len(self._buffer) // GRANULE_BYTES * GRANULE_BYTES)
 
     async def finish(self) -> Content:
-        """Write and fsync what is left; a blob that is small and whole is left to whoever commits its object."""
+        """Write and fsync the rest; the caller stores a small blob, in `Content.data`, with its object."""
         if not self.digest.size and len(self._buffer) <= SMALL_BYTES:
             data = bytes(self._buffer)
             self.digest.update(data)
@@ -134,7 +134,7 @@ class BlobWriter:
         return Content(self.blob, self.digest.size, self.digest.crc32c, self.digest.md5)
 
     async def keep_granules(self) -> int:
-        """Write and fsync the whole granules that are left, forget the rest; return the blob's size."""
+        """Write and fsync the complete granules, drop the rest; return the blob's size."""
         await self._flush(len(self._buffer) // GRANULE_BYTES * GRANULE_BYTES, sync=True)
         self._buffer.clear()
         return self.digest.size
@@ -149,7 +149,7 @@ def _append(path: Path, data: bytes, digest: Digest, sync: bool) -> None:
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
-        # Anything beyond is of an attempt that failed or was killed before it was recorded.
+        # Drop bytes of a write that failed, or that a crash kept from being recorded.
         file.truncate(digest.size)
         file.seek(digest.size)
         file.write(data)

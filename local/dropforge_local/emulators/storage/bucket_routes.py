@@ -82,7 +82,7 @@ class BucketRoutes:
         return Reply(self._buckets.set_policy(call.names["bucket"], parse_json(call.body)))
 
     async def test_permissions(self, call: Call) -> Reply:
-        """Whoever calls the local stack owns it: every permission that exists is granted."""
+        """Every caller of the local stack is its owner and has every permission."""
         self._buckets.get(call.names["bucket"])
         permissions = call.query.getall("permissions", [])
         if not permissions:
@@ -98,7 +98,7 @@ class BucketRoutes:
         return Reply(layout | {name: bucket[name] for name in ("location", "locationType")})
 
     async def list_managed_folders(self, call: Call) -> Reply:
-        """There are none, as they cannot be made here; `gcloud storage rm -r` asks."""
+        """An empty list, since the local stack cannot create managed folders; `gcloud storage rm -r` reads the list."""
         self._buckets.get(call.names["bucket"])
         return Reply({"kind": "storage#managedFolders"})
 
@@ -107,7 +107,7 @@ class BucketRoutes:
         return Reply({"kind": "storage#serviceAccount", "email_address": address})
 
     async def refuse_acl(self, call: Call) -> Reply:
-        """Buckets of the local stack have uniform bucket-level access, with which Google refuses ACLs as well."""
+        """Refuse, as Google does for buckets with uniform bucket-level access, which every local bucket has."""
         self._buckets.get(call.names["bucket"])
         raise StorageError(
             400,
@@ -139,7 +139,7 @@ _ACL_PATHS = (
 
 
 def max_results(call: Call) -> int:
-    """maxResults, at most 1,000; absent and 0 mean that."""
+    """maxResults, at most 1,000. The default and 0 are 1,000."""
     limit = parse_int64(call.query.get("maxResults", "0"), "maxResults")
     if limit < 0:
         raise invalid(f"Invalid value for maxResults: {limit}; expected 0 to {MAX_RESULTS}", "invalidParameter")

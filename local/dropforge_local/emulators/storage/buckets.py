@@ -24,17 +24,9 @@ CREATE TABLE IF NOT EXISTS storage_buckets (
 """
 _MEMBER = ("allUsers", "allAuthenticatedUsers")
 _MEMBER_PREFIXES = (
-    "user:",
-    "serviceAccount:",
-    "group:",
-    "domain:",
-    "projectViewer:",
-    "projectEditor:",
-    "projectOwner:",
-    "principal:",
-    "principalSet:",
-    "deleted:",
-)
+    "user:", "serviceAccount:", "group:", "domain:", "projectViewer:", "projectEditor:", "projectOwner:", "principal:",
+    "principalSet:", "deleted:",
+)  # fmt: skip
 
 
 class Buckets:
@@ -71,13 +63,13 @@ class Buckets:
         return self._db.connection.execute(query, (name,)).fetchone() is not None
 
     def list(self, prefix: str, after: str, limit: int) -> list[Bucket]:
-        """At most `limit` buckets whose names begin with `prefix` and come after `after`, by name."""
+        """At most `limit` buckets after the name `after`, with names that begin with `prefix`, by name."""
         query = "SELECT * FROM storage_buckets WHERE name >= ? AND name > ? ORDER BY name LIMIT ?"
         rows = self._db.connection.execute(query, (prefix, after, limit))
         return [Bucket.from_row(row) for row in rows if row["name"].startswith(prefix)]
 
     def change(self, name: str, preconditions: Preconditions, edit: Edit) -> Bucket:
-        """Replace a bucket's attributes by what `edit` makes of them."""
+        """Replace a bucket's attributes by `edit(attributes)`."""
         with self._db.transaction() as connection:
             bucket = self.get(name, preconditions)
             connection.execute(
@@ -96,7 +88,7 @@ class Buckets:
             connection.execute("DELETE FROM storage_buckets WHERE name = ?", (name,))
 
     def policy(self, name: str) -> dict[str, Any]:
-        """The IAM policy, with the etag that a read-modify-write must send back."""
+        """The IAM policy; `set_policy` compares its etag, so that a read-modify-write is safe."""
         policy = {"kind": "storage#policy", "resourceId": f"projects/_/buckets/{name}", "version": 1, "bindings": []}
         policy |= self.get(name).policy
         digest = hashlib.sha256(json.dumps([policy["version"], policy["bindings"]]).encode()).digest()
@@ -107,7 +99,7 @@ class Buckets:
         with self._db.transaction() as connection:
             current = self.policy(name)["etag"]
             if policy.get("etag") not in (None, "", current):
-                raise precondition_failed(f"the policy's etag is {policy['etag']!r}, the current one is {current!r}.")
+                raise precondition_failed(f"the policy's etag is {policy['etag']!r}, the current etag is {current!r}.")
             kept = json.dumps({"bindings": bindings, "version": policy.get("version") or 1})
             connection.execute("UPDATE storage_buckets SET policy = ? WHERE name = ?", (kept, name))
             return self.policy(name)

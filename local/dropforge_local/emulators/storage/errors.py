@@ -8,7 +8,7 @@ from dropforge_local.base.errors import ApiError
 
 
 class StorageError(ApiError):
-    """One refusal: an HTTP code (also 304, 412, 416, 499 and 507, which google.rpc has not) and a `reason`."""
+    """A refusal: an HTTP code, also one without a google.rpc code (304, 412, 416, 499, 507), and a `reason`."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__("UNKNOWN", message)
@@ -48,12 +48,12 @@ def not_modified(message: str) -> StorageError:
     return StorageError(304, "notModified", message)
 
 
-def not_emulated(what: str) -> StorageError:
-    return StorageError(501, "notImplemented", f"{what} is not emulated by the local stack")
+def not_emulated(feature: str) -> StorageError:
+    return StorageError(501, "notImplemented", f"{feature} is not emulated by the local stack")
 
 
 def disk_failed(error: OSError) -> StorageError:
-    """507, which clients do not retry: with 503 they would hide a full disk behind two minutes of silence."""
+    """507, which clients do not retry. They would retry 503 for two minutes without telling of the full disk."""
     return StorageError(507, "insufficientStorage", f"The local stack cannot use its blob directory: {error}")
 
 

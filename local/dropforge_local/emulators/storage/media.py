@@ -26,21 +26,21 @@ _BOUNDARY = re.compile(r"boundary=(?:\"([^\"]+)\"|'([^']+)'|([^;\s]+))", re.IGNO
 
 
 def expected_hashes(headers: Mapping[str, str], resource: Mapping[str, Any]) -> dict[str, str]:
-    """What the caller says the MD5 and CRC32C are, from X-Goog-Hash, Content-MD5, and the object resource."""
+    """The MD5 and CRC32C that the caller sends in X-Goog-Hash, Content-MD5 and the object resource."""
     pairs: list[tuple[str, object]] = [
         ("md5", headers.get("Content-MD5")),
         ("md5", resource.get("md5Hash")),
         ("crc32c", resource.get("crc32c")),
     ]
     for part in headers.get("X-Goog-Hash", "").split(","):
-        label, found, digest = part.strip().partition("=")
-        if found:
+        label, separator, digest = part.strip().partition("=")
+        if separator:
             pairs.append((label, digest))
     return {name: _checked_hash(name, value) for name, value in pairs if value is not None}
 
 
 def check_hashes(content: Content, expected: Mapping[str, str]) -> None:
-    """Raise 400 if the bytes that came are not those that the caller meant to send."""
+    """Raise 400 if the received bytes do not have the hashes that the caller sent."""
     actual = {"md5": content.md5, "crc32c": content.crc32c}
     for name, value in expected.items():
         if actual[name] is not None and actual[name] != value:
@@ -52,7 +52,7 @@ def check_hashes(content: Content, expected: Mapping[str, str]) -> None:
 
 
 class RelatedBody:
-    """A multipart/related body of two parts: the object resource, which is small, and the bytes, which may not be."""
+    """A multipart/related body of two parts: the small object resource, then the bytes, of any size."""
 
     def __init__(self, content: StreamReader, content_type: str) -> None:
         match = _BOUNDARY.search(content_type)
@@ -75,11 +75,11 @@ class RelatedBody:
         return parse_json(text)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The second part's bytes as they come. Raises 400 if the body ends before its closing boundary."""
+        """The second part's bytes as they arrive. Raises 400 if the body ends before its closing boundary."""
         end = self._newline + self._boundary
         while True:
-            before, found, _ = self._buffer.partition(end)
-            if found:
+            before, boundary, _ = self._buffer.partition(end)
+            if boundary:
                 yield before
                 return
             keep = len(end) - 1
@@ -88,7 +88,7 @@ class RelatedBody:
             await self._more()
 
     async def _headers(self) -> dict[str, str]:
-        """The header lines of a part, up to and with the empty line."""
+        """The header lines of a part; consumes the empty line after them."""
         headers = {}
         while line := await self._read_through(self._newline):
             name, _, value = line.decode("utf-8", "replace").partition(":")
@@ -101,13 +101,13 @@ class RelatedBody:
         return self._buffer.startswith(prefix)
 
     async def _read_through(self, end: bytes) -> bytes:
-        """What comes before `end`; go on after it."""
-        while (found := self._buffer.find(end)) < 0:
+        """Return the bytes before `end`, and consume `end` too."""
+        while (position := self._buffer.find(end)) < 0:
             if len(self._buffer) > MAX_JSON_BYTES:
                 raise invalid("The multipart body has no second part in its first 16 MiB")
             await self._more()
-        before = self._buffer[:found]
-        self._buffer = self._buffer[found + len(end) :]
+        before = self._buffer[:position]
+        self._buffer = self._buffer[position + len(end) :]
         return before
 
     async def _more(self) -> None:
@@ -118,7 +118,7 @@ class RelatedBody:
 
 
 async def send_media(call: Call, stored: StoredObject, blobs: BlobStore) -> web.StreamResponse:
-    """Answer alt=media: all of it, the range asked for, or, for a client that takes no gzip, the bytes gunzipped."""
+    """Answer alt=media: the object, the requested range, or for a client without gzip the decompressed bytes."""
     if call.request is None:
         raise invalid("Downloads are not supported inside a batch request")
     with blobs.open(stored.content.blob) as file:
@@ -128,7 +128,7 @@ async def send_media(call: Call, stored: StoredObject, blobs: BlobStore) -> web.
         first, count, status = 0, stored.content.size, 200
         if part := _byte_range(call.headers.get("Range", ""), count):
             headers["Content-Range"] = f"bytes {part[0]}-{part[0] + part[1] - 1}/{count}"
-            # The hash of the whole would fail every client that checks it against a part.
+            # A client compares the hash with the bytes of its response; the whole object's hash would not match.
             del headers["X-Goog-Hash"]
             first, count, status = *part, 206
         file.seek(first)
@@ -174,7 +174,7 @@ def _media_headers(stored: StoredObject) -> dict[str, str]:
 
 
 def _byte_range(header: str, size: int) -> tuple[int, int] | None:
-    """First byte and count. A header that is not one byte range counts as none; 416 for one beyond the end."""
+    """First byte and count; None unless the header is a single byte range. Raises 416 for a range beyond the end."""
     match = _RANGE.fullmatch(header)
     if not match:
         return None
@@ -202,7 +202,7 @@ def _must_gunzip(call: Call, stored: StoredObject) -> bool:
 async def _send_gunzipped(
     request: web.Request, headers: dict[str, str], stored: StoredObject, file: BinaryIO, blobs: BlobStore
 ) -> web.StreamResponse:
-    """The whole object gunzipped, whatever range was asked for, without the stored bytes' hash and length."""
+    """The whole object decompressed, also for a range request, without the stored bytes' hash and length."""
     for name in ("X-Goog-Hash", "Content-Encoding", "Accept-Ranges"):
         del headers[name]
     headers |= {"Warning": '214 UploadServer "gunzipped"', "Vary": "Accept-Encoding"}
@@ -218,14 +218,14 @@ async def _send_gunzipped(
 async def _stream(
     request: web.Request, response: web.StreamResponse, read: Callable[[], bytes], blobs: BlobStore
 ) -> web.StreamResponse:
-    """Send what `read` returns until it returns nothing. A failure on the way breaks the connection off."""
+    """Send the pieces that `read` returns until it returns b"". A failure aborts the connection."""
     await response.prepare(request)
     try:
         while chunk := await blobs.run(read):
             await response.write(chunk)
     except (StorageError, zlib.error):
-        # The status is sent already; a clean end would make a cut-off object look whole.
-        log.exception("download of %s broken off", request.path)
+        # The status was sent already, and a normal end would make the truncated object look complete.
+        log.exception("the download of %s was aborted", request.path)
         if request.transport:
             request.transport.abort()
         return response
@@ -247,7 +247,7 @@ class _Limited:
 
 
 class _Gunzip:
-    """Decompresses a file piece by piece, so that a small file of great promise takes no great memory."""
+    """Decompresses a file piece by piece: a small file may decompress to more than the memory holds."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -255,7 +255,7 @@ class _Gunzip:
         self._first: bytes | None = None
 
     def peek(self) -> None:
-        """Decompress the first piece. Raises zlib.error for what is not gzip."""
+        """Decompress the first piece. Raises zlib.error for bytes that are not gzip."""
         self._first = self.read()
 
     def read(self) -> bytes:

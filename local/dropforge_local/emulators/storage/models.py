@@ -1,4 +1,4 @@
-"""What the storage emulator keeps: buckets, object versions, and the changes that it tells others about."""
+"""The storage emulator's records: buckets, object versions, and the changes that it reports."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Literal
 
+from ..kit import times
 from .preconditions import etag_of
 
 Event = Literal["finalized", "deleted", "metadataUpdated", "archived"]
@@ -18,7 +18,7 @@ Edit = Callable[[Attributes], Attributes]
 
 @dataclass(frozen=True)
 class ObjectChange:
-    """One change of one object, as Eventarc words it; `resource` is StorageObjectData in its JSON form."""
+    """A change of one object. `event` ends Eventarc's event type; `resource` is StorageObjectData as JSON."""
 
     event: Event
     resource: dict[str, Any]
@@ -26,9 +26,9 @@ class ObjectChange:
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of an object version: where they are, and their hashes. A composite object has no MD5.
+    """The blob with an object version's bytes, and their hashes. A composite object has no MD5.
 
-    `data` are the bytes of a small blob that is not stored yet.
+    `data` holds the bytes of a small blob until they are stored.
     """
 
     blob: str
@@ -102,6 +102,5 @@ class Bucket:
 
 
 def rfc3339(seconds: float) -> str:
-    """Milliseconds and Z, as Cloud Storage prints times."""
-    moment = datetime.fromtimestamp(seconds, UTC)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+    """A Unix time as Cloud Storage writes it, in milliseconds."""
+    return times.rfc3339(seconds, "milliseconds")

@@ -1,4 +1,4 @@
-"""b/{bucket}/o and below: the JSON API's methods on objects, but for uploads."""
+"""b/{bucket}/o and below: the JSON API's methods on objects, except uploads."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ObjectRoutes:
         writer = self._state.blobs.writer()
         try:
             with ExitStack() as stack:
-                # Open before the first await: sources may be deleted or overwritten while their bytes are copied.
+                # Open every source before the first await: another call may delete or overwrite it during the copy.
                 files = [stack.enter_context(self._state.blobs.open(source.content.blob)) for source in sources]
                 content = await self._concatenate(files, writer)
             count = sum(source.content.component_count or 1 for source in sources)
@@ -106,7 +106,7 @@ class ObjectRoutes:
         return _reply(call, self._copy(call))
 
     async def rewrite(self, call: Call) -> Reply:
-        """Copies share their blob, so that a rewrite is always done in its first call."""
+        """A copy shares its source's blob, so that a rewrite is always done in its first call."""
         stored = self._copy(call)
         size = str(stored.content.size)
         return Reply(
@@ -137,7 +137,7 @@ class ObjectRoutes:
         body = parse_json(call.body)
         with self._state.db.transaction():
             source = self._source(call, call.names["source_bucket"])
-            # Fields that the request leaves out are the source's.
+            # The copy takes a field that the request omits from the source.
             attributes = dict(source.attributes)
             if "metadata" in body:
                 attributes.pop("metadata", None)

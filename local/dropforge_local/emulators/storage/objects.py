@@ -1,4 +1,4 @@
-"""Object versions, in the table storage_objects: every change is one transaction, with its events inside."""
+"""Object versions, in the table storage_objects. A change and its events are one transaction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Objects:
         db.connection.executescript(_SCHEMA)
 
     def find(self, bucket: str, name: str, generation: int | None = None) -> StoredObject | None:
-        """The live version, or the one of `generation` whether live or not."""
+        """The live version, or the version of `generation`, live or archived."""
         query = "SELECT * FROM storage_objects WHERE bucket = ? AND name = ? AND "
         if generation is None:
             row = self._db.connection.execute(query + "live = 1", (bucket, name)).fetchone()
@@ -58,7 +58,7 @@ class Objects:
     def get(
         self, bucket: str, name: str, generation: int | None = None, preconditions: Preconditions | None = None
     ) -> StoredObject:
-        """As `find`, but 404 when there is none and 412 or 304 when a precondition does not hold."""
+        """The version, as in `find`. Raises 404 if it does not exist, 412 or 304 if a precondition does not hold."""
         stored = self.find(bucket, name, generation)
         if stored is None:
             self._buckets.get(bucket)
@@ -68,7 +68,7 @@ class Objects:
         return stored
 
     def check_create(self, bucket: str, name: str, preconditions: Preconditions) -> tuple[Bucket, StoredObject | None]:
-        """Raise unless a new version of (bucket, name) may be made now; return the bucket and the live version."""
+        """Raise unless a new version of (bucket, name) may be created; return the bucket and the live version."""
         check_object_name(name)
         owner = self._buckets.get(bucket)
         live = self.find(bucket, name)
@@ -81,7 +81,7 @@ class Objects:
     def create(
         self, bucket: str, name: str, content: Content, attributes: Attributes, preconditions: Preconditions
     ) -> StoredObject:
-        """Make a new live version. A blob that is not small is on disk; a caller that gets an error discards it."""
+        """Create a new live version. A large blob must be on disk; on an error the caller discards it."""
         with self._db.transaction():
             owner, live = self.check_create(bucket, name, preconditions)
             if live:
@@ -91,18 +91,13 @@ class Objects:
             self._insert(stored)
             if live:
                 self._drop_bytes(live)
-            self._tell("finalized", stored)
+            self._report("finalized", stored)
         return stored
 
     def change(
-        self,
-        bucket: str,
-        name: str,
-        generation: int | None,
-        preconditions: Preconditions,
-        edit: Edit,
+        self, bucket: str, name: str, generation: int | None, preconditions: Preconditions, edit: Edit
     ) -> StoredObject:
-        """Replace a version's attributes by what `edit` makes of them; the metageneration goes up by one."""
+        """Replace a version's attributes by `edit(attributes)`, with the next metageneration."""
         with self._db.transaction() as connection:
             old = self.get(bucket, name, generation, preconditions)
             stored = replace(
@@ -111,23 +106,17 @@ class Objects:
                 attributes=edit(old.attributes),
                 updated=rfc3339(self._clock.now()),
             )
+            attributes = json.dumps(stored.attributes)
             connection.execute(
                 "UPDATE storage_objects SET metageneration = ?, attributes = ?, updated = ? "
                 "WHERE bucket = ? AND name = ? AND generation = ?",
-                (
-                    stored.metageneration,
-                    json.dumps(stored.attributes),
-                    stored.updated,
-                    bucket,
-                    name,
-                    stored.generation,
-                ),
+                (stored.metageneration, attributes, stored.updated, bucket, name, stored.generation),
             )
-            self._tell("metadataUpdated", stored)
+            self._report("metadataUpdated", stored)
         return stored
 
     def delete(self, bucket: str, name: str, generation: int | None, preconditions: Preconditions) -> None:
-        """Delete for good a named generation or, without versioning, the live version; archive it with versioning."""
+        """Delete a generation permanently; without `generation`, the live version, which versioning archives."""
         with self._db.transaction():
             stored = self.get(bucket, name, generation, preconditions)
             if generation is None:
@@ -144,22 +133,22 @@ class Objects:
         return stored
 
     def discard_blob(self, blob: str) -> None:
-        """Remove a blob's file unless an object or an upload still names it (copies share one)."""
-        if not self._is_named(blob):
+        """Remove a blob's file unless an object or an upload still refers to it: copies share a blob."""
+        if not self._is_in_use(blob):
             self._blobs.remove(blob)
 
-    def _is_named(self, blob: str) -> bool:
+    def _is_in_use(self, blob: str) -> bool:
         query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
         return self._db.connection.execute(query, (blob, blob)).fetchone() is not None
 
     def _drop_bytes(self, stored: StoredObject) -> None:
-        """Remove the bytes of a version that may be gone: a small blob now, a file once that is committed."""
+        """Remove the bytes of a deleted version unless they are in use: a small blob now, a file after the commit."""
         blob = stored.content.blob
-        if not self._is_named(blob) and not self._blobs.remove_small(blob):
+        if not self._is_in_use(blob) and not self._blobs.remove_small(blob):
             self._db.after_commit(lambda: self.discard_blob(blob))
 
     def _retire(self, owner: Bucket, live: StoredObject) -> None:
-        """What happens to the live version when it is overwritten, or deleted without naming a generation."""
+        """Archive the live version in a bucket with versioning; delete it in any other bucket."""
         if not owner.versioned:
             self._erase(live)
             return
@@ -168,14 +157,14 @@ class Objects:
             "UPDATE storage_objects SET live = 0, deleted = ? WHERE bucket = ? AND name = ? AND generation = ?",
             (archived.deleted, live.bucket, live.name, live.generation),
         )
-        self._tell("archived", archived)
+        self._report("archived", archived)
 
     def _erase(self, stored: StoredObject) -> None:
         self._db.connection.execute(
             "DELETE FROM storage_objects WHERE bucket = ? AND name = ? AND generation = ?",
             (stored.bucket, stored.name, stored.generation),
         )
-        self._tell("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
+        self._report("deleted", replace(stored, live=False, deleted=stored.deleted or rfc3339(self._clock.now())))
 
     def _insert(self, stored: StoredObject) -> None:
         content = stored.content
@@ -200,13 +189,13 @@ class Objects:
         )
 
     def _next_generation(self) -> int:
-        """Microseconds since the epoch, but always above every generation given before, also by another process."""
+        """Microseconds since the epoch, but above every earlier generation, also those of an earlier process."""
         connection = self._db.connection
         now = int(self._clock.now() * 1_000_000)
         connection.execute("UPDATE storage_generation SET last = max(last + 1, ?)", (now,))
         generation: int = connection.execute("SELECT last FROM storage_generation").fetchone()[0]
         return generation
 
-    def _tell(self, event: Event, stored: StoredObject) -> None:
+    def _report(self, event: Event, stored: StoredObject) -> None:
         if self._on_change:
             self._on_change(ObjectChange(event, object_json(stored, PUBLIC_URL)))

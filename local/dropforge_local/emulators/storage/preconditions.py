@@ -1,4 +1,4 @@
-"""Request preconditions: what a caller says the object or bucket must be for the request to proceed.
+"""Request preconditions: the state that an object or bucket must have for a request to proceed.
 
 A failed `...Match` is 412 and a failed `...NotMatch` is 304, on every verb
 (https://cloud.google.com/storage/docs/request-preconditions).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import invalid, not_modified, precondition_failed
 
@@ -33,7 +33,7 @@ def parse_int64(value: str, parameter: str) -> int:
 
 @dataclass(frozen=True)
 class Preconditions:
-    """Conditions on the current generation, metageneration and etag. Fields that are None do not matter."""
+    """Conditions on the current generation, metageneration and etag. A field that is None sets no condition."""
 
     generation_match: int | None = None
     generation_not_match: int | None = None
@@ -50,32 +50,24 @@ class Preconditions:
             value = query.get(name)
             return None if value is None else parse_int64(value, name)
 
-        # google-cloud-storage 3.17.1 spells the last one ifMetaGenerationNotMatch on uploads.
-        metageneration_not_match = number(f"if{side}MetagenerationNotMatch")
-        if metageneration_not_match is None:
-            metageneration_not_match = number(f"if{side}MetaGenerationNotMatch")
+        # google-cloud-storage 3.17.1 writes ifMetaGenerationNotMatch on uploads.
+        misspelt = number(f"if{side}MetaGenerationNotMatch")
+        correct = number(f"if{side}MetagenerationNotMatch")
         return cls(
             number(f"if{side}GenerationMatch"),
             number(f"if{side}GenerationNotMatch"),
             number(f"if{side}MetagenerationMatch"),
-            metageneration_not_match,
+            misspelt if correct is None else correct,
         )
 
     @classmethod
     def of_read(cls, query: Mapping[str, str], headers: Mapping[str, str]) -> Preconditions:
-        """As `from_query`, and If-Match and If-None-Match, which the JSON API knows on reads only."""
-        numbers = cls.from_query(query)
-        return cls(
-            numbers.generation_match,
-            numbers.generation_not_match,
-            numbers.metageneration_match,
-            numbers.metageneration_not_match,
-            headers.get("If-Match"),
-            headers.get("If-None-Match"),
-        )
+        """As `from_query`, with If-Match and If-None-Match, which the JSON API takes on reads only."""
+        conditions = cls.from_query(query)
+        return replace(conditions, etag_match=headers.get("If-Match"), etag_none_match=headers.get("If-None-Match"))
 
     def check(self, generation: int | None, metageneration: int) -> None:
-        """Raise 412 or 304 unless they hold for what exists; `generation` is None for a bucket."""
+        """Raise 412 or 304 unless the conditions hold for an existing resource; `generation` is None for a bucket."""
         etag = etag_of(generation, metageneration)
         if generation is not None:
             _must_equal("ifGenerationMatch", self.generation_match, "generation", generation)
@@ -90,7 +82,7 @@ class Preconditions:
             raise not_modified(f"If-None-Match names the current etag, {etag!r}.")
 
     def check_absent(self) -> None:
-        """Raise 412 or 304 unless they allow creating an object where no live one exists."""
+        """Raise 412 or 304 unless the conditions allow a new object where no live object exists."""
         _must_equal("ifGenerationMatch", self.generation_match, "generation", 0)
         _must_equal("ifMetagenerationMatch", self.metageneration_match, "metageneration", 0)
         if self.generation_not_match is not None:
@@ -98,9 +90,9 @@ class Preconditions:
             raise not_modified(f"ifGenerationNotMatch is {self.generation_not_match}, and no live object exists.")
 
 
-def _must_equal(parameter: str, wanted: int | None, what: str, actual: int) -> None:
+def _must_equal(parameter: str, wanted: int | None, field: str, actual: int) -> None:
     if wanted is not None and wanted != actual:
-        raise precondition_failed(f"{parameter} is {wanted}, the current {what} is {actual}.")
+        raise precondition_failed(f"{parameter} is {wanted}, the current {field} is {actual}.")
 
 
 def _names_etag(header: str, etag: str) -> bool:

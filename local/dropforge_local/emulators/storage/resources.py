@@ -10,47 +10,26 @@ from .errors import invalid, not_emulated
 from .models import Attributes, Bucket, StoredObject
 from .preconditions import etag_of
 
-# The host in events, which no request asked for; replies link to the host that the request came to.
+# The host of links in events; a reply links to the host of its request.
 PUBLIC_URL = "https://www.googleapis.com"
 MAX_METADATA_BYTES = 8 * 1024
 MAX_LABELS = 64
 
 _OBJECT_FIELDS: dict[str, type] = {
-    "contentType": str,
-    "contentEncoding": str,
-    "contentDisposition": str,
-    "contentLanguage": str,
-    "cacheControl": str,
-    "customTime": str,
-    "storageClass": str,
+    **dict.fromkeys(("contentType", "contentEncoding", "contentDisposition", "contentLanguage"), str),
+    **dict.fromkeys(("cacheControl", "customTime", "storageClass"), str),
     "metadata": dict,
 }
 _OBJECT_FIELDS_NOT_EMULATED = ("acl", "contexts", "eventBasedHold", "kmsKeyName", "retention", "temporaryHold")
 _BUCKET_FIELDS: dict[str, type] = {
-    "location": str,
-    "storageClass": str,
-    "labels": dict,
-    "lifecycle": dict,
-    "versioning": dict,
+    **dict.fromkeys(("location", "storageClass"), str),
+    **dict.fromkeys(("labels", "lifecycle", "versioning", "website", "logging", "iamConfiguration"), dict),
     "cors": list,
-    "website": dict,
-    "logging": dict,
-    "iamConfiguration": dict,
 }
 _BUCKET_FIELDS_NOT_EMULATED = (
-    "acl",
-    "autoclass",
-    "billing",
-    "customPlacementConfig",
-    "defaultEventBasedHold",
-    "defaultObjectAcl",
-    "encryption",
-    "hierarchicalNamespace",
-    "ipFilter",
-    "objectRetention",
-    "retentionPolicy",
-    "softDeletePolicy",
-)
+    "acl", "autoclass", "billing", "customPlacementConfig", "defaultEventBasedHold", "defaultObjectAcl", "encryption",
+    "hierarchicalNamespace", "ipFilter", "objectRetention", "retentionPolicy", "softDeletePolicy",
+)  # fmt: skip
 _JSON_KIND: dict[type, str] = {str: "string", dict: "object", list: "array"}
 _STORAGE_CLASSES = ("STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE", "MULTI_REGIONAL", "REGIONAL")
 _LIFECYCLE_ACTIONS = ("Delete", "SetStorageClass", "AbortIncompleteMultipartUpload")
@@ -142,14 +121,14 @@ def bucket_attributes(body: dict[str, Any], old: Attributes | None = None) -> At
 
 def _refuse_not_emulated(body: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
-        if not _says_nothing(body.get(name)):
+        if not _is_default(body.get(name)):
             raise not_emulated(f"the field {name!r}")
 
 
-def _says_nothing(value: object) -> bool:
-    """Whether a field asks for no more than its default: null, false, zero, or empty all through."""
+def _is_default(value: object) -> bool:
+    """Whether a field has a default value: null, false, zero, or empty at every depth."""
     if isinstance(value, dict):
-        return all(_says_nothing(inner) for inner in value.values())
+        return all(_is_default(inner) for inner in value.values())
     return not value or value == "0"
 
 
@@ -210,7 +189,7 @@ def _check_labels(labels: dict[str, Any]) -> None:
 
 
 def _check_lifecycle(lifecycle: dict[str, Any]) -> None:
-    """Rules are kept and returned; the local stack never runs them (no test waits for days)."""
+    """Check the rules, which the local stack returns but never runs (no test waits for days)."""
     rules = lifecycle.get("rule", [])
     if not isinstance(rules, list):
         raise invalid(f"Invalid value for lifecycle.rule: {rules!r}; expected a list of rules")

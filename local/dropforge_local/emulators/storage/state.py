@@ -1,4 +1,4 @@
-"""Everything that the routes of the storage emulator share."""
+"""The state that the routes of the storage emulator share."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class State:
 
     @property
     def project_number(self) -> str:
-        """A stable number for the project, as bucket resources carry one."""
+        """A stable project number for bucket resources."""
         return str(sum(byte << (8 * index) for index, byte in enumerate(self.project.encode()[:4])))

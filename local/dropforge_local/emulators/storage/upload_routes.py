@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,9 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A Content-Range: the bytes that a PUT brings, and the upload's whole size when it is known.
+    """A Content-Range: the position of a PUT's bytes, and the upload's total size if it is known.
 
-    `first` None asks for the state; `last` None means all that comes.
+    Without `first`, the request asks for the upload's state. Without `last`, the body's length is open.
     """
 
     first: int | None
@@ -52,7 +53,7 @@ class UploadRoutes:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Digests of open sessions, so that only a restart makes the emulator read their bytes again.
+        # Digests of open sessions: only after a restart does the emulator read a session's bytes again.
         self._digests: dict[str, Digest] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -64,9 +65,9 @@ class UploadRoutes:
         ]
 
     async def insert(self, call: Call) -> Reply:
-        """Make an object from one request, or open a resumable session."""
+        """Create an object from one request, or open a resumable session."""
         if call.query.get("upload_id"):
-            return await self.resume(call)  # gcsfs goes on with a session by POST, as Google lets it
+            return await self.resume(call)  # gcsfs continues a session with POST, which Google accepts
         kinds = {"media": self._media, "multipart": self._multipart, "resumable": self._start}
         kind = call.query.get("uploadType")
         if kind not in kinds:
@@ -76,21 +77,21 @@ class UploadRoutes:
         return await kinds[kind](call)
 
     async def resume(self, call: Call) -> Reply:
-        """Take a chunk of a resumable upload, or tell its state."""
+        """Receive a chunk of a resumable upload, or answer its state."""
         chunk = _Chunk.parse(call.headers.get("Content-Range"))
         bucket, upload_id = call.names["bucket"], _upload_id(call)
         if chunk.first is None and chunk.total is None:
-            return _state_of(self._state.uploads.get(bucket, upload_id))
+            return _state_reply(self._state.uploads.get(bucket, upload_id))
         async with self._locks.setdefault(upload_id, asyncio.Lock()):
             upload = self._state.uploads.get(bucket, upload_id)
             if upload.result is not None:
-                return _state_of(upload)
+                return _state_reply(upload)
             if chunk.first is None and chunk.total != upload.received:
-                return _state_of(upload)
+                return _state_reply(upload)
             return await self._receive(call, upload, chunk)
 
     async def cancel(self, call: Call) -> Reply:
-        """499 is what the real service answers when a session is gone as asked."""
+        """End a session; the real service confirms that with 499."""
         upload_id = _upload_id(call)
         async with self._locks.setdefault(upload_id, asyncio.Lock()):
             upload = self._state.uploads.get(call.names["bucket"], upload_id)
@@ -120,7 +121,8 @@ class UploadRoutes:
         self._state.objects.check_create(bucket, name, preconditions)
         hashes = expected_hashes({"X-Goog-Hash": call.headers.get("X-Goog-Hash", "")}, resource)
         blob = self._state.blobs.writer().blob
-        upload_id = self._state.uploads.start(bucket, name, attributes, preconditions, hashes, blob)
+        upload_id = uuid.uuid4().hex
+        self._state.uploads.start(Upload(upload_id, 0, bucket, name, attributes, preconditions, hashes, blob))
         location = f"{call.base_url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload_id}"
         return Reply(headers={"Location": location, "X-GUploader-UploadID": upload_id})
 
@@ -142,7 +144,7 @@ class UploadRoutes:
         return Reply(object_json(stored, call.base_url))
 
     async def _receive(self, call: Call, upload: Upload, chunk: _Chunk) -> Reply:
-        """Append a chunk; finish when it brings the last byte. Bytes that are here already are skipped."""
+        """Append a chunk without the bytes that the session already has; finish at the last byte."""
         writer = BlobWriter(self._state.blobs, _blob(upload), await self._digest(upload))
         first = upload.received if chunk.first is None else chunk.first
         if first > upload.received:
@@ -175,14 +177,14 @@ class UploadRoutes:
         return _progress(received)
 
     async def _keep(self, upload: Upload, writer: BlobWriter) -> int:
-        """Make the whole granules durable, so that the upload goes on behind them."""
+        """Make the complete granules durable; the upload continues after them."""
         received = await writer.keep_granules()
         self._state.uploads.record(upload.id, received)
         self._digests[upload.id] = writer.digest
         return received
 
     async def _finish(self, call: Call, upload: Upload, content: Content) -> Reply:
-        """Commit the object and the session's result as one. What is refused for good ends the session."""
+        """Commit the object and the session's result in one transaction. A permanent refusal ends the session."""
         hashes = expected_hashes({"X-Goog-Hash": call.headers.get("X-Goog-Hash", "")}, {})
         try:
             check_hashes(content, upload.hashes | hashes)
@@ -231,10 +233,10 @@ def _blob(upload: Upload) -> str:
     return upload.blob
 
 
-def _state_of(upload: Upload) -> Reply:
+def _state_reply(upload: Upload) -> Reply:
     return _progress(upload.received) if upload.result is None else Reply(upload.result)
 
 
 def _progress(received: int) -> Reply:
-    """308 with the range that is durable; without it when there is none."""
+    """308 with the durable range, or without a range before the first byte."""
     return Reply(status=308, headers={"Range": f"bytes=0-{received - 1}"} if received else {})

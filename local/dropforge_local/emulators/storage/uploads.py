@@ -1,12 +1,11 @@
-"""Resumable upload sessions, in the table storage_uploads, so that an upload goes on after a restart.
+"""Resumable upload sessions, in the table storage_uploads, so that an upload continues after a restart.
 
-A row says how many bytes of the session's blob are durable; what the file holds beyond that never happened.
+A row has the number of durable bytes in the session's blob. Bytes of the file beyond that number do not count.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from .errors import StorageError
 from .models import Attributes
 from .preconditions import Preconditions
 
-LIFETIME_SECONDS = 7 * 24 * 3600  # a session URI is good for one week
+LIFETIME_SECONDS = 7 * 24 * 3600  # a session URI is valid for one week
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS storage_uploads (
     id TEXT PRIMARY KEY, bucket TEXT NOT NULL, name TEXT NOT NULL, attributes TEXT NOT NULL,
@@ -30,21 +29,24 @@ CREATE INDEX IF NOT EXISTS storage_uploads_blob ON storage_uploads (blob);
 
 @dataclass(frozen=True)
 class Upload:
-    """One session. `result` is the object resource once the upload is complete; then `blob` is the object's."""
+    """A session.
+
+    A complete session has a `result`, the object resource, and no `blob`: the object owns the blob.
+    """
 
     id: str
+    received: int
     bucket: str
     name: str
     attributes: Attributes
     preconditions: Preconditions
     hashes: dict[str, str]
     blob: str | None
-    received: int
-    result: dict[str, Any] | None
+    result: dict[str, Any] | None = None
 
 
 class Uploads:
-    """All sessions that are open, or complete since less than a week."""
+    """The sessions of the last week, open or complete."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -53,30 +55,12 @@ class Uploads:
         expired = clock.now() - LIFETIME_SECONDS
         db.connection.execute("DELETE FROM storage_uploads WHERE created < ?", (expired,))
 
-    def start(
-        self,
-        bucket: str,
-        name: str,
-        attributes: Attributes,
-        preconditions: Preconditions,
-        hashes: dict[str, str],
-        blob: str,
-    ) -> str:
-        """Open a session and return its id."""
-        upload_id = uuid.uuid4().hex
-        row = (
-            upload_id,
-            bucket,
-            name,
-            json.dumps(attributes),
-            json.dumps(asdict(preconditions)),
-            json.dumps(hashes),
-            blob,
-            self._clock.now(),
-        )
+    def start(self, upload: Upload) -> None:
+        """Open a session."""
+        texts = (json.dumps(part) for part in (upload.attributes, asdict(upload.preconditions), upload.hashes))
+        row = (upload.id, upload.bucket, upload.name, *texts, upload.blob, upload.received, self._clock.now())
         with self._db.transaction() as connection:
-            connection.execute("INSERT INTO storage_uploads VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?, NULL)", row)
-        return upload_id
+            connection.execute("INSERT INTO storage_uploads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
 
     def get(self, bucket: str, upload_id: str) -> Upload:
         query = "SELECT * FROM storage_uploads WHERE id = ? AND bucket = ?"
@@ -87,23 +71,23 @@ class Uploads:
             )
         return Upload(
             row["id"],
+            row["received"],
             row["bucket"],
             row["name"],
             json.loads(row["attributes"]),
             Preconditions(**json.loads(row["preconditions"])),
             json.loads(row["hashes"]),
             row["blob"],
-            row["received"],
             json.loads(row["result"]) if row["result"] else None,
         )
 
     def record(self, upload_id: str, received: int) -> None:
-        """Note that the first `received` bytes are on disk."""
+        """Record that the first `received` bytes are on disk."""
         with self._db.transaction() as connection:
             connection.execute("UPDATE storage_uploads SET received = ? WHERE id = ?", (received, upload_id))
 
     def complete(self, upload_id: str, result: dict[str, Any]) -> None:
-        """Note the resource that the upload became, for a client that never got the answer. In its transaction."""
+        """Record the object resource, for a client that lost the answer; in the object's transaction."""
         with self._db.transaction() as connection:
             connection.execute(
                 "UPDATE storage_uploads SET blob = NULL, result = ? WHERE id = ?", (json.dumps(result), upload_id)

@@ -11,11 +11,11 @@ import time
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-from job import Job, Redactor
-from outcome import Outcome, outcome_of
-from report import Reporter
-from stop import StopRequest
-
+from containers.common.job import Job
+from containers.common.outcome import Outcome, outcome_of
+from containers.common.redactor import Redactor
+from containers.common.report import Reporter
+from containers.common.stop import StopRequest
 from dropforge.base.names import spec_object
 from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets

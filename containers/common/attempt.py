@@ -1,0 +1,128 @@
+"""One attempt around the training itself: its environment, its end, its last event and its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dropforge.base.log import log
+from dropforge.base.names import spec_object
+from dropforge.cloud.clients import Clients
+from dropforge.cloud.container_secrets import load_secrets
+from dropforge.run import artifacts
+from dropforge.run.artifacts import Manifest
+from dropforge.spec import JobSpec, parse_spec
+
+from .checkpoints import CheckpointStore
+from .errors import DONE, JobError
+from .job import Job
+from .outcome import Outcome, outcome_of
+from .redactor import Redactor
+from .report import FLUSH_SECONDS, Reporter
+from .stop import EVENT_SECONDS, UPLOAD_MARGIN_SECONDS, UPLOAD_SECONDS, Stopped, StopRequest
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The job of this process and the objects that every step of it uses. `client` is Cloud Storage's."""
+
+    job: Job
+    directory: Path
+    redact: Redactor
+    stop: StopRequest
+    reporter: Reporter
+    client: Any
+    checkpoints: CheckpointStore
+
+    def is_committed(self) -> bool:
+        """Whether an earlier attempt committed the model; if so, send its success event again."""
+        committed = artifacts.read_manifest(self.client, self.job.bucket, self.job.run)
+        if committed is None:
+            return False
+        log("the model is committed already", stage="train", run=self.job.run, attempt=committed.attempt)
+        if self.job.world.machine == 0:
+            self.reporter.succeeded(committed)
+        return True
+
+    def load_spec(self) -> JobSpec:
+        """The run's job spec, from the runs bucket; the redactor learns its secrets. Raises InvalidSpec."""
+        spec = parse_spec(self.client.bucket(self.job.bucket).blob(spec_object(self.job.run)).download_as_bytes())
+        self.redact.learn(spec.secrets)
+        return spec
+
+    def succeed(self, manifest: Manifest) -> None:
+        """Report the committed model. From here on a request to stop comes too late: ending takes less time."""
+        self.stop.disarm()
+        self.reporter.succeeded(manifest)
+        log("succeeded", stage="train", run=self.job.run, attempt=manifest.attempt, metrics=manifest.metrics)
+
+
+def run_attempt(
+    run: Callable[[Attempt], Outcome],
+    work_directory: Callable[[Job], AbstractContextManager[Path]],
+) -> int:
+    """Run one attempt and report its end; returns the exit code. The environment is the only input."""
+    try:
+        job = Job.from_environment()
+    except JobError as error:
+        log(error.message, stage="train", severity="ERROR", hint=error.hint)
+        return error.exit_code
+    redact, stop = Redactor(), StopRequest()
+    reporter = Reporter(job, redact)
+    try:
+        with work_directory(job) as directory:
+            outcome = outcome_of(lambda: _run_armed(run, job, directory, redact, stop, reporter), job, stop, redact)
+            return conclude(job, outcome, directory, reporter)
+    finally:
+        reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
+
+
+def _run_armed(
+    run: Callable[[Attempt], Outcome],
+    job: Job,
+    directory: Path,
+    redact: Redactor,
+    stop: StopRequest,
+    reporter: Reporter,
+) -> Outcome:
+    """Listen for stop requests while `run` runs; a stop request first waits for the checkpoint that is uploading."""
+    stop.arm(job.deadline, wake=not job.world.sharded)  # the process that started the ranks forwards the request
+    clients = Clients()
+    load_secrets(clients, os.environ)
+    client = clients.storage()
+    checkpoints = CheckpointStore(client, job, reporter)
+    try:
+        return run(Attempt(job, directory, redact, stop, reporter, client, checkpoints))
+    except Stopped as request:
+        checkpoints.wait(max(UPLOAD_SECONDS, stop.seconds_left(job.grace_seconds) - UPLOAD_MARGIN_SECONDS))
+        step = checkpoints.saved_step
+        if job.world.first_here:
+            log("stopped", stage="train", run=job.run, severity="WARNING", reason=request.reason, saved_step=step)
+        return Outcome.stopped(request.reason, step, stop.agreed)
+    finally:
+        stop.disarm()
+        checkpoints.close()
+
+
+def conclude(job: Job, outcome: Outcome, directory: Path, reporter: Reporter) -> int:
+    """Report the outcome, or, in a rank, leave it to the process that started the rank; returns the exit code."""
+    world = job.world
+    if world.rank is not None:
+        outcome.write(directory, world.rank)
+        # Ranks that stop together end with 0: the launcher then has no rank to kill and no error to print.
+        return DONE if outcome.agreed else outcome.exit_code
+    if world.machine == 0 or outcome.is_local_news:
+        reporter.ended(outcome)
+    return outcome.exit_code
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without joining threads: an abandoned transfer or gRPC must not keep the container alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

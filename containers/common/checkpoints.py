@@ -1,0 +1,118 @@
+"""Checkpoints in the bucket: uploaded during training, complete with their marker, resumed from the newest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+from dropforge.base.log import log
+from dropforge.run import artifacts
+from dropforge.run.artifacts import ArtifactFile, Checkpoint
+
+from .job import Job
+from .report import Reporter
+
+KEEP = 2
+NOTES = "dropforge.json"  # beside the trainer's own files, for a later attempt
+# With several machines, each uploads its own ranks' shards, then their list. The first machine commits all lists.
+PART = "_PART-"
+PART_POLL_SECONDS = 0.2
+PART_SECONDS = 600.0
+
+
+class CheckpointStore:
+    """The checkpoints of one run. A thread uploads them one at a time; a failed upload loses only its checkpoint."""
+
+    def __init__(self, client: Any, job: Job, reporter: Reporter) -> None:
+        self._client = client
+        self._job = job
+        self._reporter = reporter
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._upload: Future[None] | None = None
+        self.saved_step = 0
+        self.launch = ""  # the same in all ranks; tells this launch's parts from those of a killed launch
+
+    def resume(self, directory: Path) -> Path | None:
+        """Download the newest complete checkpoint; returns its directory, or None to start from the beginning."""
+        for checkpoint in artifacts.checkpoints(self._client, self._job.bucket, self._job.run):
+            local = directory / f"checkpoint-{checkpoint.step}"
+            if self._fetch(checkpoint, local):
+                self.saved_step = checkpoint.step
+                return local
+        return None
+
+    def save(self, step: int, local: Path, notes: dict[str, Any]) -> None:
+        """Start to upload the trainer's checkpoint in `local`; waits for the previous upload first."""
+        if self._job.world.machine == 0:
+            (local / NOTES).write_text(json.dumps(notes))
+        self.wait()
+        self._upload = self._pool.submit(self._save, step, local)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the current upload has succeeded or failed, or for `timeout` seconds."""
+        if self._upload is None:
+            return
+        try:
+            self._upload.result(timeout)
+        except FutureTimeout:
+            log("a checkpoint's upload takes too long", stage="train", run=self._job.run, severity="WARNING")
+        except Exception as error:  # noqa: BLE001  (training continues; the previous checkpoint is still there)
+            log(f"a checkpoint was not uploaded: {error!r}", stage="train", run=self._job.run, severity="WARNING")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _save(self, step: int, local: Path) -> None:
+        world, bucket, run = self._job.world, self._job.bucket, self._job.run
+        files = artifacts.upload_directory(
+            self._client, local, f"gs://{bucket}/{artifacts.checkpoint_prefix(run, step)}"
+        )
+        if world.machine > 0:
+            self._hand_in(step, files)
+            shutil.rmtree(local)  # this machine does not read it again
+            return
+        for machine in range(1, world.machines):
+            files += self._wait_for_part(step, machine)
+        checkpoint = artifacts.complete_checkpoint(self._client, bucket, run, step, files, {})
+        self.saved_step = step
+        self._reporter.checkpointed(step, checkpoint.uri)
+        artifacts.prune_checkpoints(self._client, bucket, run, KEEP)
+
+    def _hand_in(self, step: int, files: list[ArtifactFile]) -> None:
+        listing = json.dumps([file.model_dump() for file in files])
+        self._part(step, self._job.world.machine).upload_from_string(listing, "application/json")
+
+    def _wait_for_part(self, step: int, machine: int) -> list[ArtifactFile]:
+        part, deadline = self._part(step, machine), time.monotonic() + PART_SECONDS
+        while not part.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"machine {machine} did not upload its shards of step {step} in {PART_SECONDS} s")
+            time.sleep(PART_POLL_SECONDS)
+        return [ArtifactFile.model_validate(file) for file in json.loads(part.download_as_bytes())]
+
+    def _part(self, step: int, machine: int) -> Any:
+        prefix = artifacts.checkpoint_prefix(self._job.run, step)
+        return self._client.bucket(self._job.bucket).blob(f"{prefix}{PART}{self.launch}-{machine}")
+
+    def _fetch(self, checkpoint: Checkpoint, local: Path) -> bool:
+        downloaded = {file.path: file for file in artifacts.download_prefix(self._client, checkpoint.uri, local)}
+        # The marker does not list itself, nor files of an earlier, incomplete upload by other ranks.
+        for path in downloaded.keys() - {file.path for file in checkpoint.files}:
+            (local / path).unlink()
+            _remove_if_empty((local / path).parent)
+        if all(downloaded.get(file.path) == file for file in checkpoint.files):
+            return True
+        log(f"{checkpoint.uri} differs from its marker", stage="train", run=self._job.run, severity="WARNING")
+        return False
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """The trainer recognises the kind of a checkpoint by its directories."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()

@@ -1,0 +1,140 @@
+"""Exact match and loss on the held-out rows; the same code judges the model before and after training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dropforge.spec import JobSpec
+
+from .chat import IGNORED, Encoded, encode_prompt, stop_ids
+from .errors import config_error
+from .rows import Row, Split
+
+GENERATION_ROWS = 64  # prompts per batch
+LOSS_TOKENS = 2048  # tokens per batch: the logits are the largest tensor of an evaluation
+SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result. `exact_match` is None for plain text, which has no answer to match."""
+
+    loss: float
+    exact_match: float | None
+    answers: list[str] = field(default_factory=list)
+
+
+def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, max_new_tokens: int) -> Score:
+    """The model's loss on the rows, and the share of answers that greedy decoding reproduces exactly."""
+    model.eval()
+    loss = mean_loss(model, tokenizer, encoded)
+    if not all(row.messages for row in rows):
+        return Score(loss, None)
+    answers = generate(model, tokenizer, [encode_prompt(tokenizer, row.prompt) for row in rows], max_new_tokens)
+    right = sum(answer == row.answer.strip() for answer, row in zip(answers, rows, strict=True))
+    return Score(loss, right / len(rows), answers)
+
+
+def mean_loss(model: Any, tokenizer: Any, encoded: Encoded) -> float:
+    """Cross-entropy per labelled token."""
+    import torch
+
+    total, count = 0.0, 0
+    for batch in _batches(encoded.lengths, LOSS_TOKENS):
+        inputs, attention = _padded([encoded.input_ids[i] for i in batch], tokenizer.pad_token_id, left=False)
+        labels, _ = _padded([encoded.labels[i] for i in batch], IGNORED, left=False)
+        with torch.inference_mode():
+            logits = model(input_ids=inputs.to(model.device), attention_mask=attention.to(model.device)).logits
+        labelled = labels[:, 1:] != IGNORED
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1][labelled.to(model.device)].float(), labels[:, 1:][labelled].to(model.device), reduction="sum"
+        )
+        total, count = total + float(losses), count + int(labelled.sum())
+    return total / max(1, count)
+
+
+def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
+    """Greedy answers in the order of the prompts, without special tokens and surrounding space."""
+    import torch
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=stop_ids(tokenizer, model.generation_config),
+    )
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    answers = [""] * len(prompts)
+    for start in range(0, len(order), GENERATION_ROWS):
+        batch = order[start : start + GENERATION_ROWS]
+        inputs, attention = _padded([prompts[i] for i in batch], tokenizer.pad_token_id, left=True)
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=inputs.to(model.device),
+                attention_mask=attention.to(model.device),
+                generation_config=config,
+            )
+        texts = tokenizer.batch_decode(output[:, inputs.shape[1] :], skip_special_tokens=True)
+        for index, text in zip(batch, texts, strict=True):
+            answers[index] = text.strip()
+    return answers
+
+
+def compare(before: Score, after: Score) -> dict[str, float | None]:
+    """The metrics of the evaluation, as the manifest has them."""
+    return {
+        "exact_match": after.exact_match,
+        "exact_match_before": before.exact_match,
+        "loss": after.loss,
+        "loss_before": before.loss,
+    }
+
+
+def write_samples(directory: Path, rows: Sequence[Row], before: Score, after: Score) -> None:
+    """Write samples.json: a few rows with the model's answers before and after training."""
+    triples = list(zip(rows, before.answers, after.answers, strict=True)) if after.answers else []
+    samples = [
+        {"prompt": row.prompt, "expected": row.answer, "before": old, "after": new}
+        for row, old, new in triples[:SAMPLES]
+    ]
+    (directory / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def check_gate(spec: JobSpec, split: Split) -> None:
+    """Refuse, before training, a gate that no model can pass. Raises JobError."""
+    gate = spec.evaluation.gate if spec.evaluation else None
+    if gate and gate.metric == "exact_match" and not all(row.messages for row in split.held_out):
+        message = "evaluation.gate.metric is 'exact_match', but the rows are plain text: there is no answer to match"
+        raise config_error(message, "use the metric 'loss', or rows with prompts and completions")
+
+
+def _batches(lengths: list[int], tokens: int) -> Iterator[list[int]]:
+    """Indices sorted by length, in batches of about `tokens` tokens with padding."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[index] > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _padded(sequences: list[list[int]], filler: int, *, left: bool) -> tuple[Any, Any]:
+    import torch
+
+    length = max(map(len, sequences))
+    values = torch.full((len(sequences), length), filler)
+    mask = torch.zeros((len(sequences), length), dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        where = slice(length - len(sequence), length) if left else slice(len(sequence))
+        values[row, where] = torch.tensor(sequence)
+        mask[row, where] = 1
+    return values, mask

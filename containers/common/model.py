@@ -1,0 +1,29 @@
+"""The base model: its files on disk, and their exact source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dropforge.run import artifacts
+from dropforge.run.artifacts import Source
+from dropforge.spec import JobSpec
+
+from .errors import missing
+
+
+def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = True) -> tuple[str, Source]:
+    """Download the base model; returns its directory and source. Without `weights`, the Hub's weights stay there."""
+    source = spec.model.source
+    if source.startswith("gs://"):
+        artifacts.download_prefix(client, source, directory)
+        if not (directory / "config.json").is_file():
+            hint = "give the prefix that holds the files of save_pretrained"
+            raise missing(f"model.source {source!r} has no config.json", hint)
+        return str(directory), Source(uri=source, revision=artifacts.prefix_revision(client, source))
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
+    copies = ["original/*", "consolidated*"]  # the same weights once more, in another layout
+    path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
+    return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit

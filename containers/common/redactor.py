@@ -1,0 +1,33 @@
+"""Removes secrets from text that leaves the container."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from dropforge.base.redact import TOKEN, redact
+
+from . import redacted_output
+
+
+class Redactor:
+    """Replaces credentials in text: known token formats, and the values of the spec's own secrets."""
+
+    def __init__(self) -> None:
+        self._values: list[str] = []
+        self._forms: list[str] = []
+
+    def learn(self, names: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
+        """Remember the values of the environment variables in `names` (the spec's `secrets`)."""
+        self._values += [environ[name] for name in names if environ.get(name)]
+        self._forms = [form for value in self._values for form in redacted_output.forms(value)]
+
+    def guard_output(self) -> None:
+        """From now on, also redact all that this process and its children print."""
+        if self._values:
+            redacted_output.start(self._values, TOKEN.pattern)
+
+    def __call__(self, text: str) -> str:
+        for form in self._forms:
+            text = text.replace(form, "[redacted]")
+        return redact(text)

@@ -1,0 +1,166 @@
+"""Job events. A thread of their own publishes them: they neither delay training nor make it fail."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from dropforge.base.errors import ErrorClass
+from dropforge.base.log import log
+from dropforge.cloud.clients import Clients
+from dropforge.run.artifacts import Manifest, manifest_uri
+from dropforge.run.events import (
+    Checkpointed,
+    Failed,
+    JobEvent,
+    Preempted,
+    Progress,
+    Started,
+    Succeeded,
+    job_event_message,
+)
+
+from .errors import JobError
+from .job import Job
+from .outcome import Outcome
+from .redactor import Redactor
+
+PROGRESS_SECONDS = 2.0
+PROGRESS_STEPS = 20
+FLUSH_SECONDS = 10.0
+_PUBLISH_SECONDS = 20.0
+_QUEUE_EVENTS = 256
+
+
+class Reporter:
+    """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent."""
+
+    def __init__(self, job: Job, redact: Redactor) -> None:
+        self._job = job
+        self._redact = redact
+        self._sequence = 0
+        self._unpublished = 0
+        self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
+        self._thread = threading.Thread(target=self._publish_all, name="job-events", daemon=True)
+        if job.topic and job.world.rank in (None, 0):
+            self._thread.start()
+
+    def started(self, resumed_step: int, device: str) -> None:
+        self._send(Started(**self._base(), resumed_step=resumed_step, device=device))
+
+    def progress(self, **fields: Any) -> None:
+        self._send(Progress(**self._base(), **fields))
+
+    def checkpointed(self, step: int, uri: str) -> None:
+        self._send(Checkpointed(**self._base(), step=step, uri=uri))
+
+    def succeeded(self, manifest: Manifest) -> None:
+        uri = manifest_uri(self._job.bucket, manifest.run)
+        self._send(Succeeded(**self._base(), manifest_uri=uri, metrics=manifest.metrics))
+
+    def ended(self, outcome: Outcome) -> None:
+        """The last event of an attempt that did not succeed."""
+        if outcome.reason == "deadline":
+            self.out_of_time(outcome.step)
+        elif outcome.reason == "preempted":
+            self.preempted(outcome.step)
+        elif outcome.error_class:
+            self.failed(outcome.error)
+
+    def failed(self, error: JobError) -> None:
+        message, hint = self._redact(error.message)[:4000], self._redact(error.hint)[:1000]
+        self._send(Failed(**self._base(), error_class=error.error_class, message=message, hint=hint))
+
+    def preempted(self, step: int) -> None:
+        self._send(Preempted(**self._base(), step=step))
+
+    def out_of_time(self, step: int) -> None:
+        message = f"stopped before the deadline; the last checkpoint is of step {step}"
+        hint = "raise limits.max_duration or limits.max_cost_usd, or train less; checkpoints are kept"
+        self._send(Failed(**self._base(), error_class=ErrorClass.DEADLINE, message=message, hint=hint))
+
+    def close(self, timeout: float = FLUSH_SECONDS) -> None:
+        """Wait at most `timeout` seconds until the queued events are published."""
+        if not self._thread.is_alive():
+            return
+        deadline = time.monotonic() + timeout
+        try:
+            self._queue.put(None, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            log("job events were still unpublished at exit", stage="train", run=self._job.run, severity="WARNING")
+
+    def _base(self) -> dict[str, Any]:
+        now = datetime.now(UTC)
+        # Milliseconds: a restarted attempt continues above the sequences that it sent before. Strictly increasing.
+        self._sequence = max(self._sequence + 1, int(now.timestamp() * 1000))
+        return {"run": self._job.run, "attempt": self._job.attempt, "sequence": self._sequence, "time": now}
+
+    def _send(self, event: JobEvent) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            # A progress event does not wait for a place in the queue; the others wait for a second.
+            self._queue.put(event, timeout=0.001 if isinstance(event, Progress) else 1.0)
+        except queue.Full:
+            severity = "DEBUG" if isinstance(event, Progress) else "WARNING"
+            log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity=severity)
+
+    def _publish_all(self) -> None:
+        clients = Clients()
+        while (event := self._queue.get()) is not None:
+            data, attributes = job_event_message(event)
+            try:
+                publisher = clients.publisher()
+                publisher.publish(self._job.topic, data, timeout=_PUBLISH_SECONDS, **attributes).result(
+                    _PUBLISH_SECONDS
+                )
+            except Exception as error:  # noqa: BLE001  (a failure of Pub/Sub must not fail the run)
+                self._unpublished += 1
+                if self._unpublished in (1, 10, 100, 1000):
+                    message = self._redact(f"{self._unpublished} job events not published; the last: {error!r}")
+                    log(message, stage="train", run=self._job.run, severity="WARNING")
+
+
+class ProgressMeter:
+    """Decides when to report progress, and measures the speed from the trainer's step and token counts."""
+
+    def __init__(self, reporter: Reporter, total_steps: int) -> None:
+        self._reporter = reporter
+        self._total = total_steps
+        self._last: tuple[int, int, float] | None = None
+        self._loss: float | None = None
+        self._learning_rate: float | None = None
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Training starts, or resumes, at `step`."""
+        self._last = (step, tokens, time.monotonic())
+
+    def note(self, loss: float | None, learning_rate: float | None) -> None:
+        """Keep the latest logged loss and learning rate; None keeps the previous value."""
+        self._loss = self._loss if loss is None else loss
+        self._learning_rate = self._learning_rate if learning_rate is None else learning_rate
+
+    def step(self, step: int, tokens: int, epoch: float | None) -> None:
+        """Count a finished step; report it if a report is due, and always report the last step."""
+        assert self._last is not None, "call begin first"
+        before, tokens_before, then = self._last
+        elapsed = time.monotonic() - then
+        if step < self._total and step - before < PROGRESS_STEPS and elapsed < PROGRESS_SECONDS:
+            return
+        self._last = (step, tokens, then + elapsed)
+        rate = (step - before) / elapsed if elapsed > 0 else None
+        self._reporter.progress(
+            step=step,
+            total_steps=self._total,
+            epoch=epoch,
+            loss=self._loss,
+            learning_rate=self._learning_rate,
+            tokens_per_second=round((tokens - tokens_before) / elapsed, 1) if elapsed > 0 else None,
+            eta_seconds=round((self._total - step) / rate, 1) if rate else None,
+        )

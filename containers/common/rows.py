@@ -1,0 +1,349 @@
+"""Training rows: read from the Hub or a bucket, converted to one form, checked, shuffled and split.
+
+Every format becomes a conversation (or a plain text). Training then uses the chat template that ships with the model,
+and serving needs only chat completions.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dropforge.run.artifacts import Source, parse_gs_uri
+from dropforge.spec import Columns, Dataset, Evaluation
+
+from .errors import data_error, missing
+
+Message = dict[str, str]
+RawRows = Sequence[Mapping[str, Any]]
+
+MIN_TRAIN_ROWS = 8
+MAX_BAD_ROWS = 0.1  # share of the rows; fewer are dropped, and the log counts them
+MAX_FILE_BYTES = 8 * 2**30  # .jsonl, .json and .csv are read into memory; .parquet is mapped
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation that ends with the assistant's answer; or a plain text, without messages."""
+
+    messages: tuple[Message, ...]
+    text: str = ""
+
+    @property
+    def prompt(self) -> list[Message]:
+        return list(self.messages[:-1])
+
+    @property
+    def answer(self) -> str:
+        return self.messages[-1]["content"]
+
+    @property
+    def content(self) -> str:
+        """The whole text of the row, to count and compare."""
+        return self.text or "\n".join(message["content"] for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows to train on and rows held out; no text is in both."""
+
+    train: list[Row]
+    held_out: list[Row]
+    dropped: int
+
+
+def load_rows(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows, Source]:
+    """The raw rows and their exact source. Raises JobError."""
+    if dataset.source.startswith("gs://"):
+        return _from_bucket(dataset, client, directory)
+    return _from_hub(dataset)
+
+
+def prepare(raw: RawRows, dataset: Dataset, evaluation: Evaluation | None, seed: int) -> Split:
+    """Shuffle, limit, convert, check and split the rows. The same seed gives the same split. Raises JobError."""
+    order = list(range(len(raw)))
+    random.Random(seed).shuffle(order)
+    rows, dropped = normalise([raw[index] for index in order[: dataset.limit]], dataset)
+    check_texts(rows)
+    held_out = _held_out_count(len(rows), evaluation)
+    evaluated = rows[:held_out]
+    seen = {row.content for row in evaluated}
+    train = [row for row in rows[held_out:] if row.content not in seen]
+    if len(train) < MIN_TRAIN_ROWS:
+        raise data_error(
+            f"{len(train)} rows are left to train on ({len(raw)} in {dataset.source}, {dropped} unusable, "
+            f"{held_out} held out); expected at least {MIN_TRAIN_ROWS} different ones",
+            "add rows, or lower evaluation.holdout_fraction",
+        )
+    return Split(train, evaluated, dropped)
+
+
+def normalise(raw: RawRows, dataset: Dataset) -> tuple[list[Row], int]:
+    """Rows in one form, and the number of unusable rows. Raises JobError if too many are unusable."""
+    if not raw:
+        raise data_error(f"{dataset.source} has no rows; expected at least {MIN_TRAIN_ROWS}")
+    convert = _converter(raw[0], dataset)
+    rows: list[Row] = []
+    problems: list[str] = []
+    for index, values in enumerate(raw):
+        try:
+            rows.append(convert(values))
+        except UnusableRow as problem:
+            problems.append(f"row {index}: {problem}")
+    if len(problems) > MAX_BAD_ROWS * len(raw):
+        raise data_error(
+            f"{len(problems)} of {len(raw)} rows cannot be trained on; expected at most {MAX_BAD_ROWS:.0%}. "
+            f"The first: {'; '.join(problems[:3])}"
+        )
+    return rows, len(problems)
+
+
+def check_texts(rows: list[Row]) -> None:
+    """Refuse a data set that repeats a single text. Raises JobError."""
+    distinct = {row.content for row in rows}
+    if len(distinct) < 2:
+        shown = next(iter(distinct), "")[:80]
+        raise data_error(f"all {len(rows)} rows are the same text, {shown!r}; expected at least 2 different ones")
+
+
+class UnusableRow(ValueError):
+    """A row that cannot be trained on, and the reason."""
+
+
+def _converter(first: Mapping[str, Any], dataset: Dataset) -> Callable[[Mapping[str, Any]], Row]:
+    """The function that converts a row: by the spec's templates or format, else by the first row's columns."""
+    if dataset.columns is not None:
+        return _by_templates(dataset.columns, first)
+    needed = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+    converters = {"messages": _from_messages, "prompt_completion": _from_prompt_completion, "text": _from_text}
+    wanted = [dataset.format] if dataset.format in needed else list(needed)
+    for name in wanted:
+        if all(column in first for column in needed[name]):
+            return converters[name]
+    expected = " or ".join("+".join(needed[name]) for name in wanted)
+    raise data_error(
+        f"{dataset.source} has the columns {', '.join(first) or '(none)'}; "
+        f"expected {expected} (format {dataset.format!r})",
+        "name the columns in dataset.columns, as in {'prompt': 'Question: {question}', 'completion': '{answer}'}",
+    )
+
+
+def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Row]:
+    parts = {"system": columns.system, "prompt": columns.prompt, "completion": columns.completion}
+    for name, template in parts.items():
+        for field in _fields(template or "", name):
+            if field not in first:
+                raise data_error(
+                    f"dataset.columns.{name} names the column {field!r}; the data set has {', '.join(first)}"
+                )
+
+    def convert(values: Mapping[str, Any]) -> Row:
+        def fill(template: str) -> str:
+            return template.format_map({name: _plain(values.get(name), name) for name in _fields(template, "prompt")})
+
+        prompt = [{"role": "user", "content": fill(columns.prompt)}]
+        if columns.system is not None:
+            prompt.insert(0, {"role": "system", "content": fill(columns.system)})
+        return _conversation(prompt, fill(columns.completion))
+
+    return convert
+
+
+def _fields(template: str, where: str) -> list[str]:
+    """The columns that a template names. Allows plain names only: no attributes, indices or format specifications."""
+    try:
+        fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise data_error(f"dataset.columns.{where} is not a template: {error}; write {{{{ for a brace") from None
+    names = []
+    for field, spec, conversion in fields:
+        if field is None:
+            continue
+        if spec or conversion or not field.isidentifier():
+            raise data_error(f"dataset.columns.{where} has {{{field}}}; expected a column's name in braces")
+        names.append(field)
+    return names
+
+
+def _from_messages(values: Mapping[str, Any]) -> Row:
+    messages = values["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UnusableRow(f"`messages` is {_short(messages)}; expected a list of {{role, content}}")
+    read = [_message(message) for message in messages]
+    while read and read[-1]["role"] != "assistant":
+        read.pop()  # training learns nothing from messages after the last answer
+    if not read:
+        raise UnusableRow("no message is the assistant's")
+    return _conversation(read[:-1], read[-1]["content"])
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise UnusableRow(f"a message is {_short(message)}; expected a role ({', '.join(ROLES)}) and a content")
+    return {"role": str(message["role"]), "content": _plain(message.get("content"), "content")}
+
+
+def _from_prompt_completion(values: Mapping[str, Any]) -> Row:
+    prompt, completion = values["prompt"], values["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _from_messages({"messages": [*prompt, *completion]})
+    return _conversation([{"role": "user", "content": _plain(prompt, "prompt")}], _plain(completion, "completion"))
+
+
+def _from_text(values: Mapping[str, Any]) -> Row:
+    text = _plain(values["text"], "text")
+    if len(text.strip()) <= 1:
+        raise UnusableRow(f"the text is {text!r}; expected more than one character")
+    return Row((), text)
+
+
+def _conversation(prompt: list[Message], answer: str) -> Row:
+    question = prompt[-1]["content"] if prompt else ""
+    # `text[0]` of a string instead of a list leaves one character of each row.
+    if len(question.strip()) <= 1:
+        raise UnusableRow(f"the prompt is {question!r}; expected more than one character")
+    if not answer.strip():
+        raise UnusableRow("the completion is empty")
+    return Row((*prompt, {"role": "assistant", "content": answer}))
+
+
+def _plain(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return str(value)
+    raise UnusableRow(f"{name!r} is {_short(value)}; expected text")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _held_out_count(rows: int, evaluation: Evaluation | None) -> int:
+    if evaluation is None:
+        return 0
+    wanted = int(rows * evaluation.holdout_fraction)
+    if wanted < 1:
+        needed = int(1 / evaluation.holdout_fraction) + 1
+        raise data_error(
+            f"evaluation.holdout_fraction {evaluation.holdout_fraction} of {rows} rows is less than one row; "
+            f"expected at least {needed} rows",
+            "add rows, or raise evaluation.holdout_fraction",
+        )
+    return min(wanted, evaluation.max_rows)
+
+
+def _from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows, Source]:
+    from google.api_core.exceptions import NotFound
+
+    bucket, name = parse_gs_uri(dataset.source)
+    blob = client.bucket(bucket).get_blob(name)
+    if blob is None:
+        raise missing(f"dataset.source {dataset.source!r} does not exist", "upload it, or correct the URI")
+    reader = _READERS.get(Path(name).suffix)
+    if reader is None:
+        raise data_error(f"dataset.source {dataset.source!r}: expected a name ending in {', '.join(_READERS)}")
+    if blob.size > MAX_FILE_BYTES and reader is not _read_parquet:
+        raise data_error(f"dataset.source is {blob.size} bytes; expected at most {MAX_FILE_BYTES}, or a .parquet file")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"data{Path(name).suffix}"
+    try:
+        blob.download_to_filename(str(path), checksum="crc32c")
+    except NotFound:
+        raise missing(f"dataset.source {dataset.source!r} was deleted", "upload it again") from None
+    return reader(path), Source(uri=dataset.source, revision=f"generation {blob.generation} crc32c {blob.crc32c}")
+
+
+def _read_jsonl(path: Path) -> RawRows:
+    return list(_json_lines(path))
+
+
+def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(_decoded(file, path), start=1):
+            if line.strip():
+                yield _json_row(line, f"line {number}")
+
+
+def _decoded(file: Any, path: Path) -> Iterator[str]:
+    try:
+        yield from file
+    except UnicodeDecodeError as error:
+        raise data_error(f"the data set is not UTF-8 text: {error}") from None
+
+
+def _json_row(text: str, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise data_error(f"{where} of the data set is not JSON: {error}; found {_short(text.strip())}") from None
+    if not isinstance(row, dict):
+        raise data_error(f"{where} of the data set is {_short(row)}; expected an object")
+    return row
+
+
+def _read_json(path: Path) -> RawRows:
+    """Reads a list of objects, or JSON lines: the wrong suffix is common."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise data_error(f"the data set is not UTF-8 text: {error}") from None
+    except ValueError:
+        return _read_jsonl(path)
+    if isinstance(rows, dict):
+        return _read_jsonl(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise data_error(f"the data set is {_short(rows)}; expected a list of objects")
+    return rows
+
+
+def _read_csv(path: Path) -> RawRows:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            return list(csv.DictReader(_decoded(file, path), strict=True))
+        except csv.Error as error:
+            raise data_error(f"the data set is not CSV: {error}") from None
+
+
+def _read_parquet(path: Path) -> RawRows:
+    import datasets
+    import pyarrow
+
+    try:
+        return datasets.Dataset.from_parquet(str(path), cache_dir=str(path.parent / "cache"))  # type: ignore[no-any-return]
+    except (pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError) as error:
+        raise data_error(f"the data set is not Parquet: {error}") from None
+
+
+_READERS: dict[str, Callable[[Path], RawRows]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _from_hub(dataset: Dataset) -> tuple[RawRows, Source]:
+    import datasets
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(dataset.source, revision=dataset.revision).sha or dataset.revision
+        rows = datasets.load_dataset(dataset.source, dataset.config, split=dataset.split, revision=commit)
+    except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
+        raise missing(
+            f"dataset.source {dataset.source!r}: {error}", "check the id, or add HF_TOKEN to `secrets`"
+        ) from None
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise data_error(f"dataset.source {dataset.source!r} cannot be read: {error}") from None
+    except ValueError as error:  # an unknown split or config
+        raise data_error(f"dataset.source {dataset.source!r}: {error}") from None
+    return rows, Source(uri=dataset.source, revision=commit)

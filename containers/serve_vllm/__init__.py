@@ -1,0 +1,1 @@
+"""The serving image: an OpenAI-compatible endpoint for a committed model."""

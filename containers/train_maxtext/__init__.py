@@ -1,0 +1,1 @@
+"""The training image for TPUs: MaxText."""

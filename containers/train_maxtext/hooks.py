@@ -1,0 +1,99 @@
+"""MaxText's hooks: they give the trainer dropforge's batches, and report its steps. Imports JAX and MaxText."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax.core.spmd import logical_axis_rules
+from maxtext.input_pipeline.multihost_dataloading import MultiHostDataLoadIterator
+from maxtext.trainers.post_train.sft.hooks import SFTDataHooks
+from maxtext.utils.sharding import get_input_data_sharding
+from tunix.sft.hooks import TrainingHooks
+
+from containers.common.errors import code_error
+
+from .batches import Data, part
+
+Report = Callable[..., None]
+
+
+class BatchHooks(SFTDataHooks):  # type: ignore[misc]
+    """Gives batches to the trainer; None ends the training. Raises the errors that MaxText's loader would hide."""
+
+    def __init__(self, config: Any, mesh: Any, source: Iterator[dict[str, Any]]) -> None:
+        self.train_data_iterator, self.eval_data_iterator = source, None
+        self.train_batch = self.eval_batch = None
+        self.train_tokens = 0
+        self._mesh = mesh
+        self._shardings = get_input_data_sharding(config, mesh)
+
+    def put(self, batch: dict[str, Any]) -> Any:
+        """Put a batch of all hosts on their devices; each host gives its own part of the sequences."""
+        local = part(batch, jax.process_index(), jax.process_count())
+        return jax.device_put(next(MultiHostDataLoadIterator([local], self._mesh)), self._shardings)
+
+    def load_next_train_batch(self, train_ctx: Any) -> Any:
+        batch = next(self.train_data_iterator, None)
+        self.train_batch = None if batch is None else self.put(batch)
+        self.train_tokens = 0 if batch is None else int((batch["inputs_segmentation"] != 0).sum())
+        return self.train_batch
+
+
+class StepHooks(TrainingHooks):  # type: ignore[misc]
+    """Reports each step: loss, tokens, seconds. The trainer ends a step only after the step that follows it has run."""
+
+    def __init__(self, report: Report, steps: int) -> None:
+        self.tokens: dict[int, int] = {}
+        self.total_tokens = 0
+        self.losses: list[float] = []
+        self.began = 0.0
+        self._report = report
+        self._steps = steps
+
+    def on_train_start(self, train_ctx: Any) -> None:
+        self.began = time.monotonic()
+
+    def on_train_end(self, train_ctx: Any) -> None: ...
+
+    def on_train_step_start(self, train_ctx: Any) -> None:
+        step = train_ctx.train_steps
+        self.tokens[step] = self.tokens.get(step, 0) + train_ctx.data_hooks.train_tokens
+
+    def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: Any) -> None:
+        loss = float(train_loss)
+        if not math.isfinite(loss):
+            raise code_error(
+                f"the loss of step {train_step} is {loss}; expected a finite number",
+                "lower training.learning_rate, or look for malformed rows",
+            )
+        self.losses.append(loss)
+        self.total_tokens += self.tokens.pop(train_step - 1, 0)
+        self._report(
+            step=train_step,
+            total_steps=self._steps,
+            loss=loss,
+            tokens=self.total_tokens,
+            seconds=round(time.monotonic() - self.began, 3),
+        )
+
+    def on_eval_step_start(self, train_ctx: Any) -> None: ...
+
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None: ...
+
+    def summary(self) -> dict[str, Any]:
+        return {"train_loss": self.losses[-1] if self.losses else None, "tokens": self.total_tokens}
+
+
+def probe_loss(trainer: Any, mesh: Any, config: Any, data: Data, hooks: BatchHooks) -> float:
+    """The model's current loss per labelled token of the probe rows."""
+    total = count = 0.0
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        _, evaluate = trainer.jit_train_and_eval_step(cache_nnx_graph=config.num_experts <= 1)
+        for batch in data.probes(config.micro_batch_size_to_eval_on):
+            _, sums = evaluate(hooks.put(batch))
+            total, count = total + float(sums["xent_sum"]), count + float(sums["total_weights"])
+    return total / count

@@ -1,0 +1,52 @@
+"""The training methods of this image, by `training.method` of the job spec.
+
+To add a method, write a module here with the contents of `Method`, and add its name to METHODS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from containers.common.errors import config_error
+from containers.common.publish import Description
+from containers.common.rows import Row
+from dropforge.run.artifacts import Source
+from dropforge.spec import JobSpec
+
+from ..batches import Data
+from ..work import Work
+
+METHODS = ("pretrain", "sft")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The token ids to train on, their source, and counts of the rows behind them."""
+
+    data: Data
+    source: Source
+    packing: bool = False
+    held_out: tuple[Row, ...] = ()
+    dropped: int = 0
+    truncated: int = 0
+
+
+class Method(Protocol):
+    """The contents of a method's module."""
+
+    STARTS_FROM_BASE: bool  # training starts with the base model's weights, and not with random weights
+
+    def read(self, work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+        """The rows that the method takes, as token ids below `vocabulary`. Raises JobError."""
+
+    def describe(self, spec: JobSpec) -> Description:
+        """The method's words on the model card."""
+
+
+def load_method(name: str) -> Method:
+    """Import a method's module. Raises JobError for an unknown method."""
+    if name not in METHODS:
+        raise config_error(f"training.method is {name!r}; expected one of {', '.join(METHODS)}")
+    return cast(Method, import_module(f"{__name__}.{name}"))

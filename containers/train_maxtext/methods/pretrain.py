@@ -1,0 +1,42 @@
+"""Pre-training from random weights on random tokens: it measures machines, and the model learns nothing useful."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from containers.common.publish import DROPFORGE, Description
+from dropforge.run.artifacts import Source
+from dropforge.spec import JobSpec, SyntheticDataset
+
+from ..batches import Data, Rows, padded_length
+from ..work import Work
+from . import Prepared
+
+STARTS_FROM_BASE = False
+# The trained loss and the exported model's loss are compared on so many tokens, on a CPU.
+PROBE_TOKENS = 16_384
+
+
+def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+    return synthetic(work.spec, vocabulary, tpu)
+
+
+def synthetic(spec: JobSpec, vocabulary: int, tpu: bool) -> Prepared:
+    """Full sequences of random tokens, all with a loss, as MaxText's `dataset_type=synthetic`.
+
+    MaxText repeats one batch; here the seed makes as many rows as the spec says.
+    """
+    assert isinstance(spec.dataset, SyntheticDataset), "the spec's validation refuses other data"
+    length, count = padded_length(spec.training.max_length, tpu), spec.dataset.rows
+    ids = np.random.default_rng(spec.training.seed).integers(0, vocabulary, count * length, dtype=np.int32)
+    train = Rows(ids, ids, np.arange(count + 1, dtype=np.int32) * length)
+    probed = min(count, max(1, PROBE_TOKENS // length))
+    probe = Rows(ids[: probed * length], ids[: probed * length], train.starts[: probed + 1])
+    prepared = Data(train, probe, [[index] for index in range(count)], length)
+    return Prepared(prepared, Source(uri=spec.dataset.source, revision=f"seed-{spec.training.seed}"))
+
+
+def describe(spec: JobSpec) -> Description:
+    introduction = f"""Pre-trained by {DROPFORGE} on random tokens, with shapes and tokenizer of another model. It shows
+that the machines train. The model has learnt nothing useful."""
+    return Description("pre-training from random weights; loss on every token", introduction)

@@ -1,0 +1,66 @@
+"""Supervised fine-tuning: the model learns the assistant's answers of conversations, or whole plain texts."""
+
+from __future__ import annotations
+
+from containers.common import chat
+from containers.common import rows as data
+from containers.common.errors import config_error
+from containers.common.evaluation import check_gate
+from containers.common.publish import Description, describe_fine_tuning
+from dropforge.cloud.clients import Clients
+from dropforge.spec import Dataset, JobSpec
+
+from ..batches import Data, Rows, pack, padded_length
+from ..work import Work
+from . import Prepared
+
+STARTS_FROM_BASE = True
+# The trained loss and the exported model's loss are compared on so many rows, on a CPU.
+PROBE_ROWS = 64
+
+
+def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+    """The spec's rows, as token ids with labels. Raises JobError."""
+    spec = work.spec
+    assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
+    tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
+    raw, source = data.load_rows(spec.dataset, Clients().storage(), work.directory / "data")
+    split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
+    check_gate(spec, split)
+    max_length, named = spec.training.max_length, spec.dataset.source
+    encoded = chat.encode(tokenizer, split.train, max_length, named)
+    held_out = chat.encode(tokenizer, split.held_out, max_length, named) if split.held_out else encoded
+    check_vocabulary(encoded, vocabulary)
+    packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)
+    train = Rows.of(encoded.input_ids, encoded.labels)
+    prepared = Data(
+        train=train,
+        probe=Rows.of(held_out.input_ids[:PROBE_ROWS], held_out.labels[:PROBE_ROWS]),
+        sequences=pack(train.lengths, length) if packing else [[index] for index in range(len(train))],
+        length=length,
+    )
+    dropped = split.dropped + encoded.dropped
+    return Prepared(prepared, source, packing, tuple(split.held_out), dropped, encoded.truncated)
+
+
+def check_vocabulary(encoded: chat.Encoded, size: int) -> None:
+    """Refuse token ids that the model lacks: on a TPU, an embedding returns zeros beyond its end, and no error."""
+    largest = max(max(ids) for ids in encoded.input_ids)
+    if largest >= size:
+        raise config_error(
+            f"the tokenizer makes token {largest}; expected less than the model's vocab_size, {size}",
+            "give the tokenizer that belongs to the model",
+        )
+
+
+def sequence_shape(spec: JobSpec, train: list[int], held_out: list[int], tpu: bool) -> tuple[bool, int]:
+    """Whether rows are packed, and the length of all sequences: XLA compiles for a single length."""
+    longest, mean = max([*train, *held_out]), sum(train) / len(train)
+    packing = spec.training.packing
+    if packing == "auto":
+        packing = tpu and mean < spec.training.max_length / 2
+    return bool(packing), padded_length(spec.training.max_length if packing else longest, tpu)
+
+
+def describe(spec: JobSpec) -> Description:
+    return describe_fine_tuning(spec)

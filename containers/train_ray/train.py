@@ -1,0 +1,252 @@
+"""The train stage on a Ray cluster: JaxTrainer runs containers/train_maxtext's `train` on every host of the slice.
+
+This process runs on the head. The workers read and write below checkpoints/<run>/maxtext in the bucket: the imported
+weights, and Orbax's checkpoints, which later attempts and workers resume. The head downloads only the last step's
+weights, for the later stages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from containers.common.errors import INTERNAL, JobError, infrastructure_error
+from containers.common.job import Job
+from containers.train_maxtext.stages import classify_stage, stage_main
+from containers.train_maxtext.work import Result, Work, write_json
+from dropforge.cloud.clients import Clients
+from dropforge.run.artifacts import download_prefix
+
+from .shared_checkpoints import STEPS, newest, root_of, upload
+from .tpu_slice import Slice
+
+WORKER_FAILURES = 3  # lost workers in one attempt; after each loss the workers resume the newest checkpoint
+POLL_SECONDS = 0.5
+# How long the remaining hosts wait for a lost host at the shutdown. It never answers; the default is 30 s.
+SHUTDOWN_SECONDS = 5
+
+
+def run(work: Work) -> Result:
+    """Train on all hosts; leaves the last step's weights for the verify stage. Raises JobError."""
+    import ray
+
+    job, hosts = Job.from_environment(), Slice.from_environment()
+    root = root_of(job)
+    use_storage(os.environ)
+    os.environ.setdefault("JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S", str(SHUTDOWN_SECONDS))
+    ray.init(log_to_driver=True, runtime_env={"env_vars": worker_environment(tpu=bool(work.done("prepare")["tpu"]))})
+    if not newest(root) and work.result("import"):
+        upload(Path(work.done("import")["parameters"]), f"{root}/imported")
+    exchange = make_exchange()
+    with Relay(work, exchange):
+        fit(work, hosts, root, exchange)
+    result = dict(ray.get(exchange.outcome.remote()) or {})
+    ray.shutdown()
+    if error := result.get("error"):
+        raise JobError.from_json(error)
+    if "step" not in result:
+        raise lost("the workers ended without a result")
+    if not result["stopped"]:
+        step = str(result["step"])
+        parameters = work.checkpoints / step / "model_params"
+        download_prefix(Clients().storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
+    return result
+
+
+def fit(work: Work, hosts: Slice, root: str, exchange: Any) -> None:
+    """Run the workers with Ray Train, which restarts them after a loss. Raises JobError when Ray gives up."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxTrainer
+    from ray.train.v2.jax.config import JaxConfig
+
+    tpu = bool(work.done("prepare")["tpu"])
+    inputs = {
+        "job": (work.directory / "job.json").read_bytes(),
+        "prepare": work.done("prepare"),
+        "rows": work.rows.read_bytes(),
+        "root": root,
+    }
+    trainer = JaxTrainer(
+        train_on_host,
+        train_loop_config={"inputs": ray.put(inputs), "exchange": exchange},
+        # This setting initialises jax.distributed, on CPUs too.
+        jax_config=JaxConfig(use_tpu=True),
+        scaling_config=ScalingConfig(**hosts.scaling(tpu=tpu)),
+        run_config=RunConfig(
+            name="train",
+            storage_path=str(work.directory / "ray"),
+            failure_config=FailureConfig(max_failures=WORKER_FAILURES),
+        ),
+    )
+    try:
+        error = trainer.fit().error
+    except ray.train.TrainingFailedError as failure:
+        error = failure
+    if error is not None and not ray.get(exchange.outcome.remote()):
+        raise lost(f"{type(error).__name__}: {str(error)[-2000:]}")
+
+
+def train_on_host(config: dict[str, Any]) -> None:
+    """Train in a worker. The run's own errors end the attempt; Ray restarts the workers after other errors."""
+    import jax
+    import ray
+
+    from containers.train_maxtext.train import train
+
+    exchange, inputs = config["exchange"], ray.get(config["inputs"])
+    first = jax.process_index() == 0
+    use_storage(os.environ)
+    with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:
+        work = unpack(Path(directory), inputs)
+        try:
+            result = train(work, reporter_to(exchange) if first else lambda **_: None, stop_together(exchange))
+        except Exception as error:
+            failure = classify_stage(error)
+            if failure.exit_code == INTERNAL and not isinstance(error, JobError):
+                raise  # a peer is lost, or memory is short: Ray restarts the workers
+            result = {"error": failure.to_json()}
+    if first:
+        ray.get(exchange.finish.remote(result))
+
+
+def reporter_to(exchange: Any) -> Callable[..., None]:
+    def report(**fields: Any) -> None:
+        exchange.report.remote(fields)
+
+    return report
+
+
+def stop_together(exchange: Any) -> Callable[[], bool]:
+    """A function that all hosts call before each step: whether to stop, with the same answer on all hosts."""
+    import jax
+    import numpy as np
+    import ray
+    from jax.experimental import multihost_utils
+
+    def stop() -> bool:
+        stopping = bool(ray.get(exchange.stopping.remote())) if jax.process_index() == 0 else False
+        return bool(multihost_utils.broadcast_one_to_all(np.array(stopping)))
+
+    return stop
+
+
+@dataclass(frozen=True)
+class HostWork(Work):
+    """A host's own work directory. Weights and checkpoints, which the hosts share, are in the bucket."""
+
+    root: str
+
+    @property
+    def training(self) -> Any:
+        from etils import epath
+
+        return epath.Path(self.root)
+
+    @property
+    def checkpoints(self) -> Any:
+        """The newest complete checkpoint; before the first, a directory that does not exist."""
+        return self.training / STEPS / str(newest(self.root) or "none")
+
+
+def unpack(directory: Path, inputs: dict[str, Any]) -> HostWork:
+    work = HostWork(directory, inputs["root"])
+    (directory / "stages").mkdir()
+    (directory / "job.json").write_bytes(inputs["job"])
+    work.rows.write_bytes(inputs["rows"])
+    write_json(directory / "stages" / "prepare.json", inputs["prepare"])
+    work.write_result("import", {"parameters": f"{inputs['root']}/imported"})
+    return work
+
+
+def make_exchange() -> Any:
+    """An actor on the head: the first worker reports to it, and asks it whether to stop."""
+    import ray
+
+    class Exchange:
+        def __init__(self) -> None:
+            self._reports: list[dict[str, Any]] = []
+            self._outcome: dict[str, Any] = {}
+            self._stopping = False
+
+        def report(self, fields: dict[str, Any]) -> None:
+            self._reports.append(fields)
+
+        def take(self, stopping: bool) -> list[dict[str, Any]]:
+            self._stopping = self._stopping or stopping
+            reports, self._reports = self._reports, []
+            return reports
+
+        def stopping(self) -> bool:
+            return self._stopping
+
+        def finish(self, outcome: dict[str, Any]) -> None:
+            self._outcome = outcome
+
+        def outcome(self) -> dict[str, Any]:
+            return self._outcome
+
+    head = {"node:__internal_head__": 0.001}
+    return ray.remote(num_cpus=0, resources=head)(Exchange).remote()
+
+
+class Relay:
+    """Writes the workers' reports to the progress file, and forwards SIGTERM to the workers."""
+
+    def __init__(self, work: Work, exchange: Any) -> None:
+        self._work = work
+        self._exchange = exchange
+        self._stopping = threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._relay, name="relay", daemon=True)
+
+    def __enter__(self) -> Relay:
+        signal.signal(signal.SIGTERM, lambda number, frame: self._stopping.set())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join(POLL_SECONDS * 20)
+
+    def _relay(self) -> None:
+        import ray
+
+        with self._work.progress.open("a", buffering=1) as file:
+            while True:
+                last = self._done.wait(POLL_SECONDS)
+                for report in ray.get(self._exchange.take.remote(self._stopping.is_set())):
+                    if all(math.isfinite(value) for value in report.values() if isinstance(value, float)):
+                        file.write(json.dumps(report) + "\n")
+                if last:
+                    return
+
+
+def worker_environment(*, tpu: bool) -> dict[str, str]:
+    """The environment of every Ray worker of this job. MaxText uses stubs of its cloud clients, as in all stages."""
+    environment = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return environment if tpu else {**environment, "JAX_PLATFORMS": "cpu"}
+
+
+def use_storage(environ: Any) -> None:
+    """Point TensorStore to the storage emulator, if there is one: it reads a variable of its own."""
+    if host := environ.get("STORAGE_EMULATOR_HOST"):
+        environ["TENSORSTORE_GCS_HTTP_URL"] = host
+        environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "local"
+
+
+def lost(why: str) -> JobError:
+    return infrastructure_error(f"training on Ray failed: {why}", "dropforge resumes the run from its checkpoint")
+
+
+if __name__ == "__main__":
+    sys.exit(stage_main("train", run))

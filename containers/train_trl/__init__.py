@@ -1,0 +1,1 @@
+"""The training image for GPUs and CPUs: TRL and PEFT."""

@@ -1,0 +1,77 @@
+"""Supervised fine-tuning: the model learns the assistant's answers of conversations, or whole plain texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+from trl import SFTConfig, SFTTrainer
+
+from containers.common import chat, evaluation
+from containers.common import rows as data
+from containers.common.evaluation import Score
+from containers.common.publish import Description, Metrics, describe_fine_tuning
+from dropforge.spec import Dataset, JobSpec
+
+from ..plan import Plan
+from ..trainer import OrderedRows, lora_config, shared_settings
+from . import Columns, Examples
+
+
+def read_examples(spec: JobSpec, tokenizer: Any, client: Any, directory: Path) -> Examples:
+    """Conversations and plain texts, as token ids with labels. Raises JobError."""
+    assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
+    raw, source = data.load_rows(spec.dataset, client, directory)
+    split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
+    evaluation.check_gate(spec, split)
+    max_length, name = spec.training.max_length, spec.dataset.source
+    encoded = chat.encode(tokenizer, split.train, max_length, name)
+    return Examples(
+        source=source,
+        columns={"input_ids": encoded.input_ids, "labels": encoded.labels},
+        lengths=encoded.lengths,
+        split=split,
+        held_out=chat.encode(tokenizer, split.held_out, max_length, name) if split.held_out else None,
+        dropped=split.dropped + encoded.dropped,
+        truncated=encoded.truncated,
+    )
+
+
+class Trainer(OrderedRows, SFTTrainer):  # type: ignore[misc]
+    """TRL's SFT trainer, with the rows in RowOrder."""
+
+
+def build_trainer(model: Any, spec: JobSpec, columns: Columns, tokenizer: Any, plan: Plan, directory: Path) -> Trainer:
+    """The trainer with the spec's settings, or the plan's where the spec has none."""
+    arguments = SFTConfig(
+        **shared_settings(spec, plan, directory),
+        # Not in FSDP's configuration: accelerate's wrapper loses the state of the generators, so that the recomputed
+        # activations would have other dropout masks.
+        activation_checkpointing=plan.gradient_checkpointing,
+        packing=plan.packing,
+        max_length=spec.training.max_length if plan.packing else None,  # unpacked rows are cut already
+    )
+    return Trainer(
+        model=model,
+        args=arguments,
+        # dropforge makes ids and labels: the same code renders the prompts of training, evaluation and serving.
+        train_dataset=datasets.Dataset.from_dict(dict(columns)),
+        processing_class=tokenizer,
+        peft_config=lora_config(spec),
+        group_by_length=plan.group_by_length,
+    )
+
+
+def evaluate(model: Any, tokenizer: Any, examples: Examples, max_new_tokens: int) -> Score:
+    """Loss, and the share of held-out answers that the model reproduces exactly."""
+    assert examples.held_out is not None
+    return evaluation.evaluate(model, tokenizer, examples.split.held_out, examples.held_out, max_new_tokens)
+
+
+def metrics(before: Score, after: Score) -> Metrics:
+    return evaluation.compare(before, after)
+
+
+def describe(spec: JobSpec) -> Description:
+    return describe_fine_tuning(spec)

@@ -1,0 +1,212 @@
+"""The job in the environment, the classes of errors, stop requests, outcomes, and job events."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from containers.common.errors import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, JobError, classify
+from containers.common.job import Job
+from containers.common.outcome import Outcome, outcome_of
+from containers.common.redactor import Redactor
+from containers.common.report import PROGRESS_STEPS, ProgressMeter, Reporter
+from containers.common.stop import StopRequest
+from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
+from dropforge.run.events import JobEvent
+
+ENVIRONMENT = {
+    "DROPFORGE_PROJECT": "p",
+    "DROPFORGE_RUN": "demo-0123456789ab",
+    "DROPFORGE_ATTEMPT": "2",
+    "DROPFORGE_RUNS_BUCKET": "b",
+}
+DEAD, LISTENED = "projects/p/topics/dead", "projects/p/topics/listened"
+RANK = {"DROPFORGE_NUM_PROCESSES": "2", "DROPFORGE_LAUNCH_DIRECTORY": "/d"}
+
+
+def job(**changes: str) -> Job:
+    return Job.from_environment({**ENVIRONMENT, **changes})
+
+
+def test_the_environment_describes_the_attempt() -> None:
+    read = job(DROPFORGE_DEADLINE="1750000000")
+    assert (read.run, read.attempt, read.topic, read.deadline) == ("demo-0123456789ab", 2, "", 1750000000.0)
+
+
+def test_every_problem_of_the_environment_is_named_at_once() -> None:
+    with pytest.raises(JobError) as caught:
+        Job.from_environment({"DROPFORGE_RUN": "Demo", "DROPFORGE_ATTEMPT": "0", "DROPFORGE_DEADLINE": "soon"})
+    message = caught.value.message
+    for part in ("DROPFORGE_PROJECT is not set", "'Demo'", "'0'; expected 1 to 1000", "'soon'; expected Unix seconds"):
+        assert part in message
+
+
+def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Exception,)) -> Exception:
+    error: Exception = type(name, bases, {"__module__": module})("what happened")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class", "exit_code"),
+    [
+        (InvalidSpec([SpecProblem("/name", "bad")]), ErrorClass.CONFIG, BAD_CONFIG),
+        (CloudError(ErrorClass.CONFIG, "no such secret"), ErrorClass.CONFIG, BAD_CONFIG),
+        (CloudError(ErrorClass.PERMISSION, "a secret may not be read"), ErrorClass.PERMISSION, NOT_FOUND),
+        (CloudError(ErrorClass.TRANSIENT, "not now"), ErrorClass.TRANSIENT, INTERNAL),
+        (named("OutOfMemoryError", bases=(RuntimeError,)), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
+        (MemoryError(), ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY),
+        (named("GatedRepoError"), ErrorClass.PERMISSION, NOT_FOUND),
+        (named("RevisionNotFoundError"), ErrorClass.CONFIG, NOT_FOUND),
+        (
+            named("LocalEntryNotFoundError", bases=(type("EntryNotFoundError", (Exception,), {}),)),
+            ErrorClass.TRANSIENT,
+            INTERNAL,
+        ),
+        (named("NotFound"), ErrorClass.CONFIG, NOT_FOUND),
+        (named("Forbidden"), ErrorClass.PERMISSION, NOT_FOUND),
+        (
+            named("ServiceUnavailable", bases=(type("GoogleAPICallError", (Exception,), {}),)),
+            ErrorClass.TRANSIENT,
+            INTERNAL,
+        ),
+        (named("TemplateError"), ErrorClass.CONFIG, BAD_CONFIG),
+        (ValueError("a bug"), ErrorClass.CODE, INTERNAL),
+    ],
+)
+def test_what_an_exception_means_for_the_run(error: Exception, error_class: ErrorClass, exit_code: int) -> None:
+    failure = classify(error)
+    assert (failure.error_class, failure.exit_code) == (error_class, exit_code)
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    """An armed stop request; restores the process's own signal handlers."""
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(kind) for kind in kinds]
+    request = StopRequest()
+    request.arm(None)
+    yield request
+    request.disarm()
+    for kind, handler in zip(kinds, before, strict=True):
+        signal.signal(kind, handler)
+
+
+def test_a_signal_while_a_failure_is_told_does_not_hide_it(stop: StopRequest) -> None:
+    class Interrupted(Exception):
+        def __str__(self) -> str:  # called while the failure is classified
+            signal.raise_signal(signal.SIGTERM)
+            return "the disk is on fire"
+
+    def run() -> Outcome:
+        raise Interrupted
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert (outcome.exit_code, outcome.error_class) == (INTERNAL, ErrorClass.CODE)
+    assert "on fire" in outcome.message
+    assert stop.reason == "preempted"  # the request is recorded, and the process ends anyway
+
+
+def test_a_stop_before_there_is_anything_to_save_is_no_failure(stop: StopRequest) -> None:
+    def run() -> Outcome:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("never reached")
+
+    outcome = outcome_of(run, job(), stop, Redactor())
+    assert (outcome.reason, outcome.step, outcome.agreed) == ("preempted", 0, False)
+
+
+def test_secrets_are_taken_out_of_what_is_said() -> None:
+    redact = Redactor()
+    redact.learn({"MY_KEY": "my-key", "UNSET": "x"}, {"MY_KEY": "plain-looking-value"})
+    text = redact("key plain-looking-value, token hf_abcdefghijklmnopqrstuv, run demo")
+    assert text == "key [redacted], token [redacted], run demo"
+
+
+class Recorder(Reporter):
+    """A reporter that keeps its events and publishes none."""
+
+    def __init__(self) -> None:
+        super().__init__(job(), Redactor())
+        self.sent: list[JobEvent] = []
+
+    def _send(self, event: JobEvent) -> None:
+        self.sent.append(event)
+
+
+def test_sequences_grow_even_within_a_millisecond() -> None:
+    reporter = Recorder()
+    for step in range(50):
+        reporter.progress(step=step, total_steps=50)
+    sequences = [event.sequence for event in reporter.sent]
+    assert sequences == sorted(set(sequences))
+    assert abs(sequences[0] - time.time() * 1000) < 5000
+
+
+def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
+    reporter = Recorder()
+    meter = ProgressMeter(reporter, total_steps=50)
+    meter.begin(0, 0)
+    meter.note(0.5, 1e-3)
+    for step in range(1, 51):
+        meter.step(step, step * 10, None)
+    sent: list[Any] = reporter.sent
+    assert [event.step for event in sent] == [PROGRESS_STEPS, 2 * PROGRESS_STEPS, 50]
+    assert {event.loss for event in sent} == {0.5}
+    assert sent[-1].eta_seconds == 0
+    assert all(event.tokens_per_second > 0 for event in sent)
+
+
+def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dropforge.cloud.clients import Clients
+
+    class Publisher:
+        def publish(self, *args: Any, **kwargs: Any) -> Any:
+            blocked.wait(5)
+            raise RuntimeError("no such topic")
+
+    blocked = threading.Event()
+    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
+    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor())
+    began = time.monotonic()
+    for step in range(1000):
+        reporter.progress(step=step, total_steps=1000)
+    assert time.monotonic() - began < 3
+    reporter.close(timeout=0.2)
+    assert time.monotonic() - began < 4
+    blocked.set()
+
+
+@pytest.mark.parametrize(
+    ("environment", "topics"),
+    [
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED}, [LISTENED]),
+        ({}, []),
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED, **RANK, "RANK": "0", "LOCAL_RANK": "0"}, [LISTENED]),
+        ({"DROPFORGE_JOB_EVENTS_TOPIC": LISTENED, **RANK, "RANK": "1", "LOCAL_RANK": "1"}, []),
+    ],
+    ids=["one process", "no topic", "first rank", "second rank"],
+)
+def test_events_are_published_once_and_only_where_somebody_listens(
+    environment: dict[str, str], topics: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dropforge.cloud.clients import Clients
+
+    class Publisher:
+        def publish(self, topic: str, *args: Any, **kwargs: Any) -> Any:
+            published.append(topic)
+            return Future()
+
+    class Future:
+        def result(self, timeout: float) -> None: ...
+
+    published: list[str] = []  # the reporter of the dead topic may still publish
+    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
+    reporter = Reporter(job(**environment), Redactor())
+    reporter.started(0, "cpu")
+    reporter.close()
+    assert [topic for topic in published if topic != DEAD] == topics

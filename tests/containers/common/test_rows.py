@@ -1,0 +1,176 @@
+"""Rows: every format becomes a conversation; unusable data is refused with the value and the expectation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers.common import rows
+from containers.common.errors import BAD_DATA, JobError
+from containers.common.rows import Row, normalise, prepare
+from dropforge.spec import Dataset, Evaluation
+
+PLAIN = Dataset(source="gs://data/x.jsonl")
+EVALUATION = Evaluation(holdout_fraction=0.1)
+
+
+def dataset(**fields: Any) -> Dataset:
+    return Dataset.model_validate({"source": "gs://data/x.jsonl", **fields})
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(count)]
+
+
+def only(raw: list[dict[str, Any]], description: Dataset = PLAIN) -> Row:
+    (row,), _ = normalise(raw, description)
+    return row
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"prompt": "two?", "completion": "2"},
+        {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]},
+        {"prompt": [{"role": "user", "content": "two?"}], "completion": [{"role": "assistant", "content": "2"}]},
+        # A message after the last answer teaches nothing.
+        {"messages": [{"role": r, "content": c} for r, c in [("user", "two?"), ("assistant", "2"), ("user", "ok")]]},
+    ],
+)
+def test_the_format_is_detected_and_becomes_a_conversation(raw: dict[str, Any]) -> None:
+    row = only([raw])
+    assert row.prompt == [{"role": "user", "content": "two?"}]
+    assert row.answer == "2"
+
+
+def test_templates_are_filled_from_the_columns() -> None:
+    columns = {"prompt": "Question: {q}\nContext: {c}", "completion": "{a}", "system": "Answer in {{SQL}}."}
+    row = only([{"q": "how many?", "c": "CREATE TABLE t", "a": 3}], dataset(columns=columns))
+    assert row.prompt == [
+        {"role": "system", "content": "Answer in {SQL}."},
+        {"role": "user", "content": "Question: how many?\nContext: CREATE TABLE t"},
+    ]
+    assert row.answer == "3"
+
+
+def test_plain_text_stays_text() -> None:
+    row = only([{"text": "once upon a time"}])
+    assert (row.messages, row.text) == ((), "once upon a time")
+
+
+def test_a_template_that_names_a_missing_column_says_which_there_are() -> None:
+    columns = {"prompt": "{question}", "completion": "{sql}"}
+    with pytest.raises(JobError, match="names the column 'sql'; the data set has question, answer") as caught:
+        normalise([{"question": "a", "answer": "b"}], dataset(columns=columns))
+    assert caught.value.exit_code == BAD_DATA
+
+
+@pytest.mark.parametrize("template", ["{a.b}", "{a[0]}", "{a!r}", "{a:>9}", "{0}", "{", "{}"])
+def test_templates_hold_names_and_nothing_else(template: str) -> None:
+    with pytest.raises(JobError, match="completion"):
+        normalise([{"a": "x"}], dataset(columns={"prompt": "{a}", "completion": template}))
+
+
+def test_unknown_columns_are_listed() -> None:
+    with pytest.raises(JobError, match="has the columns instruction, output; expected messages or prompt") as caught:
+        normalise([{"instruction": "a", "output": "b"}], PLAIN)
+    assert "dataset.columns" in caught.value.hint
+
+
+def test_one_character_rows_are_refused() -> None:
+    # Tutorial 000 applies `sample["prompt"][0]` to a string instead of a list.
+    raw = [{"prompt": "CSIWD"[n % 5], "completion": "S"} for n in range(50)]
+    with pytest.raises(JobError, match=r"50 of 50 rows.*row 0: the prompt is 'C'; expected more than one character"):
+        normalise(raw, PLAIN)
+
+
+def test_a_few_bad_rows_are_dropped_and_counted() -> None:
+    raw: list[dict[str, Any]] = [*pairs(95), *[{"prompt": "question", "completion": None}] * 5]
+    good, dropped = normalise(raw, PLAIN)
+    assert (len(good), dropped) == (95, 5)
+
+
+def test_the_same_row_again_and_again_is_refused() -> None:
+    with pytest.raises(JobError, match=r"all 40 rows are the same text, 'question\\nanswer'"):
+        prepare([{"prompt": "question", "completion": "answer"}] * 40, PLAIN, None, seed=0)
+
+
+def test_no_rows_at_all() -> None:
+    with pytest.raises(JobError, match="has no rows"):
+        prepare([], PLAIN, None, seed=0)
+
+
+def test_too_few_rows_to_hold_one_out() -> None:
+    with pytest.raises(JobError, match=r"holdout_fraction 0\.05 of 12 rows.*expected at least 21 rows"):
+        prepare(pairs(12), PLAIN, Evaluation(), seed=0)
+
+
+def test_too_few_rows_to_train_on() -> None:
+    with pytest.raises(JobError, match="5 rows are left to train on"):
+        prepare(pairs(5), PLAIN, None, seed=0)
+
+
+def test_the_split_is_the_same_for_the_same_seed_and_within_the_limit() -> None:
+    first, again, other = (prepare(pairs(100), dataset(limit=50), EVALUATION, seed=s) for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert (len(first.held_out), len(first.train)) == (5, 45)
+
+
+def test_a_limit_above_the_number_of_rows_takes_all() -> None:
+    assert len(prepare(pairs(30), dataset(limit=1000), None, seed=0).train) == 30
+
+
+def test_no_held_out_row_is_trained_on_even_when_it_appears_twice() -> None:
+    split = prepare(pairs(40) * 3, PLAIN, EVALUATION, seed=0)
+    assert not {row.content for row in split.held_out} & {row.content for row in split.train}
+    assert len(split.train) < 108
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", '{"a": 1}\n\n{"a": 2}\n'),
+        ("x.json", '[{"a": 1}, {"a": 2}]'),
+        ("x.json", '{"a": 1}\n{"a": 2}\n'),
+        ("x.csv", "\ufeffa\n1\n2\n"),
+    ],
+)
+def test_files_are_read_by_their_suffix(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    assert [str(row["a"]) for row in rows._READERS[path.suffix](path)] == ["1", "2"]
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    path = tmp_path / "x.parquet"
+    datasets.Dataset.from_list(pairs(3)).to_parquet(str(path))
+    raw = rows._READERS[".parquet"](path)
+    assert (len(raw), raw[2]["prompt"]) == (3, "question 2")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n{"a": \n', r"line 2 of the data set is not JSON.*found '\{\"a\":'"),
+        (b'{"a": 1}\n[1]\n', r"line 2 of the data set is \[1\]; expected an object"),
+        (b'{"a": "\xff"}\n', "not UTF-8"),
+    ],
+)
+def test_malformed_lines_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(JobError, match=message):
+        rows._READERS[".jsonl"](path)
+
+
+def test_a_json_document_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([1, 2]))
+    with pytest.raises(JobError, match="expected a list of objects"):
+        rows._READERS[".json"](path)

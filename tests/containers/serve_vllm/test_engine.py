@@ -1,0 +1,152 @@
+"""The serving container's settings, command lines and prompt counting."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers.serve_vllm.engine import (
+    BadSettings,
+    Settings,
+    choose,
+    has_tpu,
+    transformers_argv,
+    vllm_argv,
+    vllm_cpu_argv,
+    vllm_tpu_argv,
+    vllm_tpu_environment,
+)
+from containers.serve_vllm.prompt import PromptCounter, describe_answers
+
+ENVIRONMENT = {
+    "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
+    "DROPFORGE_SERVED_MODEL_NAME": "demo",
+    "DROPFORGE_MAX_MODEL_LEN": "1024",
+    "DROPFORGE_MAX_NUM_SEQS": "16",
+    "PORT": "8080",
+}
+
+
+def settings() -> Settings:
+    return Settings.from_environment(ENVIRONMENT)
+
+
+def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
+    argv = vllm_argv(settings(), "gs://runs/models/demo-0123456789ab/attempt-1/model")
+    assert " ".join(argv) == (
+        "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
+        "--max-num-seqs 16 --host 0.0.0.0 --port 8080 --load-format runai_streamer"
+    )
+
+
+def test_several_gpus_hold_one_model_together() -> None:
+    several = Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "4"})
+    argv = vllm_argv(several, "gs://runs/m")
+    assert argv[argv.index("--tensor-parallel-size") + 1] == "4"
+    assert argv[argv.index("--model-loader-extra-config") + 1] == '{"distributed": true}'
+    with pytest.raises(BadSettings, match="TENSOR_PARALLEL_SIZE is '0'"):
+        Settings.from_environment({**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "0"})
+
+
+def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compiles() -> None:
+    chips = Settings.from_environment(
+        {**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "8", "DROPFORGE_WORK_DIRECTORY": "/work"}
+    )
+    assert chips.work == Path("/work")
+    assert " ".join(vllm_tpu_argv(chips, "/work/model")) == (
+        "vllm serve /work/model --served-model-name demo --max-model-len 1024 --max-num-seqs 16 "
+        "--tensor-parallel-size 8 --host 0.0.0.0 --port 8080"
+    )
+    assert vllm_tpu_environment(chips.work)["VLLM_XLA_CACHE_PATH"] == "/work/xla"
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("accel0", True), ("vfio/0", True), ("vfio/vfio", False), ("sda", False)]
+)
+def test_chips_are_devices(tmp_path: Path, device: str, expected: bool) -> None:
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert has_tpu(tmp_path) is expected
+
+
+def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
+    argv = vllm_cpu_argv(settings(), "/tmp/model", 9000)
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
+    assert {"--enforce-eager", "float32", "127.0.0.1", "9000"} <= set(argv)
+
+
+def test_transformers_serves_one_model_on_loopback() -> None:
+    argv = transformers_argv("/tmp/model", 9000)
+    assert argv[2:5] == ["transformers.cli.transformers", "serve", "/tmp/model"]
+    assert "127.0.0.1" in argv
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "vllm", "engine"),
+    [
+        ("auto", {"gpu"}, True, "vllm"),
+        ("auto", {"tpu"}, True, "vllm-tpu"),
+        ("auto", {"tpu"}, False, "transformers"),
+        ("auto", {}, True, "vllm-cpu"),
+        ("auto", {}, False, "transformers"),
+        ("vllm", {}, False, "vllm-cpu"),
+        ("vllm", {"gpu"}, False, "vllm"),
+        ("transformers", {"gpu", "tpu"}, True, "transformers"),
+    ],
+)
+def test_the_engine_follows_the_machine_unless_told(wanted: str, devices: set[str], vllm: bool, engine: str) -> None:
+    assert choose(wanted, gpu="gpu" in devices, tpu="tpu" in devices, vllm=vllm) == engine
+
+
+def test_every_wrong_setting_is_named() -> None:
+    wrong = {"DROPFORGE_MODEL_URI": "gs://runs/elsewhere", "PORT": "eighty", "DROPFORGE_ENGINE": "llama"}
+    with pytest.raises(BadSettings) as caught:
+        Settings.from_environment(wrong)
+    for part in ("'gs://runs/elsewhere'; expected gs://", "SERVED_MODEL_NAME is not set", "'eighty'", "'llama'"):
+        assert part in str(caught.value)
+
+
+def test_prompts_are_counted_as_the_engine_counts_them(base_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base_model)
+    counter = PromptCounter(base_model)
+    messages = [
+        {"role": "user", "content": "Question: how many\nContext: CREATE TABLE cars (price INT)"},
+        {"role": "assistant", "content": "select 17"},
+        {"role": "user", "content": "and 42 more?"},
+    ]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert counter.count({"messages": messages}) == len(expected)
+    assert counter.count({"prompt": "select 17"}) == len(tokenizer("select 17")["input_ids"])
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {}, {"messages": "hello"}, {"messages": [{"role": "user"}]}])
+def test_what_is_no_prompt_is_refused(base_model: Path, body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        PromptCounter(base_model).count(body)
+
+
+def test_a_qwen_with_turns_of_its_own_answers_without_the_prompt(base_model: Path, tmp_path: Path) -> None:
+    """`transformers serve` parses answers by the template in the tokenizer."""
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base_model / name, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    describe_answers(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer("select 1<end_of_turn>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.parse_response(ids, prefix=prompt)["content"] == "select 1"
+
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    shutil.copy(base_model / "tokenizer_config.json", tmp_path)
+    describe_answers(tmp_path)
+    assert "response_template" not in (tmp_path / "tokenizer_config.json").read_text()

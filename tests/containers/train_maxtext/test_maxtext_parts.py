@@ -1,0 +1,362 @@
+"""The parts of the MaxText container that need no MaxText: families, batches, stages, methods, checks."""
+
+from __future__ import annotations
+
+import json
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
+from containers.common.job import Job
+from containers.common.redactor import Redactor
+from containers.common.report import Reporter
+from containers.common.stop import Stopped
+from containers.train_maxtext.batches import IGNORED, Data, Rows, collate, pack
+from containers.train_maxtext.driver import train
+from containers.train_maxtext.export_hf import check_tensors, tensors
+from containers.train_maxtext.family import family_of
+from containers.train_maxtext.methods import METHODS, load_method
+from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
+from containers.train_maxtext.prepare import total_steps
+from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
+from containers.train_maxtext.train import schedule
+from containers.train_maxtext.verify import check_trained
+from containers.train_maxtext.watch import Watch
+from containers.train_maxtext.work import Work
+from dropforge.base.errors import ErrorClass
+from dropforge.spec import JobSpec
+
+QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA31 = {
+    **QWEN3_4B,
+    "model_type": "llama",
+    "mlp_bias": False,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA31_ROPE,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_qwen3_is_a_template_with_its_own_sizes() -> None:
+    family = family_of(QWEN3_4B, "Qwen/Qwen3-4B")
+    # MaxText's own qwen3-4b.yml has the same sizes.
+    assert family.settings == {
+        "base_emb_dim": 2560,
+        "base_mlp_dim": 9728,
+        "base_num_decoder_layers": 36,
+        "base_num_query_heads": 32,
+        "base_num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "normalization_layer_epsilon": 1e-06,
+        "rope_max_timescale": 1000000,
+        "logits_via_embedding": True,
+        "normalize_embedding_logits": False,
+    }
+    assert family.arguments()[:2] == ["model_name=qwen3-0.6b", "override_model_config=true"]
+    assert "logits_via_embedding=true" in family.arguments()
+
+
+def test_a_llama_has_llama_3_1_s_rotary_embeddings_or_plain_ones() -> None:
+    assert family_of(LLAMA31, "l").settings["rope_use_scale"] is True
+    plain = {**LLAMA31, "rope_scaling": None}
+    assert family_of(plain, "l").settings["rope_use_scale"] is False
+    new = {name: value for name, value in LLAMA31.items() if not name.startswith("rope_")}
+    parameters = {**LLAMA31_ROPE, "rope_theta": 500000.0}
+    assert family_of({**new, "rope_parameters": parameters}, "l") == family_of(LLAMA31, "l")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2', which cannot be converted to MaxText and back; expected one of llama, qwen3"),
+        ({**QWEN3_4B, "attention_bias": True}, "attention_bias True; MaxText's model of this family expects False"),
+        ({**QWEN3_4B, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling {'factor': 4.0}"),
+        ({**LLAMA31, "rope_scaling": {**LLAMA31_ROPE, "factor": 32.0}}, "or Llama 3.1's"),
+        ({"model_type": "qwen3", "rope_theta": 1e4}, "has no 'num_attention_heads'"),
+    ],
+)
+def test_a_model_that_would_be_converted_wrongly_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        family_of(config, "some/model")
+    assert message in caught.value.message
+    assert caught.value.exit_code == BAD_CONFIG
+
+
+def rows(*lengths: int) -> Rows:
+    """Rows of 1, 2, 3, …; the first two tokens of each are the prompt."""
+    ids = [list(range(1, length + 1)) for length in lengths]
+    return Rows.of(ids, [[IGNORED] * 2 + row[2:] for row in ids])
+
+
+def test_rows_in_one_sequence_are_kept_apart_and_only_answers_are_learnt() -> None:
+    batch = collate(rows(4, 3), [[0, 1]], length=8)
+    assert batch["inputs"].tolist() == [[1, 2, 3, 4, 1, 2, 3, 0]]
+    assert batch["inputs_position"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert batch["inputs_segmentation"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
+    assert batch["targets"].tolist() == [[2, 3, 4, 0, 2, 3, 0, 0]]
+    # Token 2 of each row predicts token 3. The last token predicts nothing: not the first token of the next row.
+    assert batch["targets_segmentation"].tolist() == [[0, 1, 1, 0, 0, 2, 0, 0]]
+
+
+def test_packing_keeps_every_row_once_and_wastes_little() -> None:
+    lengths = np.random.default_rng(0).integers(5, 60, 500).tolist()
+    sequences = pack(lengths, 64)
+    assert sorted(row for sequence in sequences for row in sequence) == list(range(500))
+    assert all(sum(lengths[row] for row in sequence) <= 64 for sequence in sequences)
+    assert len(sequences) < 1.1 * sum(lengths) / 64
+
+
+def test_a_step_has_the_same_rows_whenever_it_is_asked_for(tmp_path: Path) -> None:
+    data = Data(rows(*range(3, 13)), rows(3), [[index] for index in range(10)], 16)
+    data.save(tmp_path / "rows.npz")
+    loaded = Data.load(tmp_path / "rows.npz")
+    steps = [data.batch(step, 4, seed=1)["inputs"].tolist() for step in range(5)]
+    assert loaded.batch(3, 4, seed=1)["inputs"].tolist() == steps[3]
+    # Two epochs of ten sequences are five steps of four: each sequence occurs twice, once among the first ten.
+    lengths = [sum(token != 0 for token in line) for step in steps for line in step]
+    assert sorted(lengths[:10]) == sorted(lengths[10:]) == list(range(3, 13))
+    assert lengths[:10] != lengths[10:]
+    assert data.batch(0, 4, seed=2)["inputs"].tolist() != steps[0]
+
+
+def test_probes_are_all_rows_once_whatever_the_batch() -> None:
+    batches = Data(rows(3), rows(4, 5, 6), [[0]], 8).probes(2)
+    assert [batch["inputs"].shape for batch in batches] == [(2, 8), (2, 8)]
+    assert sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches) == 2 + 3 + 4
+
+
+def spec(**training: Any) -> JobSpec:
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "tiny",
+        "model": {"source": "gs://bucket/model"},
+        "dataset": {"source": "gs://bucket/rows.jsonl"},
+        "training": {"adapter": {"type": "none"}, **training},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": None,
+    }
+    return JobSpec.model_validate_json(json.dumps(document))
+
+
+def test_steps_are_of_all_devices_and_whole_epochs() -> None:
+    prepared = {"sequences": 1000, "batch_size": 1, "length": 1024}
+    assert total_steps(spec(epochs=2), prepared, devices=8) == 250
+    assert total_steps(spec(max_steps=7), prepared, devices=8) == 7
+    assert total_steps(spec(gradient_accumulation_steps=4), prepared, devices=8) == 32
+    with pytest.raises(JobError, match="gives 1000 sequences of 1024 tokens; one step takes 1600"):
+        total_steps(spec(gradient_accumulation_steps=200), prepared, devices=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine", ["lr_schedule_type=cosine", "warmup_steps_fraction=0.03", "learning_rate_final_fraction=0"]),
+        ("linear", "wsd_decay_steps_fraction=0.97"),
+        ("constant", "warmup_steps_fraction=0.0"),
+        ("constant_with_warmup", "warmup_steps_fraction=0.03"),
+    ],
+)
+def test_the_learning_rate_s_course_is_told_in_maxtext_s_words(name: str, expected: list[str] | str) -> None:
+    words = schedule(spec(lr_scheduler_type=name))
+    assert words == expected or expected in words
+
+
+@pytest.mark.parametrize(
+    ("change", "exit_code", "message"),
+    [
+        ({"step": 16}, BAD_DATA, "training ended at step 16 of 200: the data ran out"),
+        ({"loss": float("nan")}, INTERNAL, "the loss after step 200 is nan"),
+        ({"loss": None}, INTERNAL, "the loss after step 200 is None"),
+        ({"train_loss": float("inf")}, INTERNAL, "the train_loss after step 200 is inf"),
+    ],
+)
+def test_training_that_ended_well_and_did_not_do_its_work_has_failed(
+    change: dict[str, Any], exit_code: int, message: str
+) -> None:
+    trained = {"step": 200, "total_steps": 200, "loss": 0.5, "train_loss": 0.6}
+    check_trained(trained)
+    check_trained({**trained, "train_loss": None})  # no step was left to train
+    with pytest.raises(JobError, match=message) as caught:
+        check_trained({**trained, **change})
+    assert caught.value.exit_code == exit_code
+
+
+def test_exported_tensors_are_the_base_s_by_name_shape_and_type(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
+    base = tensors(tmp_path)
+    assert base == {"a": ("F32", [2, 3])}
+    with_output = {**base, "lm_head.weight": ("F32", [9, 3])}
+    check_tensors(base, with_output, "float32", tied=True)
+    with pytest.raises(JobError, match=r"lm_head\.weight: None, expected \('F32', \[9, 3\]\)"):
+        check_tensors(with_output, base, "float32", tied=False)
+    for exported in ({}, {"a": ("F32", [3, 2])}, {"a": ("BF16", [2, 3])}, {**base, "b": ("F32", [1])}):
+        with pytest.raises(JobError, match=r"1 of [12] exported tensors differ from the base model"):
+            check_tensors(base, exported, "float32", tied=True)
+
+
+def test_a_stage_that_was_killed_says_whether_another_attempt_may_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert killed("export", -9).exit_code == OUT_OF_MEMORY
+    assert killed("train", -6).error_class is ErrorClass.INFRASTRUCTURE
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    work = Work(tmp_path)
+    work.begin(spec().model_dump(mode="json", by_alias=True), ["HF_TOKEN"])
+    job = Job("p", "run", 1, "b", "", None, 10)
+    (tmp_path / "abort.py").write_text("import os; print('a last line', flush=True); os.abort()")
+    runner = Runner(work, job, str, {"verify": "abort"})
+    with pytest.raises(JobError, match=r"'verify' ended by signal 6 and left no result") as caught:
+        runner.run("verify")
+    assert caught.value.error_class is ErrorClass.INFRASTRUCTURE
+    assert "a last line" in runner.log_tail("verify")
+
+
+def test_results_are_of_one_spec(tmp_path: Path) -> None:
+    work = Work(tmp_path)
+    first, second = (spec(seed=seed).model_dump(mode="json", by_alias=True) for seed in (1, 2))
+    work.begin(first, [])
+    work.write_result("prepare", {"tpu": False})
+    work.begin(first, [])
+    assert work.done("prepare") == {"tpu": False}
+    work.begin(second, [])
+    assert work.result("prepare") is None
+
+
+@pytest.mark.parametrize(("max_length", "tpu", "length"), [(20, False, 32), (1024, True, 1024), (32_768, True, 32_768)])
+def test_synthetic_rows_are_whole_sequences_of_random_tokens(max_length: int, tpu: bool, length: int) -> None:
+    document = spec(max_length=max_length).model_dump(mode="json", by_alias=True)
+    document["training"]["method"] = "pretrain"
+    target = {"type": "ray", "placements": [{"region": "us-east5"}]}
+    document |= {"dataset": {"type": "synthetic", "rows": 30}, "target": target}
+    made = [synthetic(JobSpec.model_validate_json(json.dumps(document)), 500, tpu) for _ in range(2)]
+    data = made[0].data
+    assert data.length == length
+    assert data.train.lengths == [length] * 30
+    assert (data.train.ids == made[1].data.train.ids).all()
+    assert (data.train.ids == data.train.labels).all()  # each token is learnt
+    assert {int(data.train.ids.min()), int(data.train.ids.max())} <= {0, 1, 2, 3, 4, 5, *range(480, 500)}
+    assert len(data.probe) == max(1, min(30, PROBE_TOKENS // length))
+    assert (data.probe.row(0)[0] == data.train.row(0)[0]).all()
+    assert data.batch(0, 2, seed=0)["targets_segmentation"].sum() == 2 * (length - 1)
+
+
+def test_every_stage_has_a_module() -> None:
+    assert [module for module in MODULES.values() if find_spec(module) is None] == []
+    assert set(AFTER_TRAIN) < set(MODULES)
+
+
+def test_methods_are_known_by_the_names_of_the_spec() -> None:
+    starts_from_base = {name: load_method(name).STARTS_FROM_BASE for name in METHODS}
+    assert starts_from_base == {"pretrain": False, "sft": True}
+    with pytest.raises(JobError, match=r"training\.method is 'dpo'; expected one of pretrain, sft"):
+        load_method("dpo")
+
+
+TRAINER = """
+import json, signal, sys, time
+from pathlib import Path
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+work = Path(sys.argv[1])
+def save(step):
+    (work / "training/run/checkpoints" / str(step)).mkdir(parents=True)
+with (work / "progress.jsonl").open("a", buffering=1) as file:
+    print(json.dumps({"step": 0, "total_steps": 10, "loss_before": 9.0}), file=file)
+    for step in range(1, 11):
+        print(json.dumps({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}), file=file)
+        if step in (1, 4, 8):
+            save(step)
+        while step == 9 and WAITS and not signals:
+            time.sleep(0.01)
+        if signals:
+            break
+    save(step)
+    result = {"step": step, "stopped": bool(signals)}
+    (work / "stages/train.json").write_text(json.dumps(result))
+"""
+
+
+class Store:
+    """Replaces the checkpoint store; keeps the notes of each saved step."""
+
+    def __init__(self) -> None:
+        self.saved_step = 0
+        self.notes: dict[int, dict[str, Any]] = {}
+
+    def save(self, step: int, local: Path, notes: dict[str, Any]) -> None:
+        assert local.is_dir()
+        self.saved_step, self.notes[step] = step, notes
+
+
+def watched_training(directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple[Runner, Watch, Store]:
+    """A trainer that takes ten steps. Like Orbax, it also saves the first step."""
+    (directory / "trainer.py").write_text(TRAINER.replace("WAITS", str(waits)))
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    work, job = Work(directory), Job("p", "run", 1, "b", "", None, 10)
+    work.begin(spec(checkpoint_steps=4).model_dump(mode="json", by_alias=True), [])
+    store: Any = Store()
+    notes = {"tokens": 5000, "train_seconds": 50.0}
+    return Runner(work, job, str, {"train": "trainer"}), Watch(work, store, Reporter(job, Redactor()), 4, notes), store
+
+
+def test_checkpoints_that_were_asked_for_go_to_the_bucket_with_what_was_so_at_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, watch, store = watched_training(tmp_path, monkeypatch, waits=False)
+    train(runner, watch, lambda: 10)
+    assert list(store.notes) == [4, 8, 10]
+    assert store.notes[4] == {"train_loss": 5.0, "loss_before": 9.0, "tokens": 5400, "train_seconds": 54.0}
+    assert store.notes[10]["tokens"] == 6000
+    assert runner.work.trained() == {"step": 10, "stopped": False}
+    assert sorted(path.name for path in runner.work.checkpoints.iterdir()) == ["10"]
+
+
+def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, watch, store = watched_training(tmp_path, monkeypatch, waits=True)
+    watch_once = Watch.__call__
+
+    def told_to_stop_at_step_9(self: Watch) -> None:
+        watch_once(self)
+        if 9 in self._reports and not stopped:
+            stopped.append(True)
+            raise Stopped("preempted")
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(Watch, "__call__", told_to_stop_at_step_9)
+    with pytest.raises(Stopped):
+        train(runner, watch, lambda: 30)
+    assert list(store.notes) == [4, 8, 9]
+    assert runner.work.trained() is None  # the next attempt trains on

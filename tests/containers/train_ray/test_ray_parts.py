@@ -1,0 +1,90 @@
+"""The parts of the Ray container that need no Ray: its slice of TPU hosts, and its checkpoints in the bucket."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers.common.errors import JobError
+from containers.train_ray.shared_checkpoints import newest, prune, read_notes, upload, write_notes
+from containers.train_ray.tpu_slice import Slice
+
+RUNS = "runs-bucket"
+SLICE = {
+    "DROPFORGE_TPU_ACCELERATOR": "tpu-v6e-slice",
+    "DROPFORGE_TPU_TOPOLOGY": "4x4",
+    "DROPFORGE_TPU_HOSTS": "4",
+    "DROPFORGE_TPU_CHIPS_PER_HOST": "4",
+}
+
+
+@pytest.fixture
+def root(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("dropforge.cloud.clients.Clients.storage", lambda _: cloud.client)
+    return f"gs://{RUNS}/checkpoints/r-{uuid.uuid4().hex[:12]}/maxtext"
+
+
+def put_step(cloud: Any, root: str, step: int, *, whole: bool = True) -> None:
+    prefix = root.removeprefix(f"gs://{RUNS}/") + f"/run/checkpoints/{step}"
+    for name in ("model_params/manifest.ocdbt", "optimizer_state/d/0", *(["commit_success.txt"] if whole else [])):
+        cloud.put(RUNS, f"{prefix}/{name}", b"x")
+
+
+def test_the_newest_checkpoint_is_the_last_one_that_is_whole(cloud: Any, root: str) -> None:
+    assert newest(root) == 0
+    for step in (2, 10, 9):
+        put_step(cloud, root, step)
+    put_step(cloud, root, 12, whole=False)
+    assert newest(root) == 10
+
+
+def test_the_newest_two_are_kept_and_what_is_being_written(cloud: Any, root: str) -> None:
+    for step in (1, 4, 8, 12):
+        put_step(cloud, root, step, whole=step < 12)
+        write_notes(root, step, {"tokens": step})
+    prune(root, 8)
+    prefix = root.removeprefix(f"gs://{RUNS}/")
+    kept = {
+        name.removeprefix(f"{prefix}/run/checkpoints/").split("/")[0] for name in cloud.names(RUNS, f"{prefix}/run/")
+    }
+    assert kept == {"4", "8", "12"}
+    assert read_notes(root, 8) == {"tokens": 8}
+    assert read_notes(root, 1) == {}
+    prune(root, 8)
+    prune(root, 4)
+    assert newest(root) == 8
+
+
+def test_imported_weights_are_copied_with_their_paths(cloud: Any, root: str, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name in ("_METADATA", "d/0"):
+        (tmp_path / name).write_text(name)
+    upload(tmp_path, f"{root}/imported")
+    prefix = root.removeprefix(f"gs://{RUNS}/")
+    assert cloud.names(RUNS, f"{prefix}/") == [f"{prefix}/imported/_METADATA", f"{prefix}/imported/d/0"]
+
+
+def test_a_slice_is_one_worker_for_each_host() -> None:
+    hosts = Slice.from_environment(SLICE)
+    scaling = hosts.scaling(tpu=True)
+    assert (scaling["num_workers"], scaling["topology"], scaling["accelerator_type"]) == (4, "4x4", "TPU-V6E")
+    assert scaling["resources_per_worker"] == {"TPU": 4}
+    assert hosts.scaling(tpu=False)["num_workers"] == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"DROPFORGE_TPU_ACCELERATOR": "tpu-v9"},
+        {"DROPFORGE_TPU_TOPOLOGY": ""},
+        {"DROPFORGE_TPU_HOSTS": "0"},
+        {"DROPFORGE_TPU_CHIPS_PER_HOST": "four"},
+    ],
+)
+def test_a_slice_that_is_not_described_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(JobError, match="DROPFORGE_TPU_ACCELERATOR") as refused:
+        Slice.from_environment(SLICE | change)
+    assert next(iter(change.values())) in str(refused.value)

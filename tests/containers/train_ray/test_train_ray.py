@@ -1,0 +1,285 @@
+"""The Ray container on a real Ray cluster of a head and two hosts, as the local stack starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dropforge.run.artifacts import read_manifest, verify_manifest
+from dropforge_local import shims
+from dropforge_local.containers.images import ImageStore, Process
+
+from ..train_maxtext.test_maxtext import (
+    QUICK_XLA,
+    ROOT,
+    RUNS,
+    Driver,
+    Spec,
+    base_qwen3,
+    spec,
+    wait_for_object,
+    wait_for_step,
+)
+
+pytestmark = pytest.mark.slow
+
+HOSTS, CHIPS = 2, 4
+START_SECONDS = 250.0
+STEPS, MANY, PERIOD = 20, 24, 8
+ROWS, ACCUMULATION = 16, 2  # of a step and all hosts
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+# One host and two hosts train the same batches; only the order of the sums differs.
+LOSS_TOLERANCE = 1e-4
+__all__ = ["base_qwen3", "spec"]
+
+
+class Cluster:
+    """A Ray head and its hosts: processes of this machine, each in a session of its own."""
+
+    def __init__(self, directory: Path, image: Process) -> None:
+        self.directory = directory  # short: Ray's sockets are below it, and the path of a socket has at most 107 bytes
+        self.image = image
+        self.token = uuid.uuid4().hex
+        self.head = f"127.0.0.1:{free_port()}"
+        self.starts: list[Callable[[], subprocess.Popen[bytes]]] = []
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.agents: list[int] = []
+
+    def start(self) -> None:
+        self.add("--head", {6379: int(self.head.split(":")[1]), 8265: free_port(), 10001: free_port()})
+        self.wait()
+        for _ in range(HOSTS):
+            self.add("--address=x", {}, "--resources=" + json.dumps({"TPU": CHIPS}))
+            self.wait()  # one by one: together they start more slowly than a node waits
+
+    def add(self, role: str, ports: dict[int, int], *words: str) -> None:
+        agent = free_port()
+        ports = {**ports, 52365: agent, 8080: free_port()}
+        home = self.directory / f"n{len(self.nodes)}"
+        home.mkdir()
+        environment = {**self.environment(), **shims.ray_environment(self.environment(), ports, self.head)}
+        environment |= {"HOME": str(home), "TMPDIR": str(home)}
+        ray = str(self.image.search_path[-1] / "ray")
+        cpus = 0 if role == "--head" else 2
+        command = [ray, "start", role, "--block", f"--num-cpus={cpus}", *words]
+
+        def start() -> subprocess.Popen[bytes]:
+            with (home / "log").open("ab") as log:
+                return subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=log, cwd=self.image.workdir, start_new_session=True
+                )
+
+        self.starts.append(start)
+        self.nodes.append(start())
+        self.agents.append(agent)
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join([*map(str, self.image.search_path), "/usr/bin", "/bin"])
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
+        # Ray starts workers with niceness 15: beside another worker of pytest they would hardly train.
+        own["RAY_worker_niceness"] = "0"
+        return {**self.image.env, **QUICK_XLA, **own, "PATH": path}
+
+    def wait(self) -> None:
+        """Wait until all nodes answer. Restart a node that gave up (Ray does after 30 s), as Kubernetes does."""
+        deadline = time.monotonic() + START_SECONDS
+        for number, agent in enumerate(self.agents):
+            while not healthy(agent):
+                assert time.monotonic() < deadline, [node.poll() for node in self.nodes]
+                if self.nodes[number].poll() is not None:
+                    self.nodes[number] = self.starts[number]()
+                time.sleep(0.3)
+
+    def workers(self) -> list[psutil.Process]:
+        """Ray Train's workers, one on each host."""
+        return [worker for worker in self.processes() if any("RayTrainWorker" in word for word in worker.cmdline())]
+
+    def processes(self) -> list[psutil.Process]:
+        processes: list[psutil.Process] = []
+        for node in self.nodes:
+            with suppress(psutil.NoSuchProcess):
+                processes += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
+        return processes
+
+    def listens_on(self) -> set[str]:
+        """All addresses on which the cluster's processes listen: Ray, JAX and gloo."""
+        addresses = set()
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                connections = process.net_connections("inet")
+                addresses |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+        return addresses
+
+    def end(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for node in self.nodes:
+            node.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/healthz", timeout=5) as answer:
+            return b"raylet: success" in answer.read()
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("ray")
+    image = ImageStore(ROOT, directory / "images", Path(sys.executable)).resolve("train-ray")
+    own = {name: value for name, value in cloud.environment().items() if name != "PATH"}
+    with tempfile.TemporaryDirectory(prefix="df-", ignore_cleanup_errors=True) as short:
+        cluster = Cluster(Path(short), image.unpack(directory / "rootfs", env=own))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.end()
+
+
+@pytest.fixture
+def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
+    ports: dict[int, int] = {}
+    environment = {
+        **cluster.environment(),
+        **shims.ray_environment(cluster.environment(), ports, cluster.head),
+        "HOME": str(tmp_path),
+        "DROPFORGE_TPU_ACCELERATOR": "tpu-v6e-slice",
+        "DROPFORGE_TPU_TOPOLOGY": "2x4",
+        "DROPFORGE_TPU_HOSTS": str(HOSTS),
+        "DROPFORGE_TPU_CHIPS_PER_HOST": str(CHIPS),
+        "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
+    }
+    script = str(cluster.image.workdir / "ray_driver.py")
+    driver = Driver(cloud, (cluster.image.argv[0], script), environment)
+    yield driver
+    driver.end()
+
+
+@pytest.mark.timeout(900)
+def test_two_hosts_stopped_and_resumed_elsewhere_train_the_model_that_one_host_does(
+    driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
+) -> None:
+    document = spec(training={"max_steps": STEPS, "checkpoint_steps": 10, "per_device_train_batch_size": ROWS // HOSTS})
+    # Enough time to save a checkpoint on a machine that is busy with other tests.
+    first = driver.start(document, DROPFORGE_GRACE_SECONDS="100")
+    work = tmp_path / "work" / first.run
+    wait_for_step(work / "progress.jsonl", 4, first)
+    assert cluster.listens_on() <= LOOPBACK
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 75, first.output[-3000:] + logs_of(work)
+    elsewhere = tmp_path / "elsewhere" / first.run
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "xla").symlink_to(work / "xla")  # as on a machine that trained before
+    second = driver.start(document, first.run, 2, DROPFORGE_WORK_DIRECTORY=str(elsewhere.parent))
+    alone = train_alone(driver, work, tmp_path / "alone")  # while the second attempt runs
+    code = second.wait()
+    assert code == 0, second.output[-3000:] + logs_of(elsewhere)
+
+    sent = events(first.run)
+    (stopped,) = [event for event in sent if event.type == "preempted"]
+    assert 4 <= stopped.step < STEPS
+    assert [event.resumed_step for event in sent if event.type == "started"] == [0, stopped.step]
+    saved = [event for event in sent if event.type == "checkpoint"]
+    assert [event.step for event in saved if event.attempt == 1][-1] == stopped.step
+    assert saved[-1].step == STEPS
+    assert [event.step for event in sent if event.type == "progress"][-1] == STEPS
+    assert sent[-1].type == "succeeded"
+    whole = driver.cloud.names(RUNS, f"checkpoints/{first.run}/maxtext/run/checkpoints/")
+    kept = {int(name.split("/")[5]) for name in whole if name.endswith("/commit_success.txt")}
+    assert STEPS in kept
+    assert len(kept) == 2  # Tunix would keep all of them
+
+    assert not (elsewhere / "stages" / "import.json").exists()  # a checkpoint has all weights
+    manifest = read_manifest(driver.cloud.client, RUNS, first.run)
+    assert manifest is not None
+    verify_manifest(driver.cloud.client, RUNS, manifest)
+    metrics = manifest.metrics
+    assert alone["devices"] == 1
+    assert alone["loss"] < alone["loss_before"] / 2
+    for name in ("loss_before", "loss", "train_loss"):
+        probe = {"loss": "probe_loss", "loss_before": "probe_loss_before"}.get(name, name)
+        assert metrics[probe] == pytest.approx(alone[name], abs=LOSS_TOLERANCE), name
+    assert (metrics["steps"], metrics["tokens"]) == (STEPS, alone["tokens"])
+
+
+def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
+    """The result of the same rows and weights in one process, with all rows of a step on its single device."""
+    shutil.copytree(work, directory)
+    shutil.rmtree(directory / "training", ignore_errors=True)
+    prepared = json.loads((directory / "stages" / "prepare.json").read_text())
+    (directory / "stages" / "prepare.json").write_text(json.dumps({**prepared, "batch_size": ROWS}))
+    imported = {"parameters": str(directory / "imported" / "0" / "items")}
+    (directory / "stages" / "import.json").write_text(json.dumps(imported))
+    environment = {**driver.environment, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
+    command = [driver.command[0], "-m", "containers.train_maxtext.train", str(directory)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return dict(json.loads((directory / "stages" / "train.json").read_text()))
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
+    driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
+) -> None:
+    """Pre-training on synthetic data: the exported model loads and has the trained loss."""
+    training = {"method": "pretrain", "max_steps": MANY, "checkpoint_steps": PERIOD, "max_length": 32}
+    document = spec(training={**training, "per_device_train_batch_size": ROWS // HOSTS}, evaluation=None)
+    document |= {"dataset": {"type": "synthetic", "rows": 2 * ROWS}, "target": {**document["target"], "type": "ray"}}
+    attempt = driver.start(document)
+    work = tmp_path / "work" / attempt.run
+    wait_for_object(
+        driver.cloud, f"checkpoints/{attempt.run}/maxtext/run/checkpoints/{PERIOD}/commit_success.txt", attempt
+    )
+    cluster.workers()[-1].kill()
+    code = attempt.wait()
+    assert code == 0, attempt.output[-2000:] + logs_of(work)
+    progress = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
+    begun = [report["step"] for report in progress if "loss_before" in report]
+    assert begun[0] == 0
+    assert len(begun) == 2
+    assert begun[1] >= PERIOD
+    assert begun[1] % PERIOD == 0
+    assert progress[-1]["step"] == MANY
+
+    sent = events(attempt.run)
+    assert {begun[1], MANY} <= {event.step for event in sent if event.type == "checkpoint"}
+    assert sent[-1].type == "succeeded"
+    manifest = read_manifest(driver.cloud.client, RUNS, attempt.run)
+    assert manifest is not None
+    assert manifest.dataset.uri == "synthetic"
+    metrics = manifest.metrics
+    assert metrics["tokens"] == MANY * ROWS * ACCUMULATION * 32
+    assert metrics["probe_loss"] < metrics["probe_loss_before"] / 2
+    assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-3)
+    assert not (work / "stages" / "import.json").exists()
+
+
+def logs_of(work: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in work.glob("logs/*.log"))

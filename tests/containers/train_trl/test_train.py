@@ -1,0 +1,302 @@
+"""The training container as a subprocess: its artifacts, its exit codes, and how an attempt continues after a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.cloud import storage
+
+from dropforge.base.errors import ErrorClass
+from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
+
+# A test waits for several attempts: its own, and attempts that tests share.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CANARY = "canary-4f1a-not-a-known-prefix"
+TOKEN_CANARY = "hf_" + "c" * 30
+RUNS, DATA = "runs-bucket", "data-bucket"
+# Enough steps to interrupt, and the same steps in every test that compares with an uninterrupted run.
+LONG = {"max_steps": 60, "checkpoint_steps": 20}
+# Same data order, same seeds, one thread: only the rounding of sums differs after a resume.
+LOSS_TOLERANCE = 1e-4
+
+Spec = Callable[..., dict[str, Any]]
+
+
+def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, cloud: Any, trainer: Any) -> None:
+    _, manifest = uninterrupted
+    metrics = manifest.metrics
+    assert verify_manifest(cloud.client, RUNS, manifest) == []
+    assert metrics["exact_match_before"] == 0
+    assert metrics["exact_match"] >= 0.5
+    assert metrics["loss"] < metrics["loss_before"] / 2
+    assert (metrics["steps"], metrics["rows_eval"]) == (60, 33)
+    assert metrics["tokens"] == pytest.approx(60 * 16 * 50, rel=0.2)
+    paths = {file.path for file in manifest.files}
+    assert {f"attempt-1/model/{name}" for name in MODEL_FILES} <= paths
+    assert {"attempt-1/adapter/adapter_model.safetensors", "attempt-1/README.md"} <= paths
+    assert manifest.base.uri == f"gs://{DATA}/tiny"
+    assert manifest.base.revision.startswith("sha256:")
+
+
+MODEL_FILES = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json")
+
+
+def test_the_exported_model_stops_at_the_end_of_a_turn_and_answers_as_the_samples_say(
+    uninterrupted: Any, cloud: Any, trainer: Any, tmp_path: Any
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    attempt, manifest = uninterrupted
+    download_prefix(cloud.client, f"gs://{RUNS}/models/{attempt.run}/{manifest.serve_path}", tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert model.generation_config.eos_token_id[0] == tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert not (tmp_path / "adapter_config.json").exists()
+    samples = trainer.samples(attempt.run)
+    assert len(samples) == 5
+    for sample in samples:
+        inputs = tokenizer.apply_chat_template(
+            sample["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert tokenizer.decode(output, skip_special_tokens=True).strip() == sample["after"]
+
+
+def test_events_tell_the_run_in_order(uninterrupted: Any, events: Any) -> None:
+    attempt, manifest = uninterrupted
+    sent = events(attempt.run)
+    kinds = [event.type for event in sent]
+    assert kinds[0] == "started"
+    assert "succeeded" in kinds[-2:]  # the upload of the last checkpoint may end later
+    assert kinds.count("checkpoint") == 3
+    progress = [event for event in sent if event.type == "progress"]
+    assert progress[-1].step == progress[-1].total_steps == 60
+    assert progress[-1].loss < 0.4
+    (succeeded,) = [event for event in sent if event.type == "succeeded"]
+    assert succeeded.manifest_uri == f"gs://{RUNS}/models/{attempt.run}/MANIFEST.json"
+    assert succeeded.metrics == manifest.metrics
+
+
+def test_no_secret_is_in_a_log_an_event_or_an_artifact(uninterrupted: Any, cloud: Any, events: Any) -> None:
+    attempt, _ = uninterrupted
+    everything = attempt.output + "".join(event.model_dump_json() for event in events(attempt.run))
+    for blob in cloud.client.list_blobs(RUNS):
+        if attempt.run in blob.name:
+            everything += blob.download_as_bytes().decode("latin-1")
+    assert CANARY not in everything
+    assert TOKEN_CANARY not in everything
+
+
+def test_the_two_newest_checkpoints_are_kept(uninterrupted: Any, cloud: Any) -> None:
+    attempt, _ = uninterrupted
+    assert [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run)] == [60, 40]
+
+
+def test_a_committed_run_is_told_again_and_not_trained_again(uninterrupted: Any, trainer: Any, events: Any) -> None:
+    attempt, manifest = uninterrupted
+    again = trainer.start({"not": "even a spec"}, run=attempt.run, attempt=2)
+    began = time.monotonic()
+    assert again.wait() == 0, again.output
+    assert time.monotonic() - began < 6
+    sent = [event for event in events(attempt.run) if event.attempt == 2]
+    assert [event.type for event in sent] == ["succeeded"]
+    assert trainer.manifest(attempt.run) == manifest
+
+
+def test_sigkill_and_resume_end_with_the_same_loss(
+    uninterrupted: Any, trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    _, expected = uninterrupted
+    first = trainer.start(spec(training=LONG))
+    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
+    first.kill(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    # An incomplete upload is newer than the complete checkpoints; no attempt may resume it.
+    cloud.put(RUNS, f"checkpoints/{first.run}/step-00000059/trainer_state.json", "{}")
+    second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
+    assert second.wait() == 0, second.output
+    sent = [event for event in events(first.run) if event.attempt == 2]
+    assert sent[0].resumed_step in (20, 40)
+    assert_same(trainer.manifest(first.run).metrics, expected.metrics)
+    assert trainer.manifest(first.run).serve_path == "attempt-2/model"
+
+
+def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
+    uninterrupted: Any, trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    _, expected = uninterrupted
+    first = trainer.start(spec(training=LONG))
+    # In the second epoch: the next attempt must train exactly the rows that remain of it.
+    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
+    first.kill(signal.SIGTERM)
+    began = time.monotonic()
+    assert first.wait() == 75, first.output
+    assert time.monotonic() - began < 10
+    last = events(first.run)[-1]
+    assert last.type == "preempted"
+    assert 40 < last.step < 60
+    assert checkpoints(cloud.client, RUNS, first.run)[0].step == last.step
+    second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
+    assert second.wait() == 0, second.output
+    assert_same(trainer.manifest(first.run).metrics, expected.metrics)
+
+
+def test_a_finished_checkpoint_is_exported_without_another_step(
+    uninterrupted: Any, trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    _, expected = uninterrupted
+    run = copy_checkpoints(cloud.client, uninterrupted[0].run)
+    attempt = trainer.start(spec(training=LONG), run=run)
+    assert attempt.wait() == 0, attempt.output
+    assert_same(trainer.manifest(run).metrics, expected.metrics)
+    sent = events(run)
+    assert sent[0].resumed_step == 60
+    assert [event.type for event in sent] == ["started", "succeeded"]
+
+
+def test_the_deadline_stops_training_with_a_checkpoint(trainer: Any, spec: Spec, cloud: Any, events: Any) -> None:
+    deadline = time.time() + 30 + 9  # the margin, and time to start
+    attempt = trainer.start(spec(training={"max_steps": 5000}), DROPFORGE_DEADLINE=str(deadline))
+    assert attempt.wait() == 75, attempt.output
+    assert time.time() < deadline - 15
+    last = events(attempt.run)[-1]
+    assert (last.type, last.error_class) == ("failed", ErrorClass.DEADLINE)
+    assert "limits.max_duration" in last.hint
+    steps = [checkpoint.step for checkpoint in checkpoints(cloud.client, RUNS, attempt.run)]
+    assert not steps or f"step {steps[0]}" in last.message
+
+
+def test_a_deadline_in_the_past_ends_at_once(trainer: Any, spec: Spec, events: Any) -> None:
+    attempt = trainer.start(spec(), DROPFORGE_DEADLINE="1000000000")
+    assert attempt.wait(20) == 75, attempt.output
+    assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
+
+
+def test_a_qlora_run_is_merged_into_the_unquantised_base(trainer: Any, spec: Spec, cloud: Any, tmp_path: Any) -> None:
+    from safetensors import safe_open
+
+    attempt = trainer.start(spec(training={"adapter": {"type": "qlora", "r": 8, "alpha": 16}, "max_steps": 25}))
+    assert attempt.wait() == 0, attempt.output
+    manifest = trainer.manifest(attempt.run)
+    assert manifest.metrics["exact_match"] >= 0.3
+    download_prefix(cloud.client, f"gs://{RUNS}/models/{attempt.run}/{manifest.serve_path}", tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
+        assert {str(tensors.get_tensor(name).dtype) for name in list(tensors.keys())} == {"torch.float32"}
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_full_fine_tuning_on_messages_without_a_listener(trainer: Any, spec: Spec, cloud: Any) -> None:
+    rows = [json.loads(line) for line in cloud.client.bucket(DATA).blob("rows.jsonl").download_as_text().splitlines()]
+    talks = [
+        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
+        for row in rows[:200]
+    ]
+    cloud.put(DATA, "talks.json", json.dumps(talks))
+    document = spec(
+        dataset={"source": f"gs://{DATA}/talks.json", "columns": None},
+        training={"adapter": {"type": "none"}, "max_steps": 10, "learning_rate": 1e-3},
+    )
+    # No server listens on that port: the run loses its events, and succeeds.
+    attempt = trainer.start(document, PUBSUB_EMULATOR_HOST="127.0.0.1:9")
+    began = time.monotonic()
+    assert attempt.wait() == 0, attempt.output
+    assert time.monotonic() - began < 60
+    manifest = trainer.manifest(attempt.run)
+    assert manifest.adapter_path is None
+    assert manifest.metrics["loss"] < manifest.metrics["loss_before"]
+
+
+def test_plain_text_has_a_loss_and_no_exact_match(trainer: Any, spec: Spec, cloud: Any) -> None:
+    texts = [{"text": f"select price from cars where price > {n} order by price"} for n in range(100)]
+    cloud.put(DATA, "texts.jsonl", "\n".join(map(json.dumps, texts)))
+    document = spec(dataset={"source": f"gs://{DATA}/texts.jsonl", "columns": None}, training={"max_steps": 4})
+    attempt = trainer.start(document)
+    assert attempt.wait() == 0, attempt.output
+    manifest = trainer.manifest(attempt.run)
+    assert manifest.metrics["exact_match"] is None
+    assert manifest.metrics["loss"] > 0
+    gated = {**document, "evaluation": {**document["evaluation"], "gate": {"metric": "exact_match", "min": 0.5}}}
+    refused = trainer.start(gated)
+    assert refused.wait() == 64
+    assert "plain text" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("change", "exit_code", "error_class", "message"),
+    [
+        ({"nonsense": 1}, 64, ErrorClass.CONFIG, "/nonsense: unknown field"),
+        ({"dataset": {"source": f"gs://{DATA}/one-character.jsonl"}}, 65, ErrorClass.DATA, "one character"),
+        ({"dataset": {"source": f"gs://{DATA}/nothing.jsonl"}}, 66, ErrorClass.CONFIG, "nothing.jsonl"),
+        ({"model": {"source": f"gs://{DATA}/no-model"}}, 66, ErrorClass.CONFIG, f"gs://{DATA}/no-model/"),
+        ({"model": {"source": f"gs://{DATA}/huge"}}, 64, ErrorClass.CONFIG, "billion parameters) does not fit on cpu"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_class(
+    change: dict[str, Any], exit_code: int, error_class: ErrorClass, message: str, trainer: Any, spec: Spec, cloud: Any,
+    base_model: Any, events: Any,
+) -> None:  # fmt: skip
+    if "one-character" in str(change):
+        rows = [{"question": "CSIWD"[n % 5], "context": "", "answer": "S"} for n in range(50)]
+        cloud.put(DATA, "one-character.jsonl", "\n".join(map(json.dumps, rows)))
+        change = {"dataset": {**change["dataset"], "columns": {"prompt": "{question}", "completion": "{answer}"}}}
+    if "huge" in str(change):
+        upload_huge_model(cloud, base_model)
+    attempt = trainer.start(spec(**change))
+    assert attempt.wait() == exit_code, attempt.output
+    last = events(attempt.run)[-1]
+    assert (last.type, last.error_class) == ("failed", error_class)
+    assert message in last.message
+    assert cloud.names(RUNS, f"models/{attempt.run}/") == []
+
+
+def test_an_environment_that_is_not_ours_is_refused(trainer: Any, spec: Spec) -> None:
+    attempt = trainer.start(spec(), DROPFORGE_ATTEMPT="first")
+    assert attempt.wait() == 64
+    assert "DROPFORGE_ATTEMPT is 'first'; expected 1 to 1000" in attempt.output
+
+
+def test_a_secret_that_cannot_be_read_ends_the_attempt_with_an_event(trainer: Any, spec: Spec, events: Any) -> None:
+    reference = "projects/test-project/secrets/no-such-secret/versions/latest"
+    attempt = trainer.start(spec(), DROPFORGE_SECRETS=json.dumps({"HF_TOKEN": reference}))
+    assert attempt.wait() == 64, attempt.output
+    (sent,) = events(attempt.run)
+    assert (sent.type, sent.error_class) == ("failed", ErrorClass.CONFIG)
+    assert sent.message == f"{reference}, for HF_TOKEN, does not exist"
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    # Not train_loss: after a resume, the trainer's mean may cover fewer than ten steps.
+    for name in ("loss", "loss_before"):
+        assert actual[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE), name
+    for name in ("steps", "tokens", "exact_match", "exact_match_before"):
+        assert actual[name] == expected[name], name
+
+
+def wait_for_object(client: storage.Client, name: str, timeout: float = 100) -> None:
+    deadline = time.monotonic() + timeout
+    while not client.bucket(RUNS).blob(name).exists():
+        assert time.monotonic() < deadline, f"no {name} in {timeout} s"
+        time.sleep(0.02)
+
+
+def copy_checkpoints(client: storage.Client, run: str) -> str:
+    copy = f"copy-{run}"
+    bucket = client.bucket(RUNS)
+    for blob in list(client.list_blobs(RUNS, prefix=f"checkpoints/{run}/")):
+        bucket.copy_blob(blob, bucket, blob.name.replace(run, copy))
+    return copy
+
+
+def upload_huge_model(cloud: Any, base_model: Any) -> None:
+    """Upload a configuration of some hundred billion parameters without weights: the refusal loads none."""
+    config = json.loads((base_model / "config.json").read_text())
+    config |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 48, "head_dim": 256}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 64, "layer_types": ["full_attention"] * 48}
+    cloud.put(DATA, "huge/config.json", json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        cloud.client.bucket(DATA).blob(f"huge/{name}").upload_from_filename(str(base_model / name))
