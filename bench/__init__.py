@@ -1,1 +1,1 @@
-"""Benchmarks: each module has a main() that prints medians; `make bench` runs them."""
+"""Benchmarks: the main() of each module prints medians; `make bench` runs all modules."""

@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one after the other, each printing medians. `python -m bench NAME...` runs some."""
+"""`make bench` runs all benchmarks one after another; `python -m bench NAME...` runs the named benchmarks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import bench
 
 
 def main(names: list[str]) -> None:
-    found = sorted(m.name for m in pkgutil.iter_modules(bench.__path__) if not m.name.startswith("_"))
-    for name in names or found:
+    modules = sorted(m.name for m in pkgutil.iter_modules(bench.__path__) if not m.name.startswith("_"))
+    for name in names or modules:
         print(f"\n## {name} (load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores)", flush=True)
         importlib.import_module(f"bench.{name}").main()
 

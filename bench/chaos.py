@@ -1,4 +1,4 @@
-"""How many lives of the control plane in a simulated cloud are lived and checked in a minute: by the clock, and by CPU.
+"""How many seeds of the chaos simulation run and are checked in a minute: by the clock, and by CPU time.
 
 python -m bench.chaos --seeds 1000
 """
@@ -19,18 +19,18 @@ SEEDS = 300
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many lives, from seed 0 on")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many seeds, from seed 0")
     wanted = parser.parse_args(arguments)
     began, used = time.monotonic(), time.process_time()
-    lives = [_live(seed) for seed in range(wanted.seeds)]
+    results = [_simulate(seed) for seed in range(wanted.seeds)]
     seconds, used = time.monotonic() - began, time.process_time() - used
-    milliseconds, facts = (statistics.median(values) for values in zip(*lives, strict=True))
+    milliseconds, facts = (statistics.median(values) for values in zip(*results, strict=True))
     print(f"{wanted.seeds} seeds, every promise kept: {wanted.seeds / seconds * 60:.0f} per minute", end="")
-    print(f" ({wanted.seeds / used * 60:.0f} per minute of CPU); a life: {milliseconds:.0f} ms, {facts:.0f} facts")
+    print(f" ({wanted.seeds / used * 60:.0f} per minute of CPU); a seed: {milliseconds:.0f} ms, {facts:.0f} facts")
 
 
-def _live(seed: int) -> tuple[float, int]:
-    """Milliseconds that a life took, and the facts of its history."""
+def _simulate(seed: int) -> tuple[float, int]:
+    """Simulate a seed; return the milliseconds and the number of facts in its history."""
     began = time.perf_counter()
     history = run(seed)
     if problems := check(history):

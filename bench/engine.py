@@ -1,6 +1,6 @@
 """The Workflows engine: durable steps, throughput, pure steps, waiting executions, recovery after SIGKILL.
 
-The services that the workflows call run in a process of their own; everything shares the machine's cores.
+The services that the workflows call run in another process. All processes share the machine's cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUNNING = 200
 
 
 def main() -> None:
-    """Print the medians of everything."""
+    """Print the median of each measurement."""
     print(f"engine   cores {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -63,27 +63,27 @@ async def measure_durable(home: Path, url: str) -> None:
     await engine.start()
     engine.deploy(FLOW, calls(url))
 
-    async def one() -> float:
+    async def run_once() -> float:
         begin = time.perf_counter()
         record = await engine.wait(engine.create_execution(FLOW).name)
         assert record.state == "SUCCEEDED", record.error
         return time.perf_counter() - begin
 
     for _ in range(10):
-        await one()
-    times = [await one() for _ in range(50)]
+        await run_once()
+    times = [await run_once() for _ in range(50)]
     report(f"durable {STEPS}-step HTTP workflow, p50", f"{statistics.median(times) * 1e3:.1f} ms", "<= 10 ms")
-    rates = [await throughput(one, 200, 16) for _ in range(3)]
+    rates = [await throughput(run_once, 200, 16) for _ in range(3)]
     report("200 such workflows, 16 at a time", f"{statistics.median(rates):.0f} /s", "> 152 /s (Restate)")
     await engine.stop()
 
 
-async def throughput(one: Any, count: int, at_once: int) -> float:
+async def throughput(run_once: Any, count: int, at_once: int) -> float:
     semaphore = asyncio.Semaphore(at_once)
 
     async def limited() -> None:
         async with semaphore:
-            await one()
+            await run_once()
 
     begin = time.perf_counter()
     await asyncio.gather(*(limited() for _ in range(count)))
@@ -121,7 +121,7 @@ async def measure_pure(home: Path) -> None:
     await engine.stop()
 
 
-# The best other emulator, in an environment of its own; its loop is shorter because it is slower
+# The fastest other emulator, in its own environment; it is slower, so its loop is shorter
 
 OTHER = Path("build/peers/workflows-emulator/bin/python")
 OTHER_SCRIPT = """
@@ -138,17 +138,17 @@ for argument in ([], list(range(1000))):
 def measure_workflows_emulator(home: Path) -> None:
     if not OTHER.exists():
         folder = OTHER.parent.parent
-        print(f"  workflows-emulator 1.10.0 is not in {folder}; to run it side by side:")
+        print(f"  workflows-emulator 1.10.0 is not installed in {folder}; to compare:")
         print(f"    python3.11 -m venv {folder} && {folder}/bin/pip install workflows-emulator==1.10.0")
         return
     source = home / "loop.yaml"
     source.write_text(LOOP.replace("90000", "500"))
     command = [str(OTHER), "-c", OTHER_SCRIPT, str(source), "500"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    if found.returncode != 0:
-        print(f"  workflows-emulator 1.10.0 failed with status {found.returncode}")
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    if done.returncode != 0:
+        print(f"  workflows-emulator 1.10.0 failed with status {done.returncode}")
         return
-    for name, rate in zip(("", ", a list of 1,000 in scope"), found.stdout.split(), strict=True):
+    for name, rate in zip(("", ", a list of 1,000 in scope"), done.stdout.split(), strict=True):
         report(f"  workflows-emulator 1.10.0, pure steps{name}", f"{float(rate):,.0f} /s", "(side by side)")
 
 
@@ -170,15 +170,15 @@ def measure_waiting(home: Path) -> None:
         text=True,
         check=True,
     )
-    found = json.loads(child.stdout)
-    report(f"{WAITING:,} waiting on callbacks: memory", f"{found['memory']:.0f} MB", "<= 200 MB")
-    report(f"{WAITING:,} waiting on callbacks: processor", f"{found['cpu']:.2f} %", "<= 1 %")
-    report(f"{WAITING:,} executions started and waiting", f"{found['create']:.1f} s", "(Restate 11 s)")
-    report("a callback to one of them -> its end", f"{found['callback'] * 1e3:.2f} ms", "~2 ms")
+    measured = json.loads(child.stdout)
+    report(f"{WAITING:,} waiting on callbacks: memory", f"{measured['memory']:.0f} MB", "<= 200 MB")
+    report(f"{WAITING:,} waiting on callbacks: processor", f"{measured['cpu']:.2f} %", "<= 1 %")
+    report(f"{WAITING:,} executions started and waiting", f"{measured['create']:.1f} s", "(Restate 11 s)")
+    report("from a callback to the end of its execution", f"{measured['callback'] * 1e3:.2f} ms", "~2 ms")
 
 
 async def wait_many(path: str) -> None:
-    """In a process of its own: start the executions, then look at what they cost."""
+    """In another process: start the executions, then measure their memory and CPU time."""
     engine = Engine(Database(path), clock=SystemClock(), limits=Limits(active_executions=WAITING * 2))
     await engine.start()
     engine.deploy(FLOW, WAITER)
@@ -212,7 +212,7 @@ async def wait_many(path: str) -> None:
 
 
 def measure_recovery(home: Path, peer: Peer) -> None:
-    """SIGKILL an engine with 200 running workflows, start it again, and look at the effects."""
+    """SIGKILL an engine with 200 running workflows, start it again, and count the effects."""
     peer.pause = 0.25
     command = [sys.executable, "-m", "bench.engine", "--recover", str(home / "recover.db"), peer.url]
     first = subprocess.Popen([*command, "start"], stdout=subprocess.PIPE, text=True)
@@ -222,17 +222,17 @@ def measure_recovery(home: Path, peer: Peer) -> None:
     first.wait()
     before = peer.count()
     killed = time.monotonic()
-    second = subprocess.Popen([*command, "go-on"], stdout=subprocess.PIPE, text=True)
+    second = subprocess.Popen([*command, "continue"], stdout=subprocess.PIPE, text=True)
     while peer.count() == before:
         time.sleep(0.001)
     resumed = time.monotonic() - killed
     output, _ = second.communicate(timeout=120)
-    found = json.loads(output)
+    measured = json.loads(output)
     done = time.monotonic() - killed
     effects = peer.effects()
     repeated = sum(effects.values()) - len(effects)
-    report(f"SIGKILL with {RUNNING} running: first goes on", f"{resumed:.2f} s", "(with the interpreter's start)")
-    report("  of which after the engine's start", f"{found['first']:.3f} s", "<= 0.5 s")
+    report(f"SIGKILL with {RUNNING} running: first request", f"{resumed:.2f} s", "(with the interpreter's start)")
+    report("  of which after the engine's start", f"{measured['first']:.3f} s", "<= 0.5 s")
     report("  all done", f"{done:.2f} s", "(Restate 5.1 s)")
     report("  lost; sent again (GET, same key)", f"{RUNNING * STEPS - len(effects)}; {repeated}", "0 lost")
 
@@ -263,7 +263,7 @@ async def recover(path: str, url: str, mode: str) -> None:
 
 
 class Peer:
-    """A process that answers GET /step at once or after a pause, and counts idempotency keys."""
+    """A process that answers GET /step at once or after a pause, and records idempotency keys."""
 
     def __init__(self, home: Path) -> None:
         self._pause = home / "pause"
@@ -304,7 +304,7 @@ class Peer:
 
 
 async def serve_peer(log: str, pause: str) -> None:
-    """A bare HTTP/1.1 server: what is measured is the engine, not its peer."""
+    """A bare HTTP/1.1 server, so that the benchmark measures the engine and not its peer."""
     delay = 0.0
     loop = asyncio.get_running_loop()
 

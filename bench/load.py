@@ -1,12 +1,14 @@
-"""Many runs at once: what waits, what a kill of the stack costs then, and what a crowd of cancellations does.
+"""Many runs at once: the cost of waiting runs, of a SIGKILL of the stack, and of many cancellations.
 
     python -m bench.load --waiting 10000 --cancel 2000
 
-N specs dropped at once while no region has a GPU: every run gets as far as its Cloud Run job, whose execution waits for
-capacity, and its workflow waits in a callback. Nothing is faked but the shortage; no container runs. Then, one by one:
-memory and CPU while they wait; SIGKILL of the stack, and how long until a new one has all of them again; some
-cancelled at once, which must end and leave nothing, while the others wait on; the rest cancelled as well.
-What is lost, doubled or left over ends the benchmark with a message and a status.
+The benchmark drops N specs at once while no region has a GPU. Every run creates its Cloud Run job, whose execution
+waits for capacity, and its workflow waits for a callback. Only the shortage is simulated; no container runs. Steps:
+1. Measure memory and CPU time while the runs wait.
+2. SIGKILL the stack; measure how long a new stack needs to recover all executions.
+3. Cancel some runs at once: they must end and leave nothing, and the other runs must continue to wait.
+4. Cancel the other runs.
+A lost or doubled run, or a resource that is left, ends the benchmark with a message and a non-zero status.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ IDLE_SECONDS = 10.0
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("--waiting", type=int, default=WAITING, metavar="N", help="runs that wait for a GPU")
-    parser.add_argument("--cancel", type=int, default=CANCELLED, metavar="N", help="how many of them are cancelled")
+    parser.add_argument(
+        "--cancel", type=int, default=CANCELLED, metavar="N", help="how many of the runs are cancelled first"
+    )
     wanted = parser.parse_args(arguments)
     with running_stack() as (state, info):
         post(info, "_local/cloudrun/faults", {"stockout": ["us-central1"]})
@@ -55,17 +59,20 @@ def measure_waiting(user: User, count: int) -> list[str]:
     user.wait(runs, "PROVISIONING")
     wait_for_callbacks(user, runs)
     seconds = time.monotonic() - began
-    print(f"{count} specs dropped in {dropped:.1f} s; all wait after {seconds:.1f} s, {count / seconds:.1f} per second")
-    print(f"CPU until they wait, per run: {Cpu.now(user.info).since(before, count)}")
+    print(
+        f"{count} specs dropped in {dropped:.1f} s; "
+        f"all runs wait after {seconds:.1f} s, {count / seconds:.1f} per second"
+    )
+    print(f"CPU time per run until it waits: {Cpu.now(user.info).since(before, count)}")
     before = Cpu.now(user.info)
     time.sleep(IDLE_SECONDS)
     used = sum(Cpu.now(user.info)) - sum(before)
-    print(f"while they wait: {describe_memory(user.info)}, {used / IDLE_SECONDS * 100:.1f} % of a core")
+    print(f"while the runs wait: {describe_memory(user.info)}, {used / IDLE_SECONDS * 100:.1f} % of a core")
     return runs
 
 
 def wait_for_callbacks(user: User, runs: Sequence[str]) -> None:
-    """Until every run has noted where its workflow waits."""
+    """Wait until every record contains the callback URL of its workflow."""
     deadline = time.monotonic() + 60 + len(runs)
     for run in runs:
         while user.store.record(run).callback_url is None:
@@ -75,7 +82,7 @@ def wait_for_callbacks(user: User, runs: Sequence[str]) -> None:
 
 
 def measure_recovery(state: Path, user: User, runs: Sequence[str]) -> StackInfo:
-    """SIGKILL with every run waiting; the new stack must have each of them in the same state."""
+    """SIGKILL the stack while every run waits; the new stack must list every execution as active."""
     family = [psutil.Process(user.info.pid), *processes(user.info)[1]]
     os.kill(user.info.pid, signal.SIGKILL)
     psutil.wait_procs(family, timeout=30)
@@ -85,7 +92,7 @@ def measure_recovery(state: Path, user: User, runs: Sequence[str]) -> StackInfo:
     active = user.executions("ACTIVE")
     seconds = time.monotonic() - began
     if lost := [run for run in runs if active[run] != 1]:
-        raise SystemExit(f"LOST: {len(lost)} of {len(runs)} executions do not go on after SIGKILL: {lost[:5]}")
+        raise SystemExit(f"LOST: {len(lost)} of {len(runs)} executions are not active after SIGKILL: {lost[:5]}")
     print(
         f"SIGKILL: a new stack serves after {ready:.2f} s, has listed all {len(runs)} executions after {seconds:.2f} s"
     )
@@ -93,7 +100,7 @@ def measure_recovery(state: Path, user: User, runs: Sequence[str]) -> StackInfo:
 
 
 def measure_cancel(user: User, runs: Sequence[str], others: Sequence[str]) -> None:
-    """All at once; those must end with nothing left, the others must not notice."""
+    """Cancel `runs` at once; they must end and leave nothing, and `others` must stay active."""
     if not runs:
         return
     before, began = Cpu.now(user.info), time.monotonic()
@@ -102,8 +109,8 @@ def measure_cancel(user: User, runs: Sequence[str], others: Sequence[str]) -> No
     seconds = time.monotonic() - began
     user.check_ended(runs, "CANCELLED")
     if lost := set(others) - set(user.executions("ACTIVE")):
-        raise SystemExit(f"LOST: {len(lost)} runs ended that nobody had cancelled: {sorted(lost)[:5]}")
-    print(f"{len(runs)} cancelled at once: all gone in {seconds:.1f} s, {len(runs) / seconds:.1f} per second")
+        raise SystemExit(f"LOST: {len(lost)} runs ended without a cancel: {sorted(lost)[:5]}")
+    print(f"{len(runs)} cancelled at once: all ended in {seconds:.1f} s, {len(runs) / seconds:.1f} per second")
     print(f"CPU per cancelled run: {Cpu.now(user.info).since(before, len(runs))}")
 
 

@@ -1,6 +1,6 @@
-"""Target tpu_vm on a laptop: seconds of each stage, of the run and in MaxText's container, and what was learnt.
+"""Target tpu_vm on a laptop: the seconds of each stage of the run and of MaxText's container, and the metrics.
 
-The laptop's example, trained only, through a stack of its own. Needs `make maxtext`; some minutes.
+Runs examples/local/tpu_vm.json without an endpoint on a new stack. Needs `make maxtext`; takes some minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOSSES = ("loss_before", "loss", "probe_loss_before", "probe_loss", "probe_loss_
 
 def main() -> None:
     if not (ROOT / "build" / "maxtext" / ".installed").exists():
-        print("build/maxtext is not there: run `make maxtext`, which needs Python 3.12")
+        print("build/maxtext does not exist: run `make maxtext`, which needs Python 3.12")
         return
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory) / "stack"
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measure(http: str) -> None:
-    """Run the example and print what it took."""
+    """Run the example and print its durations and metrics."""
     from dropforge.run.store import open_store
     from dropforge_cli.logs import read_log
 
@@ -46,13 +46,13 @@ def measure(http: str) -> None:
     if record.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {record.state}: {record.error or record.problems}")
     node = next(entry.name for entry in store.ledger(run).entries if "/nodes/" in entry.name)
-    print("run        ", told(record.stage_seconds(record.history[-1].time).items()))
-    print("container  ", told(stages(read_log(http, node) or "")))
+    print("run        ", described(record.stage_seconds(record.history[-1].time).items()))
+    print("container  ", described(stages(read_log(http, node) or "")))
     print("metrics    ", ", ".join(f"{name} {record.metrics[name]:.4f}" for name in LOSSES))
 
 
 def drop() -> str:
-    """Upload the example, without its endpoint and its secrets, and what it reads; its run id."""
+    """Upload the example without endpoint and secrets, and its model and data; return the run id."""
     from dropforge.base import names
     from dropforge.base.settings import settings
     from dropforge.cloud import clients
@@ -68,7 +68,7 @@ def drop() -> str:
 
 
 def ended(store: Any, run: str) -> Any:
-    """The record, once it is terminal."""
+    """Wait for the end of the run; return its record."""
     from dropforge.base.errors import NotFound
 
     deadline = time.monotonic() + RUN_SECONDS
@@ -82,7 +82,7 @@ def ended(store: Any, run: str) -> Any:
 
 
 def stages(log: str) -> Iterator[tuple[str, float]]:
-    """What the container's log says of its stages, as the driver has measured them."""
+    """Yield each stage of the container and its seconds, from the driver's log."""
     for line in log.splitlines():
         with suppress(ValueError):
             entry = json.loads(line)
@@ -90,5 +90,5 @@ def stages(log: str) -> Iterator[tuple[str, float]]:
                 yield entry["stage"], entry["seconds"]
 
 
-def told(seconds: Any) -> str:
+def described(seconds: Any) -> str:
     return ", ".join(f"{name.lower()} {value:.1f} s" for name, value in seconds)

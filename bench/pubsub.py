@@ -1,4 +1,4 @@
-"""Pub/Sub: publish to push, streaming pull, bulk rates and idle cost, against an emulator in a process of its own."""
+"""Pub/Sub: latency of push and streaming pull, bulk rates and idle CPU time, of an emulator in another process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 class Receiver:
-    """A push endpoint on a thread of its own that notes when each request arrives."""
+    """A push endpoint in a thread that records when each request arrives."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,9 +1,10 @@
-"""Target ray on a laptop: how long a real Ray cluster takes to train, what it takes, and whether two hosts train what
-one does. Needs `make maxtext`; some minutes.
+"""Target ray on a laptop: the duration and memory of a real Ray cluster, and the loss with one host and with two hosts.
+
+Needs `make maxtext`; takes some minutes.
 
 RayJob → driver, first step    from the attempt's launch to the job events `started` and the first `progress` or later
-memory                         proportional set size of all processes of the cluster's pods, the largest seen
-loss                           of the same rows, 16 in each step: 8 on each of two hosts, or all on one
+memory                         largest proportional set size of all processes of the cluster's pods
+loss                           of the same rows, 16 in each step: 8 on each of two hosts, or 16 on one host
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ TOPOLOGIES = {2: "2x2x2", 1: "2x2x1"}  # hosts of v5p
 
 def main() -> None:
     if not (ROOT / "build" / "maxtext" / ".installed").exists():
-        raise SystemExit("build/maxtext is not there: run `make maxtext`, which needs Python 3.12")
+        raise SystemExit("build/maxtext does not exist: run `make maxtext`, which needs Python 3.12")
     with running_stack() as state:
         cloud = Cloud()
         losses = [measure(cloud, state, hosts) for hosts in TOPOLOGIES]
-    apart = abs(losses[0] - losses[1])
-    print(f"loss on 64 of the rows after {STEPS} steps: {losses[0]:.7f} and {losses[1]:.7f}, {apart:.1e} apart")
+    difference = abs(losses[0] - losses[1])
+    print(
+        f"loss on 64 of the rows after {STEPS} steps: {losses[0]:.7f} and {losses[1]:.7f}, difference {difference:.1e}"
+    )
 
 
 @contextmanager
 def running_stack() -> Iterator[Path]:
-    """A stack of its own with the real images; its state directory."""
+    """Start a new stack with the real images; yield its state directory."""
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory) / "stack"
         os.environ.update(local.up(state).environment)
@@ -72,7 +75,7 @@ class Cloud:
         self._subscriber.create_subscription(name=self._subscription, topic=topic)
 
     def drop(self, spec: dict[str, Any]) -> str:
-        """Upload a spec, and what it reads; its run id."""
+        """Upload a spec, its model and its data; return the run id."""
         from dropforge.base import names
         from dropforge_cli.demo import upload_source
 
@@ -83,7 +86,7 @@ class Cloud:
         return names.run_id_of_object(self.settings.specs_bucket, blob.name, blob.generation)
 
     def events(self) -> list[dict[str, Any]]:
-        """Job events that have come since the last call, in any order."""
+        """Return the job events since the last call, in any order."""
         answer = self._subscriber.pull(
             subscription=self._subscription, max_messages=1000, return_immediately=True, timeout=60
         )
@@ -93,32 +96,31 @@ class Cloud:
 
 
 def measure(cloud: Cloud, state: Path, hosts: int) -> float:
-    """Train on so many hosts, and print what it took; the loss afterwards."""
+    """Train on `hosts` hosts, print durations and memory, and return the loss."""
     run = cloud.drop(small_spec(hosts))
-    told, largest, processes, began = [], 0.0, 0, time.monotonic()
+    received, largest, processes, began = [], 0.0, 0, time.monotonic()
     while not (ended := _ended(cloud, run)):
         if time.monotonic() > began + RUN_SECONDS:
             raise SystemExit(f"run {run} did not end in {RUN_SECONDS:.0f} s")
-        told += cloud.events()
-        found = memory(state)
-        largest, processes = max((largest, processes), found)
+        received += cloud.events()
+        largest, processes = max((largest, processes), memory(state))
         time.sleep(LOOK_SECONDS)
-    told += cloud.events()
+    received += cloud.events()
     if ended.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {ended.state}: {ended.error}")
     launched = ended.attempts[-1].launched
-    first = [_first(told, kind) - launched for kind in ("started", "progress")]
+    first = [_first(received, kind) - launched for kind in ("started", "progress")]
     seconds = (ended.history[-1].time - ended.created).total_seconds()
     print(
-        f"{hosts} hosts: RayJob → driver {first[0].total_seconds():.0f} s, → first step told "
-        f"{first[1].total_seconds():.0f} s; upload → all gone {seconds:.0f} s; "
+        f"{hosts} hosts: RayJob → driver {first[0].total_seconds():.0f} s, → first step "
+        f"{first[1].total_seconds():.0f} s; upload → all deleted {seconds:.0f} s; "
         f"{largest / 2**30:.1f} GiB in {processes} processes"
     )
     return float(ended.metrics["probe_loss"])
 
 
 def small_spec(hosts: int) -> dict[str, Any]:
-    """The laptop's example, a few steps of it, and no endpoint."""
+    """The laptop's example with few steps and without an endpoint."""
     spec: dict[str, Any] = json.loads(EXAMPLE.read_text())
     spec["training"] |= {"max_steps": STEPS, "checkpoint_steps": STEPS, "per_device_train_batch_size": ROWS // hosts}
     spec["target"] |= {"topology": TOPOLOGIES[hosts]}
@@ -126,7 +128,7 @@ def small_spec(hosts: int) -> dict[str, Any]:
 
 
 def memory(state: Path) -> tuple[float, int]:
-    """Bytes that the processes of all pods take, pages that they share counted once; and how many they are."""
+    """Return the bytes of the processes of all pods, shared pages counted once; and the number of processes."""
     total, count = 0.0, 0
     for pids in find_members(state / "pods").values():
         for pid in pids:
@@ -136,7 +138,7 @@ def memory(state: Path) -> tuple[float, int]:
 
 
 def _ended(cloud: Cloud, run: str) -> Any:
-    """The record, once it is terminal."""
+    """Return the record if it is terminal."""
     from dropforge.base.errors import NotFound
 
     with suppress(NotFound):
@@ -145,8 +147,8 @@ def _ended(cloud: Cloud, run: str) -> Any:
     return None
 
 
-def _first(told: list[dict[str, Any]], kind: str) -> datetime:
-    return min(datetime.fromisoformat(event["time"]) for event in told if event["type"] == kind)
+def _first(events: list[dict[str, Any]], kind: str) -> datetime:
+    return min(datetime.fromisoformat(event["time"]) for event in events if event["type"] == kind)
 
 
 if __name__ == "__main__":

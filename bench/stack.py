@@ -1,12 +1,13 @@
-"""The whole stack with containers that train nothing: what dropforge itself costs, from upload to terminal state.
+"""The whole stack with containers that train nothing: the cost of dropforge itself, from upload to terminal state.
 
 upload → execution started     from the storage client's call to the execution's start time
 last job event → terminal      from the publication of `succeeded` to the record's terminal transition, train only
-no-op runs per second          N specs dropped at once, until the last is terminal (`python -m bench.stack --runs N`)
-CPU per run                    of all processes of the stack; other work on the machine spoils it less than it does time
+no-op runs per second          N specs dropped at once, until the last run ends (`python -m bench.stack --runs N`)
+CPU per run                    of all processes of the stack; other work on the machine disturbs CPU time less than time
 
-A no-op run is real in everything but the training: two processes for its container (the shim and the trainer), four job
-events, a manifest, its Cloud Run job made and deleted. Every run is checked: succeeded, one execution, nothing left.
+Only the training of a no-op run is not real: its container has two processes (the shim and the trainer) and sends four
+job events and a manifest, and its Cloud Run job is created and deleted. The benchmark checks that every run succeeded,
+had one execution, and left nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from dropforge_local.stack.deployment import IMAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENTIAL, TOGETHER = 40, 100
-RUN_SECONDS = 3.0  # what a run may take of a busy laptop before the benchmark gives up
+RUN_SECONDS = 3.0  # a run may take so long on a busy laptop before the benchmark fails
 SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:bench",
     "DROPFORGE_SLACK_WEBHOOK_SECRET": "",
-    "DROPFORGE_CHECK_INTERVAL_SECONDS": "300",  # as in the cloud; a laptop's stack looks every five seconds
+    "DROPFORGE_CHECK_INTERVAL_SECONDS": "300",  # as in the cloud; the local stack's default is five seconds
     "DROPFORGE_PROVISION_DEADLINE_SECONDS": "86400",
 }
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 @contextmanager
 def running_stack() -> Iterator[tuple[Path, StackInfo]]:
-    """A stack of its own, with as many GPUs as anybody asks for; its state directory and where it is."""
+    """Start a new stack with enough GPUs for all runs; yield its state directory and its addresses."""
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory) / "stack"
         config = StackConfig(images=str(ROOT / "tests" / "images"), settings=SETTINGS, cloud_run={"gpu_quota": 10**6})
@@ -84,7 +85,7 @@ class User:
         self.info = info
         self.settings = settings()
         self.store = RunStore(clients.storage(), self.settings.runs_bucket)
-        self.told: Counter[tuple[str, str]] = Counter()  # (run, state) → how many event ids, duplicates left out
+        self.published: Counter[tuple[str, str]] = Counter()  # (run, state) → number of distinct event ids
         self._ids: set[str] = set()
         self._subscriber = pubsub_v1.SubscriberClient()
         self._subscription = f"projects/{self.settings.project}/subscriptions/bench"
@@ -92,7 +93,7 @@ class User:
         self._subscriber.create_subscription(name=self._subscription, topic=topic)
 
     def drop(self, name: str, behave: str = "succeed") -> str:
-        """Upload a train-only spec; its run id."""
+        """Upload a train-only spec; return its run id."""
         from dropforge.base import names
         from dropforge.cloud import clients
 
@@ -123,27 +124,27 @@ class User:
             future.result(120)
 
     def wait(self, runs: Sequence[str], *states: str, seconds_each: float = RUN_SECONDS) -> None:
-        """Until a run event has told of every run that it is in one of `states` (default: the terminal ones)."""
+        """Wait until a run event has reported one of `states` (default: the terminal states) for every run."""
         wanted = states or ("SUCCEEDED", "FAILED", "CANCELLED", "REJECTED")
         left, deadline = set(runs), time.monotonic() + 60 + seconds_each * len(runs)
-        while left := {run for run in left if not any((run, state) in self.told for state in wanted)}:
+        while left := {run for run in left if not any((run, state) in self.published for state in wanted)}:
             if time.monotonic() > deadline:
                 raise SystemExit(f"LOST: {len(left)} of {len(runs)} runs never became {wanted}: {sorted(left)[:5]}")
             self._pull()
 
     def check_ended(self, runs: Sequence[str], state: str) -> None:
-        """Every run is in `state` by its record, told it once, and had one execution."""
-        found = Counter(str(self.store.record(run).state) for run in runs)
-        if found != {state: len(runs)}:
-            raise SystemExit(f"expected {len(runs)} runs {state}; found {dict(found)}")
-        if twice := [run for run in runs if self.told[run, state] != 1]:
-            raise SystemExit(f"{len(twice)} runs told {state} under more than one event id: {twice[:5]}")
+        """Check each run: its record is in `state`, the state was published once, the run had one execution."""
+        counts = Counter(str(self.store.record(run).state) for run in runs)
+        if counts != {state: len(runs)}:
+            raise SystemExit(f"expected {len(runs)} runs {state}; the records say {dict(counts)}")
+        if repeated := [run for run in runs if self.published[run, state] != 1]:
+            raise SystemExit(f"{len(repeated)} runs published {state} with more than one event id: {repeated[:5]}")
         executions = self.executions()
         if wrong := [run for run in runs if executions[run] != 1]:
-            raise SystemExit(f"{len(wrong)} runs have not exactly one execution: {wrong[:5]}")
+            raise SystemExit(f"{len(wrong)} runs do not have exactly one execution: {wrong[:5]}")
 
     def executions(self, state: str = "") -> Counter[str]:
-        """How many executions the workflow has, by run; those in `state` only, if given."""
+        """Count the executions of each run; only the executions in `state`, if given."""
         from google.cloud.workflows import executions_v1
 
         from dropforge.base import names
@@ -152,8 +153,8 @@ class User:
         request = executions_v1.ListExecutionsRequest(
             parent=self.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
         )
-        found = clients.workflow_executions().list_executions(request)
-        return Counter(one.labels[names.RUN_LABEL] for one in found if state in ("", one.state.name))
+        listed = clients.workflow_executions().list_executions(request)
+        return Counter(execution.labels[names.RUN_LABEL] for execution in listed if state in ("", execution.state.name))
 
     def _pull(self) -> None:
         answer = self._subscriber.pull(subscription=self._subscription, max_messages=1000, timeout=60)
@@ -161,10 +162,10 @@ class User:
             event = json.loads(received.message.data)
             if event["id"] not in self._ids:
                 self._ids.add(event["id"])
-                self.told[event["run"], event["state"]] += 1
+                self.published[event["run"], event["state"]] += 1
         if ack_ids := [received.ack_id for received in answer.received_messages]:
             self._subscriber.acknowledge(subscription=self._subscription, ack_ids=ack_ids)
-            time.sleep(0.1)  # a client that asks without a pause would be part of the load
+            time.sleep(0.1)  # without a pause this client would be part of the load
 
 
 def measure_latency(user: User, count: int) -> None:
@@ -181,7 +182,7 @@ def measure_latency(user: User, count: int) -> None:
 
 
 def measure_rate(user: User, count: int) -> None:
-    """`count` specs at once, until the last run is terminal."""
+    """Drop `count` specs at once; measure until the last run is terminal."""
     before, began = Cpu.now(user.info), time.monotonic()
     runs = user.drop_all([f"many-{number}" for number in range(count)])
     user.wait(runs)
@@ -202,25 +203,25 @@ class Cpu(NamedTuple):
     def now(cls, info: StackInfo) -> Cpu:
         stack, functions = processes(info)
         times = stack.cpu_times()
-        ended = times.children_user + times.children_system  # the stack's ended children are containers
-        return cls(sum(times[:2]), sum(sum(one.cpu_times()[:2]) for one in functions), ended)
+        ended = times.children_user + times.children_system  # the ended children of the stack are containers
+        return cls(sum(times[:2]), sum(sum(process.cpu_times()[:2]) for process in functions), ended)
 
     def since(self, before: Cpu, runs: int) -> str:
-        each = [(now - then) / runs * 1000 for now, then in zip(self, before, strict=True)]
-        parts = ", ".join(f"{name} {value:.0f}" for name, value in zip(self._fields, each, strict=True))
-        return f"{sum(each):.0f} ms ({parts})"
+        milliseconds = [(now - then) / runs * 1000 for now, then in zip(self, before, strict=True)]
+        parts = ", ".join(f"{name} {value:.0f}" for name, value in zip(self._fields, milliseconds, strict=True))
+        return f"{sum(milliseconds):.0f} ms ({parts})"
 
 
 def processes(info: StackInfo) -> tuple[psutil.Process, list[psutil.Process]]:
-    """The stack's process, and the functions' master and worker."""
+    """Return the stack's process, and the functions' master and worker."""
     stack = psutil.Process(info.pid)
-    return stack, [one for one in stack.children(recursive=True) if "functions_host" in " ".join(one.cmdline())]
+    return stack, [child for child in stack.children(recursive=True) if "functions_host" in " ".join(child.cmdline())]
 
 
 def describe_memory(info: StackInfo) -> str:
-    """RSS of both, without containers."""
+    """Describe the RSS of the stack and of the functions, without containers."""
     stack, functions = processes(info)
-    mebibytes = [one.memory_info().rss / 2**20 for one in (stack, *functions)]
+    mebibytes = [process.memory_info().rss / 2**20 for process in (stack, *functions)]
     return f"stack {mebibytes[0]:.0f} MiB, functions {sum(mebibytes[1:]):.0f} MiB"
 
 
@@ -230,10 +231,10 @@ def check_nothing_left(state: Path) -> None:
         raise SystemExit(f"{len(left)} resources are left: {left[:5]}")
 
 
-def show(what: str, seconds: list[float]) -> None:
+def show(name: str, seconds: list[float]) -> None:
     ordered = sorted(seconds)
     p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
-    print(f"{what}: p50 {statistics.median(ordered) * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms (n={len(ordered)})")
+    print(f"{name}: p50 {statistics.median(ordered) * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms (n={len(ordered)})")
 
 
 def _execution_start(user: User, run: str) -> float:
@@ -244,7 +245,7 @@ def _execution_start(user: User, run: str) -> float:
 
 
 def _terminal_delay(user: User, run: str) -> float:
-    """Seconds from the container's `succeeded` to the terminal state."""
+    """Return the seconds from the container's `succeeded` to the terminal state."""
     event = next(name for name in user.store.names(f"runs/{run}/events/") if name.endswith("-succeeded.json"))
     published: Any = datetime.fromisoformat(json.loads(user.store.read(event).data)["time"])
     return float((user.store.record(run).history[-1].time - published).total_seconds())

@@ -1,6 +1,6 @@
-"""The storage emulator under the real client, in a process of its own: milliseconds per call and calls per second.
+"""The storage emulator in another process, under the real client: milliseconds per call and calls per second.
 
-Run it with `python -m bench.storage`; it listens on a free loopback port and keeps its files in a temporary directory.
+Run `python -m bench.storage`. The emulator listens on a free loopback port and stores its files in a temporary folder.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def _patch(blob: storage.Blob, index: int) -> None:
     blob.patch()
 
 
-def _report(what: str, call: Callable[[int], object]) -> None:
+def _report(name: str, call: Callable[[int], object]) -> None:
     seconds = []
     for index in range(CALLS):
         start = time.perf_counter()
         call(index)
         seconds.append(time.perf_counter() - start)
     p99 = statistics.quantiles(seconds, n=100)[98]
-    print(f"{what:38} {statistics.median(seconds) * 1000:8.2f} ms p50 {p99 * 1000:8.2f} ms p99")
+    print(f"{name:38} {statistics.median(seconds) * 1000:8.2f} ms p50 {p99 * 1000:8.2f} ms p99")
 
 
 def _report_threads() -> None:
-    """Uploads from several threads; the client's own Python time is most of it."""
+    """Upload from several threads; the client's own Python code takes most of the time."""
 
     def work(thread: int) -> None:
         bucket = _client().bucket("bench")
@@ -107,11 +107,11 @@ def _report_threads() -> None:
 def _report_throughput(bucket: storage.Bucket) -> None:
     blob = bucket.blob("big")
     data = os.urandom(BIG_BYTES)
-    for what, call in (("upload", lambda: blob.upload_from_string(data)), ("download", blob.download_as_bytes)):
+    for name, call in (("upload", lambda: blob.upload_from_string(data)), ("download", blob.download_as_bytes)):
         start = time.perf_counter()
         call()
         mebibytes = BIG_BYTES / 2**20 / (time.perf_counter() - start)
-        print(f"{f'{what} {BIG_BYTES >> 20} MiB':38} {mebibytes:8.0f} MiB/s")
+        print(f"{f'{name} {BIG_BYTES >> 20} MiB':38} {mebibytes:8.0f} MiB/s")
 
 
 def _resident_mib(pid: int) -> float:

@@ -1,9 +1,9 @@
-"""One sweep over many live runs: each with a mark, a record and a Cloud Run job, and all owned by one live execution.
+"""A sweep over many live runs, each with a mark, a record and a Cloud Run job. One live execution owns all runs.
 
-sweep, nothing to do     everything listed and every record read, and all of it right (`python -m bench.sweep --runs N`)
-sweep with orphans       the same, when the records of some say that they are over: their jobs are deleted and seen gone
+sweep, nothing to do     the sweep lists all resources and reads all records (`python -m bench.sweep --runs N`)
+sweep with orphans       the records of some runs are terminal: the sweep deletes their jobs and verifies the deletion
 
-The sweep runs in this process, as it does in its function; the stack, which is the cloud, shares the cores with it.
+The sweep runs in this process, as it runs in its function. The stack, which is the cloud, uses the same cores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RUNS, ORPHANS, SWEEPS, WORKERS = 10_000, 200, 3, 16
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sweep")
-    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="live runs with a resource each")
-    parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of them are over at last")
+    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="live runs, each with a resource")
+    parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of the runs end")
     wanted = parser.parse_args(arguments)
     with running_stack() as (_, info):
         from dropforge.stages.sweep.sweep import sweep
@@ -36,16 +36,16 @@ def main(arguments: Sequence[str] = ()) -> None:
         runs = [f"swept-{number:012x}" for number in range(wanted.runs)]
         began = time.perf_counter()
         _for_each(lambda run: _make(user, run, execution), runs)
-        print(f"made {wanted.runs} runs in {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"created {wanted.runs} runs in {time.perf_counter() - began:.0f} s", flush=True)
         spent = [_timed(sweep, deleted=0) for _ in range(SWEEPS)]
         print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {wanted.runs} runs and jobs", flush=True)
         _for_each(lambda run: _end(user, run), runs[: wanted.orphans])
         seconds = _timed(sweep, deleted=wanted.orphans)
-        print(f"sweep with orphans       {seconds:6.1f} s   {wanted.orphans} of them deleted")
+        print(f"sweep with orphans       {seconds:6.1f} s   {wanted.orphans} jobs deleted")
 
 
 def _live_execution(user: User) -> str:
-    """The execution of a run that goes on for as long as the benchmark does."""
+    """Start a run that does not end before the benchmark; return its execution."""
     run = user.drop("owner", "hang")
     while not (record := user.store.find(run)) or record.state != "TRAINING" or not record.execution:
         time.sleep(0.1)
@@ -84,8 +84,8 @@ def _timed(sweep: Callable[[], dict[str, Any]], deleted: int) -> float:
         began = time.perf_counter()
         answer = sweep()
         spent = time.perf_counter() - began
-    found = {key: len(answer[key]) for key in ("deleted", "deleting", "restarted", "resubmitted", "problems")}
-    assert found == dict.fromkeys(found, 0) | {"deleted": deleted}, json.dumps(answer)[:2000]
+    counts = {key: len(answer[key]) for key in ("deleted", "deleting", "restarted", "resubmitted", "problems")}
+    assert counts == dict.fromkeys(counts, 0) | {"deleted": deleted}, json.dumps(answer)[:2000]
     return spent
 
 

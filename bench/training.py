@@ -1,6 +1,6 @@
-"""Real (non-padding) tokens per second: the training container's settings against those of tutorials 000 and 001.
+"""Real (non-padding) tokens per second: the settings of the training container and of tutorials 000 and 001.
 
-Same model (4 million parameters), same rows with a long tail of lengths, same LoRA, one process, one thread, in turns.
+Same model (4 million parameters), same rows with a long tail of lengths, same LoRA, one process, one thread, by turns.
 Tutorial 000: batches of 8 rows accumulated over 8, LoRA r 16 on all linear layers. Tutorial 001: batches of one row
 accumulated over two, r 8 on q and v. Both: no packing, eager attention, gradient checkpointing, loss on the whole
 sequence. bf16 and 001's fp16 have no counterpart on a CPU; all train in fp32.
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = 400  # 50 batches of 8 are one whole group of the length-grouped sampler: no length is seen more often
+ROWS = 400  # 50 batches of 8 are a whole group of the length-grouped sampler, so every length occurs equally often
 REPEATS = 3
 HIDDEN, LAYERS = 256, 4
-# What each tutorial passes to TRL, in the names that TRL has now; its LoRA; and our goal for the ratio.
+# The arguments of each tutorial in the current names of TRL, its LoRA, and the goal for the ratio.
 TUTORIALS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "000": (
         {
@@ -61,13 +61,13 @@ def main() -> None:
         lengths = sorted(len(row["question"] + row["context"]) for row in rows)
         print(f"{ROWS} rows; characters p50 {lengths[ROWS // 2]}, p95 {lengths[ROWS * 95 // 100]}, max {lengths[-1]}")
         for name, (settings, adapter, goal) in TUTORIALS.items():
-            theirs, ours = [], []
+            tutorial, container = [], []
             for _ in range(REPEATS):
-                theirs.append(run_tutorial(base, rows, directory, settings, adapter))
-                ours.append(run_container(base, rows, directory, adapter))
-            show(f"tutorial {name}", theirs)
-            show("train_trl", ours)
-            ratio = statistics.median(ours) / statistics.median(theirs)
+                tutorial.append(run_tutorial(base, rows, directory, settings, adapter))
+                container.append(run_container(base, rows, directory, adapter))
+            show(f"tutorial {name}", tutorial)
+            show("train_trl", container)
+            ratio = statistics.median(container) / statistics.median(tutorial)
             print(f"ratio         {ratio:7.2f} (goal: at least {goal})")
 
 
@@ -77,7 +77,7 @@ def show(name: str, rates: list[float]) -> None:
 
 
 def make_model(directory: Path) -> Path:
-    """Random weights: speed does not depend on what a model knows."""
+    """Write a model with random weights: the speed does not depend on the weights."""
     import torch
     from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -106,7 +106,7 @@ def make_model(directory: Path) -> Path:
 
 
 def make_rows() -> list[dict[str, str]]:
-    """Questions with the schemas of other tables around their own, as many as a Pareto distribution says."""
+    """Return questions; a Pareto distribution gives the number of other tables' schemas around their own schema."""
     from dropforge_local import tiny
 
     rng = random.Random(0)
@@ -121,7 +121,7 @@ def make_rows() -> list[dict[str, str]]:
 
 
 def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapter: dict[str, Any]) -> float:
-    """The container's own plan and trainer, with nothing that the spec could leave open said."""
+    """Train with the container's own plan and trainer; the spec leaves all optional settings open."""
     from containers.common import chat
     from containers.common import rows as data
     from containers.train_trl import train
@@ -141,13 +141,13 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     columns = {"input_ids": encoded.input_ids, "labels": encoded.labels}
     examples = Examples(source, columns, encoded.lengths, split, None, 0, 0)
     model = train.load_base(train.Inputs(str(base), source, tokenizer, examples, plan), spec, None)
-    return tokens_per_second(build_trainer(model, spec, columns, tokenizer, plan, Path(directory) / "ours"))
+    return tokens_per_second(build_trainer(model, spec, columns, tokenizer, plan, Path(directory) / "container"))
 
 
 def run_tutorial(
     base: Path, rows: list[dict[str, str]], directory: str, settings: dict[str, Any], adapter: dict[str, Any]
 ) -> float:
-    """A tutorial's arguments."""
+    """Train with the arguments of a tutorial."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
@@ -203,6 +203,6 @@ def job_spec(adapter: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens_per_second(trainer: Any) -> float:
-    """Tokens that were not padding, over the trainer's own clock."""
+    """Return the non-padding tokens per second of the trainer's own clock."""
     result = trainer.train()
     return float(trainer.state.num_input_tokens_seen / result.metrics["train_runtime"])

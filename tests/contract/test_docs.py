@@ -16,7 +16,7 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 INDEX = ROOT / "docs" / "README.md"
 TERRAFORM = sorted((ROOT / "terraform").glob("*.tf"))
 # Pages that are rewritten together with their packages.
-ELSEWHERE = {ROOT / "docs" / name for name in ("training.md", "training-maxtext.md", "workflows-engine.md")}
+ELSEWHERE = {ROOT / "docs" / name for name in ("workflows-engine.md",)}
 PLACEHOLDERS = ("/x/", "/x.", "build/")  # a new platform, channel or emulator; generated files
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
 

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose: stock-outs, quotas, refused and slow API calls. Kept in the database."""
+"""Faults on purpose: stock-outs, quotas, refused and slow API calls. The database keeps the switches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _DEFAULTS: dict[str, Any] = {"stockout": [], "quota": {}, "fail_next": []}
 
 
 class Faults:
-    """The switches of all clusters: `stockout` names accelerators, `quota` limits them, `fail_next` is about calls."""
+    """The switches of all clusters: `stockout` names accelerators, `quota` limits them, `fail_next` fails API calls."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def configure(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Set the switches that `body` names and answer how all of them stand."""
+        """Set the switches that `body` names; return all switches."""
         if unknown := sorted(set(body) - SWITCHES):
             raise ApiError("INVALID_ARGUMENT", f"unknown faults {unknown!r}; expected {sorted(SWITCHES)!r}")
         for switch, shape in (("stockout", list), ("quota", dict), ("preempt", dict), ("evict", dict)):
@@ -44,12 +44,12 @@ class Faults:
         return accelerator in self._get("stockout")
 
     def quota(self, accelerator: str) -> int | None:
-        """How many of the accelerator a cluster may have; None without a limit of this kind."""
+        """The quota of a cluster for the accelerator; None without a quota."""
         value = self._get("quota").get(accelerator)
         return None if value is None else int(value)
 
     def take(self, cluster: str, verb: str, resource: str) -> dict[str, Any] | None:
-        """The fault that this call has to suffer; each is used as often as its count says."""
+        """The fault for this call, or None. Each fault applies as often as its count says."""
         rules = self._get("fail_next")
         for rule in rules:
             if rule["verb"] in (verb, "*") and rule["resource"] in (resource, "*") and rule["cluster"] in cluster:
@@ -68,7 +68,7 @@ class Faults:
 
 
 async def suffer(rule: Mapping[str, Any] | None, *, after_effect: bool) -> None:
-    """Delay and refuse as the rule says, if it is meant for this side of the effect."""
+    """Delay and refuse by the rule, if it applies before (or with `after_effect`, after) the call's effect."""
     if rule is None or bool(rule.get("after_effect")) is not after_effect:
         return
     await asyncio.sleep(rule.get("delay_seconds", 0))
