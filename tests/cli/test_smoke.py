@@ -175,7 +175,7 @@ def test_the_sum_of_all_limits_is_within_the_maximum_cost(dropforge: Run) -> Non
     ("options", "message"),
     [
         (["--max-cost-usd=0.5", "--target=cloud_run"], "$0.5000 is too little: cloud_run $"),
-        (["--max-cost-usd=100"], "what gke costs is unknown: no price for GKE nvidia-l4"),
+        (["--max-cost-usd=100"], "the price of gke is unknown: no price for GKE nvidia-l4"),
         (["--max-cost-usd=100", "--target=ray"], "the deployment does not have target ray"),
     ],
 )
