@@ -34,7 +34,7 @@ def workflows() -> None:
 
 @workflows.command()
 @click.argument("file", type=SOURCE)
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
 def lint(file: Path, no_limits: bool) -> None:
     """Print the mistakes for which the service refuses to deploy FILE, with line and column."""
     limits = Limits.lifted() if no_limits else Limits()
@@ -55,8 +55,8 @@ def lint(file: Path, no_limits: bool) -> None:
 )
 @click.option("--mock", type=SOURCE, help="Canned answers for calls, in place of requests.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", help="A user environment variable of the workflow.")
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
 def run(
     file: Path, data: str, clock: str, mock: Path | None, env: tuple[str, ...], no_limits: bool, quiet: bool
 ) -> None:

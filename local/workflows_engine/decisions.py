@@ -1,6 +1,6 @@
 """What the engine does where the service's documentation is silent; docs/workflows-engine.md has the whole table.
 
-Nobody has checked these decisions against the live service. A decision that a constant can express is a constant here,
+These decisions are not checked against the live service. A decision that a constant can express is a constant here,
 so that a fact which turns up later is a single edit.
 """
 
@@ -34,7 +34,7 @@ EXTRA_TAGS = {"KeyError": ["LookupError"], "IndexError": ["LookupError"], "Unhan
 # `next: end` in a branch ends the branch; `next: continue` in a parallel iteration ends the iteration.
 RETURN_IN_BRANCH_IS_REFUSED = True
 
-# A value nested deeper is a ResourceLimitError; the service's own JSON has such a bound.
+# A value nested deeper is a ResourceLimitError; the service's own JSON also has a bound.
 MAX_VALUE_DEPTH = 100
 
 # The compiler refuses an expression that is nested deeper.

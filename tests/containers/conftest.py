@@ -24,7 +24,7 @@ from google.cloud import storage
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
-from dropforge_local import fsdp_shim, tiny
+from dropforge_local import shims, tiny
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator, Server
@@ -119,7 +119,7 @@ class Trainer:
             "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
         }
         if processes > 1:
-            values = {**fsdp_shim.environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
+            values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
         process = subprocess.Popen(
             [sys.executable, "-m", "containers.train_trl.train"],
             env={**values, **environment},

@@ -32,6 +32,7 @@ from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
+from ..deployments import settings_with
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
@@ -54,7 +55,7 @@ MAIN_PY = """
 """
 IMAGE = "us-central1-docker.pkg.dev/p1/dropforge/train-x:v1"
 SETTINGS = replace(
-    Settings(*["x"] * 12), project="p1", train_trl_image=IMAGE, gke_cluster="c1", job_events_topic="job-events"
+    settings_with(), project="p1", train_trl_image=IMAGE, gke_cluster="c1", job_events_topic="job-events"
 )
 SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")

@@ -17,7 +17,6 @@ import pytest
 from google.cloud import tpu_v2
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import clients
 from dropforge.cloud.disks import ensure_disk
 from dropforge.cloud.resource import Resource
@@ -37,6 +36,7 @@ from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
+from ..deployments import settings_with
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
@@ -54,7 +54,7 @@ MAIN_PY = """
         time.sleep(60)
 """
 SETTINGS = replace(
-    Settings(*["x"] * 12),
+    settings_with(),
     project="p1",
     runs_bucket="runs",
     job_events_topic="job-events",

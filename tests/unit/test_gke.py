@@ -14,7 +14,6 @@ from google.cloud import container_v1
 from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
@@ -25,13 +24,14 @@ from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
+from ..deployments import settings_with
 from ..schemas import kubernetes as kubernetes_schemas
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gke-gemma-3-12b-fsdp.json"
 MODELS = {"Job": client.V1Job, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"
-SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
+SETTINGS = settings_with(gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
 END = "2026-11-20T12:00:00Z"
 FULL = {
     "accelerator": "nvidia-b200",
@@ -194,7 +194,7 @@ def test_the_spec_names_the_standing_cluster_or_the_deployment_does() -> None:
 
 
 def test_a_run_without_any_cluster_is_refused() -> None:
-    bare = Settings(*["x"] * 12)
+    bare = settings_with()
     [problem] = deployment_problems(spec(), bare)
     assert problem.pointer == "/target/cluster/name"
     assert not deployment_problems(spec(), SETTINGS)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.base.errors import ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.money import due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Started
@@ -26,6 +25,8 @@ from dropforge.stages.answers import retry_or_fail
 from dropforge.stages.await_ import inspect
 from dropforge.stages.await_.inspect import Heard, Report, _stuck
 from dropforge.stages.provision import _open_attempt, pause_seconds
+
+from ..deployments import settings_with
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -131,7 +132,7 @@ def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, at
 
 
 def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr(inspect, "settings", lambda: settings_with())
     monkeypatch.setattr(inspect, "utc_now", lambda: NOW)
     attempt = _open_attempt(record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
     assert attempt is not None
@@ -159,7 +160,7 @@ def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: 
 def test_it_pauses_when_every_placement_has_refused(
     ends: list[str], placements: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dropforge.stages.provision.settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr("dropforge.stages.provision.settings", lambda: settings_with())
     job, run = spec({}, placements), record(*ends)
     ended = run.attempts[-1].ended if ends else NOW
     assert ended is not None

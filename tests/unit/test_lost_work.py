@@ -20,10 +20,12 @@ from dropforge.stages.cancel import END_TOLD
 from dropforge.stages.sweep import lost_work
 from dropforge.stages.sweep.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
 
+from ..deployments import settings_with
+
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 RUN = "job-0123456789ab"
-SETTINGS = Settings(*["x"] * 12)
+SETTINGS = settings_with()
 JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
 KINDS = {JOB: "run.googleapis.com/Job", SERVICE: "run.googleapis.com/Service"}
 

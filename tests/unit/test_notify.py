@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 import pytest
 
 from dropforge.base.errors import CloudError
-from dropforge.base.settings import Settings
 from dropforge.cloud import clients
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.stages.notify import announce
+
+from ..deployments import settings_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -38,7 +39,7 @@ def record(state: RunState) -> Record:
 
 @pytest.fixture(autouse=True)
 def deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dropforge.stages.notify.settings", lambda: Settings(*["x"] * 12))
+    monkeypatch.setattr("dropforge.stages.notify.settings", lambda: settings_with())
 
 
 def tell(publisher: Publisher, state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:

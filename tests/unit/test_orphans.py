@@ -19,10 +19,12 @@ from dropforge.stages.sweep import orphans
 from dropforge.stages.sweep.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
 from dropforge.stages.sweep.sweep import Look
 
+from ..deployments import settings_with
+
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 RUN = "job-0123456789ab"
-SETTINGS = Settings(*["x"] * 12, check_interval_seconds=60)
+SETTINGS = settings_with(check_interval_seconds=60)
 JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
 
 

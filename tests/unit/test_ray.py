@@ -20,12 +20,13 @@ from dropforge.platforms.ray.train import RayJobs
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import JobSpec, parse_spec
 
+from ..deployments import settings_with
 from ..schemas import kuberay
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray-llama3-8b.json"
 RUN = "text-to-sql-0123456789ab"
-SETTINGS = Settings(*["x"] * 12, gke_cluster="standing", train_ray_image="train-ray")
+SETTINGS = settings_with(gke_cluster="standing", train_ray_image="train-ray")
 
 
 def spec(**target: Any) -> JobSpec:
@@ -132,7 +133,7 @@ def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
 
 def test_a_deployment_without_the_image_refuses_the_run() -> None:
     with pytest.raises(CloudError, match="no image for target ray"):
-        requests(launch(settings=Settings(*["x"] * 12)))
+        requests(launch(settings=settings_with()))
 
 
 @pytest.mark.parametrize(

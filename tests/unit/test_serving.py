@@ -13,7 +13,6 @@ from google.cloud import run_v2, tpu_v2
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import clients, pods
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
@@ -22,11 +21,12 @@ from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import deployment_problems
 
+from ..deployments import REQUIRED, settings_with
 from ..schemas import kubernetes
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
 RUN = "text-to-sql-0123456789ab"
-FULL = {
+FULL: dict[str, Any] = {
     "accelerator": "nvidia-h100-80gb",
     "accelerator_count": 4,
     "capacity": "reservation",
@@ -72,8 +72,8 @@ def deployment(trains_on: dict[str, Any] | None = None, **serve: Any) -> Deploym
         "serve": {"type": "gke", **serve},
         "labels": {"team": "sql"},
     }
-    values = [*["x"] * 9, "registry/serve-vllm@sha256:1", "trainer", "server"]
-    settings = Settings(*values, gke_cluster="standing")
+    accounts = {"trainer_service_account": "trainer", "server_service_account": "server"}
+    settings = settings_with(serve_vllm_image="registry/serve-vllm@sha256:1", gke_cluster="standing", **accounts)
     return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
 
 
@@ -154,7 +154,8 @@ def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
         "serve": {"type": "tpu_vm", **serve},
         "labels": {"team": "sql"},
     }
-    settings = Settings(*["p1"] * 11, "server@p1", serve_vllm_tpu_image="registry/serve-vllm-tpu@sha256:1")
+    changes = {"server_service_account": "server@p1", "serve_vllm_tpu_image": "registry/serve-vllm-tpu@sha256:1"}
+    settings = settings_with(**{**dict.fromkeys(REQUIRED, "p1"), **changes})
     return Deployment(RUN, JobSpec.model_validate_json(json.dumps(text)), settings, datetime(2026, 11, 22, tzinfo=UTC))
 
 

@@ -12,13 +12,14 @@ from unittest.mock import Mock
 import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
-from dropforge.base.settings import Settings
 from dropforge.cloud import clients
 from dropforge.run.record import Attempt, Endpoint, Record, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge.tell.slack import Message, send, slack_message
 
-SETTINGS = Settings(*["x"] * 12)
+from ..deployments import settings_with
+
+SETTINGS = settings_with()
 CANARY = "CanaryCanary"
 
 

@@ -50,7 +50,7 @@ def endpoint_name(run: str) -> str:
 
 
 def is_endpoint(resource: str, run: str) -> bool:
-    """Whether a resource, by its full name, is part of the endpoint. Its kind cannot tell: training has Services too."""
+    """Whether a resource is part of the endpoint, by its full name: training has Services, too."""
     return resource.rsplit("/", 1)[-1] == endpoint_name(run)
 
 

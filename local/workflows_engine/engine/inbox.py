@@ -56,10 +56,6 @@ class Inbox:
         self._runnable.clear()
 
     @property
-    def is_scheduled(self) -> bool:
-        return self._handle is not None
-
-    @property
     def has_work(self) -> bool:
         return bool(self._answers or self._runnable or self._handle)
 

@@ -17,12 +17,11 @@ MACHINES: Final = 256  # machines that stay in memory between the steps of their
 class ActiveExecution:
     """An active execution with its machine."""
 
-    __slots__ = ("created", "machine", "name", "next_chunk", "settings")
+    __slots__ = ("machine", "name", "next_chunk", "settings")
 
     def __init__(self, machine: Machine, record: ExecutionRecord, next_chunk: int) -> None:
         self.machine = machine
         self.name = record.name
-        self.created = record.created
         self.settings = record.settings
         self.next_chunk = next_chunk
 

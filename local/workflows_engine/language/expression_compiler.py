@@ -45,7 +45,7 @@ _HELPERS = {
 
 
 class ExpressionCompiler:
-    """`emitter` receives the instructions of hoisted calls; the step compiler changes it from routine to routine."""
+    """`emitter` receives the instructions of hoisted calls; the step compiler sets it for each routine and branch."""
 
     def __init__(self, program: Program, routines: Mapping[str, Any], limits: Limits, reports: Reports) -> None:
         self.emitter = Emitter(Code("", ""))
@@ -56,11 +56,13 @@ class ExpressionCompiler:
         self._reports = reports
 
     def setter(self, target: Target, node: Node, value: Evaluate, place: Place) -> ops.Setter:
+        """The assignment of a value to a target; `node` holds the target's text."""
         path = [self._compile(self._lower(tree, node, place), node, place) for tree in target.path]
         depth, slot = place.scope.find(target.name) or (0, 0)
         return ops.Setter(depth, slot, target.name, path, value)
 
     def check(self) -> Callable[[Value], None]:
+        """A function that raises ResourceLimitError for a value that is too large."""
         program = self._program
 
         def check(value: Value) -> None:
@@ -70,6 +72,7 @@ class ExpressionCompiler:
         return check
 
     def evaluate(self, node: Node, place: Place) -> Evaluate:
+        """A function from the frame's slots to the value of a node. Emits the calls that it hoists."""
         compiled = self._value(node, place)
         return constant(compiled.value) if isinstance(compiled, Literal) else compiled
 
@@ -121,6 +124,7 @@ class ExpressionCompiler:
         return Evaluation(resolve, function).compile(tree)
 
     def library(self, signature: stdlib.Signature) -> Callable[..., Value]:
+        """The Python function of a pure or contextual library function."""
         program, name = self._program, signature.name
         if name in ("list.concat", "list.prepend"):
             assert signature.run is not None
@@ -142,6 +146,7 @@ class ExpressionCompiler:
         return contextual
 
     def calls_subworkflow(self, node: Node) -> bool:
+        """True if an expression in the value tree hoists a call."""
         if node.kind == "list":
             return any(map(self.calls_subworkflow, node.value))
         if node.kind == "map":
@@ -154,9 +159,10 @@ class ExpressionCompiler:
             return False
 
     def has_call(self, tree: Tree) -> bool:
+        """True if the expression hoists a call: of a subworkflow or of a connector's helper."""
         if isinstance(tree, Call):
-            hoisted = tree.function in self._routines or tree.function in _HELPERS
-            return hoisted or any(map(self.has_call, tree.arguments))
+            is_hoisted = tree.function in self._routines or tree.function in _HELPERS
+            return is_hoisted or any(map(self.has_call, tree.arguments))
         return any(map(self.has_call, _children(tree)))
 
     def _lower(self, tree: Tree, node: Node, place: Place) -> Tree:

@@ -266,7 +266,7 @@ class Reader:
             return node.value[0], node.value[1]
         if is_expression(node):
             return node
-        self.problem("'range' must be a list of two numbers, or an expression that gives one", node)
+        self.problem("'range' must be a list of two numbers, or an expression", node)
         return None
 
     def _variable(self, node: Node | None, key: str, owner: Node) -> str | None:

@@ -303,9 +303,8 @@ def base64_encode(data: Value, padding: Value = True) -> Value:
 
 
 def base64_decode(data: Value, padding: Value = True) -> Value:
-    text = (
-        _string("base64.decode", "data", data).replace("\r", "").replace("\n", "")
-    )  # the page says: line breaks are ignored
+    text = _string("base64.decode", "data", data)
+    text = text.replace("\r", "").replace("\n", "")  # the page says: line breaks are ignored
     if not _boolean("base64.decode", "padding", padding):
         text += "=" * (-len(text) % 4)
     try:

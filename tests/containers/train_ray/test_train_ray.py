@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from dropforge.run.artifacts import read_manifest, verify_manifest
-from dropforge_local import ray_shim
+from dropforge_local import shims
 from dropforge_local.containers.images import ImageStore, Process
 
 from ..train_maxtext.test_maxtext import (
@@ -74,7 +74,7 @@ class Cluster:
         ports = {**ports, 52365: agent, 8080: free_port()}
         home = self.directory / f"n{len(self.nodes)}"
         home.mkdir()
-        environment = {**self.environment(), **ray_shim.environment(self.environment(), ports, self.head)}
+        environment = {**self.environment(), **shims.ray_environment(self.environment(), ports, self.head)}
         environment |= {"HOME": str(home), "TMPDIR": str(home)}
         ray = str(self.image.search_path[-1] / "ray")
         cpus = 0 if role == "--head" else 2
@@ -168,7 +168,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
     ports: dict[int, int] = {}
     environment = {
         **cluster.environment(),
-        **ray_shim.environment(cluster.environment(), ports, cluster.head),
+        **shims.ray_environment(cluster.environment(), ports, cluster.head),
         "HOME": str(tmp_path),
         "DROPFORGE_TPU_ACCELERATOR": "tpu-v6e-slice",
         "DROPFORGE_TPU_TOPOLOGY": "2x4",

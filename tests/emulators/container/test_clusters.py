@@ -1,4 +1,4 @@
-"""GKE with Google's own client and gcloud: clusters, operations, refusals, restarts; and what runs in a cluster."""
+"""GKE with Google's own client and gcloud: clusters, their pods, operations, refusals and restarts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def gke(tmp_path: Path) -> Iterator[Gke]:
 
 
 def kube(cluster: container_v1.Cluster, token: str = "good") -> client.ApiClient:
-    """A client made of nothing but what GKE answers."""
+    """A Kubernetes client made only from GKE's answer."""
     authority = base64.b64decode(cluster.master_auth.cluster_ca_certificate).decode()
     configuration = client.Configuration(host=f"https://{cluster.endpoint}", ca_cert_data=authority)
     configuration.api_key = {"authorization": f"Bearer {token}"}
@@ -115,7 +115,7 @@ def pod(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": {"containers": [{"name": "main", "image": "x/nap:v1"}]}}
 
 
-def test_a_cluster_comes_and_goes(gke: Gke) -> None:
+def test_a_cluster_is_created_and_deleted(gke: Gke) -> None:
     operation = gke.create("c1", resource_labels={"dropforge-run": "r1"}, release_channel={"channel": "RAPID"})
     assert operation.operation_type == container_v1.Operation.Type.CREATE_CLUSTER
     assert operation.target_link.endswith(f"{PARENT}/clusters/c1")
@@ -132,12 +132,12 @@ def test_a_cluster_comes_and_goes(gke: Gke) -> None:
     assert not gke.client.list_clusters(parent="projects/p1/locations/-").clusters
 
 
-def test_the_cluster_is_reached_by_what_gke_says_of_it(gke: Gke) -> None:
+def test_gkes_answer_suffices_to_reach_the_cluster(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
         core = client.CoreV1Api(api)
         core.create_namespaced_pod("default", pod("a"))
-        assert [one.metadata.name for one in core.list_namespaced_pod("default").items] == ["a"]
+        assert [item.metadata.name for item in core.list_namespaced_pod("default").items] == ["a"]
     with kube(cluster, "bad") as api, pytest.raises(client.exceptions.UnauthorizedException):
         client.CoreV1Api(api).list_namespaced_pod("default")
     unknown = pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED")
@@ -145,7 +145,7 @@ def test_the_cluster_is_reached_by_what_gke_says_of_it(gke: Gke) -> None:
         pass
 
 
-def test_deletion_ends_what_runs_in_a_cluster(gke: Gke) -> None:
+def test_a_deletion_ends_the_clusters_pods(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
         core = client.CoreV1Api(api)
@@ -166,7 +166,7 @@ def test_deletion_ends_what_runs_in_a_cluster(gke: Gke) -> None:
         pass
 
 
-def test_one_operation_at_a_time(gke: Gke) -> None:
+def test_a_second_operation_is_refused(gke: Gke) -> None:
     operation = gke.create("c1")
     with pytest.raises(refused.BadRequest, match=f"Cluster is running incompatible operation {operation.name}"):
         gke.delete("c1")
@@ -214,7 +214,7 @@ def test_unknown_fields_are_refused(gke: Gke) -> None:
         assert (error.code, "autopilott" in error.read().decode()) == (400, True)
 
 
-def test_node_pools_are_autopilots_own(gke: Gke) -> None:
+def test_autopilot_refuses_node_pools(gke: Gke) -> None:
     gke.ready("c1")
     parent = f"{PARENT}/clusters/c1"
     assert not gke.client.list_node_pools(parent=parent).node_pools
@@ -223,7 +223,7 @@ def test_node_pools_are_autopilots_own(gke: Gke) -> None:
     assert gke.client.get_server_config(name=PARENT).default_cluster_version.startswith("1.33")
 
 
-def test_quota_stock_and_permission_run_out(gke: Gke) -> None:
+def test_quota_stock_out_and_missing_permission(gke: Gke) -> None:
     gke.faults(quota={"us-central1": 0})
     with pytest.raises(refused.Forbidden, match="Insufficient regional quota"):
         gke.create("c1")
@@ -241,14 +241,14 @@ def test_quota_stock_and_permission_run_out(gke: Gke) -> None:
     gke.finish(gke.delete("c1"))
 
 
-def test_an_answer_can_get_lost(gke: Gke) -> None:
+def test_a_call_can_fail_after_its_effect(gke: Gke) -> None:
     gke.faults(fail_next={"method": "create_cluster", "status": "UNAVAILABLE", "after_effect": True})
     with pytest.raises(refused.ServiceUnavailable):
         gke.create("c1")
     assert gke.get("c1").status == Status.PROVISIONING
 
 
-def test_restarts_find_clusters_and_leave_ports_that_are_taken(gke: Gke, tmp_path: Path) -> None:
+def test_the_next_stack_finds_clusters_and_avoids_taken_ports(gke: Gke, tmp_path: Path) -> None:
     operation = gke.create("c1")
     first = gke.finish(operation)
     cluster = gke.get("c1")
@@ -262,7 +262,7 @@ def test_restarts_find_clusters_and_leave_ports_that_are_taken(gke: Gke, tmp_pat
     with BackgroundServer(lambda: build(copy)) as server:
         again = Gke(server.url, copy)
         assert again.finish(pending).status == first.status
-        moved = again.get("c1")  # the first stack still listens at its port
+        moved = again.get("c1")  # because the first stack still listens at the port
         assert (moved.master_auth, moved.endpoint == cluster.endpoint) == (cluster.master_auth, False)
         assert client.CoreV1Api(kube(moved)).read_namespace("default").metadata.name == "default"
         assert again.get("c2").status == Status.RUNNING

@@ -131,10 +131,11 @@ class Kube:
     def __post_init__(self) -> None:
         self.api = make_client(self.url, self.authority)
         self._tls = ssl.create_default_context(cadata=self.authority)
-        self.core = client.CoreV1Api(self.api)
-        self.batch = client.BatchV1Api(self.api)
-        self.apps = client.AppsV1Api(self.api)
-        self.custom = client.CustomObjectsApi(self.api)
+        # Any: the tests send dicts, which the client takes although its annotations name its models only.
+        self.core: Any = client.CoreV1Api(self.api)
+        self.batch: Any = client.BatchV1Api(self.api)
+        self.apps: Any = client.AppsV1Api(self.api)
+        self.custom: Any = client.CustomObjectsApi(self.api)
 
     def call(
         self, method: str, path: str, body: Any = None, kind: str = "application/json", token: str = TOKEN
@@ -157,7 +158,8 @@ class Kube:
         data = json.dumps(switches).encode()
         request = urllib.request.Request(f"{self.admin}/_local/kubernetes/faults", data=data, method="POST")
         with urllib.request.urlopen(request, timeout=10) as response:
-            return json.loads(response.read())
+            switched: dict[str, Any] = json.loads(response.read())
+            return switched
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds

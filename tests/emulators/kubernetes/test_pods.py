@@ -11,7 +11,7 @@ import pytest
 from kubernetes import watch
 from kubernetes.client import exceptions
 
-from dropforge_local import fsdp_shim
+from dropforge_local import shims
 
 from .conftest import CONFIG, Kube, make_container
 
@@ -123,7 +123,7 @@ def test_the_environment_is_put_together(kube: Kube) -> None:
     assert (found["HOSTNAME"], found["DROPFORGE_LOCAL_GPUS"]) == ("a", "2")
     host, _, port = found["MASTER"].partition(":")  # the service's own port, for other jobs meet on this machine too
     assert (host, int(port) in CONFIG.pod_ports) == ("127.0.0.1", True)
-    assert found["PYTHONPATH"] == str(fsdp_shim.DIRECTORY)  # GPUs are CPUs here
+    assert found["PYTHONPATH"] == str(shims.DIRECTORY)  # GPUs are CPUs here
     assert found["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
     assert found["HOST"] == "127.0.0.1"  # where a server should listen; PORT says at which port of this machine
     assert "NONE" not in found

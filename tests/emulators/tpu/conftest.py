@@ -1,4 +1,4 @@
-"""Cloud TPU and Compute Engine emulated over a fake repository with one small image, and clients of them."""
+"""Emulators of Cloud TPU and Compute Engine, a fake repository with a small image, and clients."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
 
 @dataclass
 class Cloud:
-    """A running emulator's address and clients of it."""
+    """The address of running emulators, and clients for them."""
 
     server: Server
     home: Path
@@ -88,7 +88,7 @@ class Cloud:
 
     @property
     def tpu(self) -> tpu_v2.TpuClient:
-        """Over gRPC, as in the cloud."""
+        """A client over gRPC, as in the cloud."""
         self.channels.append(grpc.insecure_channel(self.server.grpc_address))
         return tpu_v2.TpuClient(transport=TpuGrpcTransport(channel=self.channels[-1]))
 
@@ -134,7 +134,7 @@ class Cloud:
         return self.queued(queued_id)
 
     def disk(self, name: str) -> str:
-        """Make a disk; its full name."""
+        """Create a disk; return its full name."""
         place = "projects/p1/zones/us-west1-c"
         self._post(f"/compute/v1/{place}/disks", {"name": name, "sizeGb": "10"})
         url = f"{self.url}/compute/v1/{place}/disks/{name}"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 from aiohttp import web
 from google.cloud import run_v2
 from google.longrunning import operations_pb2
@@ -20,6 +19,7 @@ from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit import rpc
 from ..kit.background import Background, stop_all
+from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Faulty, names_of
 from ..kit.logs import log_route
 from ..kit.operations import Operations, longrunning
@@ -39,7 +39,7 @@ from .workloads import Unready, Workloads
 LONGEST_WAIT_SECONDS = 300.0
 
 
-class CloudRunEmulator:
+class CloudRunEmulator(PassiveEmulator):
     """Cloud Run with containers as local process groups. Satisfies server.Emulator."""
 
     def __init__(
@@ -80,9 +80,6 @@ class CloudRunEmulator:
         api = [Route(route.verb, route.path, self._admit(route.handler)) for route in rpc.rest_routes([self._service])]
         logs = [log_route(f"{LOCATION}/{kind}/**", self._context.workloads.output) for kind in ("jobs", "services")]
         return mount([*api, self._context.faults.route("cloudrun", self._act), *logs])
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return ()
 
     async def start(self) -> None:
         await self._runtime.start()

@@ -12,7 +12,7 @@ from ..kit.operations import Operation, Step
 from . import rules
 from .context import Context, validated
 from .driver import CANCELLED, DELETED, Driver, Status
-from .messages import born, condition, given, has, seconds, set_condition, timestamp
+from .messages import condition, given, has, made_from, seconds, set_condition, timestamp
 from .store import check_etag, short
 
 # The fields that a task copies from its template.
@@ -60,7 +60,6 @@ class Executions:
         return run_v2.Execution(
             name=name,
             labels={**job.labels, **template.labels},
-            annotations=template.annotations,
             update_time=timestamp(now),
             launch_stage=job.launch_stage,
             job=short(job.name),
@@ -69,7 +68,7 @@ class Executions:
             template=template.template,
             conditions=[condition("Completed", "RECONCILING", now, "Waiting for execution to complete.")],
             log_uri=self._context.log_uri(name),
-            **born(now),
+            **made_from(template, now),
         )
 
     def create(self, job: Any, suffix: str, template: Any) -> Any:
@@ -172,7 +171,6 @@ def _make_task(execution: Any, index: int, now: float) -> Any:
     return run_v2.Task(
         name=name,
         labels=execution.labels,
-        annotations=execution.annotations,
         scheduled_time=timestamp(now),
         job=execution.job,
         execution=short(execution.name),
@@ -182,7 +180,7 @@ def _make_task(execution: Any, index: int, now: float) -> Any:
         conditions=[condition("Completed", "RECONCILING", now)],
         index=index,
         log_uri=execution.log_uri,
-        **born(now),
+        **made_from(execution, now),
         **given(template, TASK_FIELDS),
     )
 

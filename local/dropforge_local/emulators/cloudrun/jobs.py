@@ -12,7 +12,6 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation, Step
 from . import rules
-from .capacity import gpu_kind
 from .context import Context, validated
 from .executions import Executions
 from .messages import accept, condition, duration, has
@@ -31,6 +30,7 @@ class Jobs(Resources):
 
     kind = "job"
     message = run_v2.Job
+    check_id = staticmethod(rules.check_job_id)
     kept_output = ("observed_generation", "execution_count", "latest_created_execution")
 
     def __init__(self, context: Context, executions: Executions) -> None:
@@ -68,19 +68,15 @@ class Jobs(Resources):
             execution = self._executions.create(job, suffix, template)
             return self._context.begin("run_job", execution, waits_for=execution.name)
 
-    def _check_id(self, resource_id: str) -> None:
-        rules.check_job_id(resource_id)
-
     def _complete(self, resource: Any) -> None:
         _set_defaults(resource)
         rules.check_job(resource, place_of(resource.name)[1], self._context.config)
         template = resource.template
         at_once = min(template.parallelism or template.task_count, template.task_count)
-        kind = gpu_kind(resource.name, template.template)
-        rules.check_gpu_quota(kind, at_once, self._context.faults, self._context.config)
+        self._check_quota(resource.name, template.template, at_once)
 
     async def _settle(self, operation: Operation) -> None:
-        """Check the image and the secrets. A ready job can start an execution; its token starts the first one."""
+        """Check the image and the secrets. A ready job can start an execution; its token starts the first execution."""
         await self._context.settle()
         store, now = self._context.store, self._context.now()
         with store.db.transaction():

@@ -85,9 +85,10 @@ def given(message: Any, fields: tuple[str, ...]) -> dict[str, Any]:
     return {field: getattr(message, field) for field in fields if has(message, field)}
 
 
-def born(now: float) -> dict[str, Any]:
-    """The output fields of a new execution, task or revision."""
-    return {"uid": new_uid(), "generation": 1, "create_time": timestamp(now), "reconciling": True}
+def made_from(template: Any, now: float) -> dict[str, Any]:
+    """The annotations and output fields of a new execution, task or revision."""
+    fields = {"uid": new_uid(), "generation": 1, "create_time": timestamp(now), "reconciling": True}
+    return {**fields, "annotations": template.annotations}
 
 
 def condition(

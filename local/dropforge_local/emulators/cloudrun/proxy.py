@@ -1,4 +1,4 @@
-"""A service's own address: checks the caller and streams requests to an instance and answers back."""
+"""The address of a service: it checks the caller, and streams requests to an instance and answers back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGEST_REQUEST = 32 * 2**20  # HTTP/1; https://cloud.google.com/run/quotas
 
 
 class Listener:
-    """One port of one service (or of one of its traffic tags)."""
+    """A port of a service or of a traffic tag."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Listener:
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
-        # Cancelled with the caller: an answer that nobody reads must not keep an instance busy.
+        # A caller that disconnects cancels its request: an unread answer must not keep an instance busy.
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
@@ -85,7 +85,7 @@ class Listener:
             try:
                 return await self._forward(request, instance)
             except aiohttp.ClientConnectorError:
-                # Nothing was sent, so another try is safe: the instance has just ended, and nobody has noticed yet.
+                # No byte was sent, so a second try is safe. The instance has just ended, before `_watch` noticed.
                 await pool.suspect(instance)
                 log.info("instance %s refuses connections (%d)", instance.container.id, attempt)
             except aiohttp.ClientConnectionError as error:
@@ -128,7 +128,7 @@ def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:
 
 
 def _end_to_end(headers: Any) -> CIMultiDict[str]:
-    """Headers without those that are about one connection."""
+    """Headers without the headers of a single connection."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     return CIMultiDict(
         (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
@@ -136,7 +136,7 @@ def _end_to_end(headers: Any) -> CIMultiDict[str]:
 
 
 def _cut(request: web.BaseRequest) -> web.Response:
-    """Once the head is out, a cut connection is the only way left to say that an answer is not whole."""
+    """Close the connection: after the head, nothing else tells the client that an answer is incomplete."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)

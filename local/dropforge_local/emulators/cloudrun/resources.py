@@ -12,6 +12,8 @@ from typing import Any
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation
+from . import rules
+from .capacity import gpu_kind
 from .context import Context, validated
 from .messages import condition, timestamp
 from .store import check_etag, new_uid, short
@@ -22,10 +24,15 @@ KEPT_DELETED_SECONDS = 30 * 24 * 3600  # from delete_time to expire_time
 
 
 class Resources(ABC):
-    """The resources of one kind, "job" or "service". `message` is their class; an update keeps `kept_output`."""
+    """The resources of one kind, "job" or "service".
+
+    `message` is their class. `check_id` raises INVALID_ARGUMENT for an id that Cloud Run refuses. An update keeps the
+    output fields `kept_output`.
+    """
 
     kind: str
     message: Any
+    check_id: Callable[[str], None]
     kept_output: tuple[str, ...]
 
     def __init__(self, context: Context) -> None:
@@ -45,7 +52,7 @@ class Resources(ABC):
             return self._context.begin(f"delete_{self.kind}", resource)
 
     def _create(self, name: str, resource: Any, request: Any) -> Any:
-        self._check_id(short(name))
+        self.check_id(short(name))
         resource.name = name
         with self._context.store.db.transaction():
             if self._context.store.find(name) is not None:
@@ -58,7 +65,7 @@ class Resources(ABC):
         with store.db.transaction():
             current = store.find(resource.name) if request.allow_missing else store.get(resource.name)
             if current is None:
-                self._check_id(short(resource.name))
+                self.check_id(short(resource.name))
             else:
                 self._refuse_deleting(current)
                 check_etag(resource.etag, current)
@@ -85,6 +92,11 @@ class Resources(ABC):
         for field in self.kept_output if current else ():
             setattr(resource, field, getattr(current, field))
 
+    def _check_quota(self, name: str, template: Any, instances: int) -> None:
+        """Refuse more instances with the template's GPU than the quota allows."""
+        kind = gpu_kind(name, template)
+        rules.check_gpu_quota(kind, instances, self._context.faults, self._context.config)
+
     def _is_superseded(self, operation: Operation, resource: Any | None) -> bool:
         """Fail the operation if the resource is deleted or has a newer desired state than the operation."""
         generation = int(operation.metadata["generation"])
@@ -101,10 +113,6 @@ class Resources(ABC):
 
     def _write(self, resource: Any, current: Any | None) -> None:
         self._context.store.put(resource, self._context.now())
-
-    @abstractmethod
-    def _check_id(self, resource_id: str) -> None:
-        """Raise INVALID_ARGUMENT for an id that Cloud Run refuses."""
 
     @abstractmethod
     def _complete(self, resource: Any) -> None:

@@ -15,9 +15,8 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation, Step
 from . import rules
-from .capacity import gpu_kind
 from .context import Context
-from .messages import accept, born, condition, duration, given, has, set_condition, timestamp
+from .messages import accept, condition, duration, given, has, made_from, set_condition, timestamp
 from .resources import GENERALLY_AVAILABLE, Resources, set_default_limits
 from .store import place_of, short
 from .traffic import Traffic
@@ -50,6 +49,7 @@ class Services(Resources):
 
     kind = "service"
     message = run_v2.Service
+    check_id = staticmethod(rules.check_service_id)
     kept_output = (
         "observed_generation",
         "uri",
@@ -90,16 +90,12 @@ class Services(Resources):
         service = accept(run_v2.Service, request.service, "service", partial=bool(mask.paths))
         return self._update(service, request, lambda current, new: _merge(current, new, mask))
 
-    def _check_id(self, resource_id: str) -> None:
-        rules.check_service_id(resource_id)
-
     def _complete(self, resource: Any) -> None:
         _set_defaults(resource)
         rules.check_service(resource, place_of(resource.name)[1], self._context.config)
         template = resource.template
         most = template.scaling.max_instance_count or resource.scaling.max_instance_count or DEFAULT_MAX_INSTANCES
-        kind = gpu_kind(resource.name, template)
-        rules.check_gpu_quota(kind, most, self._context.faults, self._context.config)
+        self._check_quota(resource.name, template, most)
         for target in resource.traffic:
             if target.revision and self._context.store.find(f"{resource.name}/revisions/{target.revision}") is None:
                 raise rules.refuse("service.traffic", f"Revision {target.revision!r} does not exist or is deleted.")
@@ -129,13 +125,12 @@ class Services(Resources):
         return run_v2.Revision(
             name=name,
             labels={**service.labels, **template.labels},
-            annotations=template.annotations,
             update_time=timestamp(now),
             launch_stage=service.launch_stage,
             service=short(service.name),
             conditions=[condition("Ready", "RECONCILING", now)],
             log_uri=self._context.log_uri(name),
-            **born(now),
+            **made_from(template, now),
             **given(template, REVISION_FIELDS),
         )
 

@@ -69,7 +69,7 @@ class Store:
         return resource
 
     def put(self, resource: Any, created: float = 0.0) -> None:
-        """Write a resource, new or not; `created` orders the listing and counts only for a new one."""
+        """Write a resource, new or not; `created` orders the listing and counts only for a new resource."""
         resource.etag = etag_of(resource)
         body = type(resource).serialize(resource)
         with self.db.transaction() as connection:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 from aiohttp import web
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
+from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Switches
-from ..kit.names import names_in
+from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations
 from ..kit.routing import Call, Route, mount
 from .config import ComputeConfig
@@ -30,8 +30,10 @@ MAX_RESULTS = 500  # https://cloud.google.com/compute/docs/reference/rest/v1/dis
 LABEL_FILTER = re.compile(r"""labels\.([-_a-z0-9]+) *(?:=|:| eq ) *["']?([-_a-z0-9]+)["']?""")
 
 
-class ComputeEmulator:
+class ComputeEmulator(PassiveEmulator, Named):
     """Disks over REST. The machines of other emulators attach `disks`. Satisfies server.Emulator."""
+
+    tables = ("compute_disks",)
 
     def __init__(
         self,
@@ -65,9 +67,6 @@ class ComputeEmulator:
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         return mount([*self._routes, self._faults.route("compute")])
 
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return ()
-
     async def start(self) -> None:
         self._operations.start()
 
@@ -77,11 +76,6 @@ class ComputeEmulator:
     def live(self) -> list[str]:
         """The names of all disks."""
         return self.names_in(self._db)
-
-    @staticmethod
-    def names_in(db: Database) -> list[str]:
-        """The names of the disks in a state file."""
-        return names_in(db, "compute_disks")
 
     def _insert(self, call: Call) -> dict[str, Any]:
         parent = call.names["parent"]

@@ -19,7 +19,7 @@ from dropforge_local.base.ports import HOST
 from ..kit import rpc
 from ..kit.faults import Faulty, Switches, names_of
 from ..kit.messages import Messages
-from ..kit.names import names_in
+from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations
 from ..kit.routing import Call, Route, mount
 from ..kubernetes import KubernetesEmulator
@@ -54,11 +54,13 @@ METHODS = (
 )
 
 
-class GkeEmulator:
+class GkeEmulator(Named):
     """GKE over REST and gRPC; `kubernetes` serves the clusters' Kubernetes APIs. Satisfies server.Emulator.
 
     The server must start `kubernetes` first, because `kubernetes` opens the ports of the existing clusters.
     """
+
+    tables = ("container_clusters",)
 
     def __init__(
         self,
@@ -101,11 +103,6 @@ class GkeEmulator:
     def live(self) -> list[str]:
         """The names of all clusters."""
         return self.names_in(self._db)
-
-    @staticmethod
-    def names_in(db: Database) -> list[str]:
-        """The names of the clusters in a state file."""
-        return names_in(db, "container_clusters")
 
     def ensure_cluster(self, name: str) -> None:
         """Create a running Autopilot cluster, without a wait or an operation; an existing cluster stays as it is."""

@@ -19,7 +19,7 @@ GCLOUD_POOL = "default-pool"  # gcloud sends it with Autopilot clusters too
 
 
 def check_cluster(cluster: Any, location: str) -> None:
-    """Raise INVALID_ARGUMENT for a new cluster that GKE would refuse, UNIMPLEMENTED for a Standard one."""
+    """Raise INVALID_ARGUMENT for a new cluster that GKE would refuse, UNIMPLEMENTED for a Standard cluster."""
     if not NAME.fullmatch(cluster.name):
         raise _refuse(
             f"cluster.name is {cluster.name!r}; expected lowercase letters, numbers and hyphens, a letter first, "

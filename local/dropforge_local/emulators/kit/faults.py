@@ -20,9 +20,9 @@ Rule = dict[str, Any]
 class Switches:
     """One emulator's switches, in its own `table` of keys and values.
 
-    `defaults` has every switch with its initial value; a switch that is a list or an object stays one. `actions` are
+    `defaults` has every switch with its initial value; a list stays a list, an object stays an object. `actions` are
     switches that the emulator carries out at once instead of keeping them. The switch `fail_next` has rules: each
-    refuses or delays `count` calls of a method, before their effect or after it.
+    refuses or delays `count` calls of a method, before or after the effect of the call.
     """
 
     # The keys of a rule. A subclass may select calls in another way: it overrides RULE, checked_rule and refusal.
@@ -84,7 +84,7 @@ class Switches:
             connection.execute(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?)", [key, json.dumps(value)])
 
     def take(self, is_meant: Callable[[Rule], bool]) -> Rule | None:
-        """The first rule that is meant for this call, counted down; None without one."""
+        """The first rule that is meant for this call, counted down; None without such a rule."""
         rules = self.get("fail_next")
         rule: Rule | None = next(filter(is_meant, rules), None)
         if rule is not None:
@@ -162,9 +162,9 @@ def parse_faults(data: bytes) -> dict[str, Any]:
         raise ApiError("INVALID_ARGUMENT", str(error)) from error
 
 
-def _refuse_unknown(what: str, given: Mapping[str, Any], expected: Collection[str]) -> None:
+def _refuse_unknown(kind: str, given: Mapping[str, Any], expected: Collection[str]) -> None:
     if unknown := sorted(set(given) - set(expected)):
-        raise ApiError("INVALID_ARGUMENT", f"unknown {what} {unknown!r}; expected {sorted(expected)!r}")
+        raise ApiError("INVALID_ARGUMENT", f"unknown {kind} {unknown!r}; expected {sorted(expected)!r}")
 
 
 def _check_choice(key: str, value: Any, choices: Collection[str]) -> None:

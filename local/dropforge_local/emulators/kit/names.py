@@ -35,8 +35,14 @@ def parent_pattern(parent: str) -> str:
     return f"{parent[:-1]}*" if parent.endswith("/-") else parent
 
 
-def names_in(db: Database, *tables: str) -> list[str]:
-    """The sorted resource names in tables of a state file; a table that does not exist has none."""
-    known = {row["name"] for row in db.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    rows = [db.connection.execute(f"SELECT name FROM {table}") for table in tables if table in known]
-    return sorted(row["name"] for table in rows for row in table)
+class Named:
+    """An emulator whose resources are in `tables`, by full resource name."""
+
+    tables: tuple[str, ...]
+
+    @classmethod
+    def names_in(cls, db: Database) -> list[str]:
+        """The sorted names of the resources in a state file, which may have none of the tables."""
+        known = {row["name"] for row in db.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        rows = [db.connection.execute(f"SELECT name FROM {table}") for table in cls.tables if table in known]
+        return sorted(row["name"] for table in rows for row in table)

@@ -7,17 +7,16 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
 from ..kit.background import Background
+from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
 from .config import KubernetesConfig
 from .controllers.owned import is_finished, is_ready
 from .kinds import POD, SERVICE
@@ -30,10 +29,6 @@ from .store import Change, Object, Store
 log = logging.getLogger(__name__)
 
 URLS = "local.dropforge/urls"  # annotation: {"8000": "http://127.0.0.1:19000"}
-HOP_BY_HOP = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "host", "authorization",
-}  # fmt: skip
 
 
 class Services:
@@ -180,22 +175,12 @@ class Services:
         return None
 
     async def _relay(self, request: web.BaseRequest, url: URL) -> web.StreamResponse:
-        upstream = await self._session.request(
-            request.method,
-            url,
-            headers=_end_to_end(request.headers),
-            data=request.content if request.body_exists else None,
-            allow_redirects=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
-        async with upstream:
-            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-            for name, value in _end_to_end(upstream.headers).items():
-                response.headers.add(name, value)
+        # The Authorization header is for the API server, not for the pod.
+        headers = end_to_end(request.headers, dropped=["authorization", "host"])
+        async with await request_upstream(self._session, request, url, headers) as upstream:
+            response = response_for(upstream)
             await response.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
+            await copy_body(upstream, response)
             return response
 
 
@@ -225,11 +210,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
-
-
-def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Headers without the headers for a single connection (hop-by-hop) or for the API server."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
-    )

@@ -1,4 +1,4 @@
-"""The boots of nodes: one id per boot, so that the output of ended machines can be read."""
+"""The boots of nodes. Each boot has an id, by which users read the output of ended machines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ CREATE TABLE IF NOT EXISTS tpu_boots (
 
 
 class Boots:
+    """The ids of boots in SQLite, oldest first."""
+
     def __init__(self, db: Database) -> None:
         self._db = db
         db.connection.executescript(SCHEMA)

@@ -1,4 +1,4 @@
-"""What differs between zones, projects and machines: data, not code."""
+"""Facts that differ between zones, projects and machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dropforge_local.base.ports import HOST
 
 @dataclass(frozen=True)
 class Generation:
-    """One TPU generation: its accelerator types by chips with their topologies, where it is, what boots on it."""
+    """A TPU generation: its topologies by number of chips, its zones, and the runtimes that boot on it."""
 
     prefix: str
     config_type: str
@@ -21,7 +21,7 @@ class Generation:
     chips_per_host: int
     zones: frozenset[str]
     runtimes: tuple[str, ...]
-    quota: str  # its name in quota errors, by tier
+    quota: str  # the name in quota errors, by tier
 
     def accelerator_type(self, chips: int) -> str:
         return f"{self.prefix}-{chips * self.cores_per_chip}"
@@ -66,24 +66,24 @@ ANY_RUNTIME = ("tpu-ubuntu2204-base",)  # boots on every generation
 
 @dataclass(frozen=True)
 class TpuConfig:
-    """Timings and quotas of the emulated Cloud TPU; minutes in the cloud are seconds here."""
+    """Timings and quotas of the emulated Cloud TPU. Steps that take minutes in the cloud take seconds here."""
 
     create_seconds: float = 1.0  # from a node's creation until it is READY
     delete_seconds: float = 0.3
     queue_seconds: float = 0.3  # between two states of a queued resource
     grace_seconds: float = 30.0  # between SIGTERM and SIGKILL: https://cloud.google.com/compute/docs/instances/spot
     reboot_seconds: float = 1.0
-    minute_seconds: float = 60.0  # of a machine's own clock, when it is told to be off by then
+    minute_seconds: float = 60.0  # a minute in the delay of `shutdown -P +MINUTES`
     maintenance_seconds: float = 2.0  # between the notice in the metadata and the reboot
     chips_per_zone: int = 32  # per generation and tier, unless the fault `quota` says otherwise
     metadata_ports: range = range(15000, 16000)
-    kept_boots: int = 100  # ended machines whose serial output is kept
+    kept_boots: int = 100  # ended machines whose serial output stays readable
     generations: tuple[Generation, ...] = field(default_factory=lambda: GENERATIONS)
 
     def address(self, metadata_port: int) -> str:
-        """A machine's own address, so that several can serve at the same port; elsewhere than on Linux, all share one.
+        """A machine's address. Each machine has its own on Linux, so that several machines can serve at the same port.
 
-        Linux answers on every address of 127.0.0.0/8.
+        Only Linux answers on every address of 127.0.0.0/8; on other systems, all machines share 127.0.0.1.
         """
         index = metadata_port - self.metadata_ports.start
         return f"127.77.{index // 250}.{index % 250 + 1}" if sys.platform == "linux" else HOST

@@ -27,7 +27,7 @@ from ..kit import rpc
 from ..kit.background import Background, stop_all
 from ..kit.faults import Faulty, names_of
 from ..kit.logs import log_route
-from ..kit.names import names_in
+from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations, longrunning, pack
 from ..kit.paging import Paging
 from ..kit.routing import mount
@@ -44,8 +44,10 @@ from .queued import QueuedResources
 PAGES = Paging(default=100, largest=1000)  # Cloud TPU documents neither number
 
 
-class TpuEmulator:
+class TpuEmulator(Named):
     """Cloud TPU over REST and gRPC. Satisfies server.Emulator. `context.Context` explains the parameters."""
+
+    tables = ("tpu_nodes", "tpu_queued")
 
     def __init__(
         self,
@@ -115,11 +117,6 @@ class TpuEmulator:
     def live(self) -> list[str]:
         """Nodes and queued resources that exist, machines that run and metadata servers that are open."""
         return [*self.names_in(self._context.db), *self._machines.live()]
-
-    @staticmethod
-    def names_in(db: Database) -> list[str]:
-        """The names of the nodes and queued resources in a state file."""
-        return names_in(db, "tpu_nodes", "tpu_queued")
 
     def list_nodes(self, request: Any) -> Any:
         nodes, token = self._context.nodes.page(request)

@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 
 class MetadataServer:
-    """One machine's server on one loopback port."""
+    """The metadata server of a machine, on a loopback port."""
 
     def __init__(self, port: int, tree: Callable[[], Tree]) -> None:
         self._port = port
@@ -66,7 +66,7 @@ class MetadataServer:
         return web.Response(text=text, content_type=kind, headers={**HEADERS, "ETag": etag(value)})
 
     async def _wait(self, path: str, value: Any, query: Mapping[str, str]) -> Any:
-        """The value at a path once its ETag differs from the caller's last one, or as it is after the timeout."""
+        """The value at a path once its ETag differs from the caller's last ETag, or as it is after the timeout."""
         known = query.get("last_etag") or etag(value)
         seconds = min(float(query.get("timeout_sec", LONGEST_WAIT_SECONDS)), LONGEST_WAIT_SECONDS)
         await self._changes.until(lambda: etag(self._value(path)) != known, seconds)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 
-from .... import fsdp_shim, ray_shim
+from .... import shims
 from ....containers.images import ImageNotFound, ImageStore
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ..admission import GPU
@@ -32,24 +33,19 @@ class StartError(Exception):
         self.message = message
 
 
+@dataclass(frozen=True)
 class Runner:
-    """Starts containers of all clusters; records the pod of each container and keeps its output."""
+    """Starts containers of all clusters; records the pod of each container and keeps its output.
 
-    def __init__(
-        self,
-        db: Database,
-        clock: Clock,
-        runtime: Runtime,
-        images: ImageStore,
-        platform_env: Callable[[str], Mapping[str, str]],
-        kept_logs: int,
-    ) -> None:
-        self._db = db
-        self._clock = clock
-        self.runtime = runtime
-        self._images = images
-        self._platform_env = platform_env
-        self._kept_logs = kept_logs
+    `platform_env` returns the environment that the platform gives to containers of a service account.
+    """
+
+    db: Database
+    clock: Clock
+    runtime: Runtime
+    images: ImageStore
+    platform_env: Callable[[str], Mapping[str, str]]
+    kept_logs: int
 
     def volume_directory(self, pod: Object) -> Path:
         return self.runtime.directory / ".volumes" / str(pod["metadata"]["uid"])
@@ -57,7 +53,7 @@ class Runner:
     def image_digest(self, uri: str) -> str:
         """The digest of an image. Raises StartError if the image does not exist."""
         try:
-            return self._images.resolve(uri).digest
+            return self.images.resolve(uri).digest
         except ImageNotFound as error:
             raise StartError("ErrImagePull", f'failed to pull and unpack image "{uri}": {error}') from error
 
@@ -67,7 +63,7 @@ class Runner:
         if started := self.runtime.adopt(container_id):
             return started
         account = pod["spec"].get("serviceAccountName", "")
-        env = {**self._platform_env(account), **environment(sources, pod, container)}
+        env = {**self.platform_env(account), **environment(sources, pod, container)}
         self._remember(container_id, sources.store, pod, container["name"], attempt)
 
         def prepare(directory: Path) -> ContainerSpec:
@@ -86,11 +82,11 @@ class Runner:
     def ended(self, container: Container) -> None:
         """Release an ended container; keep its output until `kept_logs` newer containers have ended."""
         container.release()
-        with self._db.transaction() as connection:
+        with self.db.transaction() as connection:
             connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
             rows = connection.execute(
                 "SELECT id FROM kubernetes_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
-                [self._kept_logs],
+                [self.kept_logs],
             ).fetchall()
             for row in rows:
                 self.runtime.forget(row["id"])
@@ -98,7 +94,7 @@ class Runner:
 
     def unended(self) -> list[tuple[str, str, str]]:
         """(id, cluster, pod uid) of the containers whose end is not recorded."""
-        rows = self._db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
+        rows = self.db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
         return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
 
     def unmount(self, pod: Object) -> None:
@@ -107,16 +103,16 @@ class Runner:
     def _prepare(
         self, directory: Path, sources: Sources, pod: Object, container: Object, env: Mapping[str, str]
     ) -> ContainerSpec:
-        image = self._images.resolve(container["image"])
+        image = self.images.resolve(container["image"])
         points = volumes.mount_points(pod, container, self.volume_directory(pod))
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
         limits = container.get("resources", {}).get("limits", {})
         variables = dict(process.env)
         if gpus := whole(limits.get(GPU, "0")):
-            variables = fsdp_shim.environment(variables, gpus)
+            variables = shims.fsdp_environment(variables, gpus)
         if ray.CLUSTER in pod["metadata"].get("labels", {}):
-            variables = ray_shim.environment(variables, sources.local_ports(pod), *ray_head(sources, pod))
+            variables = shims.ray_environment(variables, sources.local_ports(pod), *ray_head(sources, pod))
         return ContainerSpec(
             process.argv,
             variables,
@@ -127,7 +123,7 @@ class Runner:
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]
-        with self._db.transaction() as connection:
+        with self.db.transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 [
@@ -139,7 +135,7 @@ class Runner:
                     name,
                     attempt,
                     workload_of(store, pod),
-                    self._clock.now(),
+                    self.clock.now(),
                 ],
             )
 

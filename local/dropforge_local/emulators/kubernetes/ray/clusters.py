@@ -24,9 +24,9 @@ from ..kinds import POD, RAY_CLUSTER, SECRET, SERVICE, Kind
 from ..objects import DeleteOptions
 from ..ports import Ports
 from ..quantities import parse_quantity, whole
+from ..rayrules import cluster_problem
 from ..store import Object
 from . import pods
-from .rules import cluster_problem
 
 COMPONENT = "raycluster-controller"
 

@@ -23,12 +23,12 @@ from ..controllers.owned import Tools, owned, owner_reference
 from ..kinds import POD, RAY_CLUSTER, RAY_JOB, SECRET
 from ..objects import DeleteOptions, random_suffix
 from ..ports import Ports
+from ..rayrules import job_problem
 from ..refusals import Refusal
 from ..store import Change, Object
 from ..times import seconds, timestamp
 from . import pods
 from .dashboard import Dashboard, DashboardError
-from .rules import job_problem
 
 log = logging.getLogger(__name__)
 

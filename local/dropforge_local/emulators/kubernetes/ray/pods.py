@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-from ....ray_shim import HEAD_AGENT
+from ....shims import HEAD_AGENT
 from ..admission import GPU, TPU
 from ..quantities import whole
 from ..store import Object

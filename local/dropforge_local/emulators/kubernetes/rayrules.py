@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import names
-from ..refusals import Cause, not_emulated
+from . import names
+from .refusals import Cause, not_emulated
 
 Object = Mapping[str, Any]
 LONGEST_CLUSTER_NAME = 53
