@@ -281,7 +281,8 @@ def test_it_learnt_and_the_exported_model_is_the_trained_one(chain: Chain, cloud
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    manifest, metrics = chain.manifest, chain.manifest.metrics
+    manifest = chain.manifest
+    metrics: dict[str, Any] = manifest.metrics
     assert verify_manifest(cloud.client, RUNS, manifest) == []
     assert metrics["exact_match_before"] == 0
     assert metrics["exact_match"] >= 0.5

@@ -274,7 +274,7 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     manifest = read_manifest(driver.cloud.client, RUNS, attempt.run)
     assert manifest is not None
     assert manifest.dataset.uri == "synthetic"
-    metrics = manifest.metrics
+    metrics: dict[str, Any] = manifest.metrics
     assert metrics["tokens"] == MANY * ROWS * ACCUMULATION * 32
     assert metrics["probe_loss"] < metrics["probe_loss_before"] / 2
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-3)
