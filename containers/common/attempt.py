@@ -39,8 +39,8 @@ class Attempt:
     client: Any
     checkpoints: CheckpointStore
 
-    def is_committed(self) -> bool:
-        """Whether an earlier attempt committed the model; if so, send its success event again."""
+    def resend_success(self) -> bool:
+        """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
         committed = artifacts.read_manifest(self.client, self.job.bucket, self.job.run)
         if committed is None:
             return False

@@ -39,9 +39,7 @@ class Reporter:
     """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent."""
 
     def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
-        self._job = job
-        self._redact = redact
-        self._clients = clients
+        self._job, self._redact, self._clients = job, redact, clients
         self._sequence = 0
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)

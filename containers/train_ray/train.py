@@ -29,7 +29,7 @@ from .tpu_slice import Slice
 
 WORKER_FAILURES = 3  # lost workers in one attempt; after each loss the workers resume the newest checkpoint
 POLL_SECONDS = 0.5
-# How long the remaining hosts wait for a lost host at the shutdown. It never answers; the default is 30 s.
+# How long the remaining hosts wait for a lost host at the shutdown. It never answers. Ray waits 30 s by default.
 SHUTDOWN_SECONDS = 5
 
 
