@@ -176,8 +176,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
         "DROPFORGE_TPU_CHIPS_PER_HOST": str(CHIPS),
         "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
     }
-    script = str(cluster.image.workdir / "ray_driver.py")
-    driver = Driver(cloud, (cluster.image.argv[0], script), environment)
+    driver = Driver(cloud, (cluster.image.argv[0], "ray_driver.py"), environment, cluster.image.workdir)
     yield driver
     driver.end()
 
@@ -239,7 +238,7 @@ def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
     (directory / "stages" / "import.json").write_text(json.dumps(imported))
     environment = {**driver.environment, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
     command = [driver.command[0], "-m", "containers.train_maxtext.train", str(directory)]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    made = subprocess.run(command, env=environment, cwd=driver.directory, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]
     return dict(json.loads((directory / "stages" / "train.json").read_text()))
 
