@@ -1,4 +1,4 @@
-"""One attempt around the training itself: its environment, its end, its last event and its exit code."""
+"""The frame of every attempt: its environment, stop requests, last event and exit code."""
 
 from __future__ import annotations
 
