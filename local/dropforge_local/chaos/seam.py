@@ -10,7 +10,6 @@ import pkgutil
 import random
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from datetime import UTC, datetime
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from uuid import UUID
 
 import dropforge
 from dropforge import platforms
@@ -54,7 +52,6 @@ def seam(
         "settings": lambda: deployment,
         "log": _logger(world),
         "ThreadPoolExecutor": _OneThread,
-        "uuid": SimpleNamespace(uuid4=lambda: UUID(int=world.random.getrandbits(128), version=4)),
     }
     replacements = {**_originals(), **replacements, **others}
     places = _places()
@@ -80,7 +77,6 @@ def _originals() -> dict[str, Any]:
         "settings": settings.settings,
         "log": log.log,
         "ThreadPoolExecutor": ThreadPoolExecutor,
-        "uuid": uuid,
         "get_target": platforms.get_target,
         "get_server": platforms.get_server,
         "owner_of": platforms.owner_of,
@@ -96,13 +92,12 @@ def _places() -> list[tuple[ModuleType, str, str]]:
         importlib.import_module(found.name)
     keys = {id(value): key for key, value in _originals().items()}
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("dropforge.")]
-    places = [
+    return [
         (module, name, keys[id(value)])
         for module in [*modules, entry_points()]
         for name, value in sorted(vars(module).items())
-        if id(value) in keys and keys[id(value)] != "uuid"  # of the functions only uuid5, which draws nothing
+        if id(value) in keys
     ]
-    return places
 
 
 def _skew(world: World) -> float:
