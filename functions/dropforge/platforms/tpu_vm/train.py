@@ -168,7 +168,7 @@ def metadata(launch: Launch) -> dict[str, str]:
 
 
 def _server(launch: Launch) -> Deployment | None:
-    """The endpoint that the machine becomes after training, if the spec keeps the machine; `expires` is its latest end."""
+    """The endpoint that the machine becomes after training, if the spec keeps it; `expires` is its latest end."""
     spec = launch.spec
     if not isinstance(spec.serve, TrainingVmServe):
         return None
@@ -194,7 +194,7 @@ def _unix(time: datetime) -> str:
 
 
 def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
-    """The status of a machine, by its QueuedResource (if it is queued) and its Node. None: the resource does not exist."""
+    """The status of a machine, by its QueuedResource (if it is queued) and its Node; None for what does not exist."""
     from google.cloud.tpu_v2 import QueuedResourceState
 
     if not machine.queued:
