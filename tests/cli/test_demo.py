@@ -95,7 +95,7 @@ class Process:
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.popen.args} did not end in {timeout:.0f} s:\n{self.text()}") from None
+            raise AssertionError(f"{self.popen.args!r} did not end in {timeout:.0f} s:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.output.read_text()

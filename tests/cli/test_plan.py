@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dropforge.platforms.cloud_run import catalog
+from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import Plan, make_plan
@@ -138,7 +139,7 @@ def test_the_spec_s_own_price_is_used_and_never_old() -> None:
 def test_an_old_price_is_called_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of().warnings == []
     for part, price in catalog.CLOUD_RUN_PRICES.items():
-        old = catalog.Price(price.usd_per_hour, price.regions, date(2025, 12, 1), price.source)
+        old = Price(price.usd_per_hour, price.regions, date(2025, 12, 1), price.source)
         monkeypatch.setitem(catalog.CLOUD_RUN_PRICES, part, old)
     [warning] = plan_of().warnings
     assert warning.startswith("the price of 2025-12-01 is 182 days old; check https://cloud.google.com/run/pricing")

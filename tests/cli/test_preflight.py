@@ -299,6 +299,7 @@ def test_the_deployment_s_accounts_are_asked_for_what_a_run_would_fail_of_late(
 
 def test_what_accounts_are_asked_for_is_what_terraform_grants() -> None:
     granted = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())["accounts"]
-    uses = [*ALWAYS, *(use for part in (*targets().values(), *servers().values()) for use in part.permissions)]
+    parts: list[Any] = [*targets().values(), *servers().values()]
+    uses = [*ALWAYS, *(use for part in parts for use in part.permissions)]
     assert len(uses) > 10
     assert [use for use in uses if use.permission not in granted[use.account]["grants"].get(use.scope, {})] == []

@@ -20,6 +20,8 @@ from dropforge.run.record import RunState, utc_now
 from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
+from dropforge_cli.runs import request_cancel
+from dropforge_cli.specs import upload_spec
 from dropforge_local.stack import control as local
 
 from ..stack.conftest import NOOP_CONFIG
@@ -121,7 +123,9 @@ def test_whatever_fails_all_is_ended(
     tested: Callable[..., tuple[Result, str]], stack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upload that was not answered, and an endpoint whose end was refused at first."""
-    uploads, cancels, upload, cancel = [], [], smoke.upload_spec, smoke.request_cancel
+    uploads: list[str] = []
+    cancels: list[str] = []
+    upload, cancel = upload_spec, request_cancel
 
     def upload_unanswered(*arguments: Any) -> str:
         uploads.append(upload(*arguments))

@@ -13,7 +13,7 @@ from dropforge.base import names
 from dropforge.base.errors import RetryLater
 from dropforge.base.settings import settings
 from dropforge.cloud import clients
-from dropforge.platforms.tpu_vm.train import DISK
+from dropforge.cloud.disks import DISK
 from dropforge.run.artifacts import MANIFEST, Manifest
 from dropforge.run.record import RunState, utc_now
 from dropforge.stages.await_.inspect import inspect

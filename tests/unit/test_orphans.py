@@ -48,7 +48,7 @@ def endpoint(expires: timedelta = HOUR, service: str = SERVICE, **fields: Any) -
     return Endpoint(url="u", model="m", service=service, region="r", ready=NOW, expires=NOW + expires, **fields)
 
 
-def expiry(after: timedelta) -> dict[str, str]:
+def expiry(after: timedelta) -> dict[str, Any]:
     return {"expires": str(int((NOW + after).timestamp()))}
 
 
@@ -108,7 +108,12 @@ def test_what_its_run_has_deleted_since_it_was_listed_is_nobody_s_fault(
     state = ResourceState.GONE if gone else ResourceState.CREATED
     entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
     found: list[Doomed] = []
-    monkeypatch.setattr(orphans, "delete", lambda those, _: found.extend(those) or Deletions([], [], []))
+
+    def delete(doomed: list[Doomed], _: Any) -> Deletions:
+        found.extend(doomed)
+        return Deletions([], [], [])
+
+    monkeypatch.setattr(orphans, "delete", delete)
     look = object.__new__(Look)
     look.settings, look.now, look.problems, look.marks, look.live = SETTINGS, NOW, [], {}, None
     look.found, look.records = [listed()], {RUN: record(RunState.FAILED)}

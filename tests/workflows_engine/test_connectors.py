@@ -100,6 +100,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
             record = done.result()
             await engine.stop()
             database.close()
+            assert record.ended is not None
             return record, record.ended - record.created
 
         return asyncio.run(live())

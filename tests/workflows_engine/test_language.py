@@ -9,10 +9,12 @@ import pytest
 
 from workflows_engine import Limits, ScriptedMocks, simulate
 
+from .conftest import Failed
+
 
 def failure(lab: Any, source: str, argument: Any = None, **options: Any) -> Any:
     """The error value of a source that fails, and the error as the API shows it."""
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Failed) as caught:
         lab.run(source, argument, **options)
     return caught.value.value, caught.value.error
 

@@ -284,9 +284,10 @@ def test_it_learnt_and_the_exported_model_is_the_trained_one(chain: Chain, cloud
 
     manifest, metrics = chain.manifest, chain.manifest.metrics
     assert verify_manifest(cloud.client, RUNS, manifest) == []
-    assert metrics["exact_match_before"] == 0
-    assert metrics["exact_match"] >= 0.5
-    assert metrics["loss"] < metrics["loss_before"] / 3
+    values = {name: value for name, value in metrics.items() if value is not None}
+    assert values["exact_match_before"] == 0
+    assert values["exact_match"] >= 0.5
+    assert values["loss"] < values["loss_before"] / 3
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=EXPORT_TOLERANCE)
     download_prefix(cloud.client, f"gs://{RUNS}/models/{chain.run}/{manifest.serve_path}", tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from containers.common.chat import IGNORED
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
-from containers.train_maxtext.batches import IGNORED, Data, Rows, collate, pack
+from containers.train_maxtext.batches import Data, Rows, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import family_of

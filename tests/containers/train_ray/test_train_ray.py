@@ -276,7 +276,8 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     assert manifest.dataset.uri == "synthetic"
     metrics = manifest.metrics
     assert metrics["tokens"] == MANY * ROWS * ACCUMULATION * 32
-    assert metrics["probe_loss"] < metrics["probe_loss_before"] / 2
+    values = {name: value for name, value in metrics.items() if value is not None}
+    assert values["probe_loss"] < values["probe_loss_before"] / 2
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-3)
     assert not (work / "stages" / "import.json").exists()
 

@@ -135,7 +135,7 @@ def test_a_cluster_comes_and_goes(gke: Gke) -> None:
 def test_the_cluster_is_reached_by_what_gke_says_of_it(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
-        core = client.CoreV1Api(api)
+        core: Any = client.CoreV1Api(api)
         core.create_namespaced_pod("default", pod("a"))
         assert [one.metadata.name for one in core.list_namespaced_pod("default").items] == ["a"]
     with kube(cluster, "bad") as api, pytest.raises(client.exceptions.UnauthorizedException):
@@ -148,7 +148,7 @@ def test_the_cluster_is_reached_by_what_gke_says_of_it(gke: Gke) -> None:
 def test_deletion_ends_what_runs_in_a_cluster(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
-        core = client.CoreV1Api(api)
+        core: Any = client.CoreV1Api(api)
         core.create_namespaced_pod("default", pod("a"))
         deadline = time.monotonic() + 10
         while core.read_namespaced_pod("a", "default").status.phase != "Running":
@@ -264,7 +264,8 @@ def test_restarts_find_clusters_and_leave_ports_that_are_taken(gke: Gke, tmp_pat
         assert again.finish(pending).status == first.status
         moved = again.get("c1")  # the first stack still listens at its port
         assert (moved.master_auth, moved.endpoint == cluster.endpoint) == (cluster.master_auth, False)
-        assert client.CoreV1Api(kube(moved)).read_namespace("default").metadata.name == "default"
+        core: Any = client.CoreV1Api(kube(moved))
+        assert core.read_namespace("default").metadata.name == "default"
         assert again.get("c2").status == Status.RUNNING
 
 

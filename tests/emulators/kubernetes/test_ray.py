@@ -261,8 +261,8 @@ def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(ray: Ray
     assert ray.call(name, "GET", "another")[0] == 404
     assert ray.call(name, "GET", submitted["submission_id"], token="x" * 32)[0] in (401, 403)
     # Somebody stops it by hand.
-    status, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
-    assert (status, json.loads(answer)) == (200, {"stopped": True})
+    code, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
+    assert (code, json.loads(answer)) == (200, {"stopped": True})
     until(lambda: ray.states(name) == ("Complete", "STOPPED"))
     until(lambda: not ray.pods() and not ray.clusters())
     ray.delete(name)

@@ -91,7 +91,7 @@ def test_lists_come_in_pages(cloud: Cloud) -> None:
     assert len(types) == len(list(cloud.tpu.list_accelerator_types(parent=PARENT))) > 1
     for wrong in ({"page_size": -1}, {"page_token": "x"}, {"page_token": "WzEsMl0="}):
         with pytest.raises(refused.InvalidArgument, match=next(iter(wrong))):
-            cloud.tpu.list_nodes({"parent": PARENT, **wrong})  # type: ignore[arg-type]
+            cloud.tpu.list_nodes({"parent": PARENT, **wrong})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms import tpu_vm
-from dropforge.run.events import JobEvent, parse_job_event
+from dropforge.run.events import Failed, JobEvent, parse_job_event
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
@@ -267,7 +267,9 @@ def test_the_memory_runs_out(lab: Lab) -> None:
     lab.faults(out_of_memory="n1")
     status = lab.ended()
     assert (status["error_class"], status["exit_code"]) == (ErrorClass.OUT_OF_MEMORY, 137)
-    assert lab.event().error_class == ErrorClass.OUT_OF_MEMORY
+    event = lab.event()
+    assert isinstance(event, Failed)
+    assert event.error_class == ErrorClass.OUT_OF_MEMORY
 
 
 def test_a_machine_that_nobody_deletes_turns_itself_off(lab: Lab) -> None:
@@ -334,7 +336,7 @@ def test_the_first_line_fails(lab: Lab, breaks: bool) -> None:
             "DROPFORGE_SANDBOX_PYTHON": sys.executable,
             **dict.fromkeys(HOSTS, url if breaks else lab.url),
         }
-        command = ["bash", SCRIPT]
+        command = ["bash", str(SCRIPT)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
     event = lab.event()
