@@ -1,24 +1,25 @@
-"""Every entry point of dropforge, in the order of a run's life. This folder is what is uploaded as their source.
+"""Every entry point of dropforge, in the order of a run's life. The upload of the functions' source is this folder.
 
-Events (`on_*`) are CloudEvents: to return is to acknowledge, to raise is to have it delivered again. Stages are HTTP
-functions that the workflow calls, and calls again: each advances its run by one step and answers a small JSON map.
+Events (`on_*`) are CloudEvents: a return acknowledges the event, an exception has it delivered again. Stages are HTTP
+functions that the workflow calls repeatedly: each call advances a run by one step and answers a small JSON object.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import flask
 import functions_framework
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, NotFound
-from dropforge.base.log import log
 from dropforge.base.names import is_run_id, is_spec_object
+from dropforge.context import Context
 from dropforge.run.events import pubsub_message, uploaded_object
 from dropforge.run.record import Outcome, RunError, RunState
+from dropforge.stages.answers import Answer
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
 from dropforge.stages.cancel import cancel, cancel_deleted
@@ -27,9 +28,14 @@ from dropforge.stages.notify import notify as notify_run
 from dropforge.stages.provision import provision as provision_run
 from dropforge.stages.submit import submit_message, submit_object, submit_uri
 from dropforge.stages.sweep.sweep import sweep as sweep_all
+from dropforge.stages.teardown import Scope
 from dropforge.stages.teardown import teardown as teardown_run
 
 T = TypeVar("T")
+SCOPES: tuple[Scope, ...] = ("attempt", "run")
+
+# Made on the first call of the process, and kept. A simulation gives its copy of this module another function.
+context: Callable[[], Context] = cache(Context.from_environment)
 
 
 @functions_framework.cloud_event
@@ -37,15 +43,15 @@ def on_spec_uploaded(event: Any) -> None:
     """Cloud Storage `finalized` in the specs bucket."""
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
-        submit_object(upload.bucket, upload.name, str(upload.generation), upload.size)
+        submit_object(context(), upload.bucket, upload.name, str(upload.generation), upload.size)
 
 
 @functions_framework.cloud_event
 def on_spec_deleted(event: Any) -> None:
-    """Cloud Storage `deleted` in the specs bucket: also of objects that were overwritten."""
+    """Cloud Storage `deleted` in the specs bucket; also sent for an overwritten object."""
     upload = _read(uploaded_object, event, "submit")
     if upload and is_spec_object(upload.name):
-        cancel_deleted(upload.bucket, upload.name, str(upload.generation))
+        cancel_deleted(context(), upload.bucket, upload.name, str(upload.generation))
 
 
 @functions_framework.cloud_event
@@ -58,24 +64,26 @@ def on_spec_message(event: Any) -> None:
     key = str(attributes.get("idempotency_key") or message_id)
     request = _request_of(data)
     if set(request) == {"cancel"}:
-        cancel(str(request["cancel"]))
+        cancel(context(), str(request["cancel"]))
     elif set(request) == {"spec_uri"}:
-        submit_uri(str(request["spec_uri"]), key)
+        submit_uri(context(), str(request["spec_uri"]), key)
     else:
-        submit_message(data, key)
+        submit_message(context(), data, key)
 
 
 @functions_framework.cloud_event
 def on_job_event(event: Any) -> None:
     """Pub/Sub message on the job-events topic, from a training container."""
     if message := _read(pubsub_message, event, "await"):
-        receive_job_event(message[0])
+        receive_job_event(context(), message[0])
 
 
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
-    """{run, execution, attempt} → RUNNING | PENDING | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "provision", lambda body: partial(provision_run, *_owned(body), int(body["attempt"])))
+    """{run, execution, attempt} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
+    return _stage(
+        request, "provision", lambda body: partial(provision_run, **_caller(body), attempt=int(body["attempt"]))
+    )
 
 
 @functions_framework.http
@@ -84,14 +92,16 @@ def inspect(request: flask.Request) -> flask.typing.ResponseReturnValue:
     return _stage(
         request,
         "await",
-        lambda body: partial(inspect_run, *_owned(body), int(body["attempt"]), str(body["callback_url"])),
+        lambda body: partial(
+            inspect_run, **_caller(body), attempt=int(body["attempt"]), callback_url=str(body["callback_url"])
+        ),
     )
 
 
 @functions_framework.http
 def deploy(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution} → READY | PENDING | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(request, "deploy", lambda body: partial(deploy_run, *_owned(body)))
+    return _stage(request, "deploy", lambda body: partial(deploy_run, **_caller(body)))
 
 
 @functions_framework.http
@@ -100,7 +110,9 @@ def notify(request: flask.Request) -> flask.typing.ResponseReturnValue:
     return _stage(
         request,
         "notify",
-        lambda body: partial(notify_run, *_owned(body), RunState(body["state"]), _error(body.get("error"))),
+        lambda body: partial(
+            notify_run, **_caller(body), state=RunState(body["state"]), error=_error(body.get("error"))
+        ),
     )
 
 
@@ -112,10 +124,10 @@ def teardown(request: flask.Request) -> flask.typing.ResponseReturnValue:
         "teardown",
         lambda body: partial(
             teardown_run,
-            *_owned(body),
-            _one_of(("attempt", "run"), body, "scope"),
-            _one_of((False, True), body, "keep_endpoint"),
-            _outcome(body.get("outcome")),
+            **_caller(body),
+            scope=_one_of(SCOPES, body, "scope"),
+            keep_endpoint=_one_of((False, True), body, "keep_endpoint"),
+            outcome=_outcome(body.get("outcome")),
         ),
     )
 
@@ -127,57 +139,59 @@ def sweep(request: flask.Request) -> flask.typing.ResponseReturnValue:
 
 
 def _read(read: Callable[[Any], T], event: Any, stage: str) -> T | None:
-    """What an event holds; None when it is malformed: that is acknowledged, as it would come again the same."""
+    """The content of an event; None if it is malformed: then it is acknowledged, because a repeat would be the same."""
     try:
         return read(event.data)
     except ValueError as error:
-        log("malformed event", stage=stage, severity="ERROR", problem=str(error)[:500])
+        context().log("malformed event", stage=stage, severity="ERROR", problem=str(error)[:500])
         return None
 
 
 def _stage(
-    request: flask.Request, stage: str, read: Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
+    request: flask.Request, stage: str, read: Callable[[dict[str, Any]], Callable[[Context], Answer]]
 ) -> flask.typing.ResponseReturnValue:
-    """Run a stage. Bad requests are 400, unknown runs 404, what may pass 503, which the workflow tries again, as it
-    does 500; it gives up on 400, so nothing that goes wrong later may look like one."""
+    """Run a stage and answer JSON: 400 for a malformed request, 404 for an unknown run, 503 for a temporary failure.
+
+    The workflow retries 503 and 500 and gives up on 400, so only a malformed request may be answered with 400.
+    """
     try:
         body = request.get_json(silent=True)
-    except RecursionError:  # nested more deeply than Python's reader goes
+    except RecursionError:  # the JSON is nested more deeply than Python's parser allows
         body = None
     if not isinstance(body, dict):
         return {"error": f"expected a JSON object as the body of {stage}"}, 400
     try:
         work = read(body)
     except (KeyError, TypeError, ValueError) as error:
-        log("malformed request", stage=stage, severity="ERROR", problem=repr(error))
+        context().log("malformed request", stage=stage, severity="ERROR", problem=repr(error))
         return {"error": f"malformed request to {stage}: {error!r}"}, 400
     try:
-        return work()
+        return work(context()).to_json()
     except NotFound as error:
         return {"error": str(error)}, 404
     except (CloudError, Conflict) as error:
-        transient = isinstance(error, Conflict) or error.error_class is ErrorClass.TRANSIENT
-        log(str(error), stage=stage, run=str(body.get("run", "")), severity="WARNING")
-        return {"error": str(error)}, 503 if transient else 500
+        is_temporary = isinstance(error, Conflict) or error.error_class is ErrorClass.TRANSIENT
+        context().log(str(error), stage=stage, run=str(body.get("run", "")), severity="WARNING")
+        return {"error": str(error)}, 503 if is_temporary else 500
 
 
-def _owned(body: dict[str, Any]) -> tuple[str, str]:
-    """The run, and the execution that calls."""
+def _caller(body: dict[str, Any]) -> dict[str, Any]:
+    """The run, and the execution that calls, as arguments of a stage. Raises KeyError or ValueError."""
     run, execution = body["run"], body["execution"]
     if not isinstance(run, str) or not is_run_id(run):
         raise ValueError(f"run is {run!r}; expected a run id")
     if not isinstance(execution, str) or not execution:
         raise ValueError(f"execution is {execution!r}; expected the id of a workflow execution")
-    return run, execution
+    return {"run": run, "execution": execution}
 
 
 def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:
-    """The value of a field that has few: as it is, never what it could be taken for."""
-    found = body[name]
+    """The field `name`, which must be one of the expected values and of the same type. Raises ValueError."""
+    given = body[name]
     for value in expected:
-        if type(found) is type(value) and found == value:
+        if type(given) is type(value) and given == value:
             return value
-    raise ValueError(f"{name} is {found!r}; expected one of {', '.join(map(repr, expected))}")
+    raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, expected))}")
 
 
 def _error(value: Any) -> RunError | None:
@@ -189,7 +203,7 @@ def _outcome(value: Any) -> Outcome | None:
 
 
 def _request_of(data: bytes) -> dict[str, Any]:
-    """The request as a map; what is none of ours is left to `submit`, which says what is wrong with it."""
+    """The request as a JSON object; empty for other data, whose problem `submit` reports."""
     try:
         request = json.loads(data)
     except (ValueError, RecursionError):

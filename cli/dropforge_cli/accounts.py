@@ -1,7 +1,7 @@
-"""What the deployment's own accounts may do: permissions without which a run would fail only after it was accepted.
+"""The permissions of the deployment's accounts. Without one of them, a run would fail after its acceptance.
 
-Policy Troubleshooter answers for other principals, groups, roles and folders included; testIamPermissions only for the
-caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-access
+Policy Troubleshooter answers for any principal, including groups, roles and folders. testIamPermissions answers only
+for the caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-access
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dropforge.spec import JobSpec
 from . import google_apis
 from .google_apis import NotAsked, Refused
 
-# What every run needs; the platforms declare what their targets and endpoints need.
+# Permissions that every run needs. Each platform declares the permissions of its targets and endpoints.
 ALWAYS = (
     Permission("on_spec_uploaded", "project", "workflows.executions.create"),
     Permission("on_spec_uploaded", "specs_bucket", "storage.objects.get"),
@@ -29,7 +29,7 @@ ALWAYS = (
 
 
 def needed(specs: Iterable[JobSpec]) -> list[Permission]:
-    """The permissions that the specs need, each once."""
+    """Return the permissions that the specs need, without duplicates."""
     permissions = [*ALWAYS]
     for spec in specs:
         permissions += targets()[spec.target.type].permissions
@@ -38,30 +38,32 @@ def needed(specs: Iterable[JobSpec]) -> list[Permission]:
 
 
 def state(settings: Settings, use: Permission) -> str:
-    """CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
-    asked = {"principal": email(settings, use.account), "permission": use.permission}
-    body = {"accessTuple": {**asked, "fullResourceName": _resource(settings, use.scope)}}
+    """Return CAN_ACCESS, CANNOT_ACCESS, UNKNOWN_INFO or UNKNOWN_CONDITIONAL. Raises NotAsked and Refused."""
+    access = {"principal": email(settings, use.account), "permission": use.permission}
+    body = {"accessTuple": {**access, "fullResourceName": _resource(settings, use.scope)}}
     try:
         answer = google_apis.post("policytroubleshooter", "v3/iam:troubleshoot", body)
     except Refused as error:
         if error.status == 403:
-            raise NotAsked(f"Policy Troubleshooter may not be asked: {error}") from None
+            raise NotAsked(f"Policy Troubleshooter refuses the caller: {error}") from None
         raise
     return str(answer.get("overallAccessState", "no answer"))
 
 
 def email(settings: Settings, account: str) -> str:
-    """Accounts are called after the trainer's (terraform/service_accounts.tf)."""
-    prefix, found, domain = settings.trainer_service_account.partition("-trainer@")
-    if not found:
-        raise NotAsked(f"{settings.trainer_service_account} is not named as terraform/ names accounts")
+    """Return an account's e-mail. Its prefix is that of the trainer's account (terraform/service_accounts.tf)."""
+    prefix, separator, domain = settings.trainer_service_account.partition("-trainer@")
+    if not separator:
+        raise NotAsked(
+            f"the name {settings.trainer_service_account} is not from terraform/, so other names are unknown"
+        )
     return f"{prefix}-{account.replace('_', '-')}@{domain}"
 
 
 def _resource(settings: Settings, scope: str) -> str:
-    """https://cloud.google.com/iam/docs/full-resource-names"""
+    """Return the full name of a scope (https://cloud.google.com/iam/docs/full-resource-names)."""
     iam = f"//iam.googleapis.com/projects/{settings.project}"
-    named = {
+    names = {
         "specs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.specs_bucket}",
         "runs_bucket": f"//storage.googleapis.com/projects/_/buckets/{settings.runs_bucket}",
         "run_events_topic": f"//pubsub.googleapis.com/{settings.topic(settings.run_events_topic)}",
@@ -69,4 +71,4 @@ def _resource(settings: Settings, scope: str) -> str:
         "trainer_account": f"{iam}/serviceAccounts/{settings.trainer_service_account}",
         "server_account": f"{iam}/serviceAccounts/{settings.server_service_account}",
     }
-    return named.get(scope, f"//cloudresourcemanager.googleapis.com/projects/{settings.project}")
+    return names.get(scope, f"//cloudresourcemanager.googleapis.com/projects/{settings.project}")

@@ -1,4 +1,4 @@
-"""`dropforge audit`: every ledger against what the cloud lists."""
+"""`dropforge audit`: compare every ledger with the cloud's list."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .runs import READERS
 
 UNOWNED, MISSING, REMAINING = "unowned", "missing", "remaining"
 MEANING = {
-    UNOWNED: "the cloud lists it, and no ledger says that it exists",
-    MISSING: "its ledger says that it exists, and the cloud does not list it",
-    REMAINING: "its run is over and does not serve it, and its ledger does not say that it is gone",
+    UNOWNED: "the cloud lists the resource, and no ledger says that it exists",
+    MISSING: "the ledger says that the resource exists, and the cloud does not list it",
+    REMAINING: "the run is over and does not serve the resource, and the ledger does not say that it is gone",
 }
 
 
 class Difference(NamedTuple):
-    """One thing that a ledger and the cloud do not agree on: `difference` is a key of MEANING."""
+    """One difference between a ledger and the cloud. `difference` is a key of MEANING."""
 
     difference: str
     run: str
@@ -43,36 +43,36 @@ class Difference(NamedTuple):
 @json_option
 @state_option
 def audit(as_json: bool, state: str | None) -> None:
-    """Compare every ledger with what the cloud lists; exit 1 if they differ, or if a part cannot be listed."""
+    """Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."""
     connect(state)
     store = open_store()
     before = _ledgers(store, store.runs())
-    found, problems = list_all(settings())
-    differences = compare(store, before, found)
+    resources, problems = list_all(settings())
+    differences = compare(store, before, resources)
     if as_json:
-        told = [{**one._asdict(), "why": MEANING[one.difference]} for one in differences]
-        click.echo(json.dumps({"differences": told, "problems": problems}, indent=2))
+        rows = [{**difference._asdict(), "why": MEANING[difference.difference]} for difference in differences]
+        click.echo(json.dumps({"differences": rows, "problems": problems}, indent=2))
     else:
-        _show(differences, problems, len(found), len(before))
+        _show(differences, problems, len(resources), len(before))
     if differences or problems:
         raise SystemExit(FAILED)
 
 
-def compare(store: RunStore, before: dict[str, Ledger], found: Iterable[Listed]) -> list[Difference]:
-    """What ledgers, as they were `before` the cloud was asked, and the cloud's list do not agree on.
+def compare(store: RunStore, before: dict[str, Ledger], resources: Iterable[Listed]) -> list[Difference]:
+    """Return the differences between the ledgers, read `before` the cloud was listed, and the cloud's resources.
 
-    Where they differ, the ledger is read again: what has come or gone in the meantime is no difference.
+    A ledger that differs is read again: a resource that was created or deleted in between is no difference.
     """
     listed: dict[str, list[Listed]] = defaultdict(list)
-    for one in found:
-        listed[one.run].append(one)
+    for resource in resources:
+        listed[resource.run].append(resource)
     runs = {run for run, ledger in before.items() if ledger.remaining()} | set(listed)
     with ThreadPoolExecutor(READERS) as pool:
         records = dict(zip(runs, pool.map(store.find, runs), strict=True))
     first = _differences(before, listed, records)
-    now = _ledgers(store, {one.run for one in first})
-    again = _differences(now, {run: listed[run] for run in now}, records)
-    return sorted(one for one in again if one in first)
+    now = _ledgers(store, {difference.run for difference in first})
+    second = _differences(now, {run: listed[run] for run in now}, records)
+    return sorted(first & second)
 
 
 def _ledgers(store: RunStore, runs: Iterable[str]) -> dict[str, Ledger]:
@@ -86,15 +86,15 @@ def _differences(
     differences = set()
     for run in {*ledgers, *listed}:
         entries = {entry.name: entry for entry in ledgers.get(run, Ledger(run=run)).remaining()}
-        there = {one.name: one for one in listed.get(run, ())}
-        differences |= {Difference(UNOWNED, run, one.kind, name) for name, one in there.items() if name not in entries}
+        kinds = {resource.name: resource.kind for resource in listed.get(run, ())}
+        differences |= {Difference(UNOWNED, run, kind, name) for name, kind in kinds.items() if name not in entries}
         record = records.get(run)
         is_over = record is None or record.state.is_terminal
         for name, entry in entries.items():
-            # What is in a cluster of its attempt is not listed apart from it.
-            is_there = name in there or name.partition("/k8s/")[0] in there
-            # What was intended may never come to be while its run goes on.
-            if not is_there and (is_over or entry.state is ResourceState.CREATED):
+            # A resource in an attempt's own cluster is not listed separately.
+            is_listed = name in kinds or name.partition("/k8s/")[0] in kinds
+            # While its run is active, an intended resource may not exist yet.
+            if not is_listed and (is_over or entry.state is ResourceState.CREATED):
                 differences.add(Difference(MISSING, run, entry.kind, name))
             if is_over and not (record and serves(record, name)):
                 differences.add(Difference(REMAINING, run, entry.kind, name))
@@ -103,13 +103,13 @@ def _differences(
 
 def _show(differences: list[Difference], problems: list[str], listed: int, ledgers: int) -> None:
     for problem in problems:
-        stderr().print(f"could not be listed: {problem}", style="red")
+        stderr().print(f"cannot be listed: {problem}", style="red")
     if not differences:
         stdout().print(f"{listed} resources and {ledgers} ledgers agree")
         return
     rows = table("difference", "run", "resource")
-    for one in differences:
-        rows.add_row(one.difference, one.run, one.name)
+    for difference in differences:
+        rows.add_row(difference.difference, difference.run, difference.name)
     stdout().print(rows)
-    for difference in sorted({one.difference for one in differences}):
-        stdout().print(f"{difference}: {MEANING[difference]}")
+    for kind in sorted({difference.difference for difference in differences}):
+        stdout().print(f"{kind}: {MEANING[kind]}")

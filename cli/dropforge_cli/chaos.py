@@ -1,4 +1,4 @@
-"""`dropforge chaos`: lives of the control plane in a simulated cloud with faults, drawn from seeds and checked."""
+"""`dropforge chaos`: run the control plane in a simulated cloud with random faults, and check its promises."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from dropforge_local.chaos.history import History
 from dropforge_local.chaos.simulation import run, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
-ONE = "cloud_run"  # the target of the one run that is struck
-SHOWN = 10  # problems of a life: what follows the first is often its consequence
-Life = tuple[str, Callable[[], History]]  # the options that replay it, and itself
+STRUCK_TARGET = "cloud_run"  # the default target of the run that a fault strikes
+SHOWN = 10  # problems of a simulation: later problems often follow from the first
+Simulation = tuple[str, Callable[[], History]]  # the options that replay a simulation, and the simulation
 
 
 @click.command()
-@click.option("--seed", type=click.IntRange(0), help="Replay this one.")
-@click.option("--seeds", type=click.IntRange(1), default=100, show_default=True, help="How many, if none is named.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
-@click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run that nothing but this fault strikes.")
-@click.option("--each", is_flag=True, help="Strike that run at each of its effects with each fault, one at a time.")
+@click.option("--seed", type=click.IntRange(0), help="Replay this seed.")
 @click.option(
-    "--target", "targets", multiple=True, type=click.Choice(sorted(TARGETS)), help="Of the runs; several: as drawn."
+    "--seeds", type=click.IntRange(1), default=100, show_default=True, help="Number of seeds, without --seed."
+)
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first seed.")
+@click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run with only this fault.")
+@click.option("--each", is_flag=True, help="Strike one run at each of its effects with each fault, one at a time.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=click.Choice(sorted(TARGETS)),
+    help="Target of the runs; may be repeated.",
 )
 @click.option("--verbose", is_flag=True, help="Print the whole history.")
 def chaos(
@@ -34,44 +40,42 @@ def chaos(
 ) -> None:
     """Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed.
 
-    Nothing is started and nothing waits: hours pass in a fraction of a second. The same seed is the same life, in any
-    process: its digest says so. Ends with 1 when a promise was broken.
+    It starts no process and does not wait: hours pass in a fraction of a second. One seed has the same history in every
+    process, and so the same digest. Exits with 1 if a promise was broken.
     """
     began = time.monotonic()
-    lives, broken = 0, 0
-    named = seed is not None or strike is not None
-    lots = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    for options, live in _lives(lots, strike, each, targets):
-        history = live()
+    count, broken = 0, 0
+    is_replay = seed is not None or strike is not None
+    chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
+    for options, simulate in _simulations(chosen, strike, each, targets):
+        history = simulate()
         problems = check(history)
-        lives, broken = lives + 1, broken + bool(problems)
+        count, broken = count + 1, broken + bool(problems)
         if verbose:
             for fact in history.facts:
                 click.echo(str(fact))
-        if named or problems:
+        if is_replay or problems:
             _report(options, history, problems)
-        if problems and not named:
+        if problems and not is_replay:
             click.echo(f"  replay: dropforge chaos {options} --verbose")
-    if not named:
-        rate = lives / (time.monotonic() - began) * 60
-        click.echo(f"{lives} lives, {broken} with broken promises, {rate:.0f} per minute")
+    if not is_replay:
+        rate = count / (time.monotonic() - began) * 60
+        click.echo(f"{count} simulations, {broken} with broken promises, {rate:.0f} per minute")
     if broken:
         raise SystemExit(1)
 
 
-def _lives(seeds: range, strike: str | None, each: bool, targets: tuple[str, ...]) -> Iterator[Life]:
-    chosen = "".join(f" --target {target}" for target in targets)
+def _simulations(seeds: range, strike: str | None, each: bool, targets: tuple[str, ...]) -> Iterator[Simulation]:
+    options = "".join(f" --target {target}" for target in targets)
     if strike is None and not each:
         drawn = targets or tuple(TARGETS)
-        yield from ((f"--seed {seed}{chosen}", partial(run, seed, drawn)) for seed in seeds)
+        yield from ((f"--seed {seed}{options}", partial(run, seed, drawn)) for seed in seeds)
         return
     if len(targets) > 1:
-        raise click.BadParameter(
-            f"{', '.join(targets)}: one run is struck, which has one target", param_hint="--target"
-        )
-    target = targets[0] if targets else ONE
-    for one in _each_strike(target) if strike is None else [_strike(strike)]:
-        yield f"--strike {one.effect}:{one.fault}{chosen}", partial(run_struck, one, target)
+        raise click.BadParameter(f"{', '.join(targets)}: --strike and --each run one target", param_hint="--target")
+    target = targets[0] if targets else STRUCK_TARGET
+    for fault in _each_strike(target) if strike is None else [_strike(strike)]:
+        yield f"--strike {fault.effect}:{fault.fault}{options}", partial(run_struck, fault, target)
 
 
 def _each_strike(target: str) -> Iterator[Strike]:

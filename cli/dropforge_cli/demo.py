@@ -1,4 +1,4 @@
-"""`dropforge demo`: one job spec from the bucket to a served answer, on this machine, with nothing left afterwards."""
+"""`dropforge demo`: takes one job spec from the bucket to a served answer on this machine, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -34,28 +34,30 @@ from .specs import read_spec, upload_spec
 
 CACHE = Path("build/tiny")
 ENDING_SECONDS = 60.0
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
 @click.argument("spec", type=SPEC_FILE, default="examples/local/cloud_run.json")
-@click.option("--state", metavar="DIR", default="build/demo", show_default=True, help="Where the demo's own stack is.")
+@click.option(
+    "--state", metavar="DIR", default="build/demo", show_default=True, help="Directory of the demo's own stack."
+)
 def demo(spec: Path, state: str) -> None:
-    """Train and serve a small model on this machine, then end everything that was started."""
+    """Train and serve a small model on this machine, then end everything it started."""
     directory, job = Path(state).resolve(), read_spec(spec)
     with _alone(directory):
         raise SystemExit(run_demo(job, spec, directory, stdout()))
 
 
 def run_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
-    """The exit code of a demo of `spec`. However it goes, everything that was started is ended."""
+    """Run a demo of `spec` and return its exit code. In every case, end everything it started."""
     began = time.monotonic()
     code = FAILED
     try:
         code = _try_demo(spec, path, state, out)
     finally:
-        for number in SIGNALS:  # a second Ctrl-C must not leave half of it running
+        for number in SIGNALS:  # a second Ctrl-C must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
         nothing_left = _end(state, out, interrupted=code == INTERRUPTED)
     out.print(f"{'done' if code == 0 else 'ended'} after {duration(time.monotonic() - began)}")
@@ -77,14 +79,14 @@ def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
 
 
 def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
-    """Everything that is shown; whether the run succeeded."""
+    """Run the demo and print its report; return whether the run succeeded."""
     if tool := ENVIRONMENTS.get(spec.target.type):
-        _step(out, f"looked for the environment that {spec.target.type} trains in", lambda: make_environment(tool))
+        _step(out, f"prepared the environment for training on {spec.target.type}", lambda: make_environment(tool))
     deployment = _start(state, out)
-    _step(out, "made the secrets that the spec names", lambda: make_secrets(spec, deployment))
+    _step(out, "created the secrets that the spec names", lambda: make_secrets(spec, deployment))
     for uri in (spec.model.source, spec.dataset.source):
         if uri in SOURCES:
-            _step(out, f"put {uri} into the emulated bucket", lambda uri=uri: upload_source(uri))  # type: ignore[misc]
+            _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(uri))  # type: ignore[misc]
     run = upload_spec(deployment, path.read_bytes(), path.name)
     out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/\n")
     record = show_until_terminal(deployment, run, out)
@@ -102,11 +104,11 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
 
 
 def _start(state: Path, out: Console) -> Deployment:
-    """A fresh stack, after ending what a demo that was killed has left."""
+    """Start a new stack, after ending the leftovers of a killed demo."""
     from dropforge_local.stack import control as stack
 
     for name in stack.down(state, delete=True):
-        out.print(f"ended {name}, which an earlier demo had left")
+        out.print(f"ended {name}, left by an earlier demo")
     began = time.monotonic()
     with out.status("starting the local stack"):
         deployment = of_stack(stack.up(state))
@@ -114,28 +116,28 @@ def _start(state: Path, out: Console) -> Deployment:
     return deployment
 
 
-def _step(out: Console, what: str, work: Callable[[], None]) -> None:
+def _step(out: Console, title: str, work: Callable[[], None]) -> None:
     began = time.monotonic()
-    with out.status(what):  # shown on a terminal only, while it lasts
+    with out.status(title):  # visible on a terminal only, while the work lasts
         work()
-    out.print(f"{what} ({duration(time.monotonic() - began)})")
+    out.print(f"{title} ({duration(time.monotonic() - began)})")
 
 
 def make_environment(tool: str) -> None:
-    """Run the tool that makes an environment, unless it is there; it says itself what it does. Raises CliError."""
+    """Run the tool that creates an environment if it is missing. The tool prints its progress. Raises CliError."""
     from dropforge_local.stack.config import ROOT
 
-    made = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
-    if made.returncode:
-        message = f"the environment could not be made: tools/{tool} ended with exit code {made.returncode}"
-        raise CliError(message, "mend what it says above, or choose a spec with another target")
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
+    if done.returncode:
+        message = f"the environment could not be created: tools/{tool} exited with {done.returncode}"
+        raise CliError(message, "fix the problem printed above, or choose a spec with another target")
 
 
 def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
-    """The secrets that a spec names: the webhook leads to the local sink, every other one is a value of no use."""
+    """Create the secrets that a spec names. The webhook is the local stack's; every other value is meaningless."""
     from google.api_core.exceptions import Conflict
 
-    assert deployment.stack is not None, "secrets are made only in the local stack"
+    assert deployment.stack is not None, "the demo creates secrets only in the local stack"
     values = {name.partition(":")[0]: f"local-canary-{random_secrets.token_hex(8)}" for name in spec.secrets.values()}
     if spec.notify.slack:
         name = spec.notify.slack.webhook_secret.partition(":")[0]
@@ -146,24 +148,24 @@ def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
         try:
             client.create_secret(parent=project, secret_id=name, secret=secret, timeout=TIMEOUT_SECONDS)
         except Conflict:
-            continue  # the stack makes the webhook's itself
+            continue  # the stack has created the webhook's secret
         payload = {"data": value.encode()}
         client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
 
 
 def upload_source(uri: str) -> None:
-    """Make a source that SOURCES knows, unless it is cached, and upload it with the ordinary storage client."""
+    """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
     from google.api_core.exceptions import Conflict
 
-    made = SOURCES[uri](CACHE)
+    source = SOURCES[uri](CACHE)
     bucket, _, name = uri.removeprefix("gs://").partition("/")
     client = clients.storage()
-    with suppress(Conflict):  # the source before has made it
+    with suppress(Conflict):  # the bucket exists from the previous source
         client.create_bucket(bucket, timeout=TIMEOUT_SECONDS)
-    if made.is_dir():
-        upload_directory(client, made, uri)
+    if source.is_dir():
+        upload_directory(client, source, uri)
     else:
-        client.bucket(bucket).blob(name).upload_from_filename(str(made), timeout=TIMEOUT_SECONDS)
+        client.bucket(bucket).blob(name).upload_from_filename(str(source), timeout=TIMEOUT_SECONDS)
 
 
 def _gemma3(cache: Path) -> Path:
@@ -184,10 +186,10 @@ def _text_to_sql(cache: Path) -> Path:
     return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
 
 
-# What makes the environment of a training image that the stack's own cannot stand for.
+# The tools that create an environment for training images that need another Python than the stack's.
 ENVIRONMENTS = {"ray": "maxtext_env.py", "tpu_vm": "maxtext_env.py"}
 
-# What a demo's spec may name without anybody having put it there; other sources are left alone.
+# The sources that the demo creates. It leaves other sources alone.
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "gs://local-data/tiny-gemma3": _gemma3,
     "gs://local-data/tiny-qwen3": _qwen3,
@@ -196,21 +198,21 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 def end_endpoint(deployment: Deployment, record: Record) -> Record:
-    """End a finished run's endpoint by the ordinary request; the record once it is verified gone. Raises CliError."""
+    """End a finished run's endpoint by the ordinary request; return the record once it is gone. Raises CliError."""
     request_cancel(deployment, record.run)
-    store, patience = open_store(), time.monotonic() + ENDING_SECONDS
-    while time.monotonic() < patience:
+    store, deadline = open_store(), time.monotonic() + ENDING_SECONDS
+    while time.monotonic() < deadline:
         record = store.record(record.run)
         if record.endpoint is None or record.endpoint.ended:
             return record
-        time.sleep(LOOK_SECONDS)
-    raise CliError(f"the endpoint of {record.run} was not gone after {ENDING_SECONDS:.0f} s")
+        time.sleep(POLL_SECONDS)
+    raise CliError(f"the endpoint of {record.run} still exists after {ENDING_SECONDS:.0f} s")
 
 
 def _end(state: Path, out: Console, *, interrupted: bool) -> bool:
-    """End the stack and prove that nothing is left; whether that is so.
+    """End the stack, print what is left, and return whether nothing is left.
 
-    After an interruption the emulated cloud is deleted with what was in it; otherwise it must be empty by itself.
+    After an interruption the emulated cloud is deleted with its resources; otherwise it must already be empty.
     """
     from dropforge_local.stack import control as stack
 
@@ -225,17 +227,17 @@ def _end(state: Path, out: Console, *, interrupted: bool) -> bool:
     for name in [*left.resources, *map(str, left.processes), *map(str, left.ports)]:
         out.print(f"  {name}", style="red")
     if not interrupted:
-        out.print(f"the run's files and logs are in {state}", style="dim")
+        out.print(f"files and logs of the run are in {state}", style="dim")
     return not left
 
 
 @contextmanager
 def _alone(state: Path) -> Iterator[None]:
-    """One demo per state directory. Raises CliError."""
+    """Lock the state directory for one demo. Raises CliError."""
     state.parent.mkdir(parents=True, exist_ok=True)
     with (state.parent / f"{state.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CliError(f"another demo runs in {state}", "wait for its end, or choose another --state") from None
+            raise CliError(f"another demo runs in {state}", "wait until it ends, or choose another --state") from None
         yield

@@ -1,7 +1,7 @@
-"""Which deployment a command talks to: a local stack, or the project that the configuration names.
+"""Which deployment a command uses: a local stack, or the configured project.
 
-In this order: the stack of an explicit --state; DROPFORGE_* environment variables; a stack that runs in the default
-directory; ./dropforge.toml, whose keys are those variables' names without the prefix, in lower case.
+The first that exists: the stack of an explicit --state; DROPFORGE_* environment variables; a running stack in the
+default directory; ./dropforge.toml, whose keys are the names of the variables in lower case, without the prefix.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from dropforge_local.stack.config import StackInfo
 
 CONFIG = Path("dropforge.toml")
-LOCAL_LOOK_SECONDS, CLOUD_LOOK_SECONDS = 0.25, 3.0
+LOCAL_POLL_SECONDS, CLOUD_POLL_SECONDS = 0.25, 3.0
 LOCAL_PATIENCE_SECONDS, CLOUD_PATIENCE_SECONDS = 60.0, 300.0
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where the commands go; `stack` is None for a real project."""
+    """The deployment that commands use; `stack` is None for a real project."""
 
     settings: Settings
     where: str
     stack: StackInfo | None = None
 
     @property
-    def look_seconds(self) -> float:
-        """How often to look when following something."""
-        return LOCAL_LOOK_SECONDS if self.stack else CLOUD_LOOK_SECONDS
+    def poll_seconds(self) -> float:
+        """Seconds between two requests while a command follows a run."""
+        return LOCAL_POLL_SECONDS if self.stack else CLOUD_POLL_SECONDS
 
     @property
     def patience_seconds(self) -> float:
-        """How long a dropped spec may take to become a run."""
+        """Seconds that a dropped spec may take to become a run."""
         return LOCAL_PATIENCE_SECONDS if self.stack else CLOUD_PATIENCE_SECONDS
 
 
 def connect(state: str | None) -> Deployment:
-    """The deployment to talk to; this process's clients are pointed at it. Raises CliError."""
-    if found := find(state):
-        return found
+    """Return the deployment and point this process's clients at it. Raises CliError."""
+    if deployment := find(state):
+        return deployment
     directory = state_directory(state)
     if _is_explicit(state):
         raise CliError(f"no local stack runs in {directory}", f"start it with `dropforge up --state {directory}`")
@@ -57,7 +57,7 @@ def connect(state: str | None) -> Deployment:
 
 
 def find(state: str | None) -> Deployment | None:
-    """Like `connect`, but None when there is nothing to talk to. Raises CliError for a configuration that is wrong."""
+    """Like `connect`, but return None without a deployment. Raises CliError for a wrong configuration."""
     explicit = _is_explicit(state)
     if not explicit and "DROPFORGE_PROJECT" in os.environ:
         return _configured("the environment")
@@ -69,28 +69,28 @@ def find(state: str | None) -> Deployment | None:
 
 
 def of_stack(stack: StackInfo) -> Deployment:
-    """The deployment that a local stack is; this process's clients are pointed at it."""
+    """Return the deployment of a local stack and point this process's clients at it."""
     os.environ.update(stack.environment)
     settings.cache_clear()
     return Deployment(settings(), f"the local stack at {stack.http}", stack)
 
 
 def running(state: Path) -> StackInfo | None:
-    """The live stack of a state directory."""
+    """Return the running stack of a state directory, or None."""
     if not (state / "stack.json").exists():
-        return None  # importing the emulators to find that out takes a second
+        return None  # importing the emulators takes a second
     from dropforge_local.stack import control as stack
 
     return stack.running(state)
 
 
 def state_directory(option: str | None) -> Path:
-    """Where the local stack keeps its state; as dropforge_local.stack.control.state_directory, without importing it."""
+    """Return the directory of the local stack's state. Same as in dropforge_local.stack.control, without its import."""
     return Path(option or os.environ.get("DROPFORGE_STATE") or "build/local").resolve()
 
 
 def placeholders() -> Settings:
-    """Settings that say by their values that nothing is deployed, for `plan`."""
+    """Return settings for `plan` without a deployment: each value is YOUR-… in place of a name."""
     required = [field.name for field in fields(Settings) if field.default is MISSING]
     values = {name: f"YOUR-{name.upper().replace('_', '-')}" for name in required}
     optional = {
@@ -112,14 +112,14 @@ def _configured(source: str) -> Deployment:
         os.environ.setdefault(name, value)
     settings.cache_clear()
     try:
-        found = settings()
+        configured = settings()
     except DropforgeError as error:
         raise CliError(f"the configuration of {source} is incomplete: {error}", "see docs/cli.md") from error
-    return Deployment(found, f"project {found.project}, from {source}")
+    return Deployment(configured, f"project {configured.project}, from {source}")
 
 
 def _from_file() -> dict[str, str]:
-    """What dropforge.toml says, as environment variables. Raises CliError."""
+    """Return the settings of dropforge.toml as environment variables. Raises CliError."""
     if not CONFIG.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Following a run: looks at its record and its new job events, shown live on a terminal, line by line elsewhere."""
+"""Follow a run: read its record and new job events, and show them live on a terminal or line by line in a pipe."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .display import duration
 from .problems import CliError
 
 BAR_WIDTH = 40
-LINES_PER_TRAINING = 10  # progress lines where there is no terminal
+LINES_PER_TRAINING = 10  # progress lines without a terminal
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at a run. `progress` is the latest of the present attempt; `events` are new since the last look."""
+    """A run at one moment: the latest progress of the current attempt, and the events since the last snapshot."""
 
     record: Record
     progress: Progress | None = None
@@ -38,7 +38,7 @@ class Snapshot:
 
 
 class Follower:
-    """Looks at one run again and again; each job event's object is read once, of progress only the newest."""
+    """Takes snapshots of one run. It reads each job event once, and of the progress events only the newest."""
 
     def __init__(self, store: RunStore, run: str) -> None:
         self.store = store
@@ -46,8 +46,8 @@ class Follower:
         self._progress: Progress | None = None
         self._last = names.events_prefix(run)
 
-    def look(self) -> Snapshot | None:
-        """The run as it is now; None while there is no record of it."""
+    def snapshot(self) -> Snapshot | None:
+        """Return the run as it is now; None without a record."""
         record = self.store.find(self.run)
         if record is None:
             return None
@@ -59,44 +59,44 @@ class Follower:
         return Snapshot(record, current, events)
 
     def _new_events(self) -> list[JobEvent]:
-        """In order. Names grow with the attempt and the sequence, so a listing can start after the last one seen."""
-        found = [name for name in self.store.names(names.events_prefix(self.run), self._last) if name != self._last]
-        if not found:
+        """Return new events in order. Names grow with attempt and sequence, so the list starts after the last name."""
+        new = [name for name in self.store.names(names.events_prefix(self.run), self._last) if name != self._last]
+        if not new:
             return []
-        self._last = found[-1]
-        progress = [name for name in found if name.endswith("-progress.json")]
-        wanted = [name for name in found if name not in progress[:-1]]
-        return [parse_job_event(self.store.read(name).data) for name in wanted]
+        self._last = new[-1]
+        progress = [name for name in new if name.endswith("-progress.json")]
+        unread = [name for name in new if name not in progress[:-1]]
+        return [parse_job_event(self.store.read(name).data) for name in unread]
 
 
 def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
-    """Looks at a run until it is terminal. Raises CliError when it does not appear."""
+    """Yield snapshots of a run until it is terminal. Raises CliError if the run does not appear."""
     follower = Follower(open_store(), run)
-    patience = time.monotonic() + deployment.patience_seconds
+    appears_by = time.monotonic() + deployment.patience_seconds
     while True:
-        snapshot = follower.look()
+        snapshot = follower.snapshot()
         if snapshot is not None:
             yield snapshot
             if snapshot.record.state.is_terminal:
                 return
-        elif time.monotonic() > patience:
-            message = f"run {run} did not appear within {deployment.patience_seconds:.0f} s of its spec"
+        elif time.monotonic() > appears_by:
+            message = f"run {run} did not appear within {deployment.patience_seconds:.0f} s after its upload"
             raise CliError(message, f"see the log of the function on_spec_uploaded of {deployment.where}")
-        time.sleep(deployment.look_seconds)
+        time.sleep(deployment.poll_seconds)
 
 
 def watch(deployment: Deployment, run: str, out: Console) -> bool:
-    """Show a run until it is terminal; whether it succeeded. Ctrl-C leaves the run alone."""
+    """Show a run until it is terminal; return whether it succeeded. Ctrl-C does not end the run."""
     try:
         record = show_until_terminal(deployment, run, out)
     except KeyboardInterrupt:
-        out.print(f"\nthe run goes on; `dropforge cancel {run}` ends it")
+        out.print(f"\nthe run continues; `dropforge cancel {run}` ends it")
         raise
     return record.state is RunState.SUCCEEDED
 
 
 def show_until_terminal(deployment: Deployment, run: str, out: Console) -> Record:
-    """Show a run until it is terminal; its last record."""
+    """Show a run until it is terminal; return its last record."""
     latest: Record | None = None
     with display_on(out) as display:
         for snapshot in snapshots(deployment, run):
@@ -107,7 +107,7 @@ def show_until_terminal(deployment: Deployment, run: str, out: Console) -> Recor
 
 
 class Display(Protocol):
-    """Shows snapshot after snapshot of one run."""
+    """Shows the snapshots of one run."""
 
     def show(self, snapshot: Snapshot) -> None: ...
 
@@ -119,7 +119,7 @@ class Display(Protocol):
 
 
 def display_on(out: Console) -> Display:
-    """Live on a terminal, one line per change elsewhere."""
+    """Return a live display for a terminal, or one line per change for a pipe."""
     return LiveDisplay(out) if out.is_terminal else LineDisplay(out)
 
 
@@ -140,7 +140,7 @@ class LineDisplay:
             self._out.print(f"{(when - record.created).total_seconds():7.1f} s  {text}")
 
     def _text(self, event: JobEvent) -> str:
-        """The line for an event; "" for none: progress gets one for each tenth of the way."""
+        """Return the line for an event, or "". Progress gets one line for each tenth of the training."""
         if not isinstance(event, Progress):
             return describe_event(event)
         tenth = event.step * LINES_PER_TRAINING // max(1, event.total_steps)
@@ -184,17 +184,19 @@ class LiveDisplay:
 
 
 def render(snapshot: Snapshot, now: datetime) -> Group:
-    """A run's stages and progress, for a terminal."""
+    """Return a run's stages and progress for a terminal."""
     record = snapshot.record
     header = Text.assemble((record.run, "bold"), f"  {_where(record, record.attempt).strip()}")
     stages = Table.grid(padding=(0, 2))
     for state, spent in record.stage_seconds(now).items():
-        going_on = state == record.state
-        mark = ("▶", "yellow") if going_on else ("✓", "green")
-        stages.add_row(Text(*mark), Text(state.lower(), "bold" if going_on else ""), Text(duration(spent), "dim"))
+        is_current = state == record.state
+        mark = ("▶", "yellow") if is_current else ("✓", "green")
+        stages.add_row(Text(*mark), Text(state.lower(), "bold" if is_current else ""), Text(duration(spent), "dim"))
     if record.state.is_terminal:
-        good = record.state is RunState.SUCCEEDED
-        stages.add_row(Text("✓" if good else "✗", "green" if good else "red"), Text(record.state.lower(), "bold"))
+        succeeded = record.state is RunState.SUCCEEDED
+        stages.add_row(
+            Text("✓" if succeeded else "✗", "green" if succeeded else "red"), Text(record.state.lower(), "bold")
+        )
     parts: list[Text | Table] = [header, stages]
     if snapshot.progress is not None:
         parts.append(bar(snapshot.progress))
@@ -202,7 +204,7 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
 
 
 def bar(progress: Progress) -> Table:
-    """A progress bar with what it stands for."""
+    """Return a progress bar with its text."""
     grid = Table.grid(padding=(0, 2))
     total = float(max(1, progress.total_steps))
     grid.add_row(ProgressBar(total, float(progress.step), BAR_WIDTH), Text(describe_progress(progress)))
@@ -210,7 +212,7 @@ def bar(progress: Progress) -> Table:
 
 
 def describe_progress(progress: Progress) -> str:
-    """`step 40 of 160, loss 1.234, 5,210 tokens/s, 12.0 s left`"""
+    """Return text like `step 40 of 160, loss 1.234, 5,210 tokens/s, 12.0 s left`."""
     parts = [f"step {progress.step} of {progress.total_steps}"]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4g}")
@@ -222,7 +224,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_event(event: JobEvent) -> str:
-    """A job event other than progress in a line; "" for what the run's own states say as well."""
+    """Return one line for a job event other than progress; "" if the run's state says the same."""
     if isinstance(event, Started):
         resumed = f", from step {event.resumed_step}" if event.resumed_step else ""
         return f"the container has started on {event.device or 'an unknown device'}{resumed}"

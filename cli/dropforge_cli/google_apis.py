@@ -1,9 +1,9 @@
-"""The Google APIs that only the command line asks, over REST, each at an address that its variable may override:
+"""REST calls to the Google APIs that only the command line uses. A variable overrides the address of each API:
 
     SERVICE_USAGE_EMULATOR_HOST, RESOURCE_MANAGER_EMULATOR_HOST, ARTIFACT_REGISTRY_EMULATOR_HOST,
     CLOUD_QUOTAS_EMULATOR_HOST, POLICY_TROUBLESHOOTER_EMULATOR_HOST, COMPUTE_EMULATOR_HOST    http://host:port
 
-The local stack emulates only the last of them, and of that only disks: what it cannot be asked is NotAsked.
+The local stack emulates only Compute Engine, and of it only disks. For all other requests, NotAsked is raised.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 
 
 class NotAsked(DropforgeError):
-    """Nobody here can answer; the message says why."""
+    """The question cannot be asked here; the message says why."""
 
 
 class Refused(DropforgeError):
-    """Google's answer to a request that it did not do; `status` is of HTTP."""
+    """Google refused a request; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,20 +39,20 @@ class Refused(DropforgeError):
 
 
 def get(api: str, path: str, **query: str | list[str]) -> dict[str, Any]:
-    """The JSON of `path` (v1/projects/p/…). Raises NotAsked, Refused and requests' own errors."""
+    """Return the JSON of `path` (v1/projects/p/…). Raises NotAsked, Refused, and the errors of requests."""
     host, session = _at(api)
     return _answer(session.get(f"{host}/{path}", params=query, timeout=TIMEOUT_SECONDS))
 
 
 def post(api: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Likewise."""
+    """Post `body` and return the JSON answer. Raises the errors of `get`."""
     host, session = _at(api)
     return _answer(session.post(f"{host}/{path}", json=body, timeout=TIMEOUT_SECONDS))
 
 
 def _answer(response: Any) -> dict[str, Any]:
     if response.status_code == 501:
-        raise NotAsked("the local stack does not emulate it")
+        raise NotAsked("the local stack does not emulate this API")
     if not response.ok:
         try:
             message = str(response.json()["error"]["message"])
@@ -64,11 +64,11 @@ def _answer(response: Any) -> dict[str, Any]:
 
 
 def _at(api: str) -> tuple[str, Any]:
-    """Where an API is, and a session that may call it."""
+    """Return the address of an API, and a session that may call it."""
     if host := os.environ.get(APIS[api]):
         return host, _emulated()
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        raise NotAsked("the local stack does not emulate it")
+        raise NotAsked("the local stack does not emulate this API")
     return f"https://{api}.googleapis.com", _authorized()
 
 

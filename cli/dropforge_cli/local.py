@@ -1,4 +1,4 @@
-"""`dropforge up` and `dropforge down`: the local stack. Its code is imported on use: it is large."""
+"""`dropforge up` and `dropforge down`: the local stack. Its code is large, so the commands import it on use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ PORT = click.IntRange(0, 65535)
 
 @click.command()
 @click.option("--foreground", is_flag=True, help="Serve until Ctrl-C instead of in the background.")
-@click.option("--http-port", type=PORT, default=0, help="Port of the REST APIs; default: the last one, or a free one.")
+@click.option(
+    "--http-port", type=PORT, default=0, help="Port of the REST APIs; default: the last port, or a free port."
+)
 @click.option("--grpc-port", type=PORT, default=0, help="Port of the gRPC APIs.")
 @click.option("--functions-port", type=PORT, default=0, help="Port of the functions.")
 @state_option
@@ -22,11 +24,11 @@ def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, st
     from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
-    already = running(directory) is not None
+    is_running = running(directory) is not None
     info = stack.up(
         directory, http_port=http_port, grpc_port=grpc_port, functions_port=functions_port, foreground=foreground
     )
-    click.echo(f"the local stack {'runs already' if already else 'is ready'}, with its state in {directory}")
+    click.echo(f"the local stack {'runs already' if is_running else 'is ready'}, with its state in {directory}")
     click.echo(f"  REST APIs   {info.http}")
     click.echo(f"  gRPC APIs   {info.grpc}")
     click.echo(f"  functions   {info.functions}")
@@ -37,10 +39,10 @@ def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, st
 
 
 @click.command()
-@click.option("--delete", is_flag=True, help="Delete the state as well.")
+@click.option("--delete", is_flag=True, help="Also delete the state.")
 @state_option
 def down(delete: bool, state: str | None) -> None:
-    """Stop the local stack and every container process that it started, even if it was killed."""
+    """Stop the local stack and every container that it started, even after the stack was killed."""
     from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
@@ -51,5 +53,5 @@ def down(delete: bool, state: str | None) -> None:
         click.echo(f"nothing was running in {directory}")
     left = stack.leftovers(directory)
     if left.processes or left.ports:
-        click.echo(f"error: still there: processes {left.processes}, ports {left.ports}", err=True)
+        click.echo(f"error: still running: processes {left.processes}, ports {left.ports}", err=True)
         raise SystemExit(FAILED)

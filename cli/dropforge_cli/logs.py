@@ -1,4 +1,4 @@
-"""`dropforge logs`: what a run's training containers and its endpoint wrote."""
+"""`dropforge logs`: the output of a run's training containers and its endpoint."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .runs import find_run
 
 FOLLOW_SECONDS = 0.5
 _OWNERS_OF_PODS = frozenset({"apps.k8s.io/Deployment", "batch.k8s.io/Job"})
-# Of a TPU VM, the node writes; what made it, and its disk, do not.
+# A TPU VM's node writes logs; its queued resource and its disk do not.
 _SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedResource"})
 
 
 @click.command()
 @click.argument("run")
-@click.option("--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("--tail", type=click.IntRange(1), metavar="N", help="Only the last N lines of each container.")
+@click.option("--follow", is_flag=True, help="Print new lines until the run ends.")
+@click.option("--tail", type=click.IntRange(1), metavar="N", help="Print only the last N lines of each container.")
 @state_option
 def logs(run: str, follow: bool, tail: int | None, state: str | None) -> None:
-    """Show the logs of a run's training and of its endpoint."""
+    """Print the logs of a run's training and of its endpoint."""
     deployment = connect(state)
     store = open_store()
     run = find_run(store, run).run
@@ -44,7 +44,7 @@ def logs(run: str, follow: bool, tail: int | None, state: str | None) -> None:
 
 
 def read_log(http: str, resource: str, tail: int | None = None) -> str | None:
-    """What the containers of an emulated resource wrote; None when none has run, or its kind keeps no logs."""
+    """Return the output of an emulated resource's containers; None if no container ran, or the kind has no logs."""
     parameters = {} if tail is None else {"tail": str(tail)}
     response = requests.get(f"{http}/_local/logs/{resource}", params=parameters, timeout=TIMEOUT_SECONDS)
     if response.status_code in (404, 501):
@@ -54,19 +54,21 @@ def read_log(http: str, resource: str, tail: int | None = None) -> str | None:
 
 
 def gcloud_command(deployment: Deployment, ledger: Ledger, follow: bool, tail: int | None) -> list[str]:
-    """The gcloud command line that shows the logs of a run's resources."""
+    """Return the gcloud command that prints the logs of a run's resources."""
     project = f"--project={deployment.settings.project}"
-    wanted = " OR ".join(text for entry in ledger.entries if (text := _log_filter(entry.kind, entry.name)))
+    filters = " OR ".join(text for entry in ledger.entries if (text := _log_filter(entry.kind, entry.name)))
     line = "--format=value(timestamp, severity, textPayload, jsonPayload.message)"
     if follow:
-        return ["gcloud", "beta", "logging", "tail", wanted, project, line]
+        return ["gcloud", "beta", "logging", "tail", filters, project, line]
     limit = [] if tail is None else [f"--limit={tail}"]
     order = "desc" if tail is not None else "asc"
-    return ["gcloud", "logging", "read", wanted, project, line, "--freshness=30d", f"--order={order}", *limit]
+    return ["gcloud", "logging", "read", filters, project, line, "--freshness=30d", f"--order={order}", *limit]
 
 
 def _log_filter(kind: str, name: str) -> str:
-    """What the containers of a resource write, "" for one that has none; unknown kinds by their name anywhere.
+    """Return the log filter for a resource's containers; "" for a resource without containers.
+
+    An unknown kind is filtered by its name in any field.
 
     https://cloud.google.com/run/docs/logging, https://cloud.google.com/logging/docs/api/v2/resource-list
     """
@@ -96,26 +98,26 @@ def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int 
     command = gcloud_command(deployment, ledger, follow, tail)
     click.echo(f"$ {shlex.join(command)}", err=True)
     if shutil.which("gcloud") is None:
-        raise CliError("gcloud is not installed here", "run the command above where it is")
+        raise CliError("gcloud is not installed here", "run the command above on a machine with gcloud")
     if code := subprocess.run(command, check=False).returncode:
-        raise CliError(f"gcloud ended with exit code {code}")
+        raise CliError(f"gcloud exited with {code}")
 
 
 def _print_all(http: str, ledger: Ledger, tail: int | None) -> None:
-    found = {entry.name: text for entry in ledger.entries if (text := read_log(http, entry.name, tail))}
-    if not found:
-        click.echo("no container of this run has written anything yet", err=True)
-    for resource, text in found.items():
+    outputs = {entry.name: text for entry in ledger.entries if (text := read_log(http, entry.name, tail))}
+    if not outputs:
+        click.echo("no container of this run has any output yet", err=True)
+    for resource, text in outputs.items():
         click.echo(f"--- {resource}", err=True)
         click.echo(text, nl=not text.endswith("\n"))
 
 
 def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
-    """Print what is new until the run is terminal. A log only grows, so what was shown is a length."""
+    """Print new output until the run is terminal. A log only grows, so a length says what was printed."""
     shown: dict[str, int] = {}
     current = ""
     while True:
-        ended = store.record(run).state.is_terminal  # before the last look, so that nothing is missed
+        ended = store.record(run).state.is_terminal  # read before the logs, so that the last lines are printed
         for entry in store.ledger(run).entries:
             text = read_log(http, entry.name) or ""
             start = shown.get(entry.name, _tail_start(text, tail))

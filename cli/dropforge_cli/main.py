@@ -1,4 +1,4 @@
-"""The `dropforge` command: every subcommand, and what becomes of errors and Ctrl-C."""
+"""The `dropforge` command: its subcommands, and the exit codes after errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .specs import submit, validate
 
 
 class Commands(click.Group):
-    """Commands in the order in which they are met; expected errors are one line, Ctrl-C ends with 130."""
+    """Lists commands in the order of their use. An expected error prints one line; Ctrl-C exits with 130."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, "workflows", "chaos"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "workflows":
-            from .workflows import workflows  # the engine takes longer to import than most commands take to run
+            from .workflows import workflows  # importing the engine takes longer than most commands
 
             return workflows
         if cmd_name == "chaos":
-            from .chaos import chaos  # so do the functions
+            from .chaos import chaos  # so does importing the functions
 
             return chaos
         return super().get_command(ctx, cmd_name)
@@ -49,9 +49,9 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dropforge")
 def cli() -> None:
-    """Drop a job spec in a bucket; get back a fine-tuned model that is being served, and nothing else left running.
+    """Drop a job spec into a bucket; dropforge fine-tunes the model, serves it, and deletes everything else.
 
-    Commands talk to the local stack when one runs, or to the project that DROPFORGE_* variables or dropforge.toml name.
+    Commands use the running local stack, or the project in DROPFORGE_* variables or dropforge.toml.
     """
 
 

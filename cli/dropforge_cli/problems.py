@@ -1,4 +1,4 @@
-"""Expected failures: one clear line and a hint for people, never a traceback."""
+"""Expected failures: one line and a hint, never a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_MESSAGE = 2000
 
 
 class CliError(click.ClickException):
-    """A failure that the user can do something about; `hint` says what."""
+    """A failure that the user can fix; `hint` says how."""
 
     exit_code = FAILED
 
@@ -34,7 +34,7 @@ class CliError(click.ClickException):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn what dropforge, the local stack and Google's clients raise on purpose into a CliError."""
+    """Turn the expected errors of dropforge, the local stack and Google's clients into a CliError."""
     try:
         yield
     except InvalidSpec as error:
@@ -44,26 +44,26 @@ def explained() -> Iterator[None]:
     except DropforgeError as error:
         raise CliError(str(error)) from error
     except BrokenPipeError:
-        raise  # `dropforge runs | head -1`: click ends silently
+        raise  # `dropforge runs | head -1`: click exits silently
     except OSError as error:
-        # ConnectionError and requests' own errors are OSErrors too.
+        # ConnectionError and the errors of requests are OSErrors too.
         raise _of_client(error) if isinstance(error, _client_errors()) else CliError(str(error)) from error
     except Exception as error:
         if isinstance(error, _client_errors()):
             raise _of_client(error) from error
-        if (found := _of_stack(error)) is not None:
-            raise found from error
+        if (stack_error := _of_stack(error)) is not None:
+            raise stack_error from error
         raise
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """Nothing that was never imported can have raised anything; importing it here would cost a second."""
+    """Return the errors of the imported client libraries. Importing the others would cost a second."""
     return client_errors() if "google.api_core" in sys.modules or "requests" in sys.modules else ()
 
 
 def _of_client(error: Exception) -> CliError:
-    found = classify(error)
-    return CliError(f"{found.error_class}: {found.message}", found.hint)
+    classified = classify(error)
+    return CliError(f"{classified.error_class}: {classified.message}", classified.hint)
 
 
 def _of_stack(error: Exception) -> CliError | None:

@@ -1,4 +1,4 @@
-"""What `dropforge demo` shows of a run: how good the model is, what it took, what people were told, why it failed."""
+"""The parts of a `dropforge demo` report: metrics, an answer, seconds, cost, Slack messages, and the failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER_TOKENS = 128
 
 
 def show_metrics(record: Record, out: Console) -> None:
-    """The metrics; those that were measured before the training as well, side by side."""
+    """Print the metrics that were measured before and after the training, side by side."""
     out.print()
     out.print(titled("evaluation", f"{number(record.metrics.get('rows_eval'))} held-out rows"))
     rows = table("", "before", "after", right=("before", "after"))
@@ -43,7 +43,7 @@ def show_metrics(record: Record, out: Console) -> None:
 
 
 def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out: Console) -> None:
-    """One held-out question, put to the endpoint over the OpenAI API, and the answer that was expected."""
+    """Print one held-out question with the expected answer, the base model's and the endpoint's."""
     sample = held_out_sample(deployment, record)
     if sample is None:
         return
@@ -58,7 +58,7 @@ def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out:
 
 
 def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | None:
-    """The first held-out row that the training kept with its artifacts; None when it kept none."""
+    """Return the first held-out row among the training's artifacts; None without such rows."""
     bucket = deployment.settings.runs_bucket
     manifest = read_manifest(clients.storage(), bucket, record.run)
     if manifest is None:
@@ -71,7 +71,7 @@ def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | 
 
 
 def ask(endpoint: Endpoint, messages: list[Any]) -> str:
-    """The endpoint's answer, by the ordinary openai package."""
+    """Return the endpoint's answer, requested with the ordinary openai package."""
     from openai import OpenAI
 
     token = os.environ["DROPFORGE_EMULATOR_TOKEN"]
@@ -83,7 +83,7 @@ def ask(endpoint: Endpoint, messages: list[Any]) -> str:
 
 
 def show_stages(record: Record, out: Console) -> None:
-    """Seconds in each stage."""
+    """Print the seconds in each stage."""
     spent = record.stage_seconds(utc_now())
     out.print()
     out.print(titled("seconds per stage", f"{sum(spent.values()):.1f} in all"))
@@ -95,7 +95,7 @@ def show_stages(record: Record, out: Console) -> None:
 
 
 def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
-    """What the same seconds would have cost on the cloud, by the catalogue's prices."""
+    """Print the cost of the same seconds on the cloud, by the catalog's prices."""
     out.print()
     out.print(titled("on the cloud the same seconds would have cost"))
     target = get_target(spec.target.type)
@@ -106,11 +106,11 @@ def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
     if spec.serve is not None and record.endpoint is not None:
         began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
         price, instances = get_server(spec.serve.type).price(spec), max(1, spec.serve.min_instances)
-        what = f"endpoint in {record.endpoint.region}" + (f", {instances} instances" if instances > 1 else "")
-        used.append((what, _seconds(began, record.endpoint.ended), price.times(instances)))
+        part = f"endpoint in {record.endpoint.region}" + (f", {instances} instances" if instances > 1 else "")
+        used.append((part, _seconds(began, record.endpoint.ended), price.times(instances)))
     rows = table("", "seconds", "$ per hour", "cost", right=("seconds", "$ per hour", "cost"))
-    for what, seconds, price in used:
-        rows.add_row(what, f"{seconds:.1f}", usd(price.usd_per_hour), usd(_cost(price, seconds)))
+    for part, seconds, price in used:
+        rows.add_row(part, f"{seconds:.1f}", usd(price.usd_per_hour), usd(_cost(price, seconds)))
     costs = [_cost(price, seconds) for _, seconds, price in used]
     rows.add_row("in all", "", "", usd(None if None in costs else sum(cost for cost in costs if cost is not None)))
     out.print(rows)
@@ -120,8 +120,8 @@ def show_cost(record: Record, spec: JobSpec, out: Console) -> None:
 
 
 def show_slack(deployment: Deployment, out: Console) -> None:
-    """The Slack messages as they were sent, from the local stack's sink."""
-    assert deployment.stack is not None, "the sink is a part of the local stack"
+    """Print the Slack messages that the local stack received."""
+    assert deployment.stack is not None, "only the local stack keeps Slack messages"
     response = requests.get(f"{deployment.stack.http}/slack/messages", timeout=TIMEOUT_SECONDS)
     messages = response.json()["messages"]
     out.print()
@@ -134,7 +134,7 @@ def show_slack(deployment: Deployment, out: Console) -> None:
 
 
 def slack_texts(payload: dict[str, Any]) -> list[str]:
-    """Every text of a Block Kit message, in order."""
+    """Return every text of a Block Kit message, in order."""
     texts = []
     for block in payload.get("blocks") or [{"text": {"text": payload.get("text", "")}}]:
         parts = [block["text"]] if "text" in block else block.get("elements", [])
@@ -143,7 +143,7 @@ def slack_texts(payload: dict[str, Any]) -> list[str]:
 
 
 def show_failure(deployment: Deployment, store: RunStore, record: Record, out: Console) -> None:
-    """Why a run did not succeed: its error, or what is wrong with its spec, and the end of its containers' logs."""
+    """Print why a run did not succeed: its error or its spec's problems, and the last lines of its containers."""
     out.print()
     out.print(titled(f"the run is {record.state}"))
     for problem in record.problems:

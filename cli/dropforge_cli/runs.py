@@ -1,4 +1,4 @@
-"""`dropforge runs`, `status` and `cancel`: what the runs bucket says, and the one request that changes it."""
+"""`dropforge runs`, `status` and `cancel`: print records from the runs bucket, and publish a cancel request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .follow import Follower, Snapshot, bar, watch
 from .options import json_option, state_option
 from .problems import FAILED, CliError
 
-READERS = 16  # a record is one request; many runs are read at once
+READERS = 16  # parallel requests; each record is one request
 PUBLISH_TIMEOUT_SECONDS = 20
 
 
@@ -31,34 +31,34 @@ PUBLISH_TIMEOUT_SECONDS = 20
 @json_option
 @state_option
 def runs(as_json: bool, state: str | None) -> None:
-    """List every run, the newest first."""
+    """List every run, newest first."""
     connect(state)
-    found, now = all_runs(open_store()), utc_now()
+    records, now = all_runs(open_store()), utc_now()
     if as_json:
-        click.echo(json.dumps([record_json(record, now) for record in found], indent=2))
+        click.echo(json.dumps([record_json(record, now) for record in records], indent=2))
         return
     rows = table("run", "name", "state", "attempt", "created", "cost", right=("attempt", "cost"))
-    for record in found:
+    for record in records:
         created = f"{record.created:%Y-%m-%d %H:%M:%S}"
         cost = usd(record.training_cost(now))
         rows.add_row(record.run, record.name, record.state, str(record.attempt or "-"), created, cost)
-    stdout().print(rows if found else "no runs yet; `dropforge submit SPEC` makes one")
+    stdout().print(rows if records else "no runs yet; start a run with `dropforge submit SPEC`")
 
 
 @click.command()
 @click.argument("run")
-@click.option("--watch", "watched", is_flag=True, help="Follow it to its end; exit 1 unless it succeeds.")
+@click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @json_option
 @state_option
 def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
-    """Show all that is known about a run; RUN may be the beginning of its id."""
+    """Show a run: stages, attempts, cost, endpoint and resources. RUN may be a prefix of the run's id."""
     deployment = connect(state)
     store = open_store()
     record = find_run(store, run)
     succeeded = True
     if watched and not record.state.is_terminal:
         succeeded = watch(deployment, record.run, stderr() if as_json else stdout())
-    snapshot = Follower(store, record.run).look()
+    snapshot = Follower(store, record.run).snapshot()
     assert snapshot is not None, "a record is never deleted"
     if as_json:
         click.echo(json.dumps(record_json(snapshot.record, utc_now(), store.ledger(record.run)), indent=2))
@@ -72,16 +72,16 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 @click.argument("run")
 @state_option
 def cancel(run: str, state: str | None) -> None:
-    """Ask for the end of a run, or of a finished run's endpoint."""
+    """Request the end of a run, or of the endpoint of a finished run."""
     deployment = connect(state)
     record = find_run(open_store(), run)
     request_cancel(deployment, record.run)
     if not record.state.is_terminal:
-        click.echo(f"asked for the end of {record.run}; `dropforge status {record.run} --watch` follows it")
+        click.echo(f"requested the end of {record.run}; follow it with `dropforge status {record.run} --watch`")
     elif record.endpoint and not record.endpoint.ended:
-        click.echo(f"{record.run} is {record.state}; asked for the end of its endpoint")
+        click.echo(f"{record.run} is {record.state}; requested the end of its endpoint")
     else:
-        click.echo(f"{record.run} is {record.state} already and has no endpoint")
+        click.echo(f"{record.run} is already {record.state} and has no endpoint")
 
 
 def request_cancel(deployment: Deployment, run: str) -> None:
@@ -92,14 +92,14 @@ def request_cancel(deployment: Deployment, run: str) -> None:
 
 
 def all_runs(store: RunStore) -> list[Record]:
-    """Every run's record, the newest first."""
+    """Return every run's record, newest first."""
     with ThreadPoolExecutor(READERS) as pool:
-        found = [record for record in pool.map(store.find, store.runs()) if record is not None]
-    return sorted(found, key=lambda record: record.created, reverse=True)
+        records = [record for record in pool.map(store.find, store.runs()) if record is not None]
+    return sorted(records, key=lambda record: record.created, reverse=True)
 
 
 def find_run(store: RunStore, text: str) -> Record:
-    """The run with that id, or the one whose id begins with it. Raises CliError."""
+    """Return the record of the run whose id is `text` or begins with it. Raises CliError."""
     if names.is_run_id(text):
         try:
             return store.record(text)
@@ -109,12 +109,12 @@ def find_run(store: RunStore, text: str) -> Record:
     if len(matching) == 1:
         return store.record(matching[0])
     if not matching:
-        raise CliError(f"there is no run that begins with {text!r}", "`dropforge runs` lists them")
-    raise CliError(f"{text!r} is the beginning of {len(matching)} runs: {', '.join(matching[:5])}", "write more of it")
+        raise CliError(f"no run id begins with {text!r}", "`dropforge runs` lists them")
+    raise CliError(f"{len(matching)} run ids begin with {text!r}: {', '.join(matching[:5])}", "give a longer prefix")
 
 
 def record_json(record: Record, now: datetime, ledger: Ledger | None = None) -> dict[str, Any]:
-    """A record for programs, with what is computed from it."""
+    """Return a record as JSON for programs, with computed fields."""
     computed: dict[str, Any] = {
         "attempt": record.attempt,
         "stage_seconds": record.stage_seconds(now),
@@ -126,7 +126,7 @@ def record_json(record: Record, now: datetime, ledger: Ledger | None = None) -> 
 
 
 def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
-    """All that is known about a run, for people."""
+    """Print a run for people."""
     record, now = snapshot.record, utc_now()
     out.print(titled(record.run, f"{record.name}  {record.state}"))
     out.print(f"from {record.source}, created {record.created:%Y-%m-%d %H:%M:%S} UTC")
@@ -164,8 +164,8 @@ def _show_attempts(record: Record, now: datetime, out: Console) -> None:
 
 def _show_result(record: Record, out: Console) -> None:
     for problem in record.problems:
-        parts = [str(problem["message"])] + [f"{w} {problem[w]}" for w in ("found", "expected") if problem.get(w)]
-        out.print(f"{problem['pointer'] or '/'}: {'; '.join(parts)}", style="red")
+        values = [f"{key} {problem[key]}" for key in ("found", "expected") if problem.get(key)]
+        out.print(f"{problem['pointer'] or '/'}: {'; '.join([str(problem['message']), *values])}", style="red")
     if record.error is not None:
         out.print(f"{record.error.error_class}: {record.error.message}", style="red")
         if record.error.hint:
@@ -174,8 +174,8 @@ def _show_result(record: Record, out: Console) -> None:
     if shown:
         out.print(", ".join(f"{name} {number(value)}" for name, value in shown.items()))
     if record.endpoint is not None:
-        over = record.endpoint.ended
-        until = f"ended {over:%H:%M:%S}" if over else f"until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
-        if record.endpoint.limit == "max_cost_usd" and not over:
-            until += ", when the budget is used up"
+        ended = record.endpoint.ended
+        until = f"ended {ended:%H:%M:%S}" if ended else f"until {record.endpoint.expires:%Y-%m-%d %H:%M} UTC"
+        if record.endpoint.limit == "max_cost_usd" and not ended:
+            until += ", when the budget is spent"
         out.print(f"endpoint {record.endpoint.url}, model {record.endpoint.model}, {until}")

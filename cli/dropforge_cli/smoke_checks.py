@@ -1,6 +1,6 @@
-"""What `dropforge smoke` checks: each line of docs/cloud-checklist.md that a program can look at from outside.
+"""The checks of `dropforge smoke`: each line of docs/cloud-checklist.md that a program can check from outside.
 
-Each check gives a Result: passed, failed, or not checked with the reason, which is never taken for passed.
+A check returns a Result: passed, failed, or not checked with the reason. "Not checked" never counts as passed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dropforge.stages.sweep.orphans import list_all
 from .audit import compare
 from .deployment import Deployment
 from .display import usd
-from .report import ANSWER_SECONDS, ANSWER_TOKENS, slack_texts
+from .report import ANSWER_SECONDS, ANSWER_TOKENS
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 HASHED_BYTES = 64 << 20  # larger files are compared by the checksum that Cloud Storage computes
-BLINK_LOOKS = 10  # what lasts for less may not be seen by any look
+MISSABLE_POLLS = 10  # a training shorter than this many polls may be missed
 
 PROMISES = {
     "run-appears": "a dropped spec becomes a run",
@@ -47,25 +47,25 @@ PROMISES = {
     "execution-token": "a Cloud Run job has one execution, named after the job and its token",
     "executions-listed": "executions of the workflow are listed newest first, with labels",
     "job-events": "the container's events arrive: started, progress, success",
-    "accelerator-seen": "the container says that it trains on an accelerator",
+    "accelerator-seen": "the container reports that it trains on an accelerator",
     "checkpoint": "a complete checkpoint is in the runs bucket",
-    "manifest": "the manifest is there, and every file is what it says",
-    "report": "report.json is there",
-    "cost": "the run has cost no more than its limit",
+    "manifest": "the manifest exists, and every file matches it",
+    "report": "report.json exists",
+    "cost": "the run cost at most its limit",
     "endpoint-answers": "the endpoint answers a completion over the OpenAI API",
     "endpoint-refuses": "the endpoint refuses a call without a token",
     "cancel-ends": "a run that is cancelled while it trains ends, and leaves nothing",
-    "ledger-gone": "every resource of the ledger was seen to be gone",
+    "ledger-gone": "every resource in the ledger was verified gone",
     "audit-clean": "the cloud lists nothing of the runs",
-    "slack-told": "people were told in Slack how the run ended",
+    "slack-told": "Slack received how the run ended",
 }
-# What a check shows besides, in the cloud only: the check, and the target on which it must have passed (None: any).
+# Promises that another check proves, in the cloud only: that check, and the target of its run (None: any target).
 IMPLIED: dict[str, tuple[str, str | None]] = {
     "functions-token": ("run-states", None),
     "service-triggers": ("job-events", None),
     **{shown: (check, target) for target, training in targets().items() for shown, check in training.smoke_shows},
 }
-# What no program can see that only drops specs; docs/cloud-checklist.md says what is expected.
+# Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
     "callback-again", "quota-refusal", "gpu-twelve-hours", "memory-estimate", "unknown-reservation",
     "flex-and-reservations", "new-cluster-rights", "node-account", "dns-endpoint", "spot-end", "internal-address",
@@ -79,7 +79,7 @@ NEEDED_EVENTS = ("started", "progress", "succeeded")
 
 
 class Result(NamedTuple):
-    """What became of one promise, for one run; of the whole smoke test when `target` is empty."""
+    """The result of checking a promise for one run, or for the whole smoke test if `target` is empty."""
 
     status: str
     promise: str
@@ -89,7 +89,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Seen:
-    """What was seen of one run. `cancels`: it was to be cancelled as soon as it trained."""
+    """The observations of one run. `cancels`: the test cancels the run as soon as it trains."""
 
     target: str
     spec: JobSpec
@@ -99,9 +99,9 @@ class Seen:
     run: str = ""
     record: Record | None = None
     ledger: Ledger = field(default_factory=lambda: Ledger(run=""))
-    events: dict[str, Any] = field(default_factory=dict)  # the latest of each kind
+    events: dict[str, Any] = field(default_factory=dict)  # the latest event of each kind
     training: list[Listed] = field(default_factory=list)
-    executions: list[str] = field(default_factory=list)  # of its Cloud Run job
+    executions: list[str] = field(default_factory=list)  # executions of its Cloud Run job
     answers: list[Result] = field(default_factory=list)
     cancel_asked: bool = False
 
@@ -114,7 +114,7 @@ class Seen:
         return self.record is not None and self.record.state.is_terminal
 
     def says(self, promise: str, problem: str, fine: str) -> Result:
-        """Failed with a problem, passed without."""
+        """Return FAILED with a problem, PASSED without."""
         return Result(FAILED if problem else PASSED, promise, self.label, problem or fine)
 
     def silent(self, promise: str, why: str) -> Result:
@@ -122,7 +122,7 @@ class Seen:
 
 
 def check_run(seen: Seen, store: RunStore, deployment: Deployment) -> list[Result]:
-    """Everything that a run which is over shows."""
+    """Return the results of every check of a finished run."""
     if seen.record is None:
         return [Result(FAILED, "run-appears", seen.label, f"there is no record of {seen.run or seen.object_name}")]
     checks: list[tuple[str, Callable[[], Result]]] = [
@@ -150,7 +150,7 @@ def check_run(seen: Seen, store: RunStore, deployment: Deployment) -> list[Resul
 
 
 def safely(promise: str, target: str, check: Callable[[], Result]) -> Result:
-    """A check that Google or the network refuses has failed."""
+    """Run a check. A refusal by Google or the network makes the check fail."""
     try:
         return check()
     except refusals() as error:
@@ -158,61 +158,65 @@ def safely(promise: str, target: str, check: Callable[[], Result]) -> Result:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What is raised when Google, the network or dropforge itself refuses a call."""
+    """Return the exceptions of a call that Google, the network or dropforge refuses."""
     return (*client_errors(), DropforgeError, OSError)
 
 
 def implied(results: Iterable[Result], deployment: Deployment) -> Iterator[Result]:
-    """What the other results show by the way. The local stack is no evidence of what Google does."""
+    """Yield the results of the promises in IMPLIED. The local stack proves nothing about Google."""
     known = list(results)
     for promise, (base, target) in IMPLIED.items():
-        found = [one for one in known if one.promise == base and (target is None or one.target.startswith(target))]
+        bases = [
+            result
+            for result in known
+            if result.promise == base and (target is None or result.target.startswith(target))
+        ]
         if deployment.stack is not None:
             yield Result(NOT_CHECKED, promise, "", "only the cloud can show it")
-        elif any(one.status == PASSED for one in found):
+        elif any(result.status == PASSED for result in bases):
             yield Result(PASSED, promise, "", f"shown by {base}")
         else:
             yield Result(NOT_CHECKED, promise, "", f"{base} has not passed{f' on {target}' if target else ''}")
 
 
 def run_states(seen: Seen) -> Result:
-    assert seen.record is not None, "checked only of runs that have appeared"
+    assert seen.record is not None, "only runs that have appeared are checked"
     history = seen.record.history
-    states = list(dict.fromkeys(entered.state for entered in history))  # another attempt enters some again
+    states = list(dict.fromkeys(entered.state for entered in history))  # another attempt enters some states again
     between = [RunState.DEPLOYING] if seen.spec.serve else []
     expected = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING, *between]
     expected += [RunState.TEARING_DOWN, RunState.SUCCEEDED]
     way = " → ".join(entered.state.lower() for entered in history)
     problem = "" if states == expected else f"{way}; expected {' → '.join(state.lower() for state in expected)}"
     if any(later.time < earlier.time for earlier, later in pairwise(history)):
-        problem = f"the times of {way} do not grow"
+        problem = f"the times of {way} are not in order"
     if seen.record.problems:
-        problem += "; " + "; ".join(f"{one['pointer']}: {one['message']}" for one in seen.record.problems)
+        problem += "; " + "; ".join(f"{problem['pointer']}: {problem['message']}" for problem in seen.record.problems)
     if seen.record.error is not None:
         problem += f"; {seen.record.error.error_class}: {seen.record.error.message}"
     return seen.says("run-states", problem, way)
 
 
 def one_execution(seen: Seen, deployment: Deployment) -> Result:
-    found = [one for one in executions_of(deployment) if one.labels.get(names.RUN_LABEL) == seen.run]
-    ids = [one.name.rpartition("/")[2] for one in found]
+    executions = [e for e in executions_of(deployment) if e.labels.get(names.RUN_LABEL) == seen.run]
+    ids = [execution.name.rpartition("/")[2] for execution in executions]
     return seen.says(
         "one-execution", "" if len(ids) == 1 else f"{len(ids)} executions {', '.join(ids)}", ", ".join(ids)
     )
 
 
 def executions_listed(deployment: Deployment) -> Result:
-    """Whether the list is as executions.py takes it to be."""
-    found = executions_of(deployment)
-    starts = [one.start_time for one in found if one.start_time]
-    problem = "" if starts == sorted(starts, reverse=True) else "they are not listed newest first"
-    if not any(names.RUN_LABEL in one.labels for one in found):
-        problem = "none has the label of a run"
-    return Result(FAILED if problem else PASSED, "executions-listed", "", problem or f"{len(found)} executions")
+    """Check the order and the labels that functions/dropforge/cloud/executions.py relies on."""
+    executions = executions_of(deployment)
+    starts = [execution.start_time for execution in executions if execution.start_time]
+    problem = "" if starts == sorted(starts, reverse=True) else "the executions are not listed newest first"
+    if not any(names.RUN_LABEL in execution.labels for execution in executions):
+        problem = "no execution has the label of a run"
+    return Result(FAILED if problem else PASSED, "executions-listed", "", problem or f"{len(executions)} executions")
 
 
 def executions_of(deployment: Deployment) -> list[Any]:
-    """The newest executions of the workflow."""
+    """Return the newest executions of the workflow."""
     from google.cloud.workflows import executions_v1
 
     request = executions_v1.ListExecutionsRequest(
@@ -223,21 +227,21 @@ def executions_of(deployment: Deployment) -> list[Any]:
 
 
 def training_labels(seen: Seen, deployment: Deployment) -> Result:
-    assert seen.record is not None, "checked only of runs that have appeared"
+    assert seen.record is not None, "only runs that have appeared are checked"
     if not seen.training:
         lasted = seen.record.stage_seconds(utc_now()).get(RunState.TRAINING, 0.0)
-        if lasted < BLINK_LOOKS * deployment.look_seconds:
-            return seen.silent("training-labels", "it was gone before it was looked for")
-        return seen.says("training-labels", f"the cloud listed none in {lasted:.0f} s of training", "")
-    wanted = {names.RUN_LABEL: seen.run, names.DEPLOYMENT_LABEL: deployment.settings.deployment, **seen.spec.labels}
-    lacking = [one.name for one in seen.training if not wanted.items() <= one.labels.items() or one.attempt is None]
+        if lasted < MISSABLE_POLLS * deployment.poll_seconds:
+            return seen.silent("training-labels", "the training ended before the resource could be listed")
+        return seen.says("training-labels", f"the cloud listed no resource in {lasted:.0f} s of training", "")
+    expected = {names.RUN_LABEL: seen.run, names.DEPLOYMENT_LABEL: deployment.settings.deployment, **seen.spec.labels}
+    lacking = [r.name for r in seen.training if not expected.items() <= r.labels.items() or r.attempt is None]
     problem = f"without their labels: {', '.join(lacking)}" if lacking else ""
-    return seen.says("training-labels", problem, ", ".join(one.name for one in seen.training))
+    return seen.says("training-labels", problem, ", ".join(resource.name for resource in seen.training))
 
 
 def execution_token(seen: Seen) -> Result:
     if not seen.executions:
-        return seen.silent("execution-token", "the job was gone before its executions were listed")
+        return seen.silent("execution-token", "the job was deleted before its executions were listed")
     jobs = {name.partition("/executions/")[0] for name in seen.executions}
     named = all(name.rpartition("/")[2].startswith(f"{job_of(name)}-") for name in seen.executions)
     problem = "" if named and len(jobs) == len(seen.executions) else ", ".join(seen.executions)
@@ -245,13 +249,13 @@ def execution_token(seen: Seen) -> Result:
 
 
 def job_of(execution: str) -> str:
-    """The short name of an execution's job."""
+    """Return the short name of an execution's job."""
     return execution.partition("/executions/")[0].rpartition("/")[2]
 
 
 def job_events(seen: Seen) -> Result:
     missing = [kind for kind in NEEDED_EVENTS if kind not in seen.events]
-    problem = f"none of {', '.join(missing)}" if missing else ""
+    problem = f"missing: {', '.join(missing)}" if missing else ""
     return seen.says("job-events", problem, ", ".join(sorted(seen.events)))
 
 
@@ -259,29 +263,29 @@ def accelerator_seen(seen: Seen) -> Result:
     device = getattr(seen.events.get("started"), "device", "")
     if not device:
         return seen.silent("accelerator-seen", "the container named no device")
-    problem = "it trained on its CPU" if "cpu" in device.lower() else ""
+    problem = "the container trained on its CPU" if "cpu" in device.lower() else ""
     return seen.says("accelerator-seen", problem, device)
 
 
 def checkpoint(seen: Seen, deployment: Deployment) -> Result:
-    found = checkpoints(clients.storage(), deployment.settings.runs_bucket, seen.run)
-    told = f"steps {', '.join(str(one.step) for one in found)}"
-    return seen.says("checkpoint", "" if found else "there is none", told)
+    saved = checkpoints(clients.storage(), deployment.settings.runs_bucket, seen.run)
+    steps = f"steps {', '.join(str(save.step) for save in saved)}"
+    return seen.says("checkpoint", "" if saved else "there is no checkpoint", steps)
 
 
 def manifest(seen: Seen, deployment: Deployment) -> Result:
-    """Every file by one listing, and those that are small by their bytes."""
+    """Check every file by one listing, and small files also by their bytes."""
     bucket = deployment.settings.runs_bucket
-    found = read_manifest(clients.storage(), bucket, seen.run)
-    if found is None:
-        return seen.says("manifest", "there is none", "")
-    problems = verify_manifest(clients.storage(), bucket, found)
-    small = [file for file in found.files if file.size <= HASHED_BYTES]
-    problems = problems or [file.path for file in small if sha256_of(bucket, found, file.path) != file.sha256]
-    if not found.files:
+    model = read_manifest(clients.storage(), bucket, seen.run)
+    if model is None:
+        return seen.says("manifest", "there is no manifest", "")
+    problems = verify_manifest(clients.storage(), bucket, model)
+    small = [file for file in model.files if file.size <= HASHED_BYTES]
+    problems = problems or [file.path for file in small if sha256_of(bucket, model, file.path) != file.sha256]
+    if not model.files:
         problems = ["it names no files"]
-    counted = f"{len(found.files)} files, {len(small)} of them by their sha256"
-    return seen.says("manifest", f"not as it says: {'; '.join(problems)}" if problems else "", counted)
+    counted = f"{len(model.files)} files, {len(small)} of them by sha256"
+    return seen.says("manifest", f"differs from the files: {'; '.join(problems)}" if problems else "", counted)
 
 
 def sha256_of(bucket: str, manifest: Manifest, path: str) -> str:
@@ -290,24 +294,24 @@ def sha256_of(bucket: str, manifest: Manifest, path: str) -> str:
 
 
 def report(seen: Seen, store: RunStore) -> Result:
-    found = json.loads(store.read(names.report_object(seen.run)).data)
-    problem = "" if found["run"] == seen.run else f"it is of {found['run']}"
-    return seen.says("report", problem, f"total at most {usd(found['cost_usd']['total_at_most'])}")
+    written = json.loads(store.read(names.report_object(seen.run)).data)
+    problem = "" if written["run"] == seen.run else f"it is the report of {written['run']}"
+    return seen.says("report", problem, f"total at most {usd(written['cost_usd']['total_at_most'])}")
 
 
 def cost(seen: Seen) -> Result:
-    assert seen.record is not None, "checked only of runs that have appeared"
+    assert seen.record is not None, "only runs that have appeared are checked"
     spent = seen.record.cost(utc_now())
-    told = f"{usd(spent)} of {usd(seen.limit_usd)}"
-    return seen.says("cost", "" if spent is not None and spent <= seen.limit_usd else told, told)
+    message = f"{usd(spent)} of {usd(seen.limit_usd)}"
+    return seen.says("cost", "" if spent is not None and spent <= seen.limit_usd else message, message)
 
 
 def cancel_ends(seen: Seen) -> Result:
-    assert seen.record is not None, "checked only of runs that have appeared"
+    assert seen.record is not None, "only runs that have appeared are checked"
     if not seen.cancel_asked:
-        return seen.silent("cancel-ends", f"it was {seen.record.state} before it was seen to train")
+        return seen.silent("cancel-ends", f"the run was {seen.record.state} before its training was observed")
     left = [entry.name for entry in seen.ledger.remaining()]
-    problem = "" if seen.record.state is RunState.CANCELLED else f"it is {seen.record.state}"
+    problem = "" if seen.record.state is RunState.CANCELLED else f"the run is {seen.record.state}"
     return seen.says("cancel-ends", f"left: {', '.join(left)}" if left else problem, "CANCELLED, all gone")
 
 
@@ -318,18 +322,18 @@ def ledger_gone(seen: Seen) -> Result:
 
 
 def slack_told(seen: Seen, deployment: Deployment) -> Result:
-    """Slack has no list that we may read: only the local stack's sink is asked."""
+    """Only the local stack lists messages; Slack has no list that dropforge may read."""
     if not (seen.spec.notify.slack or deployment.settings.slack_webhook_secret):
         return seen.silent("slack-told", "the deployment has no webhook")
     if deployment.stack is None:
-        return seen.silent("slack-told", f"look for {seen.run} in the channel")
+        return seen.silent("slack-told", f"search the channel for {seen.run}")
     messages = requests.get(f"{deployment.stack.http}/slack/messages", timeout=TIMEOUT_SECONDS).json()["messages"]
-    mine = [slack_texts(one["payload"]) for one in messages if seen.run in json.dumps(one["payload"])]
-    return seen.says("slack-told", "" if mine else "no message names it", f"{len(mine)} messages")
+    payloads = [message["payload"] for message in messages if seen.run in json.dumps(message["payload"])]
+    return seen.says("slack-told", "" if payloads else "no message names the run", f"{len(payloads)} messages")
 
 
 def check_endpoint(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> list[Result]:
-    """Asked as soon as the endpoint is ready: it lives for minutes."""
+    """Call the endpoint. This happens as soon as it is ready, because it lives only for minutes."""
     return [
         safely("endpoint-refuses", seen.label, lambda: endpoint_refuses(seen, endpoint)),
         safely("endpoint-answers", seen.label, lambda: endpoint_answers(seen, endpoint, deployment)),
@@ -338,14 +342,14 @@ def check_endpoint(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> li
 
 def endpoint_refuses(seen: Seen, endpoint: Endpoint) -> Result:
     answer = _complete(endpoint, {})
-    problem = "" if answer.status_code in (401, 403) else f"it answered HTTP {answer.status_code}"
+    problem = "" if answer.status_code in (401, 403) else f"the endpoint answered HTTP {answer.status_code}"
     return seen.says("endpoint-refuses", problem, f"HTTP {answer.status_code}")
 
 
 def endpoint_answers(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> Result:
     token = _identity_token(deployment)
     if not token:
-        return seen.silent("endpoint-answers", "no identity token: `gcloud auth print-identity-token` gave none")
+        return seen.silent("endpoint-answers", "no identity token: `gcloud auth print-identity-token` printed nothing")
     answer = _complete(endpoint, {"Authorization": f"Bearer {token}"})
     if not answer.ok:
         return seen.says("endpoint-answers", f"HTTP {answer.status_code}: {answer.text[:200]}", "")
@@ -364,7 +368,7 @@ def _complete(endpoint: Endpoint, headers: dict[str, str]) -> requests.Response:
 
 
 def _identity_token(deployment: Deployment) -> str:
-    """What shows an endpoint who asks: google-auth gives people none, gcloud does."""
+    """Return an identity token, or "". gcloud has one for a user; google-auth has not."""
     if deployment.stack is not None:
         return os.environ["DROPFORGE_EMULATOR_TOKEN"]
     if shutil.which("gcloud") is None:
@@ -375,13 +379,13 @@ def _identity_token(deployment: Deployment) -> str:
 
 
 def audit_clean(runs: Iterable[str], store: RunStore, deployment: Deployment) -> Result:
-    """The audit of these runs: what is listed of them, and what their ledgers say."""
+    """Compare the ledgers of these runs with the cloud's list."""
     ledgers = {run: store.ledger(run) for run in runs}
-    found, problems = list_all(deployment.settings)
-    differences = compare(store, ledgers, [one for one in found if one.run in ledgers])
+    resources, problems = list_all(deployment.settings)
+    differences = compare(store, ledgers, [resource for resource in resources if resource.run in ledgers])
     if differences:
-        told = "; ".join(f"{one.difference} {one.name}" for one in differences)
-        return Result(FAILED, "audit-clean", "", told)
+        message = "; ".join(f"{difference.difference} {difference.name}" for difference in differences)
+        return Result(FAILED, "audit-clean", "", message)
     if problems:
-        return Result(NOT_CHECKED, "audit-clean", "", f"could not be listed: {'; '.join(problems)}")
+        return Result(NOT_CHECKED, "audit-clean", "", f"cannot be listed: {'; '.join(problems)}")
     return Result(PASSED, "audit-clean", "", f"{len(ledgers)} ledgers agree with the cloud")

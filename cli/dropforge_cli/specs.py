@@ -1,4 +1,4 @@
-"""`dropforge validate` and `dropforge submit`: a job spec on this machine, before and when it is dropped."""
+"""`dropforge validate` and `dropforge submit`: check a job spec on this machine, and drop it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def validate(specs: tuple[Path, ...]) -> None:
 
 @click.command()
 @click.argument("spec", type=SPEC_FILE)
-@click.option("--name", "object_name", metavar="OBJECT", help="Object below specs/; default: the file's name.")
-@click.option("--unchecked", is_flag=True, help="Drop it even if it is invalid.")
+@click.option("--name", "object_name", metavar="OBJECT", help="Object name below specs/; default: the file name.")
+@click.option("--unchecked", is_flag=True, help="Drop the spec even if it is invalid.")
 @click.option("--watch", "watched", is_flag=True, help="Follow the run to its end; exit 1 unless it succeeds.")
 @state_option
 def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, state: str | None) -> None:
@@ -59,7 +59,7 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
 
 
 def read_spec(path: Path) -> JobSpec:
-    """A spec that submit would accept, as far as that can be told here. Raises InvalidSpec."""
+    """Read a spec and apply every rule that needs no deployment. Raises InvalidSpec."""
     spec = parse_spec(path.read_bytes())
     if problems := [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
@@ -67,13 +67,13 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def _note(path: Path, spec: JobSpec) -> None:
-    """What nobody should find out later; on stderr, as programs read the rest."""
+    """Print a warning about the endpoint's budget. It goes to stderr, because programs read stdout."""
     if note := short_endpoint(spec):
         click.echo(f"{path}: note: {note}", err=True)
 
 
 def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:
-    """Drop a spec with the ordinary storage client; the run that it becomes."""
+    """Drop a spec with the ordinary storage client; return the run's id. Raises CliError."""
     name = object_name if object_name.startswith(names.SPECS_PREFIX) else names.SPECS_PREFIX + object_name
     if not names.is_spec_object(name):
         raise CliError(f"the object name is {name!r}; only specs/….json starts a run", "choose another --name")

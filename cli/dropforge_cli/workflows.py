@@ -34,9 +34,9 @@ def workflows() -> None:
 
 @workflows.command()
 @click.argument("file", type=SOURCE)
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
 def lint(file: Path, no_limits: bool) -> None:
-    """Print what would keep FILE from being deployed, with line and column."""
+    """Print the mistakes for which the service refuses to deploy FILE, with line and column."""
     limits = Limits.lifted() if no_limits else Limits()
     try:
         _, problems = compile_source(_text(file), limits)
@@ -50,23 +50,25 @@ def lint(file: Path, no_limits: bool) -> None:
 @workflows.command()
 @click.argument("file", type=SOURCE)
 @click.option("--data", default="null", help="The execution's argument, as JSON.")
-@click.option("--clock", type=click.Choice(["system", "virtual"]), default="system", help="virtual: nothing waits.")
-@click.option("--mock", type=SOURCE, help="Canned answers for calls; then nothing is sent.")
+@click.option(
+    "--clock", type=click.Choice(["system", "virtual"]), default="system", help="virtual: waits take no time."
+)
+@click.option("--mock", type=SOURCE, help="Canned answers for calls, in place of requests.")
 @click.option("--env", multiple=True, metavar="KEY=VALUE", help="A user environment variable of the workflow.")
-@click.option("--no-limits", is_flag=True, help="Do not enforce the service's limits.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
+@click.option("--no-limits", is_flag=True, help="Do not enforce the limits of the service.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
 def run(
     file: Path, data: str, clock: str, mock: Path | None, env: tuple[str, ...], no_limits: bool, quiet: bool
 ) -> None:
-    """Run FILE once: its timeline and what it would cost on stderr, its result on stdout."""
-    chosen: Clock = VirtualClock() if clock == "virtual" else SystemClock()
+    """Run FILE once. Print its timeline and its cost in the cloud to stderr, its result to stdout."""
+    time: Clock = VirtualClock() if clock == "virtual" else SystemClock()
     try:
         simulation = simulate(
             _text(file),
             _json(data),
             mocks=ScriptedMocks(_text(mock)) if mock else None,
             env=_environment(env),
-            clock=chosen,
+            clock=time,
             limits=Limits.lifted() if no_limits else Limits(),
         )
     except DeployError as error:

@@ -19,28 +19,28 @@ from dropforge.spec import JobSpec
 Result = dict[str, Any]
 
 
+class Entry:
+    """A class attribute of Work: the path of a file or folder in the work directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, work: Work, owner: type[Work]) -> Path:
+        return work.directory / self._name
+
+
 @dataclass(frozen=True)
 class Work:
     """The paths of a work directory, and the results in it."""
 
     directory: Path
 
-    @property
-    def base(self) -> Path:
-        """The base model from a bucket, as `save_pretrained` wrote it; the Hub's models are in its own cache."""
-        return self.directory / "base"
-
-    @property
-    def rows(self) -> Path:
-        return self.directory / "rows.npz"
-
-    @property
-    def held_out(self) -> Path:
-        return self.directory / "held_out.json"
-
-    @property
-    def imported(self) -> Path:
-        return self.directory / "imported"
+    base = Entry("base")  # the base model from a bucket; the Hub's models are in the Hub's own cache
+    rows = Entry("rows.npz")
+    held_out = Entry("held_out.json")
+    imported = Entry("imported")
+    progress = Entry("progress.jsonl")
+    exported = Entry("export")
 
     @property
     def training(self) -> Path:
@@ -50,14 +50,6 @@ class Work:
     def checkpoints(self) -> Path:
         """MaxText's `checkpoint_dir`: one directory per step, which gets its number when it is complete."""
         return self.training / "run" / "checkpoints"
-
-    @property
-    def progress(self) -> Path:
-        return self.directory / "progress.jsonl"
-
-    @property
-    def exported(self) -> Path:
-        return self.directory / "export"
 
     @property
     def spec(self) -> JobSpec:

@@ -21,9 +21,7 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
     def __init__(self, meter: ProgressMeter) -> None:
         self._meter = meter
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._meter.begin(state.global_step, int(state.num_input_tokens_seen))
 
     def on_log(
@@ -37,7 +35,7 @@ class ReportProgress(TrainerCallback):  # type: ignore[misc]
         logs = logs or {}
         self._meter.note(logs.get("loss"), logs.get("learning_rate"))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             self._meter.step(state.global_step, int(state.num_input_tokens_seen), state.epoch)
 
@@ -60,9 +58,7 @@ class UploadCheckpoints(TrainerCallback):  # type: ignore[misc]
         """Seconds of training, over all attempts."""
         return self._seconds_before + time.monotonic() - self._began
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.monotonic()
 
     def on_save(
@@ -88,7 +84,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def __init__(self, request: StopRequest) -> None:
         self._request = request
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if _any_rank(self._request.reason is not None, args):
             self._request.agree()
             control.should_save = True

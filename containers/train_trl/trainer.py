@@ -79,9 +79,7 @@ class _SetEpoch(TrainerCallback):  # type: ignore[misc]
     def __init__(self, order: RowOrder) -> None:
         self._order = order
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._order.epoch = int(state.epoch or 0)
 
 

@@ -1,7 +1,7 @@
-"""What a spec's limits come to: how long a run may train and serve, what has been used, and when people are warned.
+"""What the limits of a spec amount to: how long a run may train and serve, what it has used, and when to warn people.
 
-Prices are those that were pinned when an attempt was opened and the endpoint begun; what is not known to be unused is
-counted as used, so that the sum is an upper bound.
+The prices are those that were pinned when the attempt or the endpoint began. Time that may have been used counts as
+used: each sum is an upper bound.
 """
 
 from __future__ import annotations
@@ -9,37 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from .base.settings import Settings
 from .platforms import get_server, get_target
 from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
-from .run.record import Attempt, Record
+from .run.record import Attempt, Notice, Record
 from .spec import JobSpec, seconds, serving_seconds
 
-# The shortest endpoint that is worth starting: its price is kept back from what training may cost.
+MIN_ATTEMPT_SECONDS = 60  # the shortest time for which starting a machine is worthwhile
+# The shortest endpoint that is worth starting: training may not spend its price.
 MIN_ENDPOINT_SECONDS = 600
 WARN_AT = (50, 80)  # percent of limits.max_cost_usd
 WARN_OF_TIME_AT = 80  # percent of limits.max_duration
 _STOPPED = "it is stopped, and its checkpoints are kept"
 
 
-class Notice(NamedTuple):
-    """Something that people should hear once while a run goes on. `key` is unique within the run."""
-
-    key: str
-    headline: str
-    text: str
-
-
 def serving_price(spec: JobSpec) -> HourlyPrice:
-    """What all instances that the endpoint may have cost for an hour, while they run. The spec must serve."""
-    assert spec.serve is not None, "asked only of specs that serve"
+    """The hourly price of the endpoint with its maximum number of instances. The spec must serve."""
+    assert spec.serve is not None, "the caller passes only specs that serve"
     return get_server(spec.serve.type).price(spec).times(spec.serve.max_instances)
 
 
 def training_budget(spec: JobSpec) -> float | None:
-    """US dollars that training may cost: the budget without what the shortest endpoint costs; None: no budget."""
+    """US dollars that training may cost: the budget minus the price of the shortest endpoint; None without a budget."""
     budget = spec.limits.max_cost_usd
     if budget is None or spec.serve is None:
         return budget
@@ -48,7 +40,7 @@ def training_budget(spec: JobSpec) -> float | None:
 
 
 def paid_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> int | None:
-    """How long the budget pays for training at `price`; None when nothing bounds it."""
+    """How many seconds of training the budget pays for at `price`; None without a budget or a known price."""
     budget = training_budget(spec)
     if budget is None or price.usd_per_hour is None:
         return None
@@ -56,17 +48,18 @@ def paid_seconds(spec: JobSpec, price: HourlyPrice, spent_usd: float = 0.0) -> i
 
 
 def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
-    """How long the first attempt may take: max_duration, or what the budget pays for if that is less."""
+    """How many seconds the first attempt may take: max_duration, or less if the budget pays for less."""
     allowed, paid = seconds(spec.limits.max_duration), paid_seconds(spec, price)
     return allowed if paid is None else min(allowed, paid)
 
 
 def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float = 0.0) -> int:
-    """How long the endpoint may live, from when it is begun: to start and for its ttl, or what the budget pays for.
+    """How many seconds the endpoint may exist from its beginning: its start and its ttl, or less if the budget says so.
 
-    `usd_per_hour` is for all of its instances: one that has scaled to zero costs less, which is not known beforehand.
+    `usd_per_hour` is the price of all its instances. An endpoint that scales to zero costs less, which is not known
+    beforehand.
     """
-    assert spec.serve is not None, "asked only of specs that serve"
+    assert spec.serve is not None, "the caller passes only specs that serve"
     allowed = serving_seconds(spec.serve)
     if spec.limits.max_cost_usd is None or not usd_per_hour:
         return allowed
@@ -75,22 +68,22 @@ def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float
 
 
 def endpoint_expiry(record: Record, spec: JobSpec, began: datetime) -> datetime:
-    """Until when the endpoint of a run may live that was begun at `began`, at the price that was pinned then."""
+    """When an endpoint that began at `began` must end, at the price that was pinned then."""
     spent = record.training_cost(began) or 0.0
     return began + timedelta(seconds=endpoint_seconds(spec, record.serving_usd_per_hour, spent))
 
 
 def kept_until(record: Record, spec: JobSpec) -> datetime:
-    """Until when what serves may exist by a label that it got before it was an endpoint; no bound if it got none."""
+    """The expiry label that the training VM got at its creation, if it serves; unbounded for other endpoints."""
     if spec.serve is None or not spec.serve.keeps_machine:
         return datetime.max.replace(tzinfo=UTC)
     return record.attempts[-1].deadline + timedelta(seconds=serving_seconds(spec.serve))
 
 
 def short_endpoint(spec: JobSpec) -> str:
-    """What the budget takes from the endpoint's ttl, for people to read before the run; "" when it pays for all of it.
+    """How far the budget may shorten the endpoint's ttl, as text for people before the run; "" if it pays for the ttl.
 
-    It pays for all if it does even when training takes all of its time at the dearest placement.
+    It pays for the ttl if that is true even when training uses all its time at the most expensive placement.
     """
     budget = spec.limits.max_cost_usd
     if budget is None or spec.serve is None:
@@ -98,7 +91,7 @@ def short_endpoint(spec: JobSpec) -> str:
     target, hourly = get_target(spec.target.type), serving_price(spec).usd_per_hour
     prices = [target.price(spec, placement).usd_per_hour for placement in range(len(target.regions(spec)))]
     if hourly is None or None in prices:
-        return ""  # admission refuses it: there is nothing to count with
+        return ""  # admission refuses a budget without prices
     training = max(price or 0.0 for price in prices) * seconds(spec.limits.max_duration) / SECONDS_PER_HOUR
     needed = training + hourly * serving_seconds(spec.serve) / SECONDS_PER_HOUR
     if needed <= budget:
@@ -120,12 +113,12 @@ def _time(length: float) -> str:
 
 
 def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:
-    """Since when an attempt that is seen to run may have run: it did not at the look before, a check interval ago."""
+    """The earliest start of an attempt that runs now: the look before, a check interval ago, did not see it running."""
     return max(attempt.launched or attempt.started, now - timedelta(seconds=settings.check_interval_seconds))
 
 
 def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
-    """The warnings about money and time that have not been given yet, of a run that trains."""
+    """The warnings about money and time of a training run that were not sent yet."""
     yield from due_of_budget(record, spec, now)
     used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
     if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
@@ -134,7 +127,7 @@ def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
 
 
 def due_of_budget(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
-    """The latest warning about money, unless it has been given: of a run that trains or serves."""
+    """The latest warning about money of a run that trains or serves, unless it was sent."""
     budget, spent = spec.limits.max_cost_usd, record.cost(now)
     if budget is None or spent is None:
         return
@@ -146,7 +139,7 @@ def due_of_budget(record: Record, spec: JobSpec, now: datetime) -> Iterator[Noti
 
 
 def seconds_to_warning(record: Record, spec: JobSpec, now: datetime) -> float:
-    """Seconds until the next warning is due, if the present attempt goes on; infinite when none is."""
+    """Seconds until the next warning is due if the present attempt continues; infinite if no warning follows."""
     waits = []
     budget, spent, hourly = spec.limits.max_cost_usd, record.cost(now), record.attempts[-1].usd_per_hour
     if budget is not None and spent is not None and hourly:

@@ -1,6 +1,6 @@
 """A durable Google Cloud Workflows engine in a SQLite file; README.md shows how to embed it.
 
-Layers, each of which imports only those below it: simulation · engine · store, lease · effects · interpreter ·
+Each layer imports only the layers after it in this list: simulation · engine · store, lease · effects · interpreter ·
 language · values · errors, limits, records, database, clock, billing · decisions.
 """
 

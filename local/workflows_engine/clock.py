@@ -1,4 +1,4 @@
-"""Time as a parameter: the wall clock, or a virtual one that tests move."""
+"""Time as a parameter: the wall clock, or a virtual clock that tests advance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the local stack asks of time."""
+    """The engine's only source of time."""
 
     def now(self) -> float:
         """Seconds since the Unix epoch."""
 
     async def sleep_until(self, when: float) -> None:
-        """Return once `now() >= when`; at once if it already is."""
+        """Return when `now() >= when`."""
 
 
 class SystemClock:
@@ -31,7 +31,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that stands still until `advance` is called, so that a week passes in a millisecond."""
+    """A clock that moves only by `advance`, so that a test waits a week in a millisecond."""
 
     def __init__(self, start: float = 1_750_000_000.0) -> None:
         self._now = start
@@ -49,13 +49,13 @@ class VirtualClock:
         await wake
 
     def next_wake(self) -> float | None:
-        """When the earliest sleeper is due, or None if nobody sleeps."""
+        """The moment at which the earliest sleeper is due, or None if there is no sleeper."""
         while self._sleepers and self._sleepers[0][2].done():
             heapq.heappop(self._sleepers)
         return self._sleepers[0][0] if self._sleepers else None
 
     def advance(self, to: float) -> None:
-        """Move the clock forward to `to` (never back) and wake everyone who is due, in order."""
+        """Move the clock forward to `to` (never back), and wake the sleepers that are due, in order."""
         self._now = max(self._now, to)
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, wake = heapq.heappop(self._sleepers)

@@ -1,62 +1,41 @@
-"""What the service does where its documentation is silent: one named choice each (docs/workflows-engine.md lists them).
+"""What the engine does where the service's documentation is silent; docs/workflows-engine.md has the whole table.
 
-Nothing here was checked against the live service. A constant is here, and not in the code that reads it, so that a
-fact that turns up later is one edit.
+These decisions are not checked against the live service. A decision that a constant can express is a constant here,
+so that a fact which turns up later is a single edit.
 """
 
 from __future__ import annotations
 
-# `-7 // 2` is -4 and `-7 % 2` is 1: the documentation says "floor division", so the remainder takes the divisor's sign.
-FLOOR_DIVISION = True
-
-# int64 results that do not fit raise ValueError; wrapping or turning into a double would corrupt ids silently.
+# An int64 result that does not fit raises ValueError: wrapping, or a double, would corrupt ids silently.
 INTEGER_OVERFLOW_TAG = "ValueError"
 
-# Strings are ordered by code point. Ordering different kinds (or maps, lists, bytes, null, booleans) is a TypeError.
-# Equality across kinds is false, never an error; 1 == 1.0 is true.
+# Strings are ordered by code point. The order of values of different types (and of maps, lists, bytes, null and
+# booleans) is a TypeError. Values of different types are not equal, without an error; 1 == 1.0 is true.
 STRINGS_ARE_ORDERED = True
 
-# `range: [5, 1]` runs no iteration.
-EMPTY_RANGE_IS_ALLOWED = True
-
-# `my_map.a.b: 1` creates the map `my_map.a` when the key is missing; a present value that is no map is a TypeError.
+# `my_map.a.b: 1` creates the map `my_map.a` if the key is missing. A value that is not a map is a TypeError.
 CREATE_INTERMEDIATE_MAPS = True
 
-# Reading a variable that no step on this path has assigned yet is a KeyError (it is known at deploy time).
+# A variable that no step on this path has assigned is a KeyError. The compiler refuses names that no step assigns.
 UNASSIGNED_VARIABLE_TAG = "KeyError"
 
-# A `for` body's variables are made anew when the loop is entered, not at each iteration; a parallel iteration's are.
-LOOP_SCOPE_IS_PER_LOOP = True
-
-# Waits between retries are exact: no jitter is documented.
-RETRY_JITTER = 0.0
-
-# `retry` without `predicate` retries every error; without `max_retries` 5 times; missing backoff fields take the
-# values of `retry.default_backoff`.
+# `retry` without `predicate` retries every error, without `max_retries` 5 times. Missing fields of `backoff` take the
+# values of `retry.default_backoff`. There is no jitter between retries.
 RETRY_WITHOUT_PREDICATE = "retry.always"
 RETRY_DEFAULT_MAX = 5
 
-# Branch ids in an UnhandledBranchError count from 1, as text; iterations too.
+# Branch ids in an UnhandledBranchError count from 1, as text; so do the ids of iterations.
 FIRST_BRANCH_ID = 1
 
-# Beyond the documented tag: real payloads show LookupError with KeyError; IndexError is taken to be alike.
+# Tags beside the documented tag. Real payloads show LookupError with KeyError; the engine treats IndexError alike.
 EXTRA_TAGS = {"KeyError": ["LookupError"], "IndexError": ["LookupError"], "UnhandledBranchError": ["RuntimeError"]}
 
-# A double that is a whole number keeps its point in string() and JSON ("5.0"); others are the shortest exact decimal.
-WHOLE_DOUBLES_KEEP_THEIR_POINT = True
-
-# In a callback, `query` is a map from name to text; a name given more than once becomes a list.
-CALLBACK_QUERY_IS_MAP = True
-
-# `math.floor` is accepted (documentation pages disagree on whether it exists); lint warns.
-MATH_FLOOR_EXISTS = True
-
-# `return` inside a parallel branch, and any jump out of a `for` or `parallel` body, are refused at deploy time.
+# The compiler refuses `return` inside a parallel branch, and every jump out of a `for` or `parallel` body.
 # `next: end` in a branch ends the branch; `next: continue` in a parallel iteration ends the iteration.
 RETURN_IN_BRANCH_IS_REFUSED = True
 
-# A body nested deeper than this is refused as a ResourceLimitError (the service's own JSON has such a bound).
+# A value nested deeper is a ResourceLimitError; the service's own JSON also has a bound.
 MAX_VALUE_DEPTH = 100
 
-# An expression nested deeper than this is refused at deploy time.
+# The compiler refuses an expression that is nested deeper.
 MAX_EXPRESSION_DEPTH = 200

@@ -1,10 +1,10 @@
-"""What can go wrong, by who must react.
+"""The engine's errors, by who must react.
 
-WorkflowError      raised inside a workflow; `except` catches it (unless it is a limit)
-DeployError        the source is refused; carries every problem found, with line and column
-EngineError        the caller of the engine asked for something impossible
+WorkflowError      a workflow raised it; `except` catches it, unless it is a limit
+DeployError        the compiler refuses the source; holds every problem with line and column
+EngineError        the engine refuses the request of its caller
     NotFound / InvalidArgument / FailedPrecondition / ResourceExhausted
-LeaseLost          another engine has taken over the database
+LeaseLost          another engine has taken over the database; this engine must stop
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from . import decisions
 
 
 class WorkflowError(Exception):
-    """An error as workflow code sees it: `value` is what `except: as:` binds."""
+    """An error of a workflow. `except: as:` binds `value`; the API shows `context`."""
 
     def __init__(self, value: Any, *, context: str | None = None, catchable: bool = True) -> None:
         super().__init__(context)
         self.value = value
         self.context = context
         self.catchable = catchable
-        self.trace: list[int] = []  # marks of the steps it passed through, innermost first
+        self.trace: list[int] = []  # marks of the steps that it passed, innermost first
 
 
 def system_error(tag: str, message: str, *, prefix: bool = True, **fields: Any) -> WorkflowError:
-    """An error that the interpreter raises: {"tags", "message"} and what the kind adds."""
+    """An error of the interpreter: a map with tags, message and `fields`."""
     text = f"{tag}: {message}" if prefix else message
     tags = [tag, *decisions.EXTRA_TAGS.get(tag, [])]
     return WorkflowError({"message": text, "tags": tags, **fields}, context=text)
 
 
 def limit_error(message: str, *tags: str) -> WorkflowError:
-    """Exhausting a resource ends the execution: documented as not catchable."""
+    """A ResourceLimitError. It ends the execution: the documentation says that `except` does not catch it."""
     text = f"ResourceLimitError: {message}"
     value = {"message": text, "tags": ["ResourceLimitError", *tags]}
     return WorkflowError(value, context=text, catchable=False)
@@ -42,7 +42,7 @@ def limit_error(message: str, *tags: str) -> WorkflowError:
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding of the deploy-time checks."""
+    """A mistake or a warning of the deploy-time checks."""
 
     message: str
     line: int = 1
@@ -56,7 +56,7 @@ class Problem:
 
 
 class DeployError(Exception):
-    """The source cannot be deployed. `str()` reads like the service's message; `problems` has them all."""
+    """The source has mistakes. `str()` reads like the service's message, about the first of `problems`."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
@@ -70,7 +70,7 @@ class DeployError(Exception):
 
 
 class EngineError(Exception):
-    """A request that the engine refuses; `status` is the canonical google.rpc code name."""
+    """The engine refuses a request; `status` is the name of its google.rpc.Code."""
 
     status = "INTERNAL"
 
@@ -92,4 +92,4 @@ class ResourceExhausted(EngineError):
 
 
 class LeaseLost(Exception):
-    """Another engine holds the database's lease: this one must stop."""
+    """Another engine holds the database's lease."""

@@ -28,7 +28,7 @@ class Lease:
     def acquire(self, *, takeover: bool) -> None:
         """Become the database's only engine. Raises FailedPrecondition while another process still runs it.
 
-        The process id and its start time tell at once that an owner is dead, so that a restart waits for no heartbeat.
+        The process id and its start time show at once that an owner is dead, so that a restart waits for no heartbeat.
         """
         with self._db.transaction() as sql:
             row = sql.execute("SELECT token, host, process FROM wf_lease").fetchone()

@@ -1,15 +1,15 @@
-"""The service's limits (cloud.google.com/workflows/quotas), enforced by default and lifted by one switch."""
+"""The service's limits (cloud.google.com/workflows/quotas); the engine enforces them by default."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a workflow may be, hold and do. `Limits.lifted()` is the same without limits of size and number."""
+    """The size of a workflow, and how much an execution may hold and do."""
 
     source_bytes: int = 128 * 1024
     argument_bytes: int = 32 * 1024
@@ -35,33 +35,10 @@ class Limits:
     environment_variable_bytes: int = 4 * 1024
     active_executions: int = 10_000
     queued_executions: int = 100_000
-    nodes: int = 200_000  # YAML aliases can make a small source mean a huge one
+    nodes: int = 200_000  # of a source after the expansion of YAML aliases
 
     @classmethod
     def lifted(cls) -> Limits:
-        """No limits but those that keep the interpreter itself safe (nesting, alias expansion, int64)."""
-        return cls(
-            source_bytes=UNBOUNDED,
-            argument_bytes=UNBOUNDED,
-            variables_bytes=UNBOUNDED,
-            string_bytes=UNBOUNDED,
-            response_bytes=UNBOUNDED,
-            result_bytes=UNBOUNDED,
-            expression_characters=UNBOUNDED,
-            assignments_per_step=UNBOUNDED,
-            conditions_per_switch=UNBOUNDED,
-            parameters=UNBOUNDED,
-            branches=UNBOUNDED,
-            parallel_depth=UNBOUNDED,
-            concurrent_branches=UNBOUNDED,
-            branch_errors=UNBOUNDED,
-            steps=UNBOUNDED,
-            duration_seconds=UNBOUNDED,
-            sleep_seconds=UNBOUNDED,
-            http_timeout_seconds=UNBOUNDED,
-            labels=UNBOUNDED,
-            environment_variables=UNBOUNDED,
-            environment_variable_bytes=UNBOUNDED,
-            active_executions=UNBOUNDED,
-            queued_executions=UNBOUNDED,
-        )
+        """Only the limits that keep the interpreter itself safe: call depth, nesting, alias expansion, int64."""
+        kept = ("call_depth", "nodes")
+        return cls(**{limit.name: UNBOUNDED for limit in fields(cls) if limit.name not in kept})

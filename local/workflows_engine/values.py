@@ -1,7 +1,7 @@
 """Values of the language (64-bit int, double, string, bool, null, list, map, bytes): their size, their form as text.
 
-Lists and maps are never changed after they are made: an assignment into one makes a new one along the path, so that
-assigning a variable is a copy in meaning and a reference in cost.
+Nothing changes a list or map after its creation: an assignment into a list or map makes new ones along the path. The
+assignment of a variable thus means a copy, and costs a reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from . import decisions
 from .errors import WorkflowError, limit_error, system_error
 
-Value: TypeAlias = Any  # of the kinds above; the language is dynamically typed
+Value: TypeAlias = Any  # a value of the kinds above; the language has dynamic types
 
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1
@@ -22,7 +22,7 @@ SCALARS: Final = frozenset((int, float, bool, type(None)))
 
 
 class Unset:
-    """The one value of a variable that nothing has assigned yet; never seen by a workflow."""
+    """The value of a variable before its first assignment; a workflow never sees it."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -60,12 +60,12 @@ _KINDS: Final = {
 
 
 def kind(value: Value) -> str:
-    """What `get_type` answers."""
+    """The name of a value's type, as `get_type` returns it."""
     return _KINDS[type(value)]
 
 
 def double_text(number: float) -> str:
-    """A double as string() and JSON show it."""
+    """A double as string() and JSON write it."""
     if math.isnan(number):
         return "NaN"
     if math.isinf(number):
@@ -74,17 +74,17 @@ def double_text(number: float) -> str:
 
 
 def integer(number: int) -> int:
-    """`number` if it fits 64 bits. Raises the overflow error otherwise."""
+    """`number` itself. Raises the overflow error if it does not fit 64 bits."""
     if INT_MIN <= number <= INT_MAX:
         return number
     raise system_error(decisions.INTEGER_OVERFLOW_TAG, "integer overflow")
 
 
 class Sizer:
-    """Bytes that values take by the service's rule: 8 for a scalar, recursive for strings, lists and maps.
+    """Sizes of values in bytes, by the service's rule: 8 for a scalar, recursive for strings, lists and maps.
 
-    Sizes of lists and maps are remembered by identity (they never change), so that sizing an unchanged variable again
-    costs nothing, and sizing one that was made from another costs only the difference.
+    The sizer remembers the sizes of lists and maps by identity, because they never change: the size of an unchanged
+    variable costs nothing, and the size of a list or map made from another costs only the difference.
     """
 
     def __init__(self, variables_bytes: int, string_bytes: int) -> None:
@@ -94,7 +94,7 @@ class Sizer:
         self._remembered = 0
 
     def check(self, value: Value) -> None:
-        """Refuse a value that alone is over a limit, or nested too deeply to be handled."""
+        """Raise ResourceLimitError for a value that by itself is over a limit, or nested too deeply."""
         if type(value) is str or type(value) is bytes:
             if len(value) > self._string_bytes // 4 and self.size(value) > self._string_bytes:
                 raise limit_error(f"a string of {self.size(value)} bytes; the limit is {self._string_bytes}")
@@ -113,7 +113,7 @@ class Sizer:
             self.forget()
 
     def grown(self, value: Value, old: Value, part: Value) -> None:
-        """`value` is the list `old` and one part more: its size is known without a walk."""
+        """Remember the size of `value`, which is the list `old` with another item, without a walk."""
         known = self._known.pop(id(old), None)
         if known is None or known[0] is not old:
             return
@@ -122,7 +122,7 @@ class Sizer:
         self._remembered += size
 
     def forget(self) -> None:
-        """Let go of the values that sizes are remembered of."""
+        """Forget all sizes, and release the values they belong to."""
         self._known.clear()
         self._remembered = 0
 
@@ -135,7 +135,7 @@ class Sizer:
         return max(8, len(value)) if kind_ is bytes else 8
 
     def measure(self, value: Value) -> tuple[int, int]:
-        """Size and depth of any value."""
+        """(size, depth) of a value."""
         if type(value) is list or type(value) is dict:
             return self._measure(value)
         return self.size(value), 0
@@ -202,7 +202,7 @@ def decode_value(text: str) -> Value:
 
 
 class NotJson(Exception):
-    """A value that JSON has no form for; says which."""
+    """JSON has no form for a value; the message names its type."""
 
 
 def _refuse(value: Value) -> Value:
@@ -218,7 +218,7 @@ _sorted = json.JSONEncoder(
 
 
 def to_json(value: Value, *, sort_keys: bool = False) -> str:
-    """A value as JSON for the outside. Raises NotJson for bytes, NaN and infinities."""
+    """A value as JSON for callers and services. Raises NotJson for bytes, NaN and infinities."""
     try:
         return (_sorted if sort_keys else _strict).encode(value)
     except ValueError as error:
@@ -226,7 +226,7 @@ def to_json(value: Value, *, sort_keys: bool = False) -> str:
 
 
 def from_json(text: str) -> Value:
-    """JSON from the outside as a value: integers beyond 64 bits become doubles. Raises ValueError."""
+    """JSON of callers and services as a value; integers beyond 64 bits become doubles. Raises ValueError."""
     try:
         return _decoder.decode(text)
     except RecursionError as error:

@@ -79,12 +79,12 @@ def test_a_seed_is_the_same_life_in_another_process() -> None:
 def test_the_command_counts_seeds_and_replays_one() -> None:
     many = CliRunner().invoke(cli, ["chaos", "--seeds", "3"])
     assert many.exit_code == 0, many.output
-    assert "3 lives, 0 with broken promises" in many.output
+    assert "3 simulations, 0 with broken promises" in many.output
     one = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--target", "tpu_vm", "--verbose"])
     assert f"digest {run(1, ['tpu_vm']).digest}" in one.output
     assert "dropped" in one.output
     struck = CliRunner().invoke(cli, ["chaos", "--each", "--target", "gke", "--target", "ray"])
-    assert (struck.exit_code, "gke, ray: one run is struck, which has one target" in struck.output) == (2, True)
+    assert (struck.exit_code, "gke, ray: --strike and --each run one target" in struck.output) == (2, True)
 
 
 FAULTS = {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", "deleted", "repeated"}

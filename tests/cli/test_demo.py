@@ -169,8 +169,8 @@ def test_a_demo_shows_the_whole_way_and_leaves_nothing(start: Callable[..., Proc
     assert demo.code() == 0, demo.text()
     output = demo.text()
     expected = [
-        "started the local stack", "made the secrets", "put gs://local-data/text-to-sql.jsonl", "accepted", "training",
-        "succeeded", "exact match       0    0.9", "seconds per stage", "endpoint in us-central1",
+        "started the local stack", "created the secrets", "uploaded gs://local-data/text-to-sql.jsonl", "accepted",
+        "training", "succeeded", "exact match       0    0.9", "seconds per stage", "endpoint in us-central1",
         "cloud.google.com/run/pricing", "as of 20", "3 messages as sent", "noop accepted", "noop training started",
         "noop succeeded", "what is left  0 resources, 0 processes, 0 ports", "done after",
     ]  # fmt: skip
@@ -232,7 +232,7 @@ def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
     first.code()
     third = start("demo", write_spec(tmp_path, noop_spec(serve=None)))
     assert third.code() == 0, third.text()
-    assert re.search(r"ended stack \(pid \d+\), which an earlier demo had left", third.text())
+    assert re.search(r"ended stack \(pid \d+\), left by an earlier demo", third.text())
 
 
 def test_an_environment_that_cannot_be_made_ends_the_demo_before_anything_starts(
@@ -243,7 +243,7 @@ def test_an_environment_that_cannot_be_made_ends_the_demo_before_anything_starts
     )
     demo = start("demo", write_spec(tmp_path, noop_spec()), command=[sys.executable, "-c", code, NOOP_COMMAND[-1]])
     assert demo.code() == 1
-    assert "error: the environment could not be made: tools/none.py ended with exit code 2" in demo.text()
+    assert "error: the environment could not be created: tools/none.py exited with 2" in demo.text()
     assert "started the local stack" not in demo.text()
 
 
@@ -289,8 +289,8 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     patient.wait_for("the container has started")
     patient.popen.send_signal(signal.SIGINT)
     assert patient.code() == 130
-    assert "the run goes on" in patient.text()
-    assert "asked for the end of" in output("cancel", hanging)
+    assert "the run continues" in patient.text()
+    assert "requested the end of" in output("cancel", hanging)
     assert watcher.code() == 1
     assert "cancelled" in watcher.text()
     assert follower.code() == 0

@@ -40,7 +40,7 @@ def advance(store: RunStore, state: RunState, seconds: float) -> Record:
 
 
 def test_a_run_that_is_not_there_yet_is_not_an_error(deployed: Deployed) -> None:
-    assert Follower(deployed.store, RUN).look() is None
+    assert Follower(deployed.store, RUN).snapshot() is None
 
 
 def test_each_event_is_told_once_and_of_progress_the_newest(deployed: Deployed) -> None:
@@ -48,14 +48,14 @@ def test_each_event_is_told_once_and_of_progress_the_newest(deployed: Deployed) 
     follower = Follower(deployed.store, RUN)
     for new in (event(Started, 1, device="cpu"), progress(10), progress(20)):
         deployed.event(new)
-    first, second = follower.look(), follower.look()
+    first, second = follower.snapshot(), follower.snapshot()
     assert first is not None
     assert second is not None
     assert [e.type for e in first.events] == ["started", "progress"]
     assert first.progress == second.progress == progress(20)
     assert second.events == []
     deployed.event(progress(30))
-    third = follower.look()
+    third = follower.snapshot()
     assert third is not None
     assert third.events == [progress(30)]
 
@@ -64,11 +64,11 @@ def test_progress_of_an_earlier_attempt_is_not_shown_as_the_present_one_s(deploy
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(), attempt(2, ended=None)])
     deployed.event(progress(39))
     follower = Follower(deployed.store, RUN)
-    snapshot = follower.look()
+    snapshot = follower.snapshot()
     assert snapshot is not None
     assert snapshot.progress is None
     deployed.event(progress(5, attempt=2))
-    snapshot = follower.look()
+    snapshot = follower.snapshot()
     assert snapshot is not None
     assert snapshot.progress == progress(5, attempt=2)
 
@@ -80,7 +80,7 @@ def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:
     follower = Follower(deployed.store, RUN)
 
     def look() -> None:
-        snapshot = follower.look()
+        snapshot = follower.snapshot()
         assert snapshot is not None
         display.show(snapshot)
 
@@ -117,7 +117,7 @@ def test_what_a_container_says_of_its_end_is_told(deployed: Deployed) -> None:
     deployed.event(event(Preempted, 1, step=7))
     deployed.event(event(Failed, 2, error_class=ErrorClass.DATA, message="[1] is not a row"))
     out = io.StringIO()
-    snapshot = Follower(deployed.store, RUN).look()
+    snapshot = Follower(deployed.store, RUN).snapshot()
     assert snapshot is not None
     LineDisplay(Console(file=out, width=200, markup=False)).show(snapshot)
     assert "preempted; step 7 is saved" in out.getvalue()
@@ -139,7 +139,7 @@ def test_a_terminal_gets_stages_with_seconds_and_a_bar(deployed: Deployed) -> No
 def hurried(deployed: Deployed) -> Iterator[Deployment]:
     """The deployment, looked at often and with little patience."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dropforge_cli.deployment.CLOUD_LOOK_SECONDS", 0.01)
+        patch.setattr("dropforge_cli.deployment.CLOUD_POLL_SECONDS", 0.01)
         patch.setattr("dropforge_cli.deployment.CLOUD_PATIENCE_SECONDS", 0.5)
         yield connect(None)
 

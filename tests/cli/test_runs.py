@@ -73,7 +73,7 @@ def test_runs_come_newest_first_with_their_cost(deployed: Deployed) -> None:
 
 
 def test_no_runs_is_not_an_empty_table(deployed: Deployed) -> None:
-    assert deployed.run("runs").output == "no runs yet; `dropforge submit SPEC` makes one\n"
+    assert deployed.run("runs").output == "no runs yet; start a run with `dropforge submit SPEC`\n"
     assert json.loads(deployed.run("runs", "--json").stdout) == []
 
 
@@ -103,7 +103,7 @@ def test_status_tells_all_that_is_known(deployed: Deployed) -> None:
         "preempted",
         "training cost so far: $2.00",
         "exact_match 0.9567, tokens 1,234,567\n",
-        "endpoint https://e, model job, until 2026-11-21 12:00 UTC, when the budget is used up",
+        "endpoint https://e, model job, until 2026-11-21 12:00 UTC, when the budget is spent",
         "services/s  created",
     ):
         assert expected in output, output
@@ -139,7 +139,7 @@ def test_a_run_may_be_named_by_its_beginning(deployed: Deployed) -> None:
     assert deployed.run("status", "job-01234").output.startswith(RUN)
     ambiguous = deployed.run("status", "job-0123")
     assert ambiguous.exit_code == 1
-    assert f"'job-0123' is the beginning of 2 runs: {RUN}, {OTHER}" in ambiguous.stderr
+    assert f"2 run ids begin with 'job-0123': {RUN}, {OTHER}" in ambiguous.stderr
     for unknown in ("nothing", "nothing-0123456789ab"):
         assert "`dropforge runs` lists them" in deployed.run("status", unknown).stderr
 
@@ -158,10 +158,10 @@ def test_cancel_publishes_the_request_and_says_what_it_is_about(deployed: Deploy
     with pubsub_v1.SubscriberClient() as subscriber:
         name = subscriber.subscription_path("p", "test")
         subscriber.create_subscription(name=name, topic="projects/p/topics/dropforge-requests")
-        assert "asked for the end of" in deployed.run("cancel", RUN).output
+        assert "requested the end of" in deployed.run("cancel", RUN).output
         [message] = subscriber.pull(subscription=name, max_messages=5, timeout=10).received_messages
     assert json.loads(message.message.data) == {"cancel": RUN}
-    assert "is FAILED already and has no endpoint" in deployed.run("cancel", OTHER).output
+    assert "is already FAILED and has no endpoint" in deployed.run("cancel", OTHER).output
     assert deployed.run("cancel", "job-aaaaaaaaaaaa").exit_code == 1
 
 

@@ -28,7 +28,7 @@ from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
 PRICES = [f"--price={target}=1" for target in ("gke", "ray", "tpu_vm")]
-document, look_at_training = smoke_plan.document, smoke.Smoke._look_at_training
+document, look_at_training = smoke_plan.document, smoke.Smoke._observe_training
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
                 bucket = clients.storage().bucket(test.deployment.settings.runs_bucket)
                 bucket.blob(f"checkpoints/{one.run}/go").upload_from_string("")
 
-        monkeypatch.setattr(smoke.Smoke, "_look_at_training", look_and_let_go)
+        monkeypatch.setattr(smoke.Smoke, "_observe_training", look_and_let_go)
         monkeypatch.setattr(smoke_plan, "document", with_behaviour)
         report = tmp_path / "report.md"
         words = ["smoke", "--state", str(stack), "--yes", "--output", str(report), *options]
@@ -105,7 +105,7 @@ def test_a_broken_promise_is_named(tested: Callable[..., tuple[Result, str]], st
     assert result.exit_code == 1
     assert report.startswith("# dropforge smoke: failed")
     found = rows(report)
-    assert found["checkpoint", "cloud_run"] == ("failed", "there is none")
+    assert found["checkpoint", "cloud_run"] == ("failed", "there is no checkpoint")
     assert found["manifest", "cloud_run"][0] == "failed"
     assert found["cancel-ends", "cloud_run (cancelled)"][0] == "passed"
     assert left(stack) == []

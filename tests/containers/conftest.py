@@ -24,7 +24,7 @@ from google.cloud import storage
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
-from dropforge_local import fsdp_shim, tiny
+from dropforge_local import shims, tiny
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator, Server
@@ -99,7 +99,7 @@ class Attempt:
 
 @dataclass
 class Trainer:
-    """Starts training attempts: of one process, or of several as the local stack does for as many GPUs."""
+    """Starts training attempts, with one process or several, as the local stack does for as many GPUs."""
 
     cloud: Cloud
     started: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Trainer:
             "DROPFORGE_JOB_EVENTS_TOPIC": TOPIC,
         }
         if processes > 1:
-            values = {**fsdp_shim.environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
+            values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
         process = subprocess.Popen(
             [sys.executable, "-m", "containers.train_trl.train"],
             env={**values, **environment},
@@ -145,7 +145,7 @@ class Trainer:
 
 
 def kill_all(pid: int) -> None:
-    """SIGKILL to a process and everything below it, as the kernel does when a container's first process ends."""
+    """Kill a process and all its descendants, as the kernel does when a container's first process ends."""
     try:
         first = psutil.Process(pid)
         processes = [*first.children(recursive=True), first]
@@ -158,7 +158,7 @@ def kill_all(pid: int) -> None:
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """Made once, about 20 s, and kept in build/tiny."""
+    """The base model. Made once, in about 20 s, and kept in build/tiny."""
     return tiny.base_model(ROOT / "build" / "tiny")
 
 
@@ -181,7 +181,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         client.create_bucket(RUNS)
         client.create_bucket(DATA)
         upload_directory(client, base_model, f"gs://{DATA}/tiny")
-        # 33 held out leave 640, whole steps of 16: several ranks fill the last step of an epoch up, one does not.
+        # 33 rows are held out. The other 640 fill steps of 16: several ranks would pad an incomplete last step.
         rows = tiny.dataset(directory / "rows.jsonl", rows=673)
         client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
         yield Cloud(server, client)
@@ -202,7 +202,7 @@ def seen() -> list[JobEvent]:
 
 @pytest.fixture
 def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
-    """Called with a run: its job events so far, in the order of their sequence."""
+    """A function that returns the job events of a run so far, in the order of their sequence."""
     from google.cloud import pubsub_v1
 
     os.environ["PUBSUB_EMULATOR_HOST"] = cloud.server.grpc_address
@@ -213,7 +213,7 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
             return list(
                 subscriber.pull(subscription=SUBSCRIPTION, max_messages=500, timeout=0.5, retry=None).received_messages
             )
-        except DeadlineExceeded:  # a pull waits for messages; all that were published are there at once
+        except DeadlineExceeded:  # a pull waits for messages; published messages arrive at once
             return []
 
     def pull(run: str) -> list[JobEvent]:
@@ -229,7 +229,7 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
-    """A run of 60 steps that nothing disturbs, and its manifest."""
+    """The attempt of an uninterrupted run of 60 steps, and its manifest."""
     trainer = Trainer(cloud)
     document = job_spec(training={"max_steps": 60, "checkpoint_steps": 20}, secrets={"MY_KEY": "my-key"})
     references = {"MY_KEY": f"projects/{PROJECT}/secrets/my-key/versions/latest"}
@@ -240,7 +240,7 @@ def uninterrupted(cloud: Cloud) -> tuple[Attempt, Manifest]:
 
 @pytest.fixture(scope="session")
 def two_ranks(cloud: Cloud) -> Iterator[tuple[Attempt, Manifest]]:
-    """The same 60 steps, of the same 16 rows each, in two ranks."""
+    """The same 60 steps of the same 16 rows, in two ranks."""
     trainer = Trainer(cloud)
     training = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
     try:
@@ -253,7 +253,7 @@ def two_ranks(cloud: Cloud) -> Iterator[tuple[Attempt, Manifest]]:
 
 @pytest.fixture(scope="session")
 def two_machines(cloud: Cloud) -> Iterator[str]:
-    """The run of a whole model, fine-tuned with recomputed activations by one process on each of two machines."""
+    """The run id of full fine-tuning with recomputed activations, by one process on each of two machines."""
     trainer = Trainer(cloud)
     training = {"adapter": {"type": "none"}, "learning_rate": 1e-3, "max_steps": 6, "per_device_train_batch_size": 8}
     document = job_spec(training={**training, "gradient_checkpointing": True})

@@ -1,4 +1,4 @@
-"""The images: pinned as the lock is, complete by their own COPYs, and started by their own ENTRYPOINT."""
+"""The images: pinned to the versions of lock.txt, complete by their own COPYs, started by their own ENTRYPOINT."""
 
 from __future__ import annotations
 

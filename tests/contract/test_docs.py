@@ -16,7 +16,7 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 INDEX = ROOT / "docs" / "README.md"
 TERRAFORM = sorted((ROOT / "terraform").glob("*.tf"))
 # Pages that are rewritten together with their packages.
-ELSEWHERE = {ROOT / "docs" / name for name in ("training.md", "training-maxtext.md", "workflows-engine.md")}
+ELSEWHERE = {ROOT / "docs" / name for name in ("workflows-engine.md",)}
 PLACEHOLDERS = ("/x/", "/x.", "build/")  # a new platform, channel or emulator; generated files
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
 
@@ -113,6 +113,21 @@ def _exists(path: str, document: Path) -> bool:
     ):
         return True
     return any((base / path).exists() for base in (document.parent, ROOT, ROOT / "functions"))
+
+
+def _named_tests(document: Path) -> list[tuple[str, str, str]]:
+    """The tests that a page names: text, file, and function or "". `::test_x` belongs to the file named before."""
+    named, file = [], ""
+    for name in re.findall(r"`([^`\n]+)`", document.read_text()):
+        match = re.fullmatch(r"(?:[\w/]+/)?(test_\w+\.py)?(?:::(test_\w+))?", name)
+        if match and (match[1] or match[2]):
+            file = match[1] or file
+            named.append((name, file, match[2] or ""))
+    return named
+
+
+def _is_test(file: str, test: str) -> bool:
+    return any(f"def {test}" in path.read_text() for path in (ROOT / "tests").rglob(file))
 
 
 def _prose(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Callback endpoints over real HTTP: who may call them, when, and what the workflow gets."""
+"""Callback endpoints over real HTTP: who may call them, when, and the request that the workflow receives."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def start(served: Any, source: str = WAITER) -> tuple[Any, str]:
 def eventually(condition: Any, seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "not in time"
+        assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
         time.sleep(0.005)
     return value
 
 
-def test_an_endpoint_is_awaited_again_and_again(served: Any) -> None:
+def test_an_execution_awaits_an_endpoint_twice(served: Any) -> None:
     record, url = start(served)
     assert url.startswith(f"{served.url}/v1/{record.name}/callbacks/")
     first = requests.post(url + "?a=1&b=2&b=3", json={"n": 1}, headers=TOKEN, timeout=10)
@@ -82,7 +82,7 @@ def test_an_endpoint_is_awaited_again_and_again(served: Any) -> None:
     assert requests.post(url, json={}, headers=TOKEN, timeout=10).status_code == 404
 
 
-def test_only_a_bearer_of_a_token_may_call(served: Any) -> None:
+def test_a_sender_needs_a_bearer_token(served: Any) -> None:
     _, url = start(served)
     assert requests.post(url, json={}, timeout=10).status_code == 401
     assert requests.post(url, json={}, headers={"Authorization": "Basic eA=="}, timeout=10).status_code == 401
@@ -91,7 +91,7 @@ def test_only_a_bearer_of_a_token_may_call(served: Any) -> None:
     assert requests.post(url + "x", json={}, headers=TOKEN, timeout=10).status_code == 404
 
 
-def test_one_early_request_is_kept_and_a_second_refused(served: Any) -> None:
+def test_an_endpoint_keeps_an_early_request_and_refuses_a_second(served: Any) -> None:
     source = WAITER.replace(
         "    - loop:\n", "    - nap:\n        call: sys.sleep\n        args: {seconds: 0.5}\n    - loop:\n"
     )
@@ -103,7 +103,7 @@ def test_one_early_request_is_kept_and_a_second_refused(served: Any) -> None:
     assert served.call(lambda: served.engine.wait(record.name)).result == "3"
 
 
-def test_waiting_too_long_is_a_timeout_error(served: Any) -> None:
+def test_a_wait_over_its_timeout_is_a_timeout_error(served: Any) -> None:
     source = """
 main:
   steps:

@@ -1,4 +1,4 @@
-"""Cases from the pages of the service (cloud.google.com/workflows/docs/…), one line each."""
+"""Cases from the pages of the service (cloud.google.com/workflows/docs/…), a line for each."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_call_steps_take_lists_of_arguments(lab: Any, call: str, expected: Any) 
         ("call: googleapis.storage.v1.buckets.list, args: [p]", "needs its arguments by name"),
     ],
 )
-def test_lists_of_arguments_that_cannot_be(call: str, message: str) -> None:
+def test_wrong_lists_of_arguments_are_refused(call: str, message: str) -> None:
     with pytest.raises(DeployError) as caught:
         compile_source(f"main:\n  steps:\n    - a: {{{call}}}\n{FUNCTION}", Limits())
     assert any(message in problem.message for problem in caught.value.problems)
 
 
-def test_an_unknown_symbol_is_told_as_by_the_service() -> None:
-    """The sentence of the troubleshooting page."""
+def test_the_error_of_an_unknown_symbol_has_the_services_words() -> None:
+    """The troubleshooting page has this sentence."""
     source = "main:\n  steps:\n    - step1: {assign: [{varA: 1}]}\n    - step2: {return: '${varA + varC}'}\n"
     with pytest.raises(DeployError) as caught:
         compile_source(source, Limits())
@@ -118,8 +118,8 @@ def test_current_steps_names_only_the_innermost_step() -> None:
     assert machine.current_steps() == [{"routine": "inner", "step": "boom"}]
 
 
-def test_step_entries_of_retries_and_of_the_main_line() -> None:
-    """Each attempt is a TRY, numbered; it ends when it failed, not when the wait is over; siblings are linked."""
+def test_step_entries_of_retries_and_of_main() -> None:
+    """Each attempt is a numbered TRY, which ends at its failure and not after the wait; entries link their siblings."""
     source = """
 - try_it:
     try: {call: http.get, args: {url: "http://x/"}}
@@ -146,7 +146,7 @@ def test_step_entries_of_retries_and_of_the_main_line() -> None:
     assert shown[6]["navigationInfo"] == {"previous": "1"}
 
 
-def test_a_result_that_cannot_be_shown_says_where_it_came_from() -> None:
+def test_the_error_of_a_result_without_json_names_its_step() -> None:
     record = simulate("- fine: {assign: [{x: 1}]}\n- r: {return: {a: '${text.encode(\"x\")}'}}\n").record
     assert record.error is not None
     assert record.error["context"].endswith('in step "r", routine "main", line: 2')

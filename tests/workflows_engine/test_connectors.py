@@ -1,4 +1,4 @@
-"""googleapis.* calls against discovery documents: paths, operations that are awaited, errors, helpers."""
+"""googleapis.* calls by discovery documents: paths, polled operations, errors, helpers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DOCUMENTS: dict[str, Any] = {
 
 
 class Google:
-    """Answers by (method, URL), in order; the last answer stays."""
+    """Answers by (method, URL), in order; repeats the last answer."""
 
     def __init__(self, answers: dict[str, list[tuple[int, Any]]]) -> None:
         self.requests: list[HttpRequest] = []
@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
             clock = VirtualClock()
             database = SqliteDatabase(tmp_path / "x.db")
 
-            def engine_() -> Engine:
+            def new_engine() -> Engine:
                 def discovery(api: str, version: str) -> Any:
                     return DOCUMENTS.get(f"{api}.{version}")
 
@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
                     **options,
                 )
 
-            engine = engine_()
+            engine = new_engine()
             await engine.start()
             engine.deploy(FLOW, source)
             name = engine.create_execution(FLOW).name
@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
                 for _ in range(10):
                     await asyncio.sleep(0)
                 await engine.stop()
-                engine = engine_()
+                engine = new_engine()
                 await engine.start()
             done = asyncio.create_task(engine.wait(name))
             await drive(engine, clock, done)
@@ -126,7 +126,7 @@ DONE = (200, {"name": "projects/p/locations/l/operations/o", "done": True, "resp
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_an_operation_is_awaited_with_growing_pauses(run: Any, restart: bool) -> None:
+def test_an_operation_is_polled_with_growing_pauses(run: Any, restart: bool) -> None:
     google = Google({JOBS: [STARTED], OPERATION: [STARTED, STARTED, DONE]})
     record, seconds = run(CREATE % "", google, restart=restart)
     assert json.loads(record.result) == {"name": "train"}
@@ -158,7 +158,7 @@ def test_polling_can_be_skipped_and_tuned(run: Any) -> None:
         ({JOBS: [(403, {"error": {"message": "denied"}})]}, "HttpError", "body"),
     ],
 )
-def test_what_goes_wrong_has_its_tag(run: Any, answers: dict[str, Any], tag: str, field: str) -> None:
+def test_every_failure_has_its_tag(run: Any, answers: dict[str, Any], tag: str, field: str) -> None:
     google = Google({JOBS: [STARTED], **answers})
     record, _ = run(CREATE % "connector_params: {timeout: 100}", google)
     error = json.loads(record.error["payload"])
@@ -166,7 +166,7 @@ def test_what_goes_wrong_has_its_tag(run: Any, answers: dict[str, Any], tag: str
     assert field in error
 
 
-def test_connectors_retry_by_themselves(run: Any) -> None:
+def test_connectors_retry_without_a_policy(run: Any) -> None:
     google = Google({JOBS: [(503, {}), (503, {}), DONE]})
     record, seconds = run(CREATE % "", google)
     assert json.loads(record.result) == {"name": "train"}
@@ -190,7 +190,7 @@ def test_connectors_retry_by_themselves(run: Any) -> None:
         ("gke.create_job", "{}", "gke.create_job is not emulated; mock it"),
     ],
 )
-def test_a_call_that_cannot_be_made_says_why(run: Any, call: str, arguments: str, message: str) -> None:
+def test_the_error_of_a_wrong_call_names_the_reason(run: Any, call: str, arguments: str, message: str) -> None:
     record, _ = run(f"- a: {{call: {call}, args: {arguments}}}\n", Google({}))
     assert message in record.error["context"]
 

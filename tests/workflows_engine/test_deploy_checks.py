@@ -1,4 +1,4 @@
-"""What is refused before it runs, with line and column."""
+"""Mistakes that the compiler refuses, with line and column."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problems(source: str, limits: Limits | None = None) -> list[tuple[int, int, 
         ("- a: 5\n", 1, 6, "a step must be a map"),
         ("- a: {}\n", 1, 6, "the step does nothing"),
         ("- a: {retrun: 1}\n", 1, 7, "unexpected 'retrun' in a step"),
-        ("- a: {return: 1, raise: 2}\n", 1, 18, "a step does one thing; found return and raise"),
+        ("- a: {return: 1, raise: 2}\n", 1, 18, "a step has a single action; got: return and raise"),
         ("- a: {return: 1}\n- a: {return: 2}\n", 2, 3, "duplicate step name 'a'"),
         ("- end: {return: 1}\n", 1, 3, "'end' cannot be a step's name"),
         ("- a: {args: {}, assign: [{x: 1}]}\n", 1, 13, "'args' needs 'call'"),
@@ -38,7 +38,7 @@ def problems(source: str, limits: Limits | None = None) -> list[tuple[int, int, 
         ("- a: {assign: [{x-y: 1}]}\n", 1, 17, "cannot assign to 'x-y'"),
         ("- a: {assign: [{x.y: 1}]}\n", 1, 17, "symbol 'x' is neither a variable nor a sub-workflow name"),
         ("- a: {next: nowhere}\n", 1, 13, "'next: nowhere' names no step"),
-        ("- a: {next: break}\n", 1, 13, "is only possible in a loop"),
+        ("- a: {next: break}\n", 1, 13, "is possible only in a loop"),
         ("- a: {call: nothing}\n", 1, 13, "symbol 'nothing' is neither a function nor a sub-workflow name"),
         ("- a: {call: http.fetch}\n", 1, 13, "symbol 'http.fetch'"),
         ("- a: {call: http.get}\n", 1, 13, "http.get needs argument 'url'"),
@@ -92,13 +92,13 @@ def problems(source: str, limits: Limits | None = None) -> list[tuple[int, int, 
     ],
 )
 def test_mistake(source: str, line: int, column: int, message: str) -> None:
-    found = problems(source)
-    assert any((at, column_) == (line, column) and message in text for at, column_, text in found), found
+    reported = problems(source)
+    assert any((at, column_) == (line, column) and message in text for at, column_, text in reported), reported
 
 
 def test_all_mistakes_are_listed_in_order() -> None:
-    found = problems("- a: {return: '${x}'}\n- b: {next: c}\n- d: {call: nothing}\n")
-    assert [line for line, _, _ in found] == [1, 2, 3]
+    reported = problems("- a: {return: '${x}'}\n- b: {next: c}\n- d: {call: nothing}\n")
+    assert [line for line, _, _ in reported] == [1, 2, 3]
 
 
 SCOPES = """
@@ -144,9 +144,9 @@ main:
     ],
 )
 def test_scopes(inside: str, returned: str, message: str) -> None:
-    found = problems(SCOPES % (inside, returned))
-    assert bool(found) is bool(message)
-    assert all(message in text for _, _, text in found)
+    reported = problems(SCOPES % (inside, returned))
+    assert bool(reported) is bool(message)
+    assert all(message in text for _, _, text in reported)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_scopes(inside: str, returned: str, message: str) -> None:
     [
         ("for: {value: v, in: [1], steps: [{x: {next: after}}]}", "names no step of this list or one around it"),
         ("parallel: {for: {value: v, in: [1], steps: [{x: {next: after}}]}}", "names no step"),
-        ("parallel: {for: {value: v, in: [1], steps: [{x: {next: break}}]}}", "is only possible in a loop"),
+        ("parallel: {for: {value: v, in: [1], steps: [{x: {next: break}}]}}", "is possible only in a loop"),
         ("steps: [{x: {next: hidden}}]", "names no step"),
         (
             "for: {value: v, in: [1], steps: [{y: {for: {value: v, in: [1], steps: [{z: {next: end}}]}}}]}",
@@ -162,13 +162,13 @@ def test_scopes(inside: str, returned: str, message: str) -> None:
         ),
     ],
 )
-def test_jumps_that_cannot_be(body: str, message: str) -> None:
-    found = problems(f"- first:\n    {body}\n- after:\n    steps: [{{hidden: {{return: 1}}}}]\n")
-    assert len(found) == 1
-    assert message in found[0][2]
+def test_impossible_jumps_are_refused(body: str, message: str) -> None:
+    reported = problems(f"- first:\n    {body}\n- after:\n    steps: [{{hidden: {{return: 1}}}}]\n")
+    assert len(reported) == 1
+    assert message in reported[0][2]
 
 
-def test_jumps_out_of_except_and_try_are_fine() -> None:
+def test_jumps_out_of_except_and_try_are_accepted() -> None:
     source = """
 - t:
     try:
@@ -184,7 +184,7 @@ def test_jumps_out_of_except_and_try_are_fine() -> None:
     assert problems(source) == []
 
 
-def test_sizes_are_limited_and_one_switch_lifts_them() -> None:
+def test_limits_of_size_are_enforced_and_can_be_lifted() -> None:
     assignments = ", ".join("{x: 1}" for _ in range(51))
     conditions = ", ".join("{condition: true, next: end}" for _ in range(51))
     branches = ", ".join(f"{{b{n}: {{steps: [{{s: {{assign: [{{x: 1}}]}}}}]}}}}" for n in range(11))
@@ -203,12 +203,12 @@ def test_sizes_are_limited_and_one_switch_lifts_them() -> None:
         assert problems(source, Limits.lifted()) == []
 
 
-def test_aliases_cannot_blow_a_source_up() -> None:
+def test_the_expansion_of_aliases_is_limited() -> None:
     lines = ["- a:", "    assign:", "      - x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"      - x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 8)}]" for n in range(1, 12)]
     assert "expands to more than" in problems("\n".join(lines))[0][2]
 
 
-def test_text_that_looks_interpolated_is_warned_of() -> None:
+def test_text_with_an_inner_expression_gets_a_warning() -> None:
     _, warnings = compile_source("- a: {return: 'hello ${x} there'}\n", Limits())
     assert [(warning.severity, warning.line) for warning in warnings] == [("warning", 1)]

@@ -185,7 +185,7 @@ def test_error(lab: Any, expression: str, tag: str, message: str) -> None:
     assert message in error["message"]
 
 
-def test_a_missing_key_is_named(lab: Any) -> None:
+def test_the_error_of_a_missing_key_names_the_key(lab: Any) -> None:
     error = lab.error("m.b", m={"a": 1})
     assert error == {"message": "KeyError: key not found: b", "tags": ["KeyError", "LookupError"]}
     assert lab.error('m["c d"]', m={})["message"] == "KeyError: key not found: c d"
@@ -223,7 +223,7 @@ def test_a_missing_key_is_named(lab: Any) -> None:
         ("1 + " * 101 + "1", "the limit is 400"),
     ],
 )
-def test_mistake_is_found_at_deploy_time(lab: Any, expression: str, message: str) -> None:
+def test_the_compiler_refuses_a_mistake(lab: Any, expression: str, message: str) -> None:
     with pytest.raises(DeployError) as caught:
         lab.value(expression)
     assert message in str(caught.value)

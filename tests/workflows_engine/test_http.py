@@ -1,4 +1,4 @@
-"""HTTP calls over real sockets: what is sent, what comes back, what each failure is called."""
+"""HTTP calls over real sockets: the requests, the responses, the tag of each failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CATCH = "    except: {as: e, steps: [{back: {return: '${e}'}}]}\n"
 
 
 def call(served: Any, arguments: dict[str, Any], function: str = "http.post") -> Any:
-    """The value of one call, or the error that it raised."""
+    """The value of a call, or the error that it raised."""
     source = (
         f"main:\n  params: [args]\n  steps:\n    - t:\n        try: {{call: {function}, args: {json.dumps(arguments)}, "
         "result: r}\n        except: {as: e, steps: [{back: {return: '${e}'}}]}\n    - done: {return: '${r}'}\n"
@@ -23,7 +23,7 @@ def call(served: Any, arguments: dict[str, Any], function: str = "http.post") ->
     return json.loads(record.result)
 
 
-def test_json_goes_out_and_comes_back(served: Any) -> None:
+def test_json_is_sent_and_received(served: Any) -> None:
     value = call(
         served, {"url": f"{served.peer_url}/a?x=1", "body": {"n": [1, None]}, "query": {"y": "2 ü", "z": [1, True]}}
     )
@@ -61,7 +61,7 @@ def test_bodies_are_encoded_by_their_content_type(served: Any, arguments: Any, b
     assert (sent, headers["Content-Type"]) == (body, content_type)
 
 
-def test_bytes_go_as_they_are(served: Any) -> None:
+def test_bytes_are_sent_unchanged(served: Any) -> None:
     source = f"- a: {{call: http.put, args: {{url: '{served.peer_url}/bytes', body: '${{text.encode(\"x\")}}'}}}}\n"
     served.run(source)
     ((method, _, headers, body),) = served.peer.received("bytes")
@@ -113,7 +113,7 @@ def test_a_status_of_400_or_more_is_an_http_error(served: Any) -> None:
     assert error["headers"]["Content-Type"].startswith("application/json")
 
 
-def test_nobody_there_is_a_connection_failed_error(served: Any) -> None:
+def test_a_refused_connection_is_a_connection_failed_error(served: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -131,7 +131,7 @@ def test_a_broken_connection_is_a_connection_error(served: Any) -> None:
     assert call(served, {"url": f"{served.peer_url}/cut"})["tags"] == ["ConnectionError"]
 
 
-def test_too_slow_is_a_timeout_error(served: Any) -> None:
+def test_a_silent_server_is_a_timeout_error(served: Any) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -148,11 +148,11 @@ def test_a_response_over_two_megabytes_cannot_be_caught(served: Any) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[bad", "http://host:port/", "nourl", ""])
-def test_an_address_that_cannot_be_is_a_value_error(served: Any, url: str) -> None:
+def test_a_malformed_url_is_a_value_error(served: Any, url: str) -> None:
     assert call(served, {"url": url})["tags"] == ["ValueError"]
 
 
-def test_redirects_are_followed_with_the_method_that_they_ask_for(served: Any) -> None:
+def test_redirects_are_followed_with_the_method_of_their_status(served: Any) -> None:
     for status in (302, 307):
         answer = web.Response(status=status, headers={"Location": f"/peer/to{status}"})
         served.peer.answers[f"from{status}"] = lambda request, answer=answer: answer

@@ -1,4 +1,4 @@
-"""The HTTP client against servers that behave in every way that HTTP/1.1 allows, and some that it does not."""
+"""The HTTP client against servers that use all of HTTP/1.1, and against servers that break it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exchange(
     limit: int = 1000,
     path: str = "/x",
 ) -> tuple[list[HttpResponse], list[bytes], int]:
-    """The responses to requests that get raw `answers` in order; what the server read; how many connections it saw."""
+    """(responses, heads that the server read, number of connections) of requests that get raw `answers` in order."""
 
     async def run() -> tuple[list[HttpResponse], list[bytes], int]:
         read: list[bytes] = []
@@ -35,7 +35,7 @@ def exchange(
                 while answers:
                     read.append(await reader.readuntil(b"\r\n\r\n"))
                     answer = answers.pop(0)
-                    for at in range(0, len(answer), 7):  # in small pieces
+                    for at in range(0, len(answer), 7):  # in pieces of 7 bytes
                         writer.write(answer[at : at + 7])
                         await writer.drain()
                         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ def test_a_body_may_end_with_the_connection() -> None:
 def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
     closing = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
     assert exchange([closing, closing], times=2, close=True)[2] == 2
-    assert exchange([OK, OK], times=2, close=True)[2] == 2  # without saying so
+    assert exchange([OK, OK], times=2, close=True)[2] == 2  # without announcing it
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "not an HTTP response"),
     ],
 )
-def test_what_is_no_response_is_a_connection_error(answer: bytes, message: str) -> None:
+def test_a_malformed_response_is_a_connection_error(answer: bytes, message: str) -> None:
     with pytest.raises(WorkflowError) as caught:
         exchange([answer], "POST", close=True)
     assert caught.value.value["tags"] == ["ConnectionError"]
@@ -125,7 +125,7 @@ def test_what_is_no_response_is_a_connection_error(answer: bytes, message: str) 
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\n" + b"x" * 4096 + b"\r\n0\r\n\r\n",
     ],
 )
-def test_a_body_over_the_limit_is_cut_just_beyond_it(answer: bytes) -> None:
+def test_a_body_over_the_limit_is_cut_after_the_limit(answer: bytes) -> None:
     ((response,), _, _) = exchange([answer], limit=100)
     assert len(response.body) == 101
 
@@ -141,7 +141,7 @@ def test_redirects_are_followed(status: int, method: str, then: str) -> None:
     assert read[1].startswith(f"{then} /there?a=b HTTP/1.1".encode())
 
 
-def test_redirects_do_not_go_on_for_ever() -> None:
+def test_endless_redirects_are_an_error() -> None:
     moved = b"HTTP/1.1 302 Moved\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n"
     with pytest.raises(WorkflowError, match="more than 10 redirects"):
         exchange([moved] * 20)
@@ -155,7 +155,7 @@ def test_requests_are_well_formed() -> None:
     assert "Idempotency-Key: k\r\n" in head
 
 
-def test_silence_is_a_timeout() -> None:
+def test_a_silent_server_is_a_timeout() -> None:
     async def run() -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Steps and scopes: what every construct does, and the errors it ends with."""
+"""Steps and scopes: the effect of every construct, and its errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ main:
         ("map.zero.x: 1", "TypeError", "cannot assign into null"),
     ],
 )
-def test_an_assignment_that_cannot_be(lab: Any, assignment: str, tag: str, message: str) -> None:
+def test_wrong_assignments_fail(lab: Any, assignment: str, tag: str, message: str) -> None:
     values = "      - list: [0]\n      - map: {n: 1, zero: null}\n      - number: 1\n"
     source = f"- a:\n    assign:\n{values}      - {assignment}\n"
     value, error = failure(lab, source)
@@ -256,7 +256,7 @@ def test_a_return_inside_a_loop_ends_the_routine(lab: Any) -> None:
         ("range: [a, 2]", "'range' must be of numbers; got: string"),
     ],
 )
-def test_what_cannot_be_looped_over(lab: Any, loop: str, message: str) -> None:
+def test_wrong_values_of_loops_fail(lab: Any, loop: str, message: str) -> None:
     source = (
         f"- i: {{assign: [{{m: {{}}}}]}}\n- a:\n    for: {{value: v, {loop}, steps: [{{r: {{next: continue}}}}]}}\n"
     )
@@ -366,7 +366,7 @@ def test_an_uncaught_string_shows_as_a_runtime_error(lab: Any) -> None:
     ]
 
 
-def test_errors_go_to_the_nearest_handler_and_on_when_raised_again(lab: Any) -> None:
+def test_the_nearest_handler_takes_an_error_and_may_raise_it_again(lab: Any) -> None:
     source = """
 main:
   steps:
@@ -412,7 +412,7 @@ def test_an_error_inside_except_leaves_the_try(lab: Any) -> None:
     assert failure(lab, source)[0] == "first second"
 
 
-def test_a_try_body_leaves_variables_for_later(lab: Any) -> None:
+def test_variables_of_a_try_body_stay_after_it(lab: Any) -> None:
     source = """
 - t:
     try:
@@ -455,7 +455,7 @@ only_first:
         ("{predicate: '${retry.never}', max_retries: 2, backoff: {initial_delay: 1}}", [1, 501]),
         ("{predicate: '${only_first}', max_retries: 5}", [2, 502]),
         ("{predicate: '${retry.always}', max_retries: '${policy.n}'}", [2, 502]),
-        ("{predicate: '${http.default_retry_predicate}', max_retries: 5}", [4 - 3, 501]),
+        ("{predicate: '${http.default_retry_predicate}', max_retries: 5}", [1, 501]),
         ("{predicate: '${retry.always}', max_retries: 1, backoff: '${retry.default_backoff}'}", [2, 502]),
         ("{max_retries: 0}", [1, 501]),
         ("'${http.default_retry}'", [1, 501]),
@@ -465,7 +465,7 @@ def test_retry(lab: Any, policy: str, expected: list[int]) -> None:
     assert lab.run(RETRY % policy, {"n": 1}) == expected
 
 
-def test_retry_reruns_the_whole_try_and_waits_by_the_backoff(lab: Any) -> None:
+def test_retry_reruns_the_whole_try_and_waits_by_the_backoff() -> None:
     source = (
         RETRY
         % "{predicate: '${retry.always}', max_retries: 4, backoff: {initial_delay: 2, max_delay: 5, multiplier: 1.5}}"
@@ -475,7 +475,7 @@ def test_retry_reruns_the_whole_try_and_waits_by_the_backoff(lab: Any) -> None:
     assert [round(b - a, 3) for a, b in pairwise(calls)] == [2.0, 3.0, 4.5, 5.0]
 
 
-def test_default_retry_waits_1_second_times_1_25(lab: Any) -> None:
+def test_default_retry_waits_1_second_times_1_25() -> None:
     source = "- t:\n    try: {call: http.get, args: {url: 'http://x'}}\n    retry: ${http.default_retry}\n"
     simulation = simulate(source, mocks=ScriptedMocks([{"call": "http.get", "code": 503}]))
     calls = [entry.started for entry in simulation.entries if entry.mark.type == "STEP_CALL"]
@@ -493,7 +493,7 @@ def test_default_retry_waits_1_second_times_1_25(lab: Any) -> None:
         ("{predicate: '${retry.always}', max_retries: 1, backoff: {multiplier: -1}}", "'multiplier' must be a number"),
     ],
 )
-def test_a_policy_that_cannot_be(lab: Any, policy: str, message: str) -> None:
+def test_wrong_retry_policies_fail(lab: Any, policy: str, message: str) -> None:
     value, _ = failure(lab, RETRY % policy, 5)
     assert value["tags"] == ["TypeError"]
     assert message in value["message"]
@@ -502,7 +502,7 @@ def test_a_policy_that_cannot_be(lab: Any, policy: str, message: str) -> None:
 # parallel
 
 
-def test_branches_share_what_is_shared_and_keep_the_rest(lab: Any) -> None:
+def test_branches_share_only_shared_variables(lab: Any) -> None:
     source = """
 - init: {assign: [{shared: {}, }, {read: 5}]}
 - p:
@@ -555,7 +555,7 @@ def test_parallel_iterations(lab: Any) -> None:
     assert lab.run(source) == [26, {"i0": 5, "i2": 7, "i3": 8}]
 
 
-def test_all_branches_run_to_their_end_before_the_error(lab: Any) -> None:
+def test_all_branches_end_before_the_error(lab: Any) -> None:
     source = """
 - init: {assign: [{done: []}]}
 - t:
@@ -588,7 +588,7 @@ def test_all_branches_run_to_their_end_before_the_error(lab: Any) -> None:
     }
 
 
-def test_parallel_steps_nest_twice_and_no_more(lab: Any) -> None:
+def test_parallel_steps_nest_at_most_twice(lab: Any) -> None:
     def nested(depth: int) -> str:
         inner = "{assign: [{x: 1}]}"
         for level in range(depth):
@@ -600,7 +600,7 @@ def test_parallel_steps_nest_twice_and_no_more(lab: Any) -> None:
     assert "ParallelNestingError" in value["branches"][0]["error"]["payload"] or "ParallelNestingError" in str(value)
 
 
-def test_no_more_than_twenty_branches_run_at_once(lab: Any) -> None:
+def test_at_most_twenty_branches_run_at_once(lab: Any) -> None:
     source = """
 - p:
     parallel:
@@ -654,7 +654,7 @@ def test_values_cannot_outgrow_memory(lab: Any, steps: str, tag: str) -> None:
     assert tag in value["tags"]
 
 
-def test_bytes_and_huge_values_are_no_result(lab: Any) -> None:
+def test_bytes_and_huge_values_are_refused_as_results(lab: Any) -> None:
     assert failure(lab, "- a: {return: '${text.encode(\"x\")}'}\n")[0]["tags"] == ["ValueError"]
     source = """
 - a: {assign: [{x: '0123456789'}]}
@@ -665,7 +665,7 @@ def test_bytes_and_huge_values_are_no_result(lab: Any) -> None:
     assert "ResultSizeLimitExceededError" in value["tags"]
 
 
-def test_one_switch_lifts_the_limits(lab: Any) -> None:
+def test_the_limits_can_be_lifted(lab: Any) -> None:
     source = """
 - i: {assign: [{x: 0}]}
 - l: {for: {value: i, range: [1, 200000], steps: [{g: {assign: [{x: '${x + 1}'}]}}]}}
@@ -674,7 +674,7 @@ def test_one_switch_lifts_the_limits(lab: Any) -> None:
     assert lab.run(source, limits=Limits.lifted()) == 200000
 
 
-def test_steps_are_counted_as_google_bills_them(lab: Any) -> None:
+def test_steps_are_counted_as_the_service_bills_them(lab: Any) -> None:
     source = """
 main:
   steps:

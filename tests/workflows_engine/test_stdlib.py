@@ -1,4 +1,4 @@
-"""Every function of the standard library: results, tags and messages of what it refuses."""
+"""Every function of the standard library: results, and the tags and messages of its errors."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_functions_are_called_in_call_steps_too(lab: Any) -> None:
 
 
 def caught(call: str, arguments: str) -> str:
-    """A source that answers with the first tag of what the call raises."""
+    """A source that returns the first tag of the call's error."""
     handler = "{as: e, steps: [{r: {return: '${e.tags[0]}'}}]}"
     return f"- t:\n    try: {{call: {call}, args: {arguments}}}\n    except: {handler}\n"
 

@@ -1,11 +1,11 @@
-"""What can go wrong, by how the caller reacts.
+"""The errors of dropforge, by the reaction of the caller.
 
 DropforgeError
-├── InvalidSpec        the spec is refused: record REJECTED, tell people, never retry
-├── NotFound           a run, object or resource that was named does not exist
-├── Conflict           somebody else changed the record first: read again, decide again
+├── InvalidSpec        the spec is refused: write the record REJECTED, notify people, never retry
+├── NotFound           a named run, object or resource does not exist
+├── Conflict           another writer changed the record first: read it again, decide again
 ├── CloudError         a Google API refused or failed; carries an ErrorClass
-└── RetryLater         not an error of the run: raise to have the event delivered again
+└── RetryLater         not an error of the run: raised so that Eventarc delivers the event again
 """
 
 from __future__ import annotations
@@ -15,52 +15,36 @@ from typing import NamedTuple
 
 
 class ErrorClass(StrEnum):
-    """Why a run or an attempt failed; decides whether, and where, it is tried again."""
+    """Why a run or an attempt failed. The spec's limits.retry says which classes get another attempt."""
 
-    CONFIG = "config"  # the spec or the deployment is wrong; trying again cannot help
+    CONFIG = "config"  # the spec or the deployment is wrong; another attempt cannot help
     DATA = "data"  # the data set cannot be trained on
     PERMISSION = "permission"  # an identity lacks a permission
-    QUOTA = "quota"  # the project may not have that much; another placement might
-    STOCKOUT = "stockout"  # the cloud has none left here; another placement might
-    TRANSIENT = "transient"  # try the same thing again
-    PREEMPTED = "preempted"  # the machine was taken away; resume from the last checkpoint
-    INFRASTRUCTURE = "infrastructure"  # the machine was lost without notice; likewise
+    QUOTA = "quota"  # the project's quota is too small; another placement may have enough
+    STOCKOUT = "stockout"  # the cloud has no capacity left here; another placement may have some
+    TRANSIENT = "transient"  # a temporary failure; the same call may succeed later
+    PREEMPTED = "preempted"  # the cloud took the machine; training resumes from the last checkpoint
+    INFRASTRUCTURE = "infrastructure"  # the machine was lost without notice; training resumes likewise
     OUT_OF_MEMORY = "out_of_memory"  # host or accelerator memory ran out
     DEADLINE = "deadline"  # limits.max_duration ran out
     BUDGET = "budget"  # limits.max_cost_usd ran out
-    STUCK = "stuck"  # the cloud says that it runs, but it makes no progress
-    GATE = "gate"  # the model is not good enough to be served
+    STUCK = "stuck"  # the cloud reports a running machine, but training makes no progress
+    GATE = "gate"  # the model did not pass the gate and is not served
     CODE = "code"  # the training or serving code failed
-    CANCELLED = "cancelled"  # somebody asked for it
-
-    @property
-    def tries_again(self) -> bool:
-        """Whether a further attempt may help, unless the spec's limits.retry says otherwise."""
-        return self in _TRIES_AGAIN
+    CANCELLED = "cancelled"  # a user requested the end of the run
 
     @property
     def moves_on(self) -> bool:
-        """Whether the next attempt should use the next placement."""
+        """Whether the next attempt uses the next placement."""
         return self in (ErrorClass.QUOTA, ErrorClass.STOCKOUT)
 
 
-_TRIES_AGAIN = frozenset(
-    {
-        ErrorClass.QUOTA,
-        ErrorClass.STOCKOUT,
-        ErrorClass.TRANSIENT,
-        ErrorClass.PREEMPTED,
-        ErrorClass.INFRASTRUCTURE,
-    }
-)
-
-
 class DropforgeError(Exception):
-    """Base of every error that dropforge raises on purpose."""
+    """Base class of all errors that dropforge raises deliberately."""
 
 
 class SpecProblem(NamedTuple):
-    """One thing that is wrong with a spec. `pointer` is a JSON pointer (RFC 6901); "" is the whole document."""
+    """A problem of a spec. `pointer` is a JSON pointer (RFC 6901); "" is the whole document."""
 
     pointer: str
     message: str
@@ -77,7 +61,7 @@ class SpecProblem(NamedTuple):
 
 
 class InvalidSpec(DropforgeError):
-    """A job spec that cannot be accepted; `problems` says everything that is wrong with it."""
+    """A job spec that dropforge refuses; `problems` lists every problem."""
 
     def __init__(self, problems: list[SpecProblem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -89,15 +73,15 @@ class NotFound(DropforgeError):
 
 
 class Conflict(DropforgeError):
-    """A precondition failed: the object changed since it was read."""
+    """A precondition failed: another writer changed the object after it was read."""
 
 
 class RetryLater(DropforgeError):
-    """Work that cannot be done now but will be possible soon; raised so that the event is delivered again."""
+    """The work is impossible now and possible soon; raised so that Eventarc delivers the event again."""
 
 
 class CloudError(DropforgeError):
-    """A Google API call that failed, classified; `hint` says what to do about it."""
+    """A failed call of a Google API, classified; `hint` says what the reader can do."""
 
     def __init__(self, error_class: ErrorClass, message: str, hint: str = "") -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""Every name that dropforge gives: run ids, cloud resources, labels, objects in the runs bucket.
+"""All names that dropforge gives: run ids, cloud resources, labels, objects in the runs bucket.
 
-Names are pure functions of the run and the attempt, so that whoever lost a reply finds the resource by looking.
+A name is a pure function of the run and the attempt: a caller that lost a reply can still find the resource.
 Limits: Cloud Run service id < 50 characters, job id plus execution token < 63, labels <= 63.
 """
 
@@ -20,13 +20,13 @@ OPEN_PREFIX = "runs/open/"
 
 
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
-    """The run of one generation of one uploaded spec; the slug is for people, the digest for uniqueness."""
+    """The run id of a generation of an uploaded spec; people read the slug, the digest makes the id unique."""
     stem = name.rsplit("/", 1)[-1].removesuffix(".json")
     return f"{_slug(stem)}-{_digest(bucket, name, str(generation))}"
 
 
 def run_id_of_message(idempotency_key: str) -> str:
-    """The run of one request message, by its idempotency key (or, without one, its message id)."""
+    """The run id of a request message, from its idempotency key or, without a key, from its message id."""
     return f"request-{_digest('request', idempotency_key)}"
 
 
@@ -40,44 +40,44 @@ def is_run_id(text: str) -> bool:
 
 
 def training_name(run: str, attempt: int) -> str:
-    """The training resource of one attempt: at most 40 characters."""
+    """The name of an attempt's training resource: at most 40 characters."""
     return f"df-{run}-a{attempt}"
 
 
 def endpoint_name(run: str) -> str:
-    """The endpoint of a run: every resource that it is made of has this name."""
+    """The short name of all resources of a run's endpoint."""
     return f"df-{run}-serve"
 
 
 def is_endpoint(resource: str, run: str) -> bool:
-    """Whether a resource, by its full name, serves. Its kind does not tell: training has Services as well."""
+    """Whether a resource is part of the endpoint, by its full name: training has Services, too."""
     return resource.rsplit("/", 1)[-1] == endpoint_name(run)
 
 
 def training_of(name: str) -> tuple[str, int] | None:
-    """The run and the attempt of a training resource, by its short name; None for a name of another make."""
-    found = re.fullmatch(r"df-(.+)-a([1-9][0-9]*)", name)
-    return (found[1], int(found[2])) if found and is_run_id(found[1]) else None
+    """The run and the attempt in the short name of a training resource; None for any other name."""
+    match = re.fullmatch(r"df-(.+)-a([1-9][0-9]*)", name)
+    return (match[1], int(match[2])) if match and is_run_id(match[1]) else None
 
 
 def deployment_id(runs_bucket: str) -> str:
-    """What tells resources of one deployment from another's in the same project: fits a label."""
+    """The label value that tells the deployments of a project apart."""
     return _digest(runs_bucket)
 
 
 def secret_version(project: str, secret: str) -> str:
-    """The full resource name of a secret that a spec names, as `name` or `name:version`."""
+    """The full resource name of a secret in a spec: `name` or `name:version`."""
     name, _, version = secret.partition(":")
     return f"projects/{project}/secrets/{name}/versions/{version or 'latest'}"
 
 
 def labels(run: str, user: dict[str, str], **extra: str) -> dict[str, str]:
-    """Ownership labels, with the user's own underneath."""
+    """Ownership labels on top of the user's labels."""
     return {**user, MANAGED_BY: "dropforge", RUN_LABEL: run, **extra}
 
 
 def open_object(run: str) -> str:
-    """A mark that a run is not over, or has left something: what the sweep looks at."""
+    """The open mark of a run: the run has not ended, or resources remain. The sweep looks at marked runs."""
     return f"{OPEN_PREFIX}{run}"
 
 
@@ -94,7 +94,7 @@ def ledger_object(run: str) -> str:
 
 
 def cancel_object(run: str) -> str:
-    """A request to end a run that came before the run existed."""
+    """A cancel request that arrived before the run existed."""
     return f"runs/{run}/cancel.json"
 
 
@@ -107,12 +107,12 @@ def report_object(run: str) -> str:
 
 
 def machine_object(run: str, attempt: int, name: str) -> str:
-    """What a TPU VM leaves of an attempt: startup.log and status.json, as platforms/tpu_vm/startup.sh writes them."""
+    """A file of a training TPU VM: startup.log or status.json, written by platforms/tpu_vm/startup.sh."""
     return f"runs/{run}/machine/attempt-{attempt}/{name}"
 
 
 def server_object(run: str, name: str) -> str:
-    """What a TPU VM leaves that serves, likewise; its status.json is there only when it failed."""
+    """The same for a serving TPU VM; its status.json exists only after a failure."""
     return f"runs/{run}/machine/serve/{name}"
 
 
@@ -121,7 +121,7 @@ def events_prefix(run: str, attempt: int | None = None) -> str:
 
 
 def event_object(run: str, attempt: int, sequence: int, kind: str) -> str:
-    """Sorts by attempt, then sequence."""
+    """The object of a job event. The names sort by attempt, then by sequence."""
     return f"{events_prefix(run, attempt)}{sequence:015d}-{kind}.json"
 
 

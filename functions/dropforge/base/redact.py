@@ -1,10 +1,10 @@
-"""Secrets are taken out of every text that leaves the process."""
+"""Removes credentials from text that leaves the process."""
 
 from __future__ import annotations
 
 import re
 
-# Prefixes that providers give to credentials, so that they can be found where they should not be.
+# Providers give credentials these prefixes so that scanners find leaked credentials.
 TOKEN = re.compile(
     r"(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -13,5 +13,5 @@ TOKEN = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` with everything that looks like a credential replaced."""
+    """`text` with each credential-like part replaced by `[redacted]`."""
     return TOKEN.sub("[redacted]", text)

@@ -1,11 +1,9 @@
-"""What a deployment decides: DROPFORGE_* environment variables, set by Terraform or by the local stack."""
+"""The settings of a deployment: DROPFORGE_* environment variables, set by Terraform or by the local stack."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 
 from .errors import DropforgeError
 from .names import deployment_id
@@ -32,15 +30,15 @@ class Settings:
     train_ray_image: str = ""
     network: str = "default"
     subnetwork: str = "default"
-    nodes_service_account: str = ""  # of nodes of clusters that runs make for themselves; "": none may
-    gke_cluster: str = ""  # the standing cluster; the same name in every region that has one
+    nodes_service_account: str = ""  # for nodes of clusters that runs create; "": no run may create a cluster
+    gke_cluster: str = ""  # the standing cluster; it has the same name in every region
     kubernetes_namespace: str = "dropforge"
     kubernetes_trainer_account: str = "dropforge-trainer"
     kubernetes_server_account: str = "dropforge-server"
     slack_webhook_secret: str = ""
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800
-    capacity_pause_seconds: int = 60  # after every placement was refused; doubled each time
+    capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
     console_url: str = ""
 
     @property
@@ -49,7 +47,7 @@ class Settings:
 
     @property
     def deployment(self) -> str:
-        """The value of the label that all resources of this deployment's runs have."""
+        """The value of the deployment label on all resources of this deployment's runs."""
         return deployment_id(self.runs_bucket)
 
     def topic(self, short_name: str) -> str:
@@ -57,7 +55,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Raises DropforgeError that lists every variable that is missing or malformed."""
+        """Raises DropforgeError, which lists every missing or malformed variable."""
         values: dict[str, str | int] = {}
         problems = []
         for field in fields(cls):
@@ -75,9 +73,3 @@ class Settings:
         if problems:
             raise DropforgeError("; ".join(problems) + " (terraform/functions.tf and local/dropforge_local set them)")
         return cls(**values)  # type: ignore[arg-type]
-
-
-@cache
-def settings() -> Settings:
-    """This process's settings."""
-    return Settings.from_environment(os.environ)

@@ -1,7 +1,7 @@
-"""From what a Google client, or Kubernetes' own, raises to an ErrorClass, a message and a hint.
+"""From an exception of a Google client or of the Kubernetes client to an ErrorClass, a message and a hint.
 
-The same refusal is a different exception over REST and over gRPC, and quota and stock-out share status codes, so the
-text decides between those two (reference: the errors that other schedulers match on).
+The same refusal is a different exception over REST and over gRPC. Quota and stock-out share status codes: the text
+tells them apart (reference: the errors that other schedulers match).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _BY_STATUS = {
     "UNIMPLEMENTED": ErrorClass.CONFIG,
     "RESOURCE_EXHAUSTED": ErrorClass.STOCKOUT,
 }
-# Of Compute Engine, 403 (https://cloud.google.com/compute/docs/api-rate-limits).
+# Compute Engine answers 403 (https://cloud.google.com/compute/docs/api-rate-limits).
 _MAY_BE_RATE = frozenset({"RESOURCE_EXHAUSTED", "ABORTED", "PERMISSION_DENIED"})
 _MAY_BE_QUOTA = frozenset({"RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "PERMISSION_DENIED"})
 _BY_HTTP = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 _HINTS = {
     ErrorClass.QUOTA: "ask for quota in this region (IAM & Admin > Quotas), or add a placement in another region",
-    ErrorClass.STOCKOUT: "Google has none left there now; add placements in other regions",
+    ErrorClass.STOCKOUT: "Google has no capacity left there now; add placements in other regions",
     ErrorClass.PERMISSION: "grant the missing role to the service account that the message names",
     ErrorClass.CONFIG: "the request itself is wrong; correct the spec or the deployment's settings",
-    ErrorClass.TRANSIENT: "this passes by itself; it is tried again",
+    ErrorClass.TRANSIENT: "this is temporary; dropforge tries again",
 }
-# Of the Kubernetes API, whose 429 is never a lack of machines: that shows in the events of a pod. What is not here
-# passes by itself: an overloaded server, a conflict with another writer, a TLS handshake with a server that restarts.
+# The Kubernetes API: its 429 never means a lack of machines, which the events of a pod report. A status that is not in
+# this map is temporary: an overloaded server, a conflict with another writer, a TLS handshake with a restarting server.
 _BY_KUBERNETES = {
     **_BY_HTTP,
     405: "UNIMPLEMENTED",
@@ -56,7 +56,7 @@ _KUBERNETES_PERMISSION = (
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What Google clients raise for a failed call, to catch and hand to `classify`."""
+    """The exceptions of Google clients for a failed call: catch them and pass them to `classify`."""
     import requests
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import GoogleAuthError
@@ -65,12 +65,12 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 
 def classify(error: Exception) -> CloudError:
-    """The CloudError for anything that a Google client, or the connection under it, raised."""
+    """The CloudError for an exception of a Google client or of its connection."""
     return classify_text(status_of(error), getattr(error, "message", None) or str(error) or repr(error))
 
 
 def kubernetes_errors() -> tuple[type[Exception], ...]:
-    """What the Kubernetes client raises for a failed call, to catch and hand to `classify_kubernetes`."""
+    """The exceptions of the Kubernetes client for a failed call: catch them and pass them to `classify_kubernetes`."""
     from google.auth.exceptions import GoogleAuthError
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
@@ -79,18 +79,18 @@ def kubernetes_errors() -> tuple[type[Exception], ...]:
 
 
 def classify_kubernetes(error: Exception) -> CloudError:
-    """The CloudError for anything that the Kubernetes client, or the connection under it, raised."""
+    """The CloudError for an exception of the Kubernetes client or of its connection."""
     http = getattr(error, "status", None)
-    found = classify_text(_BY_KUBERNETES.get(http or 0, "UNAVAILABLE"), _kubernetes_message(error))
-    if found.error_class is ErrorClass.PERMISSION:
-        found.hint = _KUBERNETES_PERMISSION
-    return found
+    classified = classify_text(_BY_KUBERNETES.get(http or 0, "UNAVAILABLE"), _kubernetes_message(error))
+    if classified.error_class is ErrorClass.PERMISSION:
+        classified.hint = _KUBERNETES_PERMISSION
+    return classified
 
 
 def classify_text(status: str, message: str) -> CloudError:
     """The CloudError for a canonical status (google.rpc.Code name) and its message."""
-    found = _class_of(status, message)
-    return CloudError(found, message, _HINTS.get(found, ""))
+    error_class = _class_of(status, message)
+    return CloudError(error_class, message, _HINTS.get(error_class, ""))
 
 
 def status_of(error: Exception) -> str:
@@ -117,7 +117,7 @@ def _class_of(status: str, message: str) -> ErrorClass:
 
 
 def _kubernetes_message(error: Exception) -> str:
-    """The message of the API's Status object; of an answer that has none, what there is."""
+    """The message of the API's Status object; without one, the HTTP status and reason."""
     try:
         return str(json.loads(getattr(error, "body", None) or "")["message"])
     except (KeyError, TypeError, ValueError):

@@ -1,198 +1,230 @@
-"""The one place where Google clients are made. It reads emulator endpoints from the environment; nothing else does.
+"""The one place where clients of other services are made. It reads emulator endpoints from the environment; no other
+module does.
 
     STORAGE_EMULATOR_HOST          http://host:port   (the client library's own variable)
-    PUBSUB_EMULATOR_HOST           host:port          (likewise)
+    PUBSUB_EMULATOR_HOST           host:port          (the client library's own variable)
     CLOUD_RUN_EMULATOR_HOST        http://host:port
-    GKE_EMULATOR_HOST              http://host:port   (its clusters say themselves where their Kubernetes API is)
+    GKE_EMULATOR_HOST              http://host:port   (each cluster names the address of its Kubernetes API)
     TPU_EMULATOR_HOST              http://host:port
     COMPUTE_EMULATOR_HOST          http://host:port
     SECRET_MANAGER_EMULATOR_HOST   http://host:port
     WORKFLOWS_EMULATOR_HOST        host:port          (gRPC: the executions client has no REST transport)
     DROPFORGE_EMULATOR_TOKEN       the bearer token that emulated endpoints, clusters and callbacks accept
 
-SDKs are imported on use: an import costs 0.3-0.6 s and 60-70 MB, and most functions need only one or two.
+Each SDK is imported when its client is first made: an import costs 0.3-0.6 s and 60-70 MB, and most functions need one
+or two of them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
-CONNECTIONS = 32  # that are kept: as many as a sweep has threads; of the ten by default most would be made anew
+# Connections that a client keeps: as many as a sweep has threads. The default of ten would make most of them again.
+CONNECTIONS = 32
+
+_SILENT = logging.getLogger(f"{__name__}.slack")  # the SDK logs the webhook's URL, which is a secret
+_SILENT.disabled = True
 
 
-@cache
-def storage() -> Any:
-    """google.cloud.storage.Client."""
-    from google.cloud import storage
-
-    # Or it looks at the bucket, for tracing that nobody has switched on: a thread and a request after every 404.
-    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        return storage.Client(project=_project(), credentials=_anonymous(), _http=_loopback())
-    import requests
-
-    client = storage.Client(project=_project())
-    client._http.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
-    return client
+C = TypeVar("C", bound=Callable[..., Any])
 
 
-@cache
-def publisher() -> Any:
-    """A publisher that sends each message at once: our messages are few and somebody waits for them."""
-    from google.cloud import pubsub_v1
+def _once(make: C) -> C:
+    """A method that makes its client on the first call and returns the same client afterwards."""
 
-    return pubsub_v1.PublisherClient(pubsub_v1.types.BatchSettings(max_messages=1))
+    @wraps(make)
+    def client(self: Clients) -> Any:
+        if make.__name__ not in self._made:
+            self._made[make.__name__] = make(self)
+        return self._made[make.__name__]
 
-
-@cache
-def run_jobs() -> Any:
-    """google.cloud.run_v2.JobsClient."""
-    from google.cloud import run_v2
-
-    return _rest(run_v2.JobsClient, "CLOUD_RUN_EMULATOR_HOST")
+    return client  # type: ignore[return-value]
 
 
-@cache
-def run_executions() -> Any:
-    """google.cloud.run_v2.ExecutionsClient (executions of Cloud Run jobs)."""
-    from google.cloud import run_v2
+class Clients:
+    """The clients of one process, each made on first use. `environment` names the emulators, if any."""
 
-    return _rest(run_v2.ExecutionsClient, "CLOUD_RUN_EMULATOR_HOST")
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self.environment = environment
+        self.kubernetes = lru_cache(maxsize=8)(self._kubernetes)
+        self._made: dict[str, Any] = {}
 
+    @_once
+    def storage(self) -> Any:
+        """google.cloud.storage.Client."""
+        from google.cloud import storage
 
-@cache
-def run_tasks() -> Any:
-    """google.cloud.run_v2.TasksClient."""
-    from google.cloud import run_v2
-
-    return _rest(run_v2.TasksClient, "CLOUD_RUN_EMULATOR_HOST")
-
-
-@cache
-def run_services() -> Any:
-    """google.cloud.run_v2.ServicesClient."""
-    from google.cloud import run_v2
-
-    return _rest(run_v2.ServicesClient, "CLOUD_RUN_EMULATOR_HOST")
-
-
-@cache
-def gke() -> Any:
-    """google.cloud.container_v1.ClusterManagerClient."""
-    from google.cloud import container_v1
-
-    return _rest(container_v1.ClusterManagerClient, "GKE_EMULATOR_HOST")
-
-
-@cache
-def tpu() -> Any:
-    """google.cloud.tpu_v2.TpuClient."""
-    from google.cloud import tpu_v2
-
-    return _rest(tpu_v2.TpuClient, "TPU_EMULATOR_HOST")
-
-
-@cache
-def compute() -> tuple[Any, str]:
-    """A requests session that may call Compute Engine, and the URL below which its API is.
-
-    Three calls do not justify google-cloud-compute: 136 MiB of memory on import.
-    """
-    if endpoint := os.environ.get("COMPUTE_EMULATOR_HOST"):
-        return _session(os.environ.get("DROPFORGE_EMULATOR_TOKEN", "")), f"{endpoint}/compute/v1"
-    from google.auth.transport.requests import AuthorizedSession
-
-    return AuthorizedSession(_credentials()), "https://compute.googleapis.com/compute/v1"
-
-
-@lru_cache(maxsize=8)
-def kubernetes(host: str, authority: str) -> Any:
-    """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.
-
-    `authority` is the certificate that signs the server's, in PEM; "" for one that everybody trusts.
-    """
-    from kubernetes import client
-    from urllib3 import Retry
-
-    configuration: Any = client.Configuration(host=host, ca_cert_data=authority or None)
-    configuration.api_key = {"authorization": ""}  # without a key it would never ask the hook for one
-    # A broken connection is tried once more when that can do nothing twice. Nothing else is: the client would sleep as
-    # long as the server's Retry-After says.
-    configuration.retries = Retry(1, status=0, redirect=0, respect_retry_after_header=False)
-    bearer = _bearer()
-
-    def refresh(found: Any) -> None:  # the client calls it before each request
-        found.api_key = {"authorization": f"Bearer {bearer()}"}
-
-    configuration.refresh_api_key_hook = refresh
-    return client.ApiClient(configuration)
-
-
-@cache
-def secrets() -> Any:
-    """google.cloud.secretmanager_v1.SecretManagerServiceClient."""
-    from google.cloud import secretmanager_v1
-
-    return _rest(secretmanager_v1.SecretManagerServiceClient, "SECRET_MANAGER_EMULATOR_HOST")
-
-
-@cache
-def workflow_executions() -> Any:
-    """google.cloud.workflows.executions_v1.ExecutionsClient."""
-    from google.cloud.workflows import executions_v1
-
-    address = os.environ.get("WORKFLOWS_EMULATOR_HOST")
-    if not address:
-        return executions_v1.ExecutionsClient()
-    import grpc
-    from google.cloud.workflows.executions_v1.services.executions.transports import ExecutionsGrpcTransport
-
-    return executions_v1.ExecutionsClient(transport=ExecutionsGrpcTransport(channel=grpc.insecure_channel(address)))
-
-
-@cache
-def callbacks() -> Any:
-    """A requests session that may call workflow callbacks (permission workflows.callbacks.send)."""
-    if token := os.environ.get("DROPFORGE_EMULATOR_TOKEN"):
-        return _session(token)
-    from google.auth.transport.requests import AuthorizedSession
-
-    return AuthorizedSession(_credentials())
-
-
-def endpoint(audience: str) -> Any:
-    """A requests session for a served model: with a token for Cloud Run, for an http:// address of the VPC without."""
-    if token := os.environ.get("DROPFORGE_EMULATOR_TOKEN"):
-        return _session(token)
-    if audience.startswith("http://"):  # nobody there asks for a token, and everybody on the way could read it
+        # Otherwise the client reads the bucket metadata for tracing after each 404: one more thread and request.
+        os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+        if self.environment.get("STORAGE_EMULATOR_HOST"):
+            return storage.Client(project=self._project(), credentials=_anonymous(), _http=_loopback())
         import requests
 
-        return requests.Session()
-    from google.auth.transport.requests import Request
-    from google.oauth2 import id_token
+        client = storage.Client(project=self._project())
+        client._http.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
+        return client
 
-    return _session(id_token.fetch_id_token(Request(), audience))
+    @_once
+    def publisher(self) -> Any:
+        """A publisher that sends each message at once: messages are few, and a caller waits for each of them."""
+        from google.cloud import pubsub_v1
 
+        return pubsub_v1.PublisherClient(pubsub_v1.types.BatchSettings(max_messages=1))
 
-def _bearer() -> Callable[[], str]:
-    """What gives an access token that is valid for some minutes at least."""
-    if token := os.environ.get("DROPFORGE_EMULATOR_TOKEN"):
-        return lambda: token
-    from google.auth.transport.requests import Request
+    @_once
+    def run_jobs(self) -> Any:
+        """google.cloud.run_v2.JobsClient."""
+        from google.cloud import run_v2
 
-    credentials = _credentials()
+        return self._rest(run_v2.JobsClient, "CLOUD_RUN_EMULATOR_HOST")
 
-    def fresh() -> str:
-        if not credentials.valid:  # false already shortly before it expires
-            credentials.refresh(Request())
-        return str(credentials.token)
+    @_once
+    def run_executions(self) -> Any:
+        """google.cloud.run_v2.ExecutionsClient (executions of Cloud Run jobs)."""
+        from google.cloud import run_v2
 
-    return fresh
+        return self._rest(run_v2.ExecutionsClient, "CLOUD_RUN_EMULATOR_HOST")
+
+    @_once
+    def run_tasks(self) -> Any:
+        """google.cloud.run_v2.TasksClient."""
+        from google.cloud import run_v2
+
+        return self._rest(run_v2.TasksClient, "CLOUD_RUN_EMULATOR_HOST")
+
+    @_once
+    def run_services(self) -> Any:
+        """google.cloud.run_v2.ServicesClient."""
+        from google.cloud import run_v2
+
+        return self._rest(run_v2.ServicesClient, "CLOUD_RUN_EMULATOR_HOST")
+
+    @_once
+    def gke(self) -> Any:
+        """google.cloud.container_v1.ClusterManagerClient."""
+        from google.cloud import container_v1
+
+        return self._rest(container_v1.ClusterManagerClient, "GKE_EMULATOR_HOST")
+
+    @_once
+    def tpu(self) -> Any:
+        """google.cloud.tpu_v2.TpuClient."""
+        from google.cloud import tpu_v2
+
+        return self._rest(tpu_v2.TpuClient, "TPU_EMULATOR_HOST")
+
+    @_once
+    def compute(self) -> tuple[Any, str]:
+        """A requests session that may call Compute Engine, and the URL below which its API is.
+
+        Three calls do not justify google-cloud-compute: 136 MiB of memory on import.
+        """
+        if endpoint := self.environment.get("COMPUTE_EMULATOR_HOST"):
+            return _session(self.environment.get("DROPFORGE_EMULATOR_TOKEN", "")), f"{endpoint}/compute/v1"
+        from google.auth.transport.requests import AuthorizedSession
+
+        return AuthorizedSession(_credentials()), "https://compute.googleapis.com/compute/v1"
+
+    def _kubernetes(self, host: str, authority: str) -> Any:
+        """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.
+
+        `authority` is the certificate that signs the server's certificate, in PEM; "" if a public authority signs it.
+        """
+        from kubernetes import client
+        from urllib3 import Retry
+
+        configuration: Any = client.Configuration(host=host, ca_cert_data=authority or None)
+        configuration.api_key = {"authorization": ""}  # without a key the client never calls the hook
+        # The client repeats a request once after a broken connection, if the method is idempotent. Other retries are
+        # off: the client would sleep as long as the server's Retry-After says.
+        configuration.retries = Retry(1, status=0, redirect=0, respect_retry_after_header=False)
+        bearer = self._bearer()
+
+        def refresh(used: Any) -> None:  # the client calls it before each request
+            used.api_key = {"authorization": f"Bearer {bearer()}"}
+
+        configuration.refresh_api_key_hook = refresh
+        return client.ApiClient(configuration)
+
+    @_once
+    def secrets(self) -> Any:
+        """google.cloud.secretmanager_v1.SecretManagerServiceClient."""
+        from google.cloud import secretmanager_v1
+
+        return self._rest(secretmanager_v1.SecretManagerServiceClient, "SECRET_MANAGER_EMULATOR_HOST")
+
+    @_once
+    def workflow_executions(self) -> Any:
+        """google.cloud.workflows.executions_v1.ExecutionsClient."""
+        from google.cloud.workflows import executions_v1
+
+        address = self.environment.get("WORKFLOWS_EMULATOR_HOST")
+        if not address:
+            return executions_v1.ExecutionsClient()
+        import grpc
+        from google.cloud.workflows.executions_v1.services.executions.transports import ExecutionsGrpcTransport
+
+        return executions_v1.ExecutionsClient(transport=ExecutionsGrpcTransport(channel=grpc.insecure_channel(address)))
+
+    @_once
+    def callbacks(self) -> Any:
+        """A requests session that may call workflow callbacks (permission workflows.callbacks.send)."""
+        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
+            return _session(token)
+        from google.auth.transport.requests import AuthorizedSession
+
+        return AuthorizedSession(_credentials())
+
+    def endpoint(self, audience: str) -> Any:
+        """A requests session for a served model: with a token for Cloud Run, without a token inside the VPC."""
+        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
+            return _session(token)
+        if audience.startswith("http://"):  # the server checks no token, and the network could read it
+            import requests
+
+            return requests.Session()
+        from google.auth.transport.requests import Request
+        from google.oauth2 import id_token
+
+        return _session(id_token.fetch_id_token(Request(), audience))
+
+    def slack(self, webhook: str) -> Any:
+        """slack_sdk.WebhookClient for the URL of an incoming webhook."""
+        # Import the package first: a thread that imports only a module of the package does not wait for another thread
+        # that imports the package, and then meets half-made modules ("cannot import name 'WebhookClient'").
+        from slack_sdk import WebhookClient
+
+        return WebhookClient(webhook, timeout=int(TIMEOUT_SECONDS), logger=_SILENT)
+
+    def _bearer(self) -> Callable[[], str]:
+        """A function that returns an access token which is valid for some minutes at least."""
+        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
+            return lambda: token
+        from google.auth.transport.requests import Request
+
+        credentials = _credentials()
+
+        def fresh() -> str:
+            if not credentials.valid:  # becomes false shortly before the token expires
+                credentials.refresh(Request())
+            return str(credentials.token)
+
+        return fresh
+
+    def _project(self) -> str | None:
+        return self.environment.get("DROPFORGE_PROJECT")
+
+    def _rest(self, client: Any, variable: str) -> Any:
+        """A client over gRPC in the cloud, or over plain HTTP to the emulator that `variable` names."""
+        if endpoint := self.environment.get(variable):
+            return client(transport="rest", credentials=_anonymous(), client_options={"api_endpoint": endpoint})
+        return client()
 
 
 def _credentials() -> Any:
@@ -202,21 +234,10 @@ def _credentials() -> Any:
     return credentials
 
 
-def _project() -> str | None:
-    return os.environ.get("DROPFORGE_PROJECT")
-
-
 def _anonymous() -> Any:
     from google.auth.credentials import AnonymousCredentials
 
     return AnonymousCredentials()
-
-
-def _rest(client: Any, variable: str) -> Any:
-    """A client over gRPC in the cloud, over plain HTTP to an emulator when `variable` names one."""
-    if endpoint := os.environ.get(variable):
-        return client(transport="rest", credentials=_anonymous(), client_options={"api_endpoint": endpoint})
-    return client()
 
 
 def _session(token: str) -> Any:
@@ -228,8 +249,10 @@ def _session(token: str) -> Any:
 
 
 def _loopback() -> Any:
-    """A requests session for an emulator on this machine: no proxy or netrc of the environment has to do with it, and
-    looking for them takes a quarter of a call; every thread that calls keeps its connection."""
+    """A requests session for an emulator on this machine; every calling thread keeps its connection.
+
+    It ignores proxies and netrc of the environment: looking for them takes a quarter of the time of a call.
+    """
     import requests
 
     session = requests.Session()

@@ -1,9 +1,9 @@
-"""Secrets of a container whose platform cannot inject Secret Manager's values (GKE, TPU VM, Ray), read by reference.
+"""Secrets of a container whose platform cannot inject values of Secret Manager (GKE, TPU VM, Ray).
 
     DROPFORGE_SECRETS={"HF_TOKEN": "projects/p/secrets/hf-token/versions/latest"}
 
-The control plane writes the references; the container's own service account reads the values, so that no manifest, no
-startup script and no process list has them. Cloud Run injects values by itself and sets no such variable.
+The control plane writes references; the container's service account reads the values. So no manifest, startup script or
+process list contains a value. Cloud Run injects values itself and does not set this variable.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from collections.abc import MutableMapping
 
 from dropforge.base.errors import CloudError, ErrorClass
 
+from .clients import TIMEOUT_SECONDS, Clients
+
 VARIABLE = "DROPFORGE_SECRETS"
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+")
 
 
-def load_secrets(environ: MutableMapping[str, str]) -> None:
-    """Put the value of every secret that DROPFORGE_SECRETS names into `environ`; without the variable, do nothing.
+def load_secrets(clients: Clients, environ: MutableMapping[str, str]) -> None:
+    """Put the value of every secret that DROPFORGE_SECRETS names into `environ`; do nothing without the variable.
 
-    Raises CloudError, naming variable and secret but never a value, and leaves `environ` as it was: CONFIG when
-    DROPFORGE_SECRETS is malformed, or a version is not there or not enabled; PERMISSION when it may not be read.
-    Other failures of Secret Manager are raised as google.api_core raises them, and may pass.
+    Raises CloudError and leaves `environ` unchanged: CONFIG if DROPFORGE_SECRETS is malformed, or if a version does not
+    exist or is not enabled; PERMISSION if the container may not read it. The error names variable and secret, never a
+    value. Other failures of Secret Manager are raised as google.api_core raises them; trying again may help.
     """
     if text := environ.get(VARIABLE):
-        environ.update({name: _read(name, reference) for name, reference in _parse(text).items()})
+        values = {name: _read(clients, name, reference) for name, reference in _parse(text).items()}
+        environ.update(values)
 
 
 def _parse(text: str) -> dict[str, str]:
@@ -40,32 +43,30 @@ def _parse(text: str) -> dict[str, str]:
         raise _malformed(f"a JSON {type(references).__name__}")
     for name, reference in references.items():
         if not _NAME.fullmatch(name):
-            raise _malformed(f"the variable name {name!r} in it")
+            raise _malformed(f"a map with the variable name {name!r}")
         if not (isinstance(reference, str) and _REFERENCE.fullmatch(reference)):
-            # Somebody may have written the value itself.
-            raise _malformed(f"something else for {name}")
+            # The error must not repeat the text: it may be the secret value itself.
+            raise _malformed(f"not a reference for {name}")
     return references
 
 
-def _read(name: str, reference: str) -> str:
+def _read(clients: Clients, name: str, reference: str) -> str:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound, Unauthorized
 
-    from . import clients
-
     try:
-        data = clients.secrets().access_secret_version(name=reference, timeout=clients.TIMEOUT_SECONDS).payload.data
+        data = clients.secrets().access_secret_version(name=reference, timeout=TIMEOUT_SECONDS).payload.data
     except (Forbidden, Unauthorized):
         hint = "grant the container's service account roles/secretmanager.secretAccessor on the secret"
         raise CloudError(ErrorClass.PERMISSION, f"{reference}, for {name}, may not be read", hint) from None
     except NotFound:
-        hint = "create the secret and a version of it, or mend the spec's `secrets`"
+        hint = "create the secret and a version, or correct the spec's `secrets`"
         raise CloudError(ErrorClass.CONFIG, f"{reference}, for {name}, does not exist", hint) from None
-    except BadRequest as error:  # Google's text for a version that is disabled or destroyed says which
-        hint = "enable the version, or add one"
+    except BadRequest as error:  # Google's message says whether the version is disabled or destroyed
+        hint = "enable the version, or add a new version"
         raise CloudError(ErrorClass.CONFIG, f"{reference}, for {name}, cannot be read: {error.message}", hint) from None
     try:
         value = str(data.decode())
-    except UnicodeDecodeError:  # its text repeats the value
+    except UnicodeDecodeError:  # the text of the error repeats the value
         value = "\0"
     if "\0" in value:
         hint = "environment variables hold text; keep other data in a bucket"
@@ -73,6 +74,6 @@ def _read(name: str, reference: str) -> str:
     return value
 
 
-def _malformed(found: str) -> CloudError:
+def _malformed(problem: str) -> CloudError:
     expected = "a JSON object of variable names and projects/P/secrets/S/versions/V"
-    return CloudError(ErrorClass.CONFIG, f"{VARIABLE} is {found}; expected {expected}", "the control plane sets it")
+    return CloudError(ErrorClass.CONFIG, f"{VARIABLE} is {problem}; expected {expected}", "the control plane sets it")

@@ -5,7 +5,6 @@ API: https://cloud.google.com/compute/docs/reference/rest/v1/disks. Errors are t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -13,77 +12,80 @@ from typing import Any
 from dropforge.base import names
 from dropforge.base.errors import CloudError
 
-from . import clients
 from .classify import classify, classify_text, client_errors
 from .clients import TIMEOUT_SECONDS
-from .listing import Found, Listed, unreachable
+from .context import Cloud
+from .listing import Entry, Listed, unreachable
 
 DISK = "compute.googleapis.com/Disk"
-WAIT_SECONDS = 5.0  # most disks are made, or deleted, within this; others are looked at again later
+WAIT_SECONDS = 5.0  # most disks are created, or deleted, within this time; a later call looks at the others again
 LOOK_SECONDS = 0.2
 
 
-def ensure_disk(name: str, request: dict[str, Any]) -> bool:
-    """Make a disk (projects/P/zones/Z/disks/D) unless it is there; True once it is ready. Raises CloudError.
+def ensure_disk(cloud: Cloud, name: str, request: dict[str, Any]) -> bool:
+    """Create a disk (projects/P/zones/Z/disks/D) unless it exists; True once it is ready. Raises CloudError.
 
-    `request` has the `disk` and a `requestId`, with which the same request never makes two.
+    `request` has the `disk` and a `requestId`: the API runs requests with the same id only once.
     """
     try:
         query = {"requestId": request["requestId"]}
-        operation = None if _find(name) else _call("POST", name.rpartition("/")[0], query, request["disk"])
-        deadline = time.monotonic() + WAIT_SECONDS
+        parent = name.rpartition("/")[0]
+        operation = None if _find(cloud, name) else _call(cloud, "POST", parent, query, request["disk"])
+        deadline = cloud.clock.monotonic() + WAIT_SECONDS
         while True:
-            disk = _find(name)
+            disk = _find(cloud, name)
             if disk and disk["status"] == "READY":
                 return True
             if operation is not None and disk is None:
-                _raise_if_failed(_operation(name, operation))
-            if time.monotonic() > deadline:
+                _raise_if_failed(_operation(cloud, name, operation))
+            if cloud.clock.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_SECONDS)
+            cloud.clock.sleep(LOOK_SECONDS)
     except CloudError:
         raise
     except client_errors() as error:
         raise classify(error) from error
 
 
-def list_disks(project: str) -> Iterator[Found]:
-    """Disks of ours in every zone of a project, page by page, and a problem for each zone that was not reached."""
+def list_disks(cloud: Cloud) -> Iterator[Entry]:
+    """dropforge's disks in every zone of the project, page by page, and an error for each unreachable zone."""
+    project = cloud.settings.project
     query = {"filter": f"labels.{names.MANAGED_BY}=dropforge", "returnPartialSuccess": "true"}
     page: dict[str, Any] = {"nextPageToken": ""}
     while "nextPageToken" in page:
-        page = _call("GET", f"projects/{project}/aggregated/disks", {**query, "pageToken": page["nextPageToken"]})
-        for place, scoped in page.get("items", {}).items():  # of a place without any there is a warning instead
+        query["pageToken"] = page["nextPageToken"]
+        page = _call(cloud, "GET", f"projects/{project}/aggregated/disks", query)
+        for zone, scoped in page.get("items", {}).items():  # a zone without disks has a warning instead of `disks`
             for disk in scoped.get("disks", ()):
                 created = datetime.fromisoformat(disk["creationTimestamp"])
                 labels = disk.get("labels", {})
-                yield Listed(DISK, f"projects/{project}/{place}/disks/{disk['name']}", labels, created)
+                yield Listed(DISK, f"projects/{project}/{zone}/disks/{disk['name']}", labels, created)
         yield from unreachable(page.get("unreachables", ()), "disks")
 
 
-def delete_disk(name: str) -> bool:
-    """Delete a disk; True once it does not exist, False while it is in use or on its way. Raises CloudError."""
+def delete_disk(cloud: Cloud, name: str) -> bool:
+    """Delete a disk; True once it does not exist, False while it is in use or being deleted. Raises CloudError."""
     try:
-        deadline = time.monotonic() + WAIT_SECONDS
-        disk = _find(name)
-        if disk and disk["status"] != "DELETING" and not _begin_to_delete(name, disk):
-            return False  # the machine goes first
-        while disk and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
-            disk = _find(name)
+        deadline = cloud.clock.monotonic() + WAIT_SECONDS
+        disk = _find(cloud, name)
+        if disk and disk["status"] != "DELETING" and not _begin_to_delete(cloud, name, disk):
+            return False  # the machine must be deleted first
+        while disk and cloud.clock.monotonic() < deadline:
+            cloud.clock.sleep(LOOK_SECONDS)
+            disk = _find(cloud, name)
         return disk is None
     except client_errors() as error:
         raise classify(error) from error
 
 
-def _begin_to_delete(name: str, disk: dict[str, Any]) -> bool:
-    """False for a disk that is in use: since it was looked at, it may be, or by a machine that it does not show."""
+def _begin_to_delete(cloud: Cloud, name: str, disk: dict[str, Any]) -> bool:
+    """Start the deletion; False for a disk in use. A machine may use it although `users` does not name the machine."""
     from google.api_core.exceptions import BadRequest
 
     if disk.get("users"):
         return False
     try:
-        _call("DELETE", name)
+        _call(cloud, "DELETE", name)
     except BadRequest as error:  # resourceInUseByAnotherResource
         if "already being used by" not in error.message:
             raise
@@ -91,18 +93,18 @@ def _begin_to_delete(name: str, disk: dict[str, Any]) -> bool:
     return True
 
 
-def _find(name: str) -> dict[str, Any] | None:
+def _find(cloud: Cloud, name: str) -> dict[str, Any] | None:
     from google.api_core.exceptions import NotFound
 
     try:
-        return _call("GET", name)
+        return _call(cloud, "GET", name)
     except NotFound:
         return None
 
 
-def _operation(disk: str, operation: dict[str, Any]) -> dict[str, Any]:
+def _operation(cloud: Cloud, disk: str, operation: dict[str, Any]) -> dict[str, Any]:
     parent = disk.rsplit("/disks/", 1)[0]
-    return _call("GET", f"{parent}/operations/{operation['name']}")
+    return _call(cloud, "GET", f"{parent}/operations/{operation['name']}")
 
 
 def _raise_if_failed(operation: dict[str, Any]) -> None:
@@ -111,10 +113,10 @@ def _raise_if_failed(operation: dict[str, Any]) -> None:
         raise classify_text(status, f"{error['code']}: {error.get('message', '')}")
 
 
-def _call(verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
+def _call(cloud: Cloud, verb: str, path: str, query: dict[str, str] | None = None, body: Any = None) -> dict[str, Any]:
     from google.api_core.exceptions import from_http_response
 
-    session, root = clients.compute()
+    session, root = cloud.clients.compute()
     response = session.request(verb, f"{root}/{path}", params=query, json=body, timeout=TIMEOUT_SECONDS)
     if not response.ok:
         raise from_http_response(response)

@@ -1,27 +1,25 @@
-"""What the cloud lists of ours, whatever ledgers say: the shape of it, and how many places are asked at once."""
+"""What the cloud lists, independent of every ledger: the shape of a listed resource, and parallel listing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
-from dropforge.base.log import log
 from dropforge.base.settings import Settings
 
 from .classify import classify, client_errors
+from .context import Cloud
 
 P = TypeVar("P")
 
-LISTERS = 8  # places are asked at once: one that does not answer keeps nobody waiting
+LISTERS = 8  # parallel listings: a place that does not answer must not delay the others
 
 
 class Listed(NamedTuple):
-    """A resource of a run that the cloud lists. Kind and name are the ledger's; the labels say whose it is."""
+    """A resource of a run that the cloud lists, with the ledger's kind and name. The labels name its owner."""
 
     kind: str
     name: str
@@ -34,79 +32,81 @@ class Listed(NamedTuple):
 
     @property
     def attempt(self) -> int | None:
-        """The attempt that it trains for; None for an endpoint."""
+        """The attempt that the resource trains for; None for an endpoint."""
         text = self.labels.get(names.ATTEMPT_LABEL, "")
         return int(text) if text.isdecimal() else None
 
 
-Found = Listed | CloudError  # an error stands for what is missing from an answer
+Entry = Listed | CloudError  # the error says what the listing lacks
 
 
 class Unlisted(DropforgeError):
-    """Places that could not be listed; what the others list has been given before."""
+    """Raised at the end of a listing for the places that could not be listed; the other places were listed before."""
 
     def __init__(self, problems: list[CloudError]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
 
 
-def each(places: Iterable[P], look: Callable[[P], Iterable[Found]], *, is_used: bool = True) -> Iterator[Listed]:
-    """What `look` finds in each of the places. Raises Unlisted at the end, for those that failed or are incomplete."""
+def list_places(
+    cloud: Cloud, places: Iterable[P], list_place: Callable[[P], Iterable[Entry]], *, is_used: bool = True
+) -> Iterator[Listed]:
+    """The resources of all places, which are listed in parallel.
+
+    Raises Unlisted at the end if a place failed or is incomplete.
+    """
     problems = []
-    with ThreadPoolExecutor(LISTERS) as pool:
-        for answer in pool.map(lambda place: _answer(look, place), places):
-            for found in answer:
-                if isinstance(found, CloudError):
-                    problems.append(found)
-                else:
-                    yield found
-    settle(problems, is_used=is_used)
+    for entries in cloud.threads.map(lambda place: _entries(list_place, place), places, LISTERS):
+        for entry in entries:
+            if isinstance(entry, CloudError):
+                problems.append(entry)
+            else:
+                yield entry
+    raise_unlisted(cloud, problems, is_used=is_used)
 
 
-def settle(problems: Iterable[CloudError], *, is_used: bool) -> None:
+def raise_unlisted(cloud: Cloud, problems: Iterable[CloudError], *, is_used: bool) -> None:
     """Raise Unlisted for the problems that matter.
 
-    A deployment that does not use a kind need not be allowed to list it, nor have the API enabled: that is told once.
+    A deployment that does not use a kind needs neither the permission to list it nor the API: such a problem is logged
+    once.
     """
-    matter = []
+    serious = []
     for problem in problems:
         if is_used or problem.error_class is not ErrorClass.PERMISSION:
-            matter.append(problem)
-        else:
-            _log_once(problem.message)
-    if matter:
-        raise Unlisted(matter)
+            serious.append(problem)
+        elif problem.message not in cloud.logged:
+            cloud.logged.add(problem.message)
+            cloud.log(problem.message, stage="sweep")
+    if serious:
+        raise Unlisted(serious)
 
 
-def is_of_run(labels: dict[str, str], settings: Settings) -> bool:
-    """Whether labels say that something was made for a run of this deployment.
+def is_of_deployment(labels: dict[str, str], settings: Settings) -> bool:
+    """Whether labels say that a resource belongs to a run of this deployment.
 
-    A project may have several deployments. What was made before the label was has none.
+    A project may have several deployments. Resources from before the deployment label existed have no such label.
     """
-    ours = labels.get(names.DEPLOYMENT_LABEL, settings.deployment) == settings.deployment
-    return labels.get(names.MANAGED_BY) == "dropforge" and names.is_run_id(labels.get(names.RUN_LABEL, "")) and ours
+    if labels.get(names.MANAGED_BY) != "dropforge" or not names.is_run_id(labels.get(names.RUN_LABEL, "")):
+        return False
+    return labels.get(names.DEPLOYMENT_LABEL, settings.deployment) == settings.deployment
 
 
-def unreachable(places: Iterable[str], what: str) -> list[CloudError]:
-    """A problem for each place that an answer says it may lack."""
+def unreachable(places: Iterable[str], kinds: str) -> list[CloudError]:
+    """An error for each place that an answer may lack."""
     return [
-        CloudError(ErrorClass.TRANSIENT, f"the list of {what} lacks {place}, which Google could not reach")
+        CloudError(ErrorClass.TRANSIENT, f"the list of {kinds} lacks {place}, which Google could not reach")
         for place in places
     ]
 
 
-def _answer(look: Callable[[P], Iterable[Found]], place: P) -> list[Found]:
-    """What one place lists, as far as it got."""
-    found: list[Found] = []
+def _entries(list_place: Callable[[P], Iterable[Entry]], place: P) -> list[Entry]:
+    """The entries of one place, up to its first error."""
+    entries: list[Entry] = []
     try:
-        found.extend(look(place))
+        entries.extend(list_place(place))
     except CloudError as error:
-        found.append(error)
+        entries.append(error)
     except client_errors() as error:
-        found.append(classify(error))
-    return found
-
-
-@cache
-def _log_once(message: str) -> None:
-    log(message, stage="sweep")
+        entries.append(classify(error))
+    return entries

@@ -1,7 +1,7 @@
-"""What the status of a pod, and the events about it, say of a container that does not run: pure readings of JSON.
+"""Why a container does not run, from its pod's status and events: pure functions on JSON.
 
-Kubernetes tries again for ever, so a pod tells why it waits and never that it has failed; these say what no waiting can
-mend, and what to answer when the waiting has an end.
+Kubernetes retries forever: a pod reports why it waits, and never that it has failed. These functions tell permanent
+problems from waiting, and describe the wait once the caller stops waiting.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .classify import classify_text
 
 Object = dict[str, Any]
 
-CRASHES = 3  # as often as a container must end before it is called broken; a machine can be lost in between
-_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})  # for any cause, a busy registry included
+CRASHES = 3  # a container that ends this often is broken; fewer ends may come from lost machines
+_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})  # any cause, also a busy registry
 _NEVER = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _FORBIDDEN = re.compile(r"denied|forbidden|unauthorized|authorization failed|\b40[13]\b", re.I)
 _WRONG = re.compile(r"not found|does not exist|invalid|manifest unknown|\b404\b", re.I)
@@ -28,18 +28,18 @@ _MEMORY_HINT = "ask for more memory_gib, or for less at once"
 
 
 def broken(pod: Object, events: list[Object]) -> CloudError | None:
-    """Why a pod will never run by waiting; None for one that runs, or may yet."""
+    """Why a pod will never run; None if it runs, or may still run."""
     for status in _containers(pod):
-        found = _image_problem(pod, status, events) or _crash(pod, status)
-        if found is not None:
-            return found
+        problem = _image_problem(pod, status, events) or _crash(pod, status)
+        if problem is not None:
+            return problem
     return None
 
 
 def unschedulable(pod: Object, events: list[Object]) -> CloudError | None:
-    """Why no node has been found for a pod; None for one that has a node. That may pass: the caller has the patience.
+    """Why a pod has no node; None if it has one. Waiting may help: the caller decides how long.
 
-    GKE says a lack of machines nowhere but in the autoscaler's events.
+    GKE reports a lack of machines only in the autoscaler's events.
     """
     condition = condition_of(pod, "PodScheduled")
     if pod["spec"].get("nodeName") or condition is None or condition.get("status") == "True":
@@ -56,7 +56,7 @@ def unschedulable(pod: Object, events: list[Object]) -> CloudError | None:
 
 
 def waits_for(pod: Object, events: list[Object]) -> str:
-    """What a pod that has a node is doing instead of being ready."""
+    """Why a pod with a node is not ready."""
     for status in _containers(pod):
         waiting = status.get("state", {}).get("waiting")
         if waiting:
@@ -68,17 +68,18 @@ def waits_for(pod: Object, events: list[Object]) -> str:
 
 
 def last_event(events: list[Object], *reasons: str) -> str:
-    """The latest event's message, of the first of these reasons that has happened; "" when none has."""
+    """The message of the latest event with the first reason in `reasons` that has events; "" if there is no event."""
     for reason in reasons:
-        found = [event for event in events if event.get("reason") == reason]
-        if found:
-            return str(max(found, key=_time)["message"])
+        matching = [event for event in events if event.get("reason") == reason]
+        if matching:
+            return str(max(matching, key=_time)["message"])
     return ""
 
 
 def condition_of(item: Object, kind: str) -> Object | None:
-    """A condition of an object's status."""
-    return next((one for one in item.get("status", {}).get("conditions") or () if one["type"] == kind), None)
+    """The condition of that type in an object's status; None if the status has no such condition."""
+    conditions = item.get("status", {}).get("conditions") or ()
+    return next((condition for condition in conditions if condition["type"] == kind), None)
 
 
 def _image_problem(pod: Object, status: Object, events: list[Object]) -> CloudError | None:
@@ -88,7 +89,7 @@ def _image_problem(pod: Object, status: Object, events: list[Object]) -> CloudEr
         return None
     text = waiting.get("message", "")
     if reason in _IMAGE and not (_FORBIDDEN.search(text) or _WRONG.search(text)):
-        text = last_event(events, "Failed") or text  # a back-off does not repeat its cause
+        text = last_event(events, "Failed") or text  # the back-off message does not repeat the cause
     message = f"pod {pod['metadata']['name']} cannot start {status['image']}: {reason}: {text}"
     if _FORBIDDEN.search(text):
         return CloudError(ErrorClass.PERMISSION, message, _IMAGE_HINT)
@@ -111,7 +112,7 @@ def _crash(pod: Object, status: Object) -> CloudError | None:
 
 
 def _after(status: Object) -> str:
-    """How a container's last run ended; "" when there was none."""
+    """How the container's last run ended; "" if it has not ended yet."""
     ended = status.get("lastState", {}).get("terminated") or status.get("state", {}).get("terminated")
     if not ended:
         return ""
@@ -125,9 +126,9 @@ def _containers(pod: Object) -> Iterator[Object]:
     yield from status.get("containerStatuses") or ()
 
 
-def _classified(status: str, found: ErrorClass, message: str) -> CloudError:
-    """With the hint that the class has elsewhere."""
-    return CloudError(found, message, classify_text(status, message).hint)
+def _classified(status: str, error_class: ErrorClass, message: str) -> CloudError:
+    """A CloudError with the hint that `classify_text` gives for the status."""
+    return CloudError(error_class, message, classify_text(status, message).hint)
 
 
 def _text(waiting: Object) -> str:
@@ -135,5 +136,5 @@ def _text(waiting: Object) -> str:
 
 
 def _time(event: Object) -> str:
-    """RFC 3339 times of one zone sort as text."""
+    """The time of an event as text. RFC 3339 times of one time zone sort as text."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")

@@ -1,4 +1,4 @@
-"""A cloud resource: its name, its request, and whose it is."""
+"""A cloud resource: its name, the request that creates it, and its owner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dropforge.base.errors import CloudError, ErrorClass
 
 @dataclass(frozen=True)
 class Resource:
-    """A cloud resource that would be, or is, created: its ledger name and the request that makes it."""
+    """A cloud resource: its kind and name in the ledger, and the request that creates it."""
 
     kind: str
     name: str
@@ -20,7 +20,7 @@ class Resource:
 
 
 def check_owner(name: str, labels: Mapping[str, str], run: str) -> None:
-    """Raise CloudError unless what was found under a name of a run's is the run's."""
+    """Raise CloudError if the labels of the resource `name` do not name `run`."""
     if labels.get(names.RUN_LABEL) != run:
         raise CloudError(
             ErrorClass.CONFIG,

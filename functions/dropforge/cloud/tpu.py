@@ -1,6 +1,6 @@
-"""TPU VMs, whatever they are for: the requests that make them, whose they are, and their end.
+"""TPU VMs for training and for serving: the requests that create them, their owners, and their deletion.
 
-A machine is a node, which a queued resource makes once there is capacity, or which is made at once.
+A machine is a node. A queued resource creates the node once there is capacity, or a request creates the node at once.
 API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queuedResources
 """
 
@@ -14,12 +14,11 @@ from typing import Any
 
 from dropforge.base.errors import CloudError
 from dropforge.base.settings import Settings
-from dropforge.platforms.tpu_vm.catalog import TPU_VMS
 
-from . import clients
 from .classify import classify, classify_text, client_errors, status_of
 from .clients import TIMEOUT_SECONDS
-from .listing import Found, Listed, unreachable
+from .context import Cloud
+from .listing import Entry, Listed, unreachable
 from .resource import Resource, check_owner
 
 QUEUED = "tpu.googleapis.com/QueuedResource"
@@ -27,24 +26,24 @@ NODE = "tpu.googleapis.com/Node"
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 WORK_DIRECTORY = "/work"  # where the startup script mounts the data disk, or a part of the boot disk, in the container
 SERVER_PORT = 8000
-SERVER_TAG = "dropforge-server"  # for a firewall rule that lets requests in
+SERVER_TAG = "dropforge-server"  # a firewall rule that admits requests names this tag
 _REQUESTS = uuid.UUID("6f9a5b6e-0c55-4f0e-9f3e-6f6f4b9b5b11")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A TPU VM that is wanted. `node` and `queued` are full names; `queued` is "" for a node that is made at once."""
+    """A TPU VM to create. `node` and `queued` are full names; `queued` is "" for a node that is created at once."""
 
     settings: Settings
     run: str
     node: str
     queued: str
     accelerator_type: str
-    runtime_version: str | None
+    runtime_version: str
     capacity: str
     reservation: str | None
-    wait_seconds: int  # in the queue, at most
-    use_seconds: int  # what `guaranteed` capacity is for, at least
+    wait_seconds: int  # the longest time in the queue
+    use_seconds: int  # the shortest time that `guaranteed` capacity is for
     service_account: str
     labels: Mapping[str, str]
     metadata: Mapping[str, str]
@@ -52,11 +51,11 @@ class Machine:
     tags: tuple[str, ...] = ()
 
 
-def server_variables(environment: Iterable[Mapping[str, str]], accelerator_type: str) -> str:
-    """What a server is told, one NAME=VALUE per line: a container's `env`, and what only TPU VMs have."""
+def server_variables(environment: Iterable[Mapping[str, str]], chips: int) -> str:
+    """The environment of a server, one NAME=VALUE per line: a container's `env`, and the variables of TPU VMs only."""
     variables = {
-        **{one["name"]: one["value"] for one in environment},
-        "DROPFORGE_TENSOR_PARALLEL_SIZE": str(TPU_VMS[accelerator_type].chips),
+        **{variable["name"]: variable["value"] for variable in environment},
+        "DROPFORGE_TENSOR_PARALLEL_SIZE": str(chips),
         "DROPFORGE_WORK_DIRECTORY": WORK_DIRECTORY,
         "PORT": str(SERVER_PORT),
     }
@@ -64,7 +63,7 @@ def server_variables(environment: Iterable[Mapping[str, str]], accelerator_type:
 
 
 def resources(machine: Machine) -> list[Resource]:
-    """What is created. The queue makes the node; it is listed so that it is seen to be gone, too."""
+    """The resources of a machine. The queue creates the node; the list names it so that its deletion is verified."""
     if machine.queued:
         return [Resource(QUEUED, machine.queued, queued_request(machine)), Resource(NODE, machine.node)]
     return [Resource(NODE, machine.node, node_request(machine))]
@@ -96,69 +95,70 @@ def node_request(machine: Machine) -> dict[str, Any]:
     """The createNode request, as JSON."""
     parent, _, name = machine.node.rpartition("/nodes/")
     scheduling = {"spot": {"spot": True}, "reservation": {"reserved": True}}.get(machine.capacity)
-    wanted = _node(machine) | ({"schedulingConfig": scheduling} if scheduling else {})
-    return {"parent": parent, "nodeId": name, "node": wanted}
+    node = _node(machine) | ({"schedulingConfig": scheduling} if scheduling else {})
+    return {"parent": parent, "nodeId": name, "node": node}
 
 
-def request_id(name: str, what: str) -> str:
-    """The id of the one request that makes this; a reply that was lost is asked for again with the same id."""
-    return str(uuid.uuid5(_REQUESTS, f"{name}/{what}"))
+def request_id(name: str, part: str) -> str:
+    """The id of the only request that creates this part; after a lost reply, the request repeats with the same id."""
+    return str(uuid.uuid5(_REQUESTS, f"{name}/{part}"))
 
 
-def ensure(machine: Machine) -> bool:
-    """Ask for the machine, unless it is there; True once it is. Called again, it makes nothing twice.
+def ensure(cloud: Cloud, machine: Machine) -> bool:
+    """Request the machine unless it exists; True once it exists. Repeated calls create nothing twice.
 
-    Waiting in the queue counts as there; a node that is made at once must have been made. Raises CloudError.
+    A machine in the queue counts as existing; a node without a queue must have been created. Raises CloudError.
     """
     try:
-        return _queue(machine) if machine.queued else _take(machine)
+        return _queue(cloud, machine) if machine.queued else _create(cloud, machine)
     except CloudError:
         raise
     except client_errors() as error:
         raise classify(error) from error
 
 
-def look(machine: Machine) -> tuple[Any, Any]:
-    """The QueuedResource and the Node, each None where it does not exist. Raises errors of the client."""
-    queued = _find(clients.tpu().get_queued_resource, machine.queued) if machine.queued else None
-    return queued, _find(clients.tpu().get_node, machine.node)
+def find_machine(cloud: Cloud, machine: Machine) -> tuple[Any, Any]:
+    """The QueuedResource and the Node, each None if it does not exist. Raises errors of the client."""
+    client = cloud.clients.tpu()
+    queued = _find(client.get_queued_resource, machine.queued) if machine.queued else None
+    return queued, _find(client.get_node, machine.node)
 
 
-def list_queued(project: str) -> Iterator[Found]:
-    """Queued resources in every zone, with the labels of the node that each asks for: they have none of their own."""
-    request = {"parent": f"projects/{project}/locations/-"}
-    for page in clients.tpu().list_queued_resources(request=request, timeout=TIMEOUT_SECONDS).pages:
+def list_queued(cloud: Cloud) -> Iterator[Entry]:
+    """Queued resources in every zone, with the labels of the requested node: a queued resource has no labels."""
+    request = {"parent": f"projects/{cloud.settings.project}/locations/-"}
+    for page in cloud.clients.tpu().list_queued_resources(request=request, timeout=TIMEOUT_SECONDS).pages:
         for queued in page.queued_resources:
             specs = queued.tpu.node_spec
             yield Listed(QUEUED, queued.name, dict(specs[0].node.labels) if specs else {}, queued.create_time)
         yield from unreachable(page.unreachable, "queued resources")
 
 
-def list_nodes(project: str) -> Iterator[Found]:
-    """Nodes in every zone, also those that a queued resource holds."""
-    request = {"parent": f"projects/{project}/locations/-"}
-    for page in clients.tpu().list_nodes(request=request, timeout=TIMEOUT_SECONDS).pages:
+def list_nodes(cloud: Cloud) -> Iterator[Entry]:
+    """Nodes in every zone, including the nodes of queued resources."""
+    request = {"parent": f"projects/{cloud.settings.project}/locations/-"}
+    for page in cloud.clients.tpu().list_nodes(request=request, timeout=TIMEOUT_SECONDS).pages:
         for node in page.nodes:
             yield Listed(NODE, node.name, dict(node.labels), node.create_time)
         yield from unreachable(page.unreachable, "nodes")
 
 
-def delete(kind: str, name: str) -> bool:
+def delete(cloud: Cloud, kind: str, name: str) -> bool:
     """Delete a queued resource with its node, or a node; True once it does not exist. Raises CloudError."""
     try:
-        return _delete_queued(name) if kind == QUEUED else _delete_node(name)
+        return _delete_queued(cloud, name) if kind == QUEUED else _delete_node(cloud, name)
     except client_errors() as error:
         raise classify(error) from error
 
 
 def _node(machine: Machine) -> dict[str, Any]:
-    """The Node, as JSON: no external address, an account of its own, and a script that is the same for all."""
+    """The Node, as JSON: no external address, a service account, and the startup script that all machines share."""
     settings, zone = machine.settings, machine.node.split("/")[3]
     network = f"projects/{settings.project}/global/networks/{settings.network}"
     subnetwork = f"projects/{settings.project}/regions/{zone.rsplit('-', 1)[0]}/subnetworks/{settings.subnetwork}"
     node: dict[str, Any] = {
         "acceleratorType": machine.accelerator_type,
-        "runtimeVersion": machine.runtime_version or TPU_VMS[machine.accelerator_type].runtimes[0],
+        "runtimeVersion": machine.runtime_version,
         "networkConfig": {"network": network, "subnetwork": subnetwork, "enableExternalIps": False},
         "serviceAccount": {"email": machine.service_account, "scope": [CLOUD_PLATFORM]},
         "labels": dict(machine.labels),
@@ -171,30 +171,30 @@ def _node(machine: Machine) -> dict[str, Any]:
     return node
 
 
-def _queue(machine: Machine) -> bool:
-    """Ask for the queued resource, unless it is there. Waiting for capacity is the caller's, not ours."""
+def _queue(cloud: Cloud, machine: Machine) -> bool:
+    """Request the queued resource unless it exists; True once it exists. The caller waits for the capacity."""
     from google.cloud import tpu_v2
 
-    name, client = machine.queued, clients.tpu()
-    found = _find(client.get_queued_resource, name)
-    if found is None:
+    name, client = machine.queued, cloud.clients.tpu()
+    queued = _find(client.get_queued_resource, name)
+    if queued is None:
         request = tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued_request(machine)))
         _begin(lambda: client.create_queued_resource(request=request, timeout=TIMEOUT_SECONDS), "ALREADY_EXISTS")
-        found = _find(client.get_queued_resource, name)
-    if found is None:
+        queued = _find(client.get_queued_resource, name)
+    if queued is None:
         return False
-    check_owner(name, found.tpu.node_spec[0].node.labels, machine.run)
+    check_owner(name, queued.tpu.node_spec[0].node.labels, machine.run)
     return True
 
 
-def _take(machine: Machine) -> bool:
-    """Create the node, unless it is there; True once it is ready. A refusal comes with the operation."""
+def _create(cloud: Cloud, machine: Machine) -> bool:
+    """Create the node unless it exists; True once it is ready. The operation carries a refusal."""
     from google.cloud import tpu_v2
 
-    name, client = machine.node, clients.tpu()
+    name, client = machine.node, cloud.clients.tpu()
     node = _find(client.get_node, name)
     if node is None:
-        _raise_if_refused(name)
+        _raise_if_refused(cloud, name)
         request = tpu_v2.CreateNodeRequest.from_json(json.dumps(node_request(machine)))
         _begin(lambda: client.create_node(request=request, timeout=TIMEOUT_SECONDS), "ALREADY_EXISTS")
         return False
@@ -202,60 +202,61 @@ def _take(machine: Machine) -> bool:
     return bool(node.state != tpu_v2.Node.State.CREATING)
 
 
-def _raise_if_refused(name: str) -> None:
-    """Raise what an earlier creation of a node has ended with: the node is gone, its operation is not."""
+def _raise_if_refused(cloud: Cloud, name: str) -> None:
+    """Raise the error of an earlier creation of this node: the operation remains after the node is deleted."""
     from google.cloud.tpu_v2 import OperationMetadata
     from google.rpc import code_pb2
 
-    for operation in _operations(name.rsplit("/nodes/", 1)[0]):
-        about = OperationMetadata.deserialize(operation.metadata.value)
-        if about.target == name and operation.error.code:
+    for operation in _operations(cloud, name.rsplit("/nodes/", 1)[0]):
+        metadata = OperationMetadata.deserialize(operation.metadata.value)
+        if metadata.target == name and operation.error.code:
             raise classify_text(code_pb2.Code.Name(operation.error.code), operation.error.message)
 
 
-def _operations(parent: str) -> Iterator[Any]:
-    """Every operation in a zone, page by page: this method of the client does not turn pages itself."""
+def _operations(cloud: Cloud, parent: str) -> Iterator[Any]:
+    """Every operation in a zone, page by page: this method of the client does not request the next page itself."""
     request = {"name": parent, "page_token": ""}
     while True:
-        page = clients.tpu().list_operations(request, timeout=TIMEOUT_SECONDS)
+        page = cloud.clients.tpu().list_operations(request, timeout=TIMEOUT_SECONDS)
         yield from page.operations
         if not page.next_page_token:
             return
         request["page_token"] = page.next_page_token
 
 
-def _delete_queued(name: str) -> bool:
+def _delete_queued(cloud: Cloud, name: str) -> bool:
     from google.cloud.tpu_v2 import DeleteQueuedResourceRequest, QueuedResourceState
 
-    client = clients.tpu()
-    found = _find(client.get_queued_resource, name)
-    if found is None:
+    client = cloud.clients.tpu()
+    queued = _find(client.get_queued_resource, name)
+    if queued is None:
         return True
-    if found.state.state != QueuedResourceState.State.DELETING:
+    if queued.state.state != QueuedResourceState.State.DELETING:
         request = DeleteQueuedResourceRequest(name=name, force=True)
-        _begin(lambda: client.delete_queued_resource(request=request, timeout=TIMEOUT_SECONDS), *_GOING)
+        _begin(lambda: client.delete_queued_resource(request=request, timeout=TIMEOUT_SECONDS), *_ALREADY_DELETED)
     return False
 
 
-def _delete_node(name: str) -> bool:
-    """One that a queued resource holds is deleted with that, and by itself once that is gone."""
+def _delete_node(cloud: Cloud, name: str) -> bool:
+    """Delete a node. A queued resource's node is deleted with the queued resource, or alone if that does not exist."""
     from google.cloud.tpu_v2 import Node
 
-    client = clients.tpu()
-    found = _find(client.get_node, name)
-    if found is None:
+    client = cloud.clients.tpu()
+    node = _find(client.get_node, name)
+    if node is None:
         return True
-    is_held = found.queued_resource and _find(client.get_queued_resource, found.queued_resource) is not None
-    if found.state != Node.State.DELETING and not is_held:
-        _begin(lambda: client.delete_node(name=name, timeout=TIMEOUT_SECONDS), *_GOING)
+    is_held = node.queued_resource and _find(client.get_queued_resource, node.queued_resource) is not None
+    if node.state != Node.State.DELETING and not is_held:
+        _begin(lambda: client.delete_node(name=name, timeout=TIMEOUT_SECONDS), *_ALREADY_DELETED)
     return False
 
 
-_GOING = ("NOT_FOUND", "FAILED_PRECONDITION", "ABORTED")  # gone by now, or another deletion has begun
+# The resource does not exist any more, or another deletion has begun.
+_ALREADY_DELETED = ("NOT_FOUND", "FAILED_PRECONDITION", "ABORTED")
 
 
 def _begin(call: Callable[[], Any], *harmless: str) -> None:
-    """Begin an operation; an answer with one of these statuses says that nothing is left to begin."""
+    """Start an operation; an error with a status in `harmless` means that there is nothing left to start."""
     try:
         call()
     except client_errors() as error:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from dropforge.base import names
 from dropforge.base.errors import CloudError
 from dropforge.base.settings import Settings
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.spec import JobSpec
 
@@ -42,19 +43,19 @@ class Server(Protocol):
     def resources(self, deployment: Deployment) -> list[Any]:
         """What `deploy` creates, in order; pure. The first one stands for the endpoint."""
 
-    def deploy(self, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
         """Advance towards a ready endpoint; its URL once the platform calls it ready."""
 
-    def why_not_ready(self, deployment: Deployment) -> CloudError:
+    def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         """What the platform says of an endpoint that has been waited for long enough."""
 
-    def exists(self, deployment: Deployment) -> bool:
+    def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
         """Whether the cloud still has what answers; also when that cannot be told yet."""
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every resource of every endpoint in the project, by the cloud. Raises Unlisted at the end."""
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
 
 

@@ -15,8 +15,10 @@ from typing import Protocol
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
+from dropforge.run.record import Record
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
@@ -70,17 +72,31 @@ class Target(Protocol):
     def resources(self, launch: Launch) -> list[Resource]:
         """What `provision` creates, in order; pure, and the same for the same launch."""
 
-    def provision(self, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> bool:
         """Advance towards a running attempt; True once it is launched. Called again, it makes nothing twice."""
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         """One look at the attempt."""
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every training resource of every run in the project, by the cloud. Raises Unlisted at the end."""
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         """Delete one resource; True once it is seen not to exist. Gone already is success."""
+
+
+def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
+    """The latest attempt of a record, as its target needs it."""
+    attempt = record.attempts[-1]
+    return Launch(
+        run=record.run,
+        attempt=attempt.number,
+        placement=attempt.placement,
+        spec=spec,
+        settings=settings,
+        deadline=attempt.deadline,
+        timeout_seconds=max(1, int((attempt.deadline - attempt.started).total_seconds())),
+    )
 
 
 def container_variables(launch: Launch) -> dict[str, str]:

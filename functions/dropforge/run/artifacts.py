@@ -1,11 +1,11 @@
-"""What a run leaves in the runs bucket: checkpoints, the model, and the manifest that makes the model valid.
+"""The artifacts of a run in the runs bucket: checkpoints, the model, and the manifest that makes the model valid.
 
-    runs/<run>/spec.json                          what was asked for
-    checkpoints/<run>/step-00000100/…, _COMPLETE  what an attempt resumes from; torn without its marker
-    models/<run>/attempt-1/{model,adapter}/…      what that attempt exported
-    models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files count
+    runs/<run>/spec.json                          the accepted spec
+    checkpoints/<run>/step-00000100/…, _COMPLETE  a checkpoint; incomplete without its marker
+    models/<run>/attempt-1/{model,adapter}/…      the export of that attempt
+    models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files are the model
 
-Each attempt writes below its own prefix, so that one that was given up too early cannot spoil another's files.
+Each attempt writes below its own prefix: an attempt that was given up too early cannot damage another attempt's files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from dropforge.base.errors import Conflict, DropforgeError, NotFound
-from dropforge.base.names import spec_object
 
 T = TypeVar("T")
 
@@ -32,12 +31,12 @@ COMPLETE = "_COMPLETE"
 
 _STEP = re.compile(r"step-(\d{8,})/")
 _BLOCK_BYTES = 1 << 20
-_WORKERS = 8  # Cloud Storage serves one stream at some 100 MB/s; the client keeps ten connections
+_WORKERS = 8  # Cloud Storage serves a stream at about 100 MB/s; the client keeps ten connections
 _TIMEOUT_SECONDS = 120.0  # to connect, and between two reads; not for a whole transfer
 
 
 class ArtifactFile(BaseModel):
-    """One file below a prefix: its path there, and what its content must be."""
+    """A file below a prefix: its relative path, size and checksums."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,7 +47,7 @@ class ArtifactFile(BaseModel):
 
 
 class Source(BaseModel):
-    """Where a model or a data set came from; `revision` is a Hub commit, or a digest of the objects."""
+    """The origin of a model or a data set; `revision` is a Hub commit, or a digest of the objects."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +56,7 @@ class Source(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The commit marker of models/<run>/: which files are the model, whence it came, and how good it is."""
+    """The commit marker of models/<run>/: the files of the model, its origin and its metrics."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
@@ -77,7 +76,7 @@ class Manifest(BaseModel):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose marker is there. `files` are relative to `uri`; `extra` is what the writer noted."""
+    """A checkpoint with its marker. `files` are relative to `uri`; `extra` is data of the writer."""
 
     step: int
     uri: str
@@ -93,10 +92,6 @@ def parse_gs_uri(uri: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def spec_uri(bucket: str, run: str) -> str:
-    return f"gs://{bucket}/{spec_object(run)}"
-
-
 def model_uri(bucket: str, run: str) -> str:
     return f"gs://{bucket}/{model_prefix(run)}".rstrip("/")
 
@@ -110,7 +105,7 @@ def model_prefix(run: str) -> str:
 
 
 def attempt_directory(attempt: int) -> str:
-    """Where an attempt exports to, relative to models/<run>/."""
+    """The directory of an attempt's export, relative to models/<run>/."""
     return f"attempt-{attempt}"
 
 
@@ -119,7 +114,7 @@ def checkpoint_prefix(run: str, step: int | None = None) -> str:
 
 
 def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
-    """The manifest of a run, or None while there is none. Raises DropforgeError when it is unreadable."""
+    """The manifest of a run; None while it does not exist. Raises DropforgeError if it is unreadable."""
     from google.api_core.exceptions import NotFound as ObjectNotFound
 
     blob = client.bucket(bucket).blob(model_prefix(run) + MANIFEST)
@@ -136,9 +131,9 @@ def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
 
 
 def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:
-    """Commit a model; the committed manifest comes back. Writing the same again is fine.
+    """Commit a model; return the committed manifest. Writing the same manifest again has no effect.
 
-    Raises Conflict when another attempt has committed already: its files stay the model.
+    Raises Conflict if another attempt has committed before: its files stay the model.
     """
     from google.api_core.exceptions import PreconditionFailed
 
@@ -149,19 +144,19 @@ def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:
     except PreconditionFailed:
         committed = read_manifest(client, bucket, manifest.run)
         if committed is not None and committed.attempt == manifest.attempt and committed.files == manifest.files:
-            return committed  # our own write, whose reply was lost
+            return committed  # this attempt's write, whose reply was lost
         by = f"attempt {committed.attempt}" if committed else "another writer"
         raise Conflict(f"{manifest_uri(bucket, manifest.run)} was committed by {by}") from None
     return manifest
 
 
 def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
-    """What is wrong with the committed files, by one listing: missing ones, other sizes, other checksums."""
+    """Problems of the committed files, from one listing: missing files, wrong sizes, wrong checksums."""
     prefix = model_prefix(manifest.run)
-    found = {blob.name.removeprefix(prefix): blob for blob in client.list_blobs(bucket, prefix=prefix)}
+    blobs = {blob.name.removeprefix(prefix): blob for blob in client.list_blobs(bucket, prefix=prefix)}
     problems = []
     for file in manifest.files:
-        blob = found.get(file.path)
+        blob = blobs.get(file.path)
         if blob is None:
             problems.append(f"{file.path} is missing")
         elif (blob.size, blob.crc32c) != (file.size, file.crc32c):
@@ -172,7 +167,7 @@ def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
 
 
 def read_artifact(client: Any, bucket: str, manifest: Manifest, name: str) -> bytes:
-    """One small file of the model, such as samples.json, by its path below the attempt. Raises NotFound."""
+    """A small file of the model, such as samples.json, by its path below the attempt. Raises NotFound."""
     path = f"{attempt_directory(manifest.attempt)}/{name}"
     if all(file.path != path for file in manifest.files):
         listing = ", ".join(file.path for file in manifest.files)
@@ -182,19 +177,19 @@ def read_artifact(client: Any, bucket: str, manifest: Manifest, name: str) -> by
 
 
 def checkpoints(client: Any, bucket: str, run: str) -> list[Checkpoint]:
-    """The complete checkpoints of a run, newest first; one whose marker is unreadable counts as torn."""
+    """The complete checkpoints of a run, newest first; a checkpoint with an unreadable marker is incomplete."""
     prefix = checkpoint_prefix(run)
-    found = []
+    markers = []
     for blob in client.list_blobs(bucket, prefix=prefix):
         match = _STEP.match(blob.name.removeprefix(prefix))
         if match and blob.name.endswith(f"/{COMPLETE}"):
-            found.append((int(match[1]), blob))
-    read = (_read_marker(bucket, step, blob) for step, blob in sorted(found, key=lambda item: -item[0]))
+            markers.append((int(match[1]), blob))
+    read = (_read_marker(bucket, step, blob) for step, blob in sorted(markers, key=lambda item: -item[0]))
     return [checkpoint for checkpoint in read if checkpoint is not None]
 
 
 def newest_complete_checkpoint(client: Any, bucket: str, run: str) -> Checkpoint | None:
-    """What the next attempt resumes from, or None."""
+    """The checkpoint that the next attempt resumes from; None if there is no complete checkpoint."""
     return next(iter(checkpoints(client, bucket, run)), None)
 
 
@@ -218,7 +213,7 @@ def complete_checkpoint(
 
 
 def prune_checkpoints(client: Any, bucket: str, run: str, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and torn ones older than those; markers go first."""
+    """Keep the newest `keep` complete checkpoints; delete all older checkpoints, the markers first."""
     prefix = checkpoint_prefix(run)
     kept = [checkpoint.step for checkpoint in checkpoints(client, bucket, run)[:keep]]
     if len(kept) < keep:
@@ -232,7 +227,7 @@ def prune_checkpoints(client: Any, bucket: str, run: str, keep: int) -> None:
 
 
 def delete_blobs(blobs: Iterable[Any]) -> None:
-    """Delete objects one after the other; one that is gone already is fine."""
+    """Delete objects one after the other; ignore objects that do not exist."""
     from google.api_core.exceptions import NotFound as ObjectNotFound
 
     for blob in blobs:
@@ -251,7 +246,7 @@ def upload_directory(client: Any, directory: Path, uri: str) -> list[ArtifactFil
 
 
 def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile]:
-    """Download every object below `uri`, several at once, checked by crc32c. Raises NotFound when there is none."""
+    """Download every object below `uri`, several at once, checked by crc32c. Raises NotFound if there is no object."""
     bucket, prefix = parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/" if prefix else ""
     blobs = [blob for blob in client.list_blobs(bucket, prefix=prefix) if not blob.name.endswith("/")]
@@ -284,7 +279,7 @@ def describe_file(path: Path, name: str) -> ArtifactFile:
 
 
 def _at_once(transfer: Callable[[T], ArtifactFile], items: list[T]) -> list[ArtifactFile]:
-    """Transfer several at once. Whoever is interrupted (SIGTERM) does not wait for the transfers under way."""
+    """Transfer several items at once. After an interrupt (SIGTERM), do not wait for transfers in progress."""
     pool = ThreadPoolExecutor(_WORKERS)
     try:
         done = list(pool.map(transfer, items))

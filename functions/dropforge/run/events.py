@@ -1,4 +1,4 @@
-"""The events that cross dropforge's borders: job events (containers → control plane) and run events (→ the world).
+"""Events that leave or enter the control plane: job events (from containers) and run events (to other systems).
 
 Both travel as CloudEvents in Pub/Sub's binary form: attributes `ce-*`, the JSON data as the message's data
 (https://github.com/googleapis/google-cloudevents, CloudEvents Pub/Sub binding).
@@ -25,7 +25,7 @@ class Event(BaseModel):
 
 
 class JobEventBase(Event):
-    """What every job event carries. `sequence` grows within an attempt (milliseconds, made strictly increasing)."""
+    """The fields of every job event. `sequence` increases strictly within an attempt (milliseconds)."""
 
     run: str = Field(pattern=r"^[a-z][a-z0-9-]{0,48}$")
     attempt: int = Field(ge=1, le=1000)
@@ -34,7 +34,7 @@ class JobEventBase(Event):
 
 
 class Started(JobEventBase):
-    """The container runs and has read the spec; `resumed_step` is where it goes on (0: at the start)."""
+    """The container runs and has read the spec; training continues at `resumed_step` (0: the start)."""
 
     type: Literal["started"] = "started"
     resumed_step: int = Field(default=0, ge=0)
@@ -42,7 +42,7 @@ class Started(JobEventBase):
 
 
 class Progress(JobEventBase):
-    """Training goes on. Rates are over the last interval; `loss` is null when it is not finite."""
+    """Training continues. Rates cover the last interval; `loss` is null if it is not finite."""
 
     type: Literal["progress"] = "progress"
     step: int = Field(ge=0)
@@ -80,7 +80,7 @@ class Failed(JobEventBase):
 
 
 class Preempted(JobEventBase):
-    """The container was told to stop (SIGTERM) and has saved what it could; `step` is the last saved one."""
+    """The container received SIGTERM and saved a checkpoint if it could; `step` is the last saved step."""
 
     type: Literal["preempted"] = "preempted"
     step: int = Field(default=0, ge=0)
@@ -91,9 +91,9 @@ JOB_EVENT: TypeAdapter[JobEvent] = TypeAdapter(JobEvent)
 
 
 class RunEvent(Event):
-    """A state change of a run, for other systems, or a notice while it is in that state: `notice` tells which one.
+    """A state change of a run, for other systems, or a notice while the run is in `state`: then `notice` is its key.
 
-    `id` is the same when the same change, or notice, is told twice.
+    A repeated event has the same `id`.
     """
 
     id: str
@@ -125,7 +125,7 @@ def parse_job_event(data: bytes) -> JobEvent:
 
 
 class Upload(BaseModel):
-    """The part of a Cloud Storage `finalized` or `deleted` CloudEvent's data that tells which object it is."""
+    """The part of a Cloud Storage `finalized` or `deleted` CloudEvent's data that names the object."""
 
     bucket: str = Field(min_length=3)
     name: str = Field(min_length=1)
@@ -134,14 +134,14 @@ class Upload(BaseModel):
 
 
 def uploaded_object(event_data: Any) -> Upload:
-    """The object of a Cloud Storage CloudEvent. Raises ValueError when it is not one."""
+    """The object in the data of a Cloud Storage CloudEvent. Raises ValueError for other data."""
     return Upload.model_validate(event_data)
 
 
 def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     """Data, attributes and message id out of the data of a `messagePublished` CloudEvent.
 
-    Raises ValueError when it is not one.
+    Raises ValueError for other data.
     """
     message = event_data.get("message") if isinstance(event_data, dict) else None
     if not isinstance(message, dict):
@@ -176,5 +176,5 @@ def run_event_schema() -> dict[str, Any]:
 
 
 def dumps(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces; what digests and records are made of."""
+    """Canonical JSON for digests and records: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,23 +1,24 @@
-"""Runs: their states, their record and their ledger; store.py keeps both in the runs bucket."""
+"""A run's state, record and ledger. store.py keeps record and ledger in the runs bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
 
-Limit = Literal["max_duration", "max_cost_usd"]  # of a spec's `limits`
-KEPT_IDS = 100  # of executions that were superseded: none of an older one can still be under way
+Limit = Literal["max_duration", "max_cost_usd"]  # fields of a spec's `limits`
+END_TOLD = "end"  # the notice key of a record whose end was announced
+KEPT_IDS = 100  # superseded executions that a record names: calls of older executions have ended
 
 
 class RunState(StrEnum):
-    """Where a run is. The last four are terminal and written once."""
+    """The state of a run. The last four states are terminal and written once."""
 
     ACCEPTED = "ACCEPTED"
     PROVISIONING = "PROVISIONING"
@@ -45,13 +46,13 @@ _ALLOWED = {
 
 
 class Stored(BaseModel):
-    """Base of what the runs bucket keeps. Unknown fields are kept out, so that a newer writer is noticed."""
+    """Base class of stored documents. It refuses unknown fields, so that a document of a newer version is noticed."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class RunError(Stored):
-    """Why a run failed, for people: what happened, of which class, and what to do about it."""
+    """Why a run failed, for people: what happened, the class of the failure, and what to do next."""
 
     error_class: ErrorClass
     message: str
@@ -59,7 +60,7 @@ class RunError(Stored):
 
 
 class Transition(Stored):
-    """A state that the run entered, and when."""
+    """A state that the run entered, and the time."""
 
     state: RunState
     time: datetime
@@ -69,9 +70,10 @@ class Transition(Stored):
 class Attempt(Stored):
     """One launch of the training.
 
-    `limit` is what decides the deadline. `launched` is when its resources were made; from then on capacity is waited
-    for. `running` is the earliest time at which the machine may have begun to run: what it costs is counted from there.
-    `seen` is when all of it was first seen to run, if it had not said so: when it is stuck is counted from there.
+    `limit` names the limit that decides the deadline. `launched` is when the resources were created; the wait for
+    capacity begins then. `running` is the earliest time at which the machine may have started: the cost counts from
+    then. `seen` is when all machines were first seen running, unless the container reported its start: the time without
+    progress (`limits.stuck_after`) counts from then.
     """
 
     number: int
@@ -89,10 +91,10 @@ class Attempt(Stored):
     error: RunError | None = None
 
     def cost(self, now: datetime) -> float | None:
-        """US dollars so far, at the price that was pinned when it was opened; None when that is unknown.
+        """US dollars so far, at the price that was pinned when the attempt was opened; None if the price is unknown.
 
-        Waiting for capacity costs nothing. An attempt that ended without having been seen to run, and not for lack
-        of capacity, may have run from the start.
+        Waiting for capacity costs nothing. If an attempt ended before it was seen running, and not for lack of
+        capacity, its machine may have run from the start.
         """
         if self.usd_per_hour is None:
             return None
@@ -112,19 +114,27 @@ class Endpoint(Stored):
     region: str
     ready: datetime
     expires: datetime
-    limit: Literal["ttl", "max_cost_usd"] = "ttl"  # what decides the expiry
+    limit: Literal["ttl", "max_cost_usd"] = "ttl"  # the limit that decides the expiry
     ended: datetime | None = None
 
 
+class Notice(NamedTuple):
+    """A message to people about a run that continues, sent once. `key` is unique within the run."""
+
+    key: str
+    headline: str
+    text: str
+
+
 class Outcome(Stored):
-    """How a run ends once its resources are gone: decided before the teardown begins."""
+    """How a run ends once its resources are deleted: decided before the teardown begins."""
 
     state: RunState
     error: RunError | None = None
 
 
 class Record(Stored):
-    """Everything that is known about a run. `history` starts with ACCEPTED; with an end, if there was no more."""
+    """Everything that dropforge knows about a run. `history` starts with ACCEPTED, or with a terminal state."""
 
     run: str
     name: str
@@ -140,7 +150,7 @@ class Record(Stored):
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
     outcome: Outcome | None = None
-    serving_usd_per_hour: float | None = None  # of all instances that the endpoint may have
+    serving_usd_per_hour: float | None = None  # for the maximum number of instances
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
     notices: list[str] = []
@@ -151,9 +161,9 @@ class Record(Stored):
         return self.attempts[-1].number if self.attempts else 0
 
     def entered(self, state: RunState, now: datetime) -> Record:
-        """This record in `state`. Entering the present state again changes nothing; a terminal one ends every attempt.
+        """This record in `state`. Entering the present state changes nothing; a terminal state ends every attempt.
 
-        Raises Conflict when `state` cannot follow: above all, when this one is terminal.
+        Raises Conflict if `state` cannot follow the present state, which is above all the case for a terminal state.
         """
         if state is self.state:
             return self
@@ -161,46 +171,46 @@ class Record(Stored):
             raise Conflict(f"run {self.run} is {self.state}; it cannot become {state}")
         moved = Transition(state=state, time=now, attempt=self.attempt)
         attempts = self.attempts
-        if state.is_terminal:  # one that was cancelled, say: its resources are gone, and it costs nothing any more
+        if state.is_terminal:  # an attempt may still be open, after a cancel for example; its resources are deleted
             attempts = [a.model_copy(update={"ended": a.ended or now}) for a in attempts]
         return self.model_copy(update={"state": state, "history": [*self.history, moved], "attempts": attempts})
 
     def claimed(self, execution: str) -> Record:
-        """This record, owned by `execution` if nobody owns it; one that was superseded never owns it again."""
+        """This record, owned by `execution` if it has no owner. A superseded execution never owns the run again."""
         if self.execution is not None or execution in self.superseded or self.state.is_terminal:
             return self
         return self.model_copy(update={"execution": execution})
 
     def released(self, execution: str) -> Record:
-        """This record without the execution that owns it: one that has ended and left the run open."""
+        """This record without its owner `execution`, which ended before the run did."""
         if self.execution != execution or self.state.is_terminal:
             return self
         return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
 
     def with_notice(self, key: str) -> Record:
-        """This record with the note that people were told something."""
+        """This record with the note that a notice was sent."""
         return self if key in self.notices else self.model_copy(update={"notices": [*self.notices, key]})
 
     def with_end(self, attempt: int, error: RunError | None, now: datetime) -> Record:
-        """This record with the end of an attempt; what was noted of that end first stays, and a terminal record."""
+        """This record with the end of an attempt. The first noted end stays; a terminal record does not change."""
         return self._with_attempt(
             attempt, lambda a: a.model_copy(update={"ended": a.ended or now, "error": a.error or error})
         )
 
     def with_launch(self, attempt: int, now: datetime) -> Record:
-        """This record with the time at which an attempt's resources were seen to be made, unless that is noted."""
+        """This record with the time at which an attempt's resources were seen to exist; a noted time stays."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
 
     def with_running(self, attempt: int, since: datetime) -> Record:
-        """This record with the time since which an attempt may have run, unless that is noted."""
+        """This record with the earliest time at which an attempt may have run; a noted time stays."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"running": a.running or since}))
 
     def with_seen(self, attempt: int, now: datetime) -> Record:
-        """This record with the time at which an attempt was seen to run, unless that is noted."""
+        """This record with the time at which an attempt was seen running; a noted time stays."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"seen": a.seen or now}))
 
     def _with_attempt(self, number: int, change: Callable[[Attempt], Attempt]) -> Record:
-        if self.state.is_terminal:  # a call that comes late
+        if self.state.is_terminal:  # the call is late
             return self
         attempts = [change(a) if a.number == number else a for a in self.attempts]
         return self.model_copy(update={"attempts": attempts})
@@ -215,19 +225,19 @@ class Record(Stored):
         return spent
 
     def training_cost(self, now: datetime) -> float | None:
-        """US dollars that the attempts have cost so far; None when a price is unknown."""
+        """US dollars that the attempts have cost so far; None if a price is unknown."""
         costs = [attempt.cost(now) for attempt in self.attempts]
         return None if None in costs else round(sum(cost or 0.0 for cost in costs), 6)
 
     def cost(self, now: datetime) -> float | None:
-        """US dollars so far, of training and endpoint together, at most; None when a price is unknown."""
+        """The most that training and endpoint have cost so far, in US dollars; None if a price is unknown."""
         training, serving = self.training_cost(now), self.serving_cost(now)
         return None if training is None or serving is None else round(training + serving, 6)
 
     def serving_cost(self, now: datetime) -> float | None:
-        """US dollars that the endpoint has cost so far, at most: as if all its instances had run since it was made.
+        """The most that the endpoint has cost so far, in US dollars: as if all its instances had run all the time.
 
-        None when the price is unknown; 0 when there was no endpoint.
+        None if the price is unknown; 0 if there was no endpoint.
         """
         began = next((t.time for t in self.history if t.state is RunState.DEPLOYING), None)
         if began is None:
@@ -242,15 +252,15 @@ class Record(Stored):
 
 
 class ResourceState(StrEnum):
-    INTENDED = "intended"  # about to be created; may exist
-    CREATED = "created"  # was seen to exist
-    GONE = "gone"  # was seen not to exist, after it was deleted
+    INTENDED = "intended"  # the create call follows; the resource may exist
+    CREATED = "created"  # a call saw that the resource exists
+    GONE = "gone"  # a call saw, after the deletion, that the resource does not exist
 
 
 class LedgerEntry(Stored):
-    """One cloud resource of a run. `name` is the full resource name; `kind` tells who deletes it.
+    """A cloud resource of a run. `name` is the full resource name; `kind` decides which platform deletes it.
 
-    `kept`: it was made to train, and serves now.
+    `kept`: the resource was created to train, and serves now.
     """
 
     kind: str
@@ -263,12 +273,12 @@ class LedgerEntry(Stored):
     kept: bool = False
 
     def is_endpoint(self, run: str) -> bool:
-        """Whether it is a part of the run's endpoint."""
+        """Whether the resource is part of the run's endpoint."""
         return self.kept or names.is_endpoint(self.name, run)
 
 
 class Ledger(Stored):
-    """Every resource that a run ever intended to create; written before the call it announces."""
+    """Every resource that a run ever intended to create; an entry is written before the create call."""
 
     run: str
     entries: list[LedgerEntry] = []
@@ -282,7 +292,3 @@ class Ledger(Stored):
     def with_entry(self, entry: LedgerEntry) -> Ledger:
         others = [e for e in self.entries if e.name != entry.name]
         return self.model_copy(update={"entries": [*others, entry]})
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)

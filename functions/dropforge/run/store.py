@@ -1,79 +1,84 @@
-"""The runs bucket: every run's record, ledger and spec, and what else is kept of it.
+"""The runs bucket: the record, ledger, spec and other objects of every run.
 
-Every write carries a generation precondition, so that two functions can never overwrite each other unseen
+Every write carries a generation precondition: a function never overwrites the write of another function unnoticed
 (https://cloud.google.com/storage/docs/request-preconditions).
 """
 
 from __future__ import annotations
 
-import random
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from dropforge.base import names
+from dropforge.base.clock import Clock
 from dropforge.base.errors import Conflict, NotFound
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
-from .record import Ledger, LedgerEntry, Record, ResourceState, utc_now
+from .record import Ledger, LedgerEntry, Record, ResourceState
 
 M = TypeVar("M", bound=BaseModel)
 UPDATE_TRIES = 12
-KNOWN = 500  # objects that a process remembers: records and ledgers of a few KB each
+KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
 
 
 class Versioned(NamedTuple):
-    """An object's bytes and the generation they were read at."""
+    """The bytes of an object and their generation."""
 
     data: bytes
     generation: int
 
 
 class Known(NamedTuple):
-    """What an object said when it was last read or written, and its generation then."""
+    """The content of an object at its last read or write, and its generation."""
 
     content: Any
     generation: int
 
 
 class RunStore:
-    """The runs bucket. It remembers the objects it has seen last: a change of one is written without reading it again.
+    """The runs bucket. It remembers recent records and ledgers, and writes a change without reading again.
 
-    That is safe, as every write says which generation it replaces; one that turns out to be old is read then.
+    This is safe: every write names the generation that it replaces. After a failed write, the store reads the object.
     """
 
-    def __init__(self, client: Any, bucket: str) -> None:
+    def __init__(self, client: Any, bucket: str, clock: Clock | None = None, chance: Random | None = None) -> None:
         self.bucket = client.bucket(bucket)
+        self._clock = clock or Clock()
+        self._chance = chance or Random()
         self._spec = lru_cache(KNOWN)(self._read_spec)
-        self._known: OrderedDict[str, Known] = OrderedDict()  # the newest last; its methods are atomic
+        self._known: OrderedDict[str, Known] = (
+            OrderedDict()
+        )  # the newest is last; the methods of OrderedDict are atomic
 
     def create(self, record: Record) -> bool:
-        """Write a new run's record; False when the run exists already. One that is not over is marked first."""
+        """Write the record of a new run, and first the open mark unless it has ended; False if the run has a record."""
         if not record.state.is_terminal:
             self.mark_open(record)
         return self._put(names.record_object(record.run), record, 0)
 
     def record(self, run: str) -> Record:
-        """As it is now. Raises NotFound."""
+        """The present record of a run. Raises NotFound."""
         return self._load(names.record_object(run), Record).content  # type: ignore[no-any-return]
 
     def find(self, run: str) -> Record | None:
+        """The present record of a run; None if it has no record."""
         try:
             return self.record(run)
         except NotFound:
             return None
 
     def update(self, run: str, change: Callable[[Record], Record]) -> Record:
-        """Apply `change` to the record, again on each conflict; `change` must be free of effects.
+        """Apply `change` to the record, again after each conflict; `change` must have no side effects.
 
-        Raises NotFound, Conflict after many lost races, and whatever `change` raises.
+        Raises NotFound, Conflict after many lost races, and the exceptions of `change`.
         """
         return self._change(names.record_object(run), Record, change)
 
@@ -82,70 +87,72 @@ class RunStore:
         return self._spec(run)
 
     def ledger(self, run: str) -> Ledger:
-        """As it is now; empty for a run that has none."""
+        """The present ledger of a run; empty if it has no ledger."""
         try:
             return self._load(names.ledger_object(run), Ledger).content  # type: ignore[no-any-return]
         except NotFound:
             return Ledger(run=run)
 
     def intend(self, run: str, kind: str, name: str, attempt: int) -> bool:
-        """Note that a resource is about to be created; False: that was noted. Returns only once it is durable."""
-        entry = LedgerEntry(kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=utc_now())
+        """Enter the intent to create a resource; False if the ledger has it. The entry is durable on return."""
+        entry = LedgerEntry(
+            kind=kind, name=name, attempt=attempt, state=ResourceState.INTENDED, intended=self._clock.now()
+        )
 
         def change(ledger: Ledger) -> Ledger:
-            found = ledger.find(name)
-            return ledger if found and found.state is not ResourceState.GONE else ledger.with_entry(entry)
+            known = ledger.find(name)
+            return ledger if known and known.state is not ResourceState.GONE else ledger.with_entry(entry)
 
         return self._change_ledger(run, change).find(name) is entry
 
     def intend_all(
         self, run: str, resources: Iterable[tuple[str, str]], attempt: int, is_wanted: Callable[[Record], bool]
     ) -> bool:
-        """Note kinds and names of resources that are about to be created; False: they must not be, any more.
+        """Enter the intent to create resources, by kind and name; False if the caller must not create them any more.
 
-        The record is read after the ledger was written, and teardown reads the ledger after it has written the record:
-        one of both sees the other. What was noted in vain stays so: others may have made it meanwhile, by this note. It
-        is looked at by the teardown that is to come or, of a run that is over, by the sweep.
+        This method writes the ledger and then reads the record; teardown writes the record and then reads the ledger.
+        So at least one of them sees the other. Unneeded entries stay: another call may have created the resources on
+        the strength of these entries. The next teardown resolves them or, after the run's end, the sweep.
         """
-        news = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
+        added = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
         record = self.record(run)
         if is_wanted(record):
             return True
-        if news:
+        if added:
             self.mark_open(record)
         return False
 
     def keep(self, run: str, name: str) -> None:
-        """Note that a resource which has trained serves from now on. Returns only once that is durable."""
+        """Note that a training resource serves from now on. The note is durable on return."""
 
         def change(ledger: Ledger) -> Ledger:
-            found = ledger.find(name)
-            return ledger if found is None or found.kept else ledger.with_entry(found.model_copy(update={"kept": True}))
+            entry = ledger.find(name)
+            return ledger if entry is None or entry.kept else ledger.with_entry(entry.model_copy(update={"kept": True}))
 
         self._change_ledger(run, change)
 
     def note(self, run: str, name: str, state: ResourceState) -> None:
-        """Note that a resource was seen to exist, or seen to be gone."""
+        """Note that a resource was seen to exist (CREATED), or seen not to exist (GONE)."""
 
         def change(ledger: Ledger) -> Ledger:
-            found = ledger.find(name)
-            if found is None or found.state in (state, ResourceState.GONE):
+            entry = ledger.find(name)
+            if entry is None or entry.state in (state, ResourceState.GONE):
                 return ledger
             field = "created" if state is ResourceState.CREATED else "gone"
-            return ledger.with_entry(found.model_copy(update={"state": state, field: utc_now()}))
+            return ledger.with_entry(entry.model_copy(update={"state": state, field: self._clock.now()}))
 
         self._change_ledger(run, change)
 
     def put_new(self, name: str, data: bytes, content_type: str = "application/json") -> bool:
-        """Write an object that must not exist; False when it does."""
+        """Write an object that must not exist; False if it exists."""
         return self.write(name, data, 0, content_type)
 
     def write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> bool:
-        """Write an object if its generation is still `generation` (0: it does not exist); False otherwise."""
+        """Write an object if its generation is `generation` (0: it does not exist); False otherwise."""
         return self._write(name, data, generation, content_type) is not None
 
     def read(self, name: str) -> Versioned:
-        """Raises NotFound."""
+        """An object with its generation. Raises NotFound."""
         from google.api_core.exceptions import NotFound as Missing
 
         blob = self.bucket.blob(name)
@@ -163,7 +170,7 @@ class RunStore:
         return (blob.name for blob in blobs)
 
     def written(self, prefix: str) -> Iterator[tuple[str, datetime]]:
-        """Object names under a prefix, in order, each with the time at which the bucket took it."""
+        """Object names under a prefix, in order, each with the time at which the bucket received the object."""
         fields = "items(name,timeCreated),nextPageToken"
         blobs = self.bucket.client.list_blobs(self.bucket, prefix=prefix, fields=fields)
         return ((blob.name, blob.time_created) for blob in blobs)
@@ -179,21 +186,29 @@ class RunStore:
         return bool(self.bucket.blob(names.record_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
     def has_spec(self, run: str) -> bool:
-        """Whether a run's spec was accepted."""
+        """Whether a run has an accepted spec."""
         return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
+    def has_cancel(self, run: str) -> bool:
+        """Whether a user requested the end of a run before the run had a record."""
+        try:
+            self.read(names.cancel_object(run))
+        except NotFound:
+            return False
+        return True
+
     def open_runs(self) -> Iterator[tuple[str, datetime]]:
-        """The ids of the runs that are not over, or have left something, each with the time since when."""
+        """The ids of runs with an open mark, each with the time of the mark."""
         fields = "items(name,timeCreated),nextPageToken"
         for blob in self.bucket.client.list_blobs(self.bucket, prefix=names.OPEN_PREFIX, fields=fields):
             yield blob.name.removeprefix(names.OPEN_PREFIX), blob.time_created
 
     def mark_open(self, record: Record) -> None:
-        """Mark a run as one that the sweep looks at."""
+        """Write the open mark of a run: the sweep looks at the run until the mark is removed."""
         self.put_new(names.open_object(record.run), record.source.encode(), "text/plain")
 
     def close(self, run: str) -> None:
-        """Take the mark from a run that is over and has left nothing."""
+        """Remove the open mark of a run."""
         from google.api_core.exceptions import NotFound as Missing
 
         with suppress(Missing):
@@ -217,20 +232,21 @@ class RunStore:
             after = change(before)
             if after is before or self._put(name, after, generation):
                 return after
-            time.sleep(random.uniform(0, 0.01 * 2**attempt))  # lost the race: whoever won, let them finish
+            # Another writer won the race: let it finish.
+            self._clock.sleep(self._chance.uniform(0, 0.01 * 2**attempt))
         raise Conflict(f"gs://{self.bucket.name}/{name} kept changing through {UPDATE_TRIES} tries")
 
     def _change_known(self, name: str, change: Callable[[M], M]) -> M | None:
-        """What is written of an object as it was last seen; None when it was not, or says something else by now."""
+        """Change the remembered content and write it; None if nothing is remembered, or the object differs by now."""
         known = self._known.pop(name, None)
         if known is None:
             return None
         try:
             after = change(known.content)
-        except Exception:  # noqa: BLE001  # what the object says now decides: it is read, and raises again if it must
+        except Exception:  # noqa: BLE001  # the present object decides: the caller reads it, and `change` may raise again
             return None
         if after is known.content:
-            return None  # likewise: nothing to be done may be old, too
+            return None  # the remembered content needs no change, but the present object may
         return after if self._put(name, after, known.generation) else None
 
     def _load(self, name: str, model: type[BaseModel]) -> Known:
@@ -239,7 +255,7 @@ class RunStore:
         return self._remember(name, Known(model.model_validate_json(data), generation))
 
     def _put(self, name: str, content: BaseModel, generation: int) -> bool:
-        """Write an object if its generation is still `generation`, and remember it; False otherwise."""
+        """Write an object if its generation is `generation`, and remember it; False otherwise."""
         written = self._write(name, content.model_dump_json().encode(), generation)
         if written is None:
             return False
@@ -253,7 +269,7 @@ class RunStore:
         return known
 
     def _write(self, name: str, data: bytes, generation: int, content_type: str = "application/json") -> int | None:
-        """The generation that was written; None when the one there was not `generation`."""
+        """Write an object; return its new generation, or None if the generation before was not `generation`."""
         from google.api_core.exceptions import PreconditionFailed
 
         blob = self.bucket.blob(name)
@@ -267,16 +283,3 @@ class RunStore:
 
     def _read_spec(self, run: str) -> JobSpec:
         return JobSpec.model_validate_json(self.read(names.spec_object(run)).data)
-
-
-def open_store() -> RunStore:
-    """The runs bucket of this deployment; one store for as long as its client lives."""
-    from dropforge.base.settings import settings
-    from dropforge.cloud.clients import storage
-
-    return _store(storage(), settings().runs_bucket)
-
-
-@lru_cache(maxsize=4)
-def _store(client: Any, bucket: str) -> RunStore:
-    return RunStore(client, bucket)

@@ -1,4 +1,4 @@
-"""What must exist, fit and be affordable before a spec is accepted: seconds now instead of hours later."""
+"""Checks before a spec is accepted: what it needs exists, fits and is affordable. Seconds now save hours later."""
 
 from __future__ import annotations
 
@@ -7,66 +7,65 @@ import re
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.money import MIN_ENDPOINT_SECONDS, serving_price, training_seconds
+from dropforge.cloud.context import Cloud
+from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.spec import JobSpec, seconds
-
-MIN_ATTEMPT_SECONDS = 60  # less than this is not worth starting a machine for
+from dropforge.tell.channels import secrets_of
 
 # Bytes of device memory per parameter: weights, and for trained weights gradient and two Adam moments (bf16, fp32).
 _BYTES_PER_PARAMETER = {"none": 2 + 2 + 8, "lora": 2.0, "qlora": 0.6}
 _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 
 
-def check(spec: JobSpec, settings: Settings) -> None:
-    """Raise InvalidSpec that lists everything that would make this spec fail after it was accepted."""
+def check(cloud: Cloud, spec: JobSpec) -> None:
+    """Raise InvalidSpec, which lists every problem that would make the spec fail after its acceptance."""
     problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
     problems += [
-        *deployment_problems(spec, settings),
-        *_missing_secrets(spec, settings),
-        *_missing_objects(spec),
+        *deployment_problems(spec, cloud.settings),
+        *_missing_secrets(cloud, spec),
+        *_missing_objects(cloud, spec),
     ]
     if problems:
         raise InvalidSpec(problems)
 
 
 def fit_problems(spec: JobSpec) -> list[SpecProblem]:
-    """Whether the model can fit the accelerator, when its name tells its size (`gemma-2b`, `Qwen3-4B`)."""
+    """A problem if the model, by the size in its name (`gemma-2b`, `Qwen3-4B`), does not fit the accelerator."""
     parameters = parameters_of(spec.model.source)
     if parameters is None:
-        return []  # the container computes it from the weights, before it loads them
+        return []  # the container checks the weights before it loads them
     adapter = spec.training.adapter.type
     needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
     trains_on = spec.target.accelerators
     if needed <= trains_on.memory_gib:
         return []
-    found = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
+    needs = f"about {needed:.0f} GiB for {parameters / 1e9:.3g}B parameters with adapter {adapter!r}"
     has = f"{trains_on.memory_gib:.0f} GiB on {trains_on.count} {trains_on.name}"
     expected = f"at most {has}; try a smaller adapter (qlora) or another target"
-    return [SpecProblem("/model/source", "the model does not fit the accelerator", found, expected)]
+    return [SpecProblem("/model/source", "the model does not fit the accelerator", needs, expected)]
 
 
 def parameters_of(source: str) -> int | None:
-    """The number of parameters that a model's name states; None when it states none."""
+    """The number of parameters in a model's name; None if the name does not state it."""
     last = source.rstrip("/").rsplit("/", 1)[-1]
-    found = re.search(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)(b|m)(?![A-Za-z0-9])", last, re.I)
-    if not found:
+    match = re.search(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)(b|m)(?![A-Za-z0-9])", last, re.I)
+    if not match:
         return None
-    return int(float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6))
+    return int(float(match[1]) * (1e9 if match[2].lower() == "b" else 1e6))
 
 
 def time_problems(spec: JobSpec) -> list[SpecProblem]:
-    """Whether there is time for an attempt at all."""
+    """A problem if max_duration is too short for an attempt."""
     if seconds(spec.limits.max_duration) >= MIN_ATTEMPT_SECONDS:
         return []
-    found, expected = repr(spec.limits.max_duration), f"at least {MIN_ATTEMPT_SECONDS}s"
-    return [SpecProblem("/limits/max_duration", "too short for an attempt", found, expected)]
+    allowed, expected = repr(spec.limits.max_duration), f"at least {MIN_ATTEMPT_SECONDS}s"
+    return [SpecProblem("/limits/max_duration", "too short for an attempt", allowed, expected)]
 
 
 def budget_problems(spec: JobSpec) -> list[SpecProblem]:
-    """Whether the budget can be enforced, and buys enough time to be worth starting."""
+    """A problem if a price is unknown, or if the budget pays for less than the shortest attempt and endpoint."""
     budget = spec.limits.max_cost_usd
     if budget is None:
         return []
@@ -79,11 +78,11 @@ def budget_problems(spec: JobSpec) -> list[SpecProblem]:
             return [SpecProblem(pointer, "the budget cannot be enforced", price.source, expected)]
     for region, price in zip(where, prices, strict=True):
         if training_seconds(spec, price) < MIN_ATTEMPT_SECONDS:
-            found, expected = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}", "a minute of training"
+            offered, expected = f"{budget} USD at {price.usd_per_hour} USD per hour in {region}", "a minute of training"
             if serving:
-                found += f" and {serving[0].usd_per_hour} for the endpoint"
+                offered += f" and {serving[0].usd_per_hour} for the endpoint"
                 expected += f" and {MIN_ENDPOINT_SECONDS // 60} minutes of the endpoint"
-            return [SpecProblem(pointer, "the budget is too small", found, f"at least {expected}")]
+            return [SpecProblem(pointer, "the budget is too small", offered, f"at least {expected}")]
     return []
 
 
@@ -93,51 +92,50 @@ def deployment_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
     return [*spec.target.missing(spec, settings), *serving]
 
 
-def _missing_secrets(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
-    """Secrets that do not exist. Only their metadata is read, never a value."""
-    wanted = {f"/secrets/{name}": secret for name, secret in spec.secrets.items()}
-    if spec.notify.slack:
-        wanted["/notify/slack/webhook_secret"] = spec.notify.slack.webhook_secret
-    return [problem for pointer, secret in wanted.items() if (problem := _secret_problem(pointer, secret, settings))]
+def _missing_secrets(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
+    """Problems of secrets that do not exist or are disabled. Only the metadata is read, never a value."""
+    wanted = {f"/secrets/{name}": secret for name, secret in spec.secrets.items()} | secrets_of(spec)
+    return [problem for pointer, secret in wanted.items() if (problem := _secret_problem(cloud, pointer, secret))]
 
 
-def _secret_problem(pointer: str, secret: str, settings: Settings) -> SpecProblem | None:
+def _secret_problem(cloud: Cloud, pointer: str, secret: str) -> SpecProblem | None:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
-    name = names.secret_version(settings.project, secret)
+    name = names.secret_version(cloud.settings.project, secret)
     try:
-        found = clients.secrets().get_secret_version(name=name, timeout=TIMEOUT_SECONDS)
+        version = cloud.clients.secrets().get_secret_version(name=name, timeout=TIMEOUT_SECONDS)
     except (BadRequest, NotFound):
-        expected = f"a secret of project {settings.project}"
+        expected = f"a secret of project {cloud.settings.project}"
         return SpecProblem(pointer, "the secret does not exist", repr(secret), expected)
     except Forbidden:
         expected = "a secret on which dropforge has secretmanager.versions.get"
         return SpecProblem(pointer, "the secret may not be looked at", repr(secret), expected)
-    if found.state.name != "ENABLED":  # its value could not be read when it is needed
-        return SpecProblem(pointer, f"the secret's version is {found.state.name}", repr(secret), "an enabled version")
+    if version.state.name != "ENABLED":  # only an enabled version can be read later
+        return SpecProblem(pointer, f"the secret's version is {version.state.name}", repr(secret), "an enabled version")
     return None
 
 
-def _missing_objects(spec: JobSpec) -> list[SpecProblem]:
-    """gs:// sources that hold nothing."""
+def _missing_objects(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
+    """Problems of gs:// sources without an object."""
     sources = {"/model/source": spec.model.source, "/dataset/source": spec.dataset.source}
     problems = []
     for pointer, uri in sources.items():
         if uri.startswith("gs://"):
             bucket, _, path = uri.removeprefix("gs://").partition("/")
-            problem = _object_problem(pointer, bucket, path)
+            problem = _object_problem(cloud, pointer, bucket, path)
             problems += [problem] if problem else []
     return problems
 
 
-def _object_problem(pointer: str, bucket: str, path: str) -> SpecProblem | None:
+def _object_problem(cloud: Cloud, pointer: str, bucket: str, path: str) -> SpecProblem | None:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound
 
+    storage, prefix = cloud.clients.storage(), path.rstrip("/")
     try:
-        found = clients.storage().list_blobs(bucket, prefix=path.rstrip("/"), max_results=10, timeout=TIMEOUT_SECONDS)
-        if any(blob.name == path or blob.name.startswith(f"{path.rstrip('/')}/") for blob in found):
+        blobs = storage.list_blobs(bucket, prefix=prefix, max_results=10, timeout=TIMEOUT_SECONDS)
+        if any(blob.name == path or blob.name.startswith(f"{prefix}/") for blob in blobs):
             return None
-    except (BadRequest, NotFound):  # a name that no bucket can have is a bad request
+    except (BadRequest, NotFound):  # a name that is invalid for a bucket is a bad request
         return SpecProblem(pointer, "the bucket does not exist", f"gs://{bucket}", "a bucket of this project")
     except Forbidden:
         return SpecProblem(pointer, "the bucket may not be read", f"gs://{bucket}", "a bucket that dropforge may read")

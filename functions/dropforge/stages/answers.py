@@ -1,77 +1,164 @@
-"""What the functions answer the workflow: maps with a `status`; for failures, an `error` and whether to `retry`."""
+"""What the stages answer the workflow. main.py turns an answer into JSON; run.workflows.yaml reads the fields.
+
+A field that an answer does not set is not in the JSON: the same status comes from several stages.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
 
 from dropforge.base.errors import ErrorClass
-from dropforge.money import paid_seconds
-from dropforge.platforms.prices import HourlyPrice
-from dropforge.run.record import Outcome, Record, RunError, RunState, utc_now
-from dropforge.spec import JobSpec, Limits
-
-WORTH_SECONDS = 600  # of training that the budget still pays for: less is not worth another start
+from dropforge.run.record import Record, RunError, RunState
 
 
-def waiting(status: str, seconds: float) -> dict[str, Any]:
-    """Call again after `wait_seconds`, or when the callback comes."""
-    return {"status": status, "wait_seconds": seconds}
+class Answer(BaseModel):
+    """Base class of the answers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    status: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The status and the fields that were set."""
+        return {"status": self.status, **self.model_dump(mode="json", exclude_unset=True)}
 
 
-def superseded(record: Record) -> dict[str, Any]:
-    """This execution does not own the run: it ends without touching anything."""
-    return {"status": "SUPERSEDED", "execution": record.execution, "state": record.state}
+class Running(Answer):
+    """The attempt runs until `deadline` (seconds since the epoch) at the latest."""
+
+    status = "RUNNING"
+    deadline: float
+    attempt: int
 
 
-def failed(error_class: ErrorClass, message: str, hint: str = "", retry: bool = False) -> dict[str, Any]:
-    """The attempt, and without `retry` the run, has failed."""
-    status = "CANCELLED" if error_class is ErrorClass.CANCELLED else "FAILED"
-    return {"status": status, "error": error(error_class, message, hint), "retry": retry}
+class Pending(Answer):
+    """The stage is not done: call it again after `wait_seconds`. `remaining` are resources that still exist."""
+
+    status = "PENDING"
+    wait_seconds: float
+    deadline: float | None = None
+    attempt: int | None = None
+    remaining: list[str] | None = None
 
 
-def retry_or_fail(record: Record, spec: JobSpec, failure: RunError) -> dict[str, Any]:
-    """A failure that the record notes as the end of its latest attempt; tried again if limits.retry allows it."""
-    if (
-        failure.error_class is ErrorClass.BUDGET
-        and record.attempt < spec.limits.max_attempts
-        and _is_paid(record, spec)
-    ):
-        return failed(failure.error_class, failure.message, failure.hint, retry=True)
-    allowed = retries(spec.limits, failure.error_class)
-    ended_so = sum(1 for a in record.attempts if a.error and a.error.error_class is failure.error_class)
-    if ended_so <= allowed and record.attempt < spec.limits.max_attempts:
-        return failed(failure.error_class, failure.message, failure.hint, retry=True)
-    message = failure.message
-    if allowed and record.attempt >= spec.limits.max_attempts:
-        message += f"; that was attempt {record.attempt}, and limits.max_attempts is {spec.limits.max_attempts}"
-    elif allowed:
-        message += f"; {ended_so} attempts have ended so, and limits.retry.{failure.error_class} is {allowed}"
-    return failed(failure.error_class, message, failure.hint)
+class Waiting(Answer):
+    """The attempt has not ended: look again after `wait_seconds`, or when the callback is called."""
+
+    status = "WAITING"
+    wait_seconds: float
+    started: bool
+    deadline: float
 
 
-def _is_paid(record: Record, spec: JobSpec) -> bool:
-    """Whether money is left after an attempt that the budget has ended, because it waited for most of its time."""
-    price = HourlyPrice(record.attempts[-1].usd_per_hour, None, "pinned")
-    left = paid_seconds(spec, price, record.training_cost(utc_now()) or 0.0)
-    return left is not None and left >= WORTH_SECONDS
+class Gate(BaseModel):
+    """Whether the model is good enough to be served; `error` says why not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    passed: bool
+    metric: str | None = None
+    value: float | None = None
+    error: RunError | None = None
 
 
-def retries(limits: Limits, error_class: ErrorClass) -> int:
-    """How many attempts that end so are followed by another one."""
-    if error_class is ErrorClass.STUCK and limits.on_stuck != "restart":
-        return 0
-    return int(getattr(limits.retry, error_class, 0))
+class Succeeded(Answer):
+    """The attempt has succeeded; `serve`: the spec asks for an endpoint."""
+
+    status = "SUCCEEDED"
+    gate: Gate
+    serve: bool
+    started: bool = True
+    attempt: int | None = None
 
 
-def outcome_of(record: Record) -> Outcome:
-    """How a run that is being torn down ends. Without a note of that, by what is known of it."""
-    if record.outcome is not None:
-        return record.outcome
-    if record.cancel_requested:
-        return Outcome(state=RunState.CANCELLED)
-    lost = RunError(error_class=ErrorClass.INFRASTRUCTURE, message="the run's execution was lost while it tore down")
-    return Outcome(state=RunState.FAILED, error=(record.attempts[-1].error if record.attempts else None) or lost)
+class Failed(Answer):
+    """The attempt has failed; `retry`: another attempt follows."""
+
+    status = "FAILED"
+    error: RunError | None
+    retry: bool = False
+    started: bool | None = None
+    attempt: int | None = None
 
 
-def error(error_class: ErrorClass, message: str, hint: str = "") -> dict[str, str]:
-    return {"error_class": str(error_class), "message": message, "hint": hint}
+class Cancelled(Failed):
+    """A user requested the end of the run."""
+
+    status = "CANCELLED"
+
+
+class Superseded(Answer):
+    """Another execution owns the run, or the run has ended: the calling execution ends without touching anything."""
+
+    status = "SUPERSEDED"
+    execution: str | None
+    state: RunState
+    attempt: int | None = None
+
+
+class Ready(Answer):
+    """The endpoint has answered a completion."""
+
+    status = "READY"
+    url: str
+
+
+class Gone(Answer):
+    """Every resource in the scope was seen not to exist; `cancelled`: a user requested the end of the run."""
+
+    status = "GONE"
+    cancelled: bool
+
+
+class Notified(Answer):
+    """The state is entered, and everybody was told."""
+
+    status = "NOTIFIED"
+    state: RunState
+
+
+class Untold(Notified):
+    """The state is entered, but not everybody was told: call again."""
+
+    status = "UNTOLD"
+
+
+class CancelWins(Answer):
+    """No success was written: a user requested the end of the run. Tear down everything and notify CANCELLED."""
+
+    status = "CANCELLED"
+    state: RunState
+
+
+class Swept(Answer):
+    """The result of a sweep: names of resources, ids of runs, and descriptions of problems."""
+
+    status = "SWEPT"
+    deleted: list[str]
+    deleting: list[str]
+    restarted: list[str]
+    resubmitted: list[str]
+    problems: list[str]
+
+
+# The answers of each function that the workflow calls, by the function's name.
+ANSWERS: dict[str, tuple[type[Answer], ...]] = {
+    "provision": (Running, Pending, Succeeded, Failed, Cancelled, Superseded),
+    "inspect": (Waiting, Succeeded, Failed, Cancelled, Superseded),
+    "deploy": (Ready, Pending, Failed, Cancelled, Superseded),
+    "notify": (Notified, Untold, CancelWins, Superseded),
+    "teardown": (Gone, Pending, Superseded),
+}
+
+
+def superseded(record: Record) -> Superseded:
+    """The answer to an execution that does not own the run, or that calls after the run's end."""
+    return Superseded(execution=record.execution, state=record.state)
+
+
+def failed(error_class: ErrorClass, message: str, hint: str = "", *, retry: bool = False) -> Failed:
+    """A failure with its error; Cancelled for the class CANCELLED."""
+    answer = Cancelled if error_class is ErrorClass.CANCELLED else Failed
+    return answer(error=RunError(error_class=error_class, message=message, hint=hint), retry=retry)

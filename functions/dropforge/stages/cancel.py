@@ -1,128 +1,99 @@
-"""Cancelling: an intent that is kept before anybody acts on it, and that every later step obeys.
+"""Stage `cancel`: keep the request to end a run before anybody acts on it. Every later step obeys the request.
 
-Kept in the record, it wins over provisioning, waiting, another attempt, deploying, and a teardown that would have kept
-the endpoint; a run of which nothing has been made yet has ended with it. Kept beside a run that does not exist yet,
-because the request has overtaken the spec, it is found by stage `submit`.
+In the record, the request overrides provisioning, waiting, another attempt, deploying, and a teardown that would keep
+the endpoint. A run without an execution ends at once. If the request arrives before the spec, it is kept beside the
+future record, and stage `submit` reads it there.
 """
 
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import requests
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound, RetryLater
-from dropforge.base.log import log
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import wake
-from dropforge.run.record import Record, RunState, utc_now
-from dropforge.run.store import RunStore, open_store
-
-from .notify import conclude, tell
-from .teardown import end_endpoint
-
-END_TOLD = "end"  # among the notices of a record
-_UNSTARTED = ({RunState.ACCEPTED, RunState.CANCELLED}, {RunState.CANCELLED})
+from dropforge.context import Context
+from dropforge.deletion import end_endpoint
+from dropforge.run.record import Record, RunState
+from dropforge.tell.everybody import is_unstarted, tell_unstarted
 
 
-def cancel(run: str) -> None:
-    """Ask for the end of a run. Raises RetryLater until a finished run's endpoint is verified gone."""
+def cancel(context: Context, run: str) -> None:
+    """Request the end of a run. Raises RetryLater until a finished run's endpoint is verified as deleted."""
     if not names.is_run_id(run):
-        log("not a run id", stage="submit", run=run[:100], severity="WARNING")
+        context.log("not a run id", stage="submit", run=run[:100], severity="WARNING")
         return
-    store = open_store()
-    record = _intend(store, run)
+    record = _request(context, run)
     if record is None:
         return
-    log("cancel requested", stage="submit", run=run, state=record.state)
-    if _is_unstarted(record):
-        tell_unstarted(store, record)
+    context.log("cancel requested", stage="submit", run=run, state=record.state)
+    if is_unstarted(record):
+        tell_unstarted(context, record)
     elif record.state.is_terminal:
-        if record.endpoint and not record.endpoint.ended and not end_endpoint(store, run):
+        if record.endpoint and not record.endpoint.ended and not end_endpoint(context, run):
             raise RetryLater(f"the endpoint of run {run} is being deleted")
     elif record.callback_url:
-        _wake(record)
+        _wake(context, record)
 
 
-def cancel_deleted(bucket: str, name: str, generation: str) -> None:
-    """Cancel the run of a spec object that was deleted, unless the run has ended or the object was overwritten.
+def cancel_deleted(context: Context, bucket: str, name: str, generation: str) -> None:
+    """Cancel the run of a deleted spec object, unless the run has ended or the object was overwritten.
 
-    The inbox may be tidied up: what a finished run serves is not ended. An upload under the same name is another run,
-    and Cloud Storage tells of the object that it replaces as of one that was deleted.
+    Users may tidy up the inbox: the endpoint of a finished run stays. An upload under the same name is another run, and
+    Cloud Storage reports the replaced object as deleted.
     """
     run = names.run_id_of_object(bucket, name, generation)
-    found = clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
-    if found is not None:
-        log("the spec was overwritten", stage="submit", run=run, by=str(found.generation))
+    blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
+    if blob is not None:
+        context.log("the spec was overwritten", stage="submit", run=run, by=str(blob.generation))
         return
-    record = open_store().find(run)
-    if record is not None and record.state.is_terminal and not _is_unstarted(record):
-        log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
+    record = context.store.find(run)
+    if record is not None and record.state.is_terminal and not is_unstarted(record):
+        context.log("the spec of a finished run was deleted", stage="submit", run=run, state=record.state)
         return
-    cancel(run)
+    cancel(context, run)
 
 
-def tell_unstarted(store: RunStore, record: Record) -> None:
-    """Tell of the end of a run that was cancelled before anything was made of it, unless that was done.
+def _request(context: Context, run: str) -> Record | None:
+    """Set the request in the record, or in cancel.json until a record exists; the record, or None without a record.
 
-    Raises CloudError when trying again may help.
+    `submit` reads cancel.json after it has written the record, and this function tries the record again after it has
+    written cancel.json: at least one of them sees the other.
     """
-    if not _is_unstarted(record) or END_TOLD in record.notices:
-        return
-    if record.history[0].state is RunState.CANCELLED:
-        tell(record)  # its spec was never read
-    else:
-        conclude(store, record, store.spec(record.run))
-    store.update(record.run, lambda found: found.with_notice(END_TOLD))
-
-
-def was_cancelled(store: RunStore, run: str) -> bool:
-    """Whether somebody has asked for the end of a run before it existed."""
+    store = context.store
     try:
-        store.read(names.cancel_object(run))
+        return store.update(run, lambda record: _with_request(record, context.now()))
     except NotFound:
-        return False
-    return True
-
-
-def _intend(store: RunStore, run: str) -> Record | None:
-    """Note the intent in the record; where there is none, beside it, which `submit` looks at once it has made one."""
-    try:
-        return store.update(run, _with_intent)
-    except NotFound:
-        requested = json.dumps({"cancel_requested": utc_now().isoformat()}).encode()
+        requested = json.dumps({"cancel_requested": context.now().isoformat()}).encode()
         store.put_new(names.cancel_object(run), requested)
     try:
-        return store.update(run, _with_intent)
+        return store.update(run, lambda record: _with_request(record, context.now()))
     except NotFound:
-        log("cancelled before it was submitted", stage="submit", run=run, severity="WARNING")
+        context.log("cancelled before it was submitted", stage="submit", run=run, severity="WARNING")
         return None
 
 
-def _with_intent(record: Record) -> Record:
-    now = utc_now()
+def _with_request(record: Record, now: datetime) -> Record:
     if record.state.is_terminal:
         if record.endpoint is None or record.endpoint.ended or record.endpoint.expires <= now:
             return record
-        # Its time is over now, so that the sweep ends it, whatever becomes of this request.
+        # The endpoint expires now: the sweep deletes it even if this request fails.
         expired = record.endpoint.model_copy(update={"expires": now})
         return record.model_copy(update={"endpoint": expired, "cancel_requested": now})
     if record.cancel_requested:
         return record
-    asked = record.model_copy(update={"cancel_requested": now})
-    return asked.entered(RunState.CANCELLED, now) if record.state is RunState.ACCEPTED else asked
+    requested = record.model_copy(update={"cancel_requested": now})
+    return requested.entered(RunState.CANCELLED, now) if record.state is RunState.ACCEPTED else requested
 
 
-def _is_unstarted(record: Record) -> bool:
-    """Whether a run was cancelled before anything was made of it: no execution ends it, nor tells of its end."""
-    return {entered.state for entered in record.history} in _UNSTARTED
-
-
-def _wake(record: Record) -> None:
-    """Best effort: without it the run notices at its next look."""
+def _wake(context: Context, record: Record) -> None:
+    """Best effort: without it, the run sees the request at its next look."""
     try:
-        wake(str(record.callback_url), {"type": "cancel"})
+        wake(context.cloud, str(record.callback_url), {"type": "cancel"})
     except requests.RequestException as error:
-        log("the execution could not be woken", stage="submit", run=record.run, problem=type(error).__name__)
+        problem = type(error).__name__
+        context.log("the execution could not be woken", stage="submit", run=record.run, problem=problem)

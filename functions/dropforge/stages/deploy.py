@@ -4,120 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.log import log
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
-from dropforge.money import endpoint_expiry, kept_until, serving_price
-from dropforge.platforms import get_server
+from dropforge.cloud.context import Cloud
+from dropforge.context import Context
+from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
 from dropforge.platforms.serving import START_HINT, Deployment
-from dropforge.run.record import Endpoint, Record, ResourceState, RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.platforms.training import launch_of
+from dropforge.run.record import Endpoint, Record, ResourceState, RunState
 from dropforge.spec import JobSpec, seconds
+from dropforge.tell.run_events import announce
 
-from .admission import MIN_ATTEMPT_SECONDS
-from .answers import failed, superseded, waiting
-from .notify import announce
-from .provision import launch_of
+from .answers import Failed, Pending, Ready, Superseded, failed, superseded
 
 COMPLETION_TIMEOUT_SECONDS = 120
 RETRY_SECONDS = 5
 
+DeployAnswer = Ready | Pending | Failed | Superseded
 
-def deploy(run: str, execution: str) -> dict[str, Any]:
-    """Make the endpoint of a run exist and answer, or report why it does not. Raises NotFound for an unknown run.
 
-    Answers {"status": "READY" | "PENDING" | "FAILED" | "CANCELLED" | "SUPERSEDED", ...}.
+def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
+    """Create the endpoint of a run and wait until it answers, or say why it does not.
+
+    Raises NotFound for an unknown run, CloudError if another try may succeed.
     """
-    store = open_store()
-    spec = store.spec(run)
-    record = store.update(run, lambda found: _enter(found, execution, spec))
+    spec = context.store.spec(run)
+    record = context.store.update(run, lambda latest: _enter(latest, execution, spec, context.now()))
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
     if record.cancel_requested:
         return failed(ErrorClass.CANCELLED, "cancelled while deploying")
     if record.endpoint:
-        return {"status": "READY", "url": record.endpoint.url}
-    announce(record, RunState.DEPLOYING)
+        return Ready(url=record.endpoint.url)
+    announce(context, record, RunState.DEPLOYING)
     try:
-        return _deploy(store, record, spec)
+        return _deploy(context, record, spec)
     except CloudError as error:
-        if error.error_class is ErrorClass.TRANSIENT and utc_now() < _ends(record, spec):
+        if error.error_class is ErrorClass.TRANSIENT and context.now() < _start_ends(record, spec):
             raise
-        log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
+        context.log(error.message, stage="deploy", run=run, severity="WARNING", error_class=error.error_class)
         return failed(error.error_class, error.message, error.hint)
 
 
-def _deploy(store: RunStore, record: Record, spec: JobSpec) -> dict[str, Any]:
-    assert spec.serve is not None, "the workflow deploys only runs that serve"
-    server = get_server(spec.serve.type)
-    began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
-    # The label is set when the service is made, so that it expires even if nobody ever looks at it again.
-    paid_until = endpoint_expiry(record, spec, began)
-    expires = min(paid_until, kept_until(record, spec))
-    if (expires - began).total_seconds() < MIN_ATTEMPT_SECONDS:
-        message = f"{record.training_cost(began):.2f} of {spec.limits.max_cost_usd:g} USD are spent"
-        hint = "the model is kept; raise limits.max_cost_usd"
-        return failed(ErrorClass.BUDGET, f"nothing is left for the endpoint: {message}", hint)
-    if utc_now() >= expires:  # what is made now would be swept at once
-        return _too_late(spec, expires)
-    deployment = Deployment(record.run, spec, settings(), expires, launch_of(record, spec))
-    resources = server.resources(deployment)
-    entries = [(resource.kind, resource.name) for resource in resources]
-    if not store.intend_all(record.run, entries, record.attempt, lambda found: found.state is RunState.DEPLOYING):
-        return superseded(store.record(record.run))
-    url = server.deploy(deployment)
-    if url is None:
-        return _not_yet(deployment, began, lambda: server.why_not_ready(deployment))
-    if problem := completion_problem(url, spec.name):
-        return _not_yet(deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
-    for resource in resources:
-        store.note(record.run, resource.name, ResourceState.CREATED)
-    ready, ttl = utc_now(), timedelta(seconds=seconds(spec.serve.ttl))
-    if ready >= expires:
-        return _too_late(spec, expires)
-    allowed = min(ready, began + timedelta(seconds=seconds(spec.serve.startup_timeout))) + ttl
-    endpoint = Endpoint(
-        url=url,
-        model=spec.name,
-        service=resources[0].name,
-        region=server.region(deployment),
-        ready=ready,
-        expires=min(expires, ready + ttl),
-        limit="max_cost_usd" if paid_until < allowed else "ttl",
-    )
-    record = store.update(record.run, lambda found: _with_endpoint(found, endpoint))
-    if record.endpoint is None:
-        return superseded(record)
-    log("ready", stage="deploy", run=record.run, url=url)
-    return {"status": "READY", "url": url}
-
-
-def _ends(record: Record, spec: JobSpec) -> datetime:
-    """When the endpoint must be ready."""
-    assert spec.serve is not None, "the workflow deploys only runs that serve"
-    began = next(t.time for t in record.history if t.state is RunState.DEPLOYING)
-    return began + timedelta(seconds=seconds(spec.serve.startup_timeout))
-
-
-def _too_late(spec: JobSpec, expires: datetime) -> dict[str, Any]:
-    """An endpoint that is ready only when it must be gone is none."""
-    found = ErrorClass.DEADLINE if spec.limits.max_cost_usd is None else ErrorClass.BUDGET
-    return failed(found, f"the endpoint's time was over at {expires:%H:%M:%S}, before it was ready", START_HINT)
-
-
-def completion_problem(url: str, model: str) -> str:
-    """Why the endpoint does not answer a one-token completion; "" when it does.
+def completion_problem(cloud: Cloud, url: str, model: str) -> str:
+    """Why the endpoint does not answer a completion of one token; "" if it answers.
 
     A health check is not enough: an engine can be healthy and fail every request.
     """
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
     failures: tuple[type[Exception], ...] = (*client_errors(), ValueError, LookupError, TypeError)
     try:
-        session = clients.endpoint(url)
+        session = cloud.clients.endpoint(url)
         response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
         if response.status_code != 200:
             return f"a completion was answered with {response.status_code}: {response.text[:300]}"
@@ -127,28 +65,117 @@ def completion_problem(url: str, model: str) -> str:
     return ""
 
 
-def _enter(record: Record, execution: str, spec: JobSpec) -> Record:
-    """What the endpoint costs is pinned here, as an attempt's price is when it is opened."""
+def _enter(record: Record, execution: str, spec: JobSpec, now: datetime) -> Record:
+    """The record in DEPLOYING, with the endpoint's price pinned, as an attempt's price is when it is opened."""
     if record.execution != execution or record.state.is_terminal or record.cancel_requested or record.endpoint:
         return record
     if record.state is RunState.DEPLOYING:
         return record
-    entered = record.entered(RunState.DEPLOYING, utc_now())
+    entered = record.entered(RunState.DEPLOYING, now)
     return entered.model_copy(update={"serving_usd_per_hour": serving_price(spec).usd_per_hour})
 
 
-def _with_endpoint(record: Record, endpoint: Endpoint) -> Record:
-    """A call that comes late, after teardown, must not note an endpoint that is gone."""
-    return record.model_copy(update={"endpoint": endpoint}) if record.state is RunState.DEPLOYING else record
+def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    store, server = context.store, context.platforms.server(spec.serve.type)
+    began = _began(record)
+    # The expiry label is set when the endpoint is created, so that it expires even if no stage looks at it again.
+    paid_until = endpoint_expiry(record, spec, began)
+    expires = min(paid_until, kept_until(record, spec))
+    if (expires - began).total_seconds() < MIN_ATTEMPT_SECONDS:
+        return _nothing_left(record, spec, began)
+    if context.now() >= expires:  # the sweep would delete the endpoint at once
+        return _too_late(spec, expires)
+    launch = launch_of(record, spec, context.settings)
+    deployment = Deployment(record.run, spec, context.settings, expires, launch)
+    resources = server.resources(deployment)
+    entries = [(resource.kind, resource.name) for resource in resources]
+    if not store.intend_all(record.run, entries, record.attempt, lambda latest: latest.state is RunState.DEPLOYING):
+        return superseded(store.record(record.run))
+    url = server.deploy(context.cloud, deployment)
+    if url is None:
+        return _not_ready(context, deployment, began, lambda: server.why_not_ready(context.cloud, deployment))
+    if problem := completion_problem(context.cloud, url, spec.name):
+        return _not_ready(context, deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
+    for resource in resources:
+        store.note(record.run, resource.name, ResourceState.CREATED)
+    ready = context.now()
+    if ready >= expires:
+        return _too_late(spec, expires)
+    service, region = resources[0].name, server.region(deployment)
+    return _ready(context, record, _endpoint(spec, url, service, region, began, ready, expires, paid_until))
 
 
-def _not_yet(deployment: Deployment, began: datetime, problem: Callable[[], CloudError]) -> dict[str, Any]:
-    """Wait as long as the spec allows; then `problem` says why it was for nothing."""
-    assert deployment.spec.serve is not None
+def _ready(context: Context, record: Record, endpoint: Endpoint) -> Ready | Superseded:
+    """Note the endpoint. A late call, after teardown, must not note an endpoint that was deleted."""
+
+    def change(latest: Record) -> Record:
+        is_current = latest.state is RunState.DEPLOYING
+        return latest.model_copy(update={"endpoint": endpoint}) if is_current else latest
+
+    record = context.store.update(record.run, change)
+    if record.endpoint is None:
+        return superseded(record)
+    context.log("ready", stage="deploy", run=record.run, url=endpoint.url)
+    return Ready(url=endpoint.url)
+
+
+def _endpoint(
+    spec: JobSpec,
+    url: str,
+    service: str,
+    region: str,
+    began: datetime,
+    ready: datetime,
+    expires: datetime,
+    paid_until: datetime,
+) -> Endpoint:
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    ttl = timedelta(seconds=seconds(spec.serve.ttl))
+    allowed = min(ready, began + timedelta(seconds=seconds(spec.serve.startup_timeout))) + ttl
+    return Endpoint(
+        url=url,
+        model=spec.name,
+        service=service,
+        region=region,
+        ready=ready,
+        expires=min(expires, ready + ttl),
+        limit="max_cost_usd" if paid_until < allowed else "ttl",
+    )
+
+
+def _began(record: Record) -> datetime:
+    """When the run entered DEPLOYING."""
+    return next(t.time for t in record.history if t.state is RunState.DEPLOYING)
+
+
+def _start_ends(record: Record, spec: JobSpec) -> datetime:
+    """When the endpoint must be ready."""
+    assert spec.serve is not None, "the workflow deploys only runs that serve"
+    return _began(record) + timedelta(seconds=seconds(spec.serve.startup_timeout))
+
+
+def _nothing_left(record: Record, spec: JobSpec, began: datetime) -> Failed:
+    message = f"{record.training_cost(began):.2f} of {spec.limits.max_cost_usd:g} USD are spent"
+    hint = "the model is kept; raise limits.max_cost_usd"
+    return failed(ErrorClass.BUDGET, f"nothing is left for the endpoint: {message}", hint)
+
+
+def _too_late(spec: JobSpec, expires: datetime) -> Failed:
+    """The endpoint would be ready only after its expiry."""
+    error_class = ErrorClass.DEADLINE if spec.limits.max_cost_usd is None else ErrorClass.BUDGET
+    return failed(error_class, f"the endpoint's time was over at {expires:%H:%M:%S}, before it was ready", START_HINT)
+
+
+def _not_ready(
+    context: Context, deployment: Deployment, began: datetime, problem: Callable[[], CloudError]
+) -> Pending | Failed:
+    """Pending until the spec's startup_timeout is over; then a failure, for which `problem` gives the reason."""
+    assert deployment.spec.serve is not None, "the workflow deploys only runs that serve"
     patience = timedelta(seconds=seconds(deployment.spec.serve.startup_timeout))
     ends = min(began + patience, deployment.expires)
-    if utc_now() < ends:
-        return {**waiting("PENDING", RETRY_SECONDS), "deadline": ends.timestamp()}
+    if context.now() < ends:
+        return Pending(wait_seconds=RETRY_SECONDS, deadline=ends.timestamp())
     error, waited = problem(), (ends - began).total_seconds()
     if ends < began + patience:
         message = f"the budget paid for {waited:.0f} s of an endpoint that was not ready: {error.message}"

@@ -1,112 +1,65 @@
-"""Stage `teardown`: every resource that the ledger knows is deleted and verified gone, on every path out of a run."""
+"""Stage `teardown`: delete every resource in the ledger and verify the deletion, on every path out of a run."""
 
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Literal
 
-from dropforge.base.errors import CloudError
-from dropforge.base.log import log
-from dropforge.platforms import owner_of
-from dropforge.run.record import LedgerEntry, Outcome, Record, ResourceState, RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.context import Context
+from dropforge.deletion import delete_remaining, note_endpoint_ended
+from dropforge.run.record import Outcome, Record, RunState
+from dropforge.tell.run_events import announce
 
-from .answers import superseded, waiting
-from .notify import announce
+from .answers import Gone, Pending, Superseded, superseded
 
+Scope = Literal["attempt", "run"]
 RETRY_SECONDS = 3
-# A cluster takes a quarter of an hour to delete. What takes longer may never go, unless somebody looks at it.
+# A cluster takes a quarter of an hour to delete. A slower deletion may never end unless a person intervenes.
 SLOW_AFTER = timedelta(minutes=30)
 SLOW_RETRY_SECONDS = 60
 
 
 def teardown(
-    run: str, execution: str, scope: str, keep_endpoint: bool, outcome: Outcome | None = None
-) -> dict[str, Any]:
-    """Delete the resources of a run. Raises NotFound for an unknown run, CloudError for what may pass.
+    context: Context, run: str, execution: str, scope: Scope, keep_endpoint: bool, outcome: Outcome | None = None
+) -> Gone | Pending | Superseded:
+    """Delete the resources of a run. Raises NotFound for an unknown run, CloudError if another try may succeed.
 
-    `scope` is "attempt" after an attempt (the run goes on, to another one or to its endpoint) or "run" at its end;
-    `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that is to become it; a cancelled
-    run keeps none. `outcome` is how the run ends after it: kept, so that another execution can end the run if this one
-    does not. Answers {"status": "GONE" | "PENDING" | "SUPERSEDED", "cancelled": bool, ...}.
+    `scope` is "attempt" after an attempt (another attempt or the endpoint follows) or "run" at the run's end.
+    `keep_endpoint` spares the endpoint, which then lives for its ttl, and the machine that becomes the endpoint; a
+    cancelled run keeps neither. `outcome` is the end of the run after the teardown: the record keeps it, so that
+    another execution can end the run if this execution does not.
     """
-    store = open_store()
-    record = store.update(run, lambda found: _enter(found, execution, scope, outcome))
+    record = context.store.update(run, lambda latest: _enter(latest, execution, scope, outcome, context.now()))
     if record.execution != execution:
         return superseded(record)
     if scope == "run" and record.state is RunState.TEARING_DOWN:
-        announce(record, RunState.TEARING_DOWN)
+        announce(context, record, RunState.TEARING_DOWN)
     cancelled = record.cancel_requested is not None
     keep_endpoint = keep_endpoint and not cancelled
-    remaining = delete_remaining(store, run, keep_endpoint=keep_endpoint)
+    remaining = delete_remaining(context, run, keep_endpoint=keep_endpoint)
     if remaining:
-        return _not_gone(record, scope, [entry.name for entry in remaining], utc_now())
+        return _pending(context, record, scope, [entry.name for entry in remaining])
     if record.endpoint and not keep_endpoint:
-        _note_endpoint_gone(store, run)
-    log("gone", stage="teardown", run=run, scope=scope)
-    return {"status": "GONE", "cancelled": cancelled}
+        note_endpoint_ended(context, run)
+    context.log("gone", stage="teardown", run=run, scope=scope)
+    return Gone(cancelled=cancelled)
 
 
-def _not_gone(record: Record, scope: str, remaining: list[str], now: datetime) -> dict[str, Any]:
-    """Call again: soon, or less often once that has been answered for long, which is logged for the alert run_stuck."""
+def _pending(context: Context, record: Record, scope: Scope, remaining: list[str]) -> Pending:
+    """Call again soon; after SLOW_AFTER, call again less often and log a warning for the alert run_stuck."""
     ended = record.attempts[-1].ended if record.attempts else None
     began = record.history[-1].time if scope == "run" else ended
+    now = context.now()
     if began is None or now - began < SLOW_AFTER:
-        return {**waiting("PENDING", RETRY_SECONDS), "remaining": remaining}
+        return Pending(wait_seconds=RETRY_SECONDS, remaining=remaining)
     message = f"not gone after {(now - began).total_seconds() / 60:.0f} min"
-    log(message, stage="teardown", run=record.run, severity="WARNING", resources=remaining)
-    return {**waiting("PENDING", SLOW_RETRY_SECONDS), "remaining": remaining}
+    context.log(message, stage="teardown", run=record.run, severity="WARNING", resources=remaining)
+    return Pending(wait_seconds=SLOW_RETRY_SECONDS, remaining=remaining)
 
 
-def delete_remaining(store: RunStore, run: str, *, keep_endpoint: bool = False) -> list[LedgerEntry]:
-    """Push every resource that is left towards gone; what remains after that.
-
-    One that cannot be deleted spares none of the others: its CloudError is raised after them.
-    """
-    remaining, refusals = [], []
-    for entry in store.ledger(run).remaining():
-        if keep_endpoint and entry.is_endpoint(run):
-            continue
-        try:
-            gone = delete_resource(entry.kind, entry.name)
-        except CloudError as error:
-            refusals.append(error)
-            continue
-        if gone:
-            store.note(run, entry.name, ResourceState.GONE)
-        else:
-            remaining.append(entry)
-    if refusals:
-        raise refusals[0]
-    return remaining
-
-
-def end_endpoint(store: RunStore, run: str) -> bool:
-    """Delete the endpoint of a finished run; True once it is verified gone."""
-    if delete_remaining(store, run):
-        return False
-    _note_endpoint_gone(store, run)
-    log("endpoint gone", stage="teardown", run=run)
-    return True
-
-
-def _note_endpoint_gone(store: RunStore, run: str) -> None:
-    def change(record: Record) -> Record:
-        if record.endpoint is None or record.endpoint.ended:
-            return record
-        return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"ended": utc_now()})})
-
-    store.update(run, change)
-
-
-def delete_resource(kind: str, name: str) -> bool:
-    """Push one resource towards gone; True once it was seen not to exist. Raises CloudError."""
-    return owner_of(kind).teardown(kind, name)
-
-
-def _enter(record: Record, execution: str, scope: str, outcome: Outcome | None) -> Record:
+def _enter(record: Record, execution: str, scope: Scope, outcome: Outcome | None, now: datetime) -> Record:
     record = record.claimed(execution)
     if record.execution != execution or record.state.is_terminal or scope != "run":
         return record
-    moved = record.entered(RunState.TEARING_DOWN, utc_now())
+    moved = record.entered(RunState.TEARING_DOWN, now)
     return moved if moved.outcome or outcome is None else moved.model_copy(update={"outcome": outcome})

@@ -1,4 +1,4 @@
-"""What people read in Slack: Block Kit messages, sent by an incoming webhook whose URL is a secret.
+"""Channel Slack: Block Kit messages to an incoming webhook, whose URL is a secret.
 
 Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters, section text 3,000, 50 blocks.
 """
@@ -6,20 +6,20 @@ Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters
 from __future__ import annotations
 
 import html
-import logging
 from datetime import datetime
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from dropforge.base import names
 from dropforge.base.redact import redact
 from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
-from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.money import Notice, short_endpoint
-from dropforge.run.record import Record, RunState
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.secrets import read_secret
+from dropforge.money import short_endpoint
+from dropforge.run.record import Notice, Record, RunState
 from dropforge.spec import JobSpec
+
+from .channel import Failure
 
 MAX_HEADER, MAX_SECTION = 150, 3000
 _HEADLINES = {
@@ -32,19 +32,25 @@ _HEADLINES = {
 }
 
 
-_SILENT = logging.getLogger(f"{__name__}.sdk")  # what the SDK logs of a failure repeats the URL
-_SILENT.disabled = True
-
-
 class Message(NamedTuple):
-    """A Slack message: the text of the notification, and the blocks of the message itself."""
+    """A Slack message: the text of the notification, and the blocks of the message."""
 
     text: str
     blocks: list[dict[str, Any]]
 
 
-def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> Message | None:
-    """The message for a record's present state; None when people do not care about that state."""
+def secrets_of(spec: JobSpec) -> dict[str, str]:
+    """The webhook secret of a spec, by JSON pointer; empty without a webhook."""
+    return {"/notify/slack/webhook_secret": spec.notify.slack.webhook_secret} if spec.notify.slack else {}
+
+
+def secret_of(spec: JobSpec | None, settings: Settings) -> str:
+    """The webhook secret of the spec or, without one, of the deployment; "" if neither names a secret."""
+    return spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings.slack_webhook_secret
+
+
+def state_message(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> Message | None:
+    """The message for a record's present state; None for a state without a message."""
     headline = _HEADLINES.get(record.state)
     if headline is None:
         return None
@@ -60,7 +66,7 @@ def slack_message(record: Record, spec: JobSpec | None, settings: Settings, now:
 
 
 def notice_message(record: Record, notice: Notice) -> Message:
-    """The message for something that people should hear while a run goes on."""
+    """The message for a notice."""
     title = f"{record.name or record.run} {notice.headline}"
     header = {"type": "header", "text": {"type": "plain_text", "text": f":warning: {title}"[:MAX_HEADER]}}
     where = f"run `{record.run}` · {record.run}/notice/{notice.key}"
@@ -68,51 +74,31 @@ def notice_message(record: Record, notice: Notice) -> Message:
     return Message(_escaped(title), [header, _section(notice.text), context])
 
 
-def send(secret: str, message: Message, settings: Settings) -> tuple[str, bool]:
-    """Send a message. Answers ("", False), or what went wrong and whether trying again may help."""
-    # The package first: a thread that imports one of its modules does not wait for another that is importing the
-    # package, and the two then meet in half-made modules ("cannot import name 'WebhookClient'").
-    from slack_sdk import WebhookClient
-    from slack_sdk.errors import SlackClientError
+def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
+    """Send a message to the webhook in the secret; None on success. Never raises."""
+    from slack_sdk import errors  # from the package, not `slack_sdk.errors`: see Clients.slack
 
     try:
-        url = read_secret(secret, settings)
+        url = read_secret(cloud, secret)
     except LookupError as error:
-        return str(error), False
+        return Failure(str(error), may_pass=False)
     except client_errors() as error:
-        return f"secret {secret!r} could not be read: {type(error).__name__}", True
+        return Failure(f"secret {secret!r} could not be read: {type(error).__name__}", may_pass=True)
     try:
-        response = WebhookClient(url, timeout=int(TIMEOUT_SECONDS), logger=_SILENT).send(
-            text=message.text, blocks=message.blocks
-        )
-    except (ValueError, HTTPException, SlackClientError) as error:  # their texts repeat the URL, which is the secret
-        return f"secret {secret!r} does not hold the URL of a Slack webhook: {type(error).__name__}", False
+        response = cloud.clients.slack(url).send(text=message.text, blocks=message.blocks)
+    except (
+        ValueError,
+        HTTPException,
+        errors.SlackClientError,
+    ) as error:  # their texts repeat the URL, which is a secret
+        problem = f"secret {secret!r} does not hold the URL of a Slack webhook: {type(error).__name__}"
+        return Failure(problem, may_pass=False)
     except OSError as error:
-        return f"Slack could not be reached: {type(error).__name__}", True
+        return Failure(f"Slack could not be reached: {type(error).__name__}", may_pass=True)
     if response.status_code == 200:
-        return "", False
-    may_pass = response.status_code == 429 or response.status_code >= 500
-    return (
-        f"Slack answered {response.status_code} {response.body[:100]!r} to the webhook of secret {secret!r}",
-        may_pass,
-    )
-
-
-def read_secret(secret: str, settings: Settings) -> str:
-    """The value of a Secret Manager secret (`name` or `name:version`). Raises LookupError; never shows the value."""
-    from google.api_core.exceptions import FailedPrecondition, Forbidden, NotFound
-
-    name = names.secret_version(settings.project, secret)
-    try:
-        payload = clients.secrets().access_secret_version(name=name, timeout=TIMEOUT_SECONDS).payload
-    except (FailedPrecondition, Forbidden, NotFound) as error:
-        raise LookupError(
-            f"secret {secret!r} of project {settings.project} cannot be read: {type(error).__name__}"
-        ) from None
-    try:
-        return str(payload.data.decode()).strip()
-    except UnicodeDecodeError:  # its text repeats the value
-        raise LookupError(f"secret {secret!r} of project {settings.project} is not UTF-8 text") from None
+        return None
+    problem = f"Slack answered {response.status_code} {response.body[:100]!r} to the webhook of secret {secret!r}"
+    return Failure(problem, may_pass=response.status_code == 429 or response.status_code >= 500)
 
 
 def _paragraphs(record: Record, spec: JobSpec | None, settings: Settings, now: datetime) -> list[str]:
@@ -141,12 +127,12 @@ def _metrics(record: Record) -> str:
 
 
 def _number(value: float) -> str:
-    """Whole and large numbers in full, others with four digits."""
+    """Whole and large numbers in full, other numbers with four digits."""
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _machines(spec: JobSpec | None) -> str:
-    """What an attempt trains on: `16 x nvidia-b200`."""
+    """The accelerators of an attempt: `16 x nvidia-b200`."""
     if spec is None:
         return "its target"
     machines = spec.target.accelerators
@@ -154,15 +140,15 @@ def _machines(spec: JobSpec | None) -> str:
 
 
 def _endpoint(record: Record, spec: JobSpec | None) -> str:
-    found = record.endpoint
-    if found is None:
+    endpoint = record.endpoint
+    if endpoint is None:
         return "trained only; the spec asks for no endpoint"
     is_private = spec is not None and spec.serve is not None and spec.serve.is_private
     where = ", inside the VPC only," if is_private else ""
-    text = f"serving `{found.model}` at {found.url}{where} until {found.expires:%Y-%m-%d %H:%M} UTC"
-    if found.limit == "max_cost_usd":
+    text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
+    if endpoint.limit == "max_cost_usd":
         text += ", when the budget is used up"
-    cost = record.serving_cost(found.expires)
+    cost = record.serving_cost(endpoint.expires)
     return text if cost is None else f"{text}; it costs at most ${cost:.2f} in all"
 
 
@@ -187,5 +173,5 @@ def _section(text: str) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """Without credentials, and with nothing that Slack takes for a link or for a call to everybody (`<!channel>`)."""
+    """The text without credentials, links and mentions of everybody (`<!channel>`)."""
     return html.escape(redact(text), quote=False)

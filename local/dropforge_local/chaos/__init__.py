@@ -1,5 +1,5 @@
 """Seeded chaos: the real functions and the real workflow, against a simulated cloud, under one virtual clock.
 
-`simulation.run(seed)` gives a `History` of what could be seen from outside; `checker.check(history)` reads nothing else
-and says which promises were broken. The same seed always gives the same history. See docs/chaos.md.
+`simulation.run(seed)` returns a `History` of everything that is visible from outside. `checker.check(history)` reads
+only the history and reports broken promises. The same seed always gives the same history. See docs/chaos.md.
 """

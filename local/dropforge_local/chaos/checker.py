@@ -1,6 +1,6 @@
-"""Whether a history keeps dropforge's promises. Nothing but the history is read: not the code, and not the cloud.
+"""The rules: whether a history keeps dropforge's promises. They read only the history, not the code and not the cloud.
 
-Each rule is a function of one `Life`, what the history says of one run; it yields what is wrong, in words.
+Each rule is a function of one `Life`, the part of the history about one run. It yields each violation as a sentence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, Life, Machine, read, seconds_of
 
 FINAL_CLASSES = frozenset({"config", "data", "permission", "out_of_memory", "deadline", "gate", "code", "cancelled"})
-SWEEPS_SECONDS = 2 * SWEEP_SECONDS  # what exists without an owner is gone by the second sweep
-# What a function may answer 500 with: faults of the cloud, and its own wish to be called again.
+SWEEPS_SECONDS = 2 * SWEEP_SECONDS  # the second sweep deletes every unowned resource
+# The errors that a function may answer with 500: faults of the cloud, and requests to be called again.
 EXPECTED_ERRORS = frozenset(
     {
         "RetryLater",
@@ -32,7 +32,7 @@ EXPECTED_ERRORS = frozenset(
 
 
 class Problem(NamedTuple):
-    """A broken promise: which rule, of which run, when, and how."""
+    """A broken promise: the rule, the run, the time, and the violation."""
 
     rule: str
     run: str
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 def check(history: History) -> list[Problem]:
-    """Every promise that the history breaks; none for a good one."""
+    """Every promise that the history breaks; an empty list for a good history."""
     lives, problems = read(history), []
     for life in lives.values():
         for rule in RULES:
@@ -54,9 +54,9 @@ def check(history: History) -> list[Problem]:
 
 
 def one_run(life: Life) -> Iterator[tuple[float, str]]:
-    """A spec, however often it is delivered, is one record; and there is no record without a spec.
+    """One spec, however often it is delivered, makes one record. There is no record without a spec.
 
-    One that is taken back before it was read may have none, or one that was refused or has ended at once.
+    A spec that is deleted before submit reads it may have no record, or a record that was rejected or cancelled.
     """
     if life.records and not life.dropped:
         yield life.records[0].time, "a record, and nobody dropped its spec"
@@ -72,7 +72,7 @@ def one_run(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def ends(life: Life) -> Iterator[tuple[float, str]]:
-    """Every run is over in the end, and so is each of its executions."""
+    """Every run and each of its executions ends."""
     if life.records and life.over is None:
         yield life.end.time, f"still {life.last['state']}"
     for id_ in life.executions:
@@ -81,7 +81,7 @@ def ends(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def terminal_once(life: Life) -> Iterator[tuple[float, str]]:
-    """What a terminal record says of the end stays as it is; no history is ever rewritten."""
+    """A terminal record keeps its end. The history of a record is never rewritten."""
     for before, after in pairwise(life.records):
         old, new = before.value, after.value
         if new["history"][: len(old["history"])] != old["history"]:
@@ -91,7 +91,7 @@ def terminal_once(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def attempts_are_closed(life: Life) -> Iterator[tuple[float, str]]:
-    """When a run is over, none of its attempts goes on costing money in its record."""
+    """When a run is over, each of its attempts has an end, so its cost no longer grows."""
     if life.over is not None:
         for attempt in life.over.value["attempts"]:
             if attempt["ended"] is None:
@@ -99,7 +99,7 @@ def attempts_are_closed(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def one_owner(life: Life) -> Iterator[tuple[float, str]]:
-    """One execution owns a run; another takes it over only after that one has ended. The others touch nothing."""
+    """One execution owns a run. Another takes over only after the owner has ended. Other executions change nothing."""
     owners: list[str] = []
     for found in life.records:
         owner = found.value["execution"]
@@ -118,7 +118,7 @@ def one_owner(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def rejected_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
-    """A spec that was refused has no execution and no resource."""
+    """A rejected spec has no execution and no resource."""
     if life.last.get("state") == "REJECTED":
         for id_, started in life.executions.items():
             yield started.time, f"execution {id_} was started for a rejected spec"
@@ -131,7 +131,7 @@ def intent_first(life: Life) -> Iterator[tuple[float, str]]:
     for machine in life.machines:
         entry = life.entry_at(machine.created.index, machine.name)
         if machine.owner is not None:
-            continue  # a controller's, which nobody asks for by name
+            continue  # created by a controller, so no request names it
         if entry is None:
             yield machine.created.time, f"{machine.name} was created, and the ledger did not know of it"
         elif entry["state"] == "gone" and not machine.late and not _was_known(life, machine):
@@ -139,7 +139,7 @@ def intent_first(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def one_at_a_time(life: Life) -> Iterator[tuple[float, str]]:
-    """What one attempt trains on is gone before anything is created for the next, or to serve."""
+    """The training resources of an attempt are deleted before the next attempt or the endpoint creates resources."""
     for machine in life.machines:
         others = [other for other in life.training if other.exists_at(machine.created.index)]
         others = [other for other in others if other.attempt != machine.attempt]
@@ -149,7 +149,7 @@ def one_at_a_time(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def nothing_left(life: Life) -> Iterator[tuple[float, str]]:
-    """What a run made is gone when it is over, but for its endpoint; what came late, by the next clean sweep."""
+    """When a run is over, its resources are deleted except its endpoint; the next clean sweep deletes late ones."""
     for machine in life.machines:
         serves = life.serves(machine) and life.over is not None and life.over.value["state"] == "SUCCEEDED"
         if machine.gone is None:
@@ -166,11 +166,11 @@ def nothing_left(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
-    """A run whose end somebody asked for, before its teardown had begun, ends CANCELLED, and serves nothing."""
+    """A run that a user cancels before its teardown begins ends CANCELLED and serves nothing."""
     if life.over is None:
         return
     asked = next((found for found in life.records if found.value["cancel_requested"]), None)
-    # Later it asks for the end of the endpoint.
+    # A later cancel request ends the endpoint.
     obeyed = asked is not None and asked.value["state"] not in (*TERMINAL, "TEARING_DOWN")
     if obeyed and life.over.value["state"] != "CANCELLED":
         yield life.over.time, f"its cancel was recorded, and it ended {life.over.value['state']}"
@@ -195,7 +195,7 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def forged_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
-    """A request for a run that does not exist is answered, and nothing comes of it."""
+    """A request about an unknown run is answered and has no effect."""
     for found in life.forged:
         if found.value["message"] not in life.handled:
             yield life.end.time, f"message {found.value['message']}, in the name of no run, was never acknowledged"
@@ -206,7 +206,7 @@ def forged_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def attempts_end(life: Life) -> Iterator[tuple[float, str]]:
-    """No attempt follows one that no further attempt can mend, and there are no more than the spec allows."""
+    """No attempt follows a permanent failure, and there are no more attempts than the spec allows."""
     attempts = life.last.get("attempts", [])
     for before, after in pairwise(attempts):
         found = (before["error"] or {}).get("error_class")
@@ -218,7 +218,7 @@ def attempts_end(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def everybody_is_told(life: Life) -> Iterator[tuple[float, str]]:
-    """The end is told at least once by event and in Slack, and nothing is told that was not so."""
+    """The end is reported at least once by a run event and in Slack. Every report is true."""
     if not life.records:
         return
     reached = {_event_id(life.run, entry): seconds_of(entry["time"]) for entry in life.last["history"]}
@@ -242,7 +242,7 @@ def everybody_is_told(life: Life) -> Iterator[tuple[float, str]]:
         if final not in in_slack:
             yield life.end.time, f"Slack was never told {final}"
     unstarted = [entry["state"] for entry in life.last["history"]] == ["ACCEPTED", "CANCELLED"]
-    if not life.publish_faults and not unstarted:  # cancelled before anybody was told that it had begun
+    if not life.publish_faults and not unstarted:  # cancelled before its start was reported
         for id_, time in reached.items():
             if id_ not in by_event:
                 yield time, f"no event {id_} was published, and publishing never failed"
@@ -268,7 +268,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _defects(history: History) -> Iterator[Problem]:
-    """Errors that no fault explains: defects of the code."""
+    """Errors without a fault that explains them: defects in the code."""
     for fact in history.of("answer"):
         if fact.data["status"] == 500:
             name = str(fact.data["body"]["error"]).split(":")[0]
@@ -281,7 +281,7 @@ def _defects(history: History) -> Iterator[Problem]:
 
 
 def _was_known(life: Life, machine: Machine) -> bool:
-    """It was intended once: its creation had been on its way when it was torn down."""
+    """Whether the ledger once had the resource: its create request was still under way during teardown."""
     return any(
         entry["name"] == machine.name and entry["state"] != "gone"
         for found in life.ledgers

@@ -1,6 +1,6 @@
-"""Cloud Run, as the clients of run_v2 show it: jobs with one execution each, and services.
+"""Cloud Run behind the clients of run_v2: jobs with one execution each, and services.
 
-A resource is named in the history from the moment it exists to the moment it is gone, whoever made it.
+The history records when each resource begins and ceases to exist, whoever created it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .world import PROJECT, World
 
 JOB = "run.googleapis.com/Job"
 SERVICE = "run.googleapis.com/Service"
-KILLED = 137  # exit code of a container that was killed: the platform sees it
+KILLED = 137  # exit code of a killed container, which the platform reports
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Resource:
 
 
 class CloudRun:
-    """The service. `launched` is told of every task that begins to run: the trainer. Tasks have no machine to lose."""
+    """The service. `launched` is called for each task that starts to run. Tasks have no machine that could be lost."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -115,7 +115,7 @@ class CloudRun:
         return Container(told, lambda: job.ended is not None, partial(self.end, job), die, lambda: None, lose)
 
     def end(self, job: Resource, exit_code: int | None) -> None:
-        """The task ends, once: with an exit code, or (None) by the platform."""
+        """End the task, once: with an exit code, or with None if the platform ends it."""
         if job.ended is not None:
             return
         job.ended, job.exit_code = self.world.now, exit_code
@@ -310,7 +310,7 @@ class CloudRun:
             told()
 
     def _perhaps_by_hand(self, kind: dict[str, Resource], made: Resource) -> None:
-        """Somebody deletes it in the console."""
+        """Maybe a user deletes the resource in the console."""
         if not self.world.happens(self.world.faults.deleted):
             return
         made_at = made.created

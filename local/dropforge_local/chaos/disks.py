@@ -1,4 +1,4 @@
-"""Compute Engine's disks, as a session that calls its REST API meets them."""
+"""Compute Engine's disks behind a session that calls the REST API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Disks:
         self.world = world
         self.disks: dict[str, Disk] = {}
         self._operations: dict[str, dict[str, Any]] = {}
-        self._requests: dict[str, str] = {}  # the operation of each request's id
+        self._requests: dict[str, str] = {}  # the operation of each request id
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         return {"compute": lambda: (self, ROOT)}
@@ -56,7 +56,7 @@ class Disks:
         )
 
     def attach(self, name: str, user: str) -> str:
-        """Give a disk to a machine; why that cannot be, if it cannot."""
+        """Attach a disk to a machine. Returns an error message, or "" on success."""
         disk = self.disks.get(name)
         if disk is None or disk.status != "READY" or disk.user not in ("", user):
             return f"The resource '{name}' was not found, is not ready, or is in use"
@@ -64,7 +64,7 @@ class Disks:
         return ""
 
     def detach(self, user: str) -> None:
-        """Take its disks from a machine that is gone."""
+        """Detach the disks of a deleted machine."""
         for disk in self.disks.values():
             if disk.user == user:
                 disk.user = ""

@@ -1,4 +1,4 @@
-"""Eventarc and Pub/Sub: at least once, in no order, and given to functions until they acknowledge."""
+"""Eventarc and Pub/Sub: they deliver events at least once, in any order, until the function acknowledges."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from .functions import Functions
 from .world import World
 
-RETRY_SECONDS = (10.0, 600.0)  # the subscriptions' least and greatest backoff
+RETRY_SECONDS = (10.0, 600.0)  # the subscriptions' minimum and maximum backoff
 
 
 class Events:
-    """The publisher's client, and the delivery of what goes to functions; other topics are only noted."""
+    """The publisher's client and the delivery to functions. Messages to other topics are only recorded."""
 
     def __init__(self, world: World, functions: Functions, subscribers: Mapping[str, str]) -> None:
         self.world = world
         self.functions = functions
-        self.subscribers = subscribers  # the entry point by the topic's short name
+        self.subscribers = subscribers  # entry point by the topic's short name
 
     def publish(self, topic: str, data: bytes, timeout: float = 0, **attributes: str) -> Any:
         """PublisherClient.publish; its future."""
@@ -31,7 +31,7 @@ class Events:
         return SimpleNamespace(result=result)
 
     def accept(self, topic: str, data: bytes, attributes: Mapping[str, str]) -> str:
-        """A message is safe in its topic: its id."""
+        """Store a message durably in its topic; returns the message id."""
         message, name = f"m{self.world.id():05d}", topic.rsplit("/", 1)[-1]
         if name in self.subscribers:
             encoded = {"data": base64.b64encode(data).decode(), "attributes": dict(attributes), "messageId": message}
@@ -41,14 +41,14 @@ class Events:
         return message
 
     def job_event(self, event: dict[str, Any]) -> None:
-        """A training container publishes; what somebody forges, or what is no event at all, comes with it."""
+        """A training container publishes an event. A forged or malformed event may come with it."""
         about = {"run": event["run"], "attempt": event["attempt"], "type": event["type"]}
         self._to_subscriber("job-events", event, about, may_drop=True)
         if self.world.happens(self.world.faults.forged):
             self._to_subscriber("job-events", self._forged(event), {"forged": True})
 
     def _forged(self, event: dict[str, Any]) -> dict[str, Any]:
-        """An end that never was: of another run, of another attempt, or of another shape."""
+        """A forged end: of another run, of another attempt, or with another shape."""
         ended = {key: event[key] for key in ("run", "attempt", "sequence", "time")} | {"type": "preempted", "step": 0}
         changes: tuple[dict[str, Any], ...] = (
             {"run": "nobody-0123456789ab"},
@@ -64,7 +64,7 @@ class Events:
         self.send(self.subscribers[topic], message, about, may_drop=may_drop)
 
     def send(self, entry_point: str, data: dict[str, Any], about: dict[str, Any], *, may_drop: bool = False) -> None:
-        """Deliver an event until it is acknowledged; now, or after others, once or more."""
+        """Deliver an event until it is acknowledged: now or later, once or more often."""
         world, faults = self.world, self.world.faults
         if may_drop and world.happens(faults.dropped):
             world.fact("fault", what="dropped", **about)

@@ -1,4 +1,4 @@
-"""Which faults a seed has, and how often: each kind is off in about half of the seeds, so that each is seen alone."""
+"""The faults of a seed and their rates. Each kind is off in about half of the seeds, so that each occurs alone, too."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities, of each call, message, function instance, attempt or hour as each comment says."""
+    """Probabilities. The comment of each field says what it is a probability of."""
 
-    refused: float = 0.0  # of a call: answered 429 or 5xx, and not done
-    lost: float = 0.0  # of a call: done, and its reply lost
-    late: float = 0.0  # of a call that changes something: timed out, and done after that
+    refused: float = 0.0  # of a call: answered 429 or 5xx and not executed
+    lost: float = 0.0  # of a call: executed, and its reply lost
+    late: float = 0.0  # of a write: timed out, and executed later
     stalled: float = 0.0  # of a call: its caller is suspended for minutes
     killed: float = 0.0  # of a function instance: killed between two effects
     skewed: float = 0.0  # of a function instance: its machine's clock is off by a second or two
     duplicated: float = 0.0  # of a message: delivered twice
     delayed: float = 0.0  # of a message: delivered late, after others
     dropped: float = 0.0  # of a job event, or the event of an uploaded spec: never delivered
-    forged: float = 0.0  # of a job event: one of another run or attempt, or none at all, comes with it
+    forged: float = 0.0  # of a job event: a forged or malformed event comes with it
     stockout: float = 0.0  # of a placement: it has no capacity
     quota: float = 0.0  # of a creation: refused for quota
     slow_start: float = 0.0  # of a resource: minutes until it runs
-    preempted: float = 0.0  # of an attempt: told to stop, and stopped
-    lost_machine: float = 0.0  # of an attempt: gone without a word
-    silent: float = 0.0  # of an attempt: its container dies, and what runs it does not say so where it can help it
-    unwritten: float = 0.0  # of an attempt on a machine of its own: how it ended is not written down
-    code_error: float = 0.0  # of an attempt: fails for good
-    stuck: float = 0.0  # of an attempt: runs, and does nothing
+    preempted: float = 0.0  # of an attempt: preempted with notice
+    lost_machine: float = 0.0  # of an attempt: its machine is lost without notice
+    silent: float = 0.0  # of an attempt: its container dies, and its platform reports that as little as it can
+    unwritten: float = 0.0  # of an attempt on a TPU VM: the script does not write the end down
+    code_error: float = 0.0  # of an attempt: fails permanently
+    stuck: float = 0.0  # of an attempt: runs without progress
     deleted: float = 0.0  # of a resource: deleted by hand
     slow_end: float = 0.0  # of a deletion: takes minutes
-    unready: float = 0.0  # of an endpoint: never answers
+    unready: float = 0.0  # of an endpoint: never answers a request
     restarts: float = 0.0  # of an hour: the engine restarts
     cancelled_execution: float = 0.0  # of a running execution, now and then: cancelled by hand
-    doubled_sweep: float = 0.0  # of a sweep: two at once
-    cancels: float = 0.0  # of a run: somebody cancels it
-    deletes: float = 0.0  # of an uploaded spec: somebody deletes it, at once or later
-    overwrites: float = 0.0  # of an uploaded spec: somebody uploads another one under its name
-    forged_cancels: float = 0.0  # of some ids that no run has: somebody cancels it
+    doubled_sweep: float = 0.0  # of a sweep: two run at once
+    cancels: float = 0.0  # of a run: a user cancels it
+    deletes: float = 0.0  # of an uploaded spec: a user deletes it, at once or later
+    overwrites: float = 0.0  # of an uploaded spec: a user uploads another spec under its name
+    forged_cancels: float = 0.0  # of ids that no run has: a user cancels the id
     slack_down: float = 0.0  # of a Slack message: answered 5xx
 
     @classmethod
@@ -55,7 +55,7 @@ class Faults:
 
 
 class Strike(NamedTuple):
-    """The one fault of a life that has no other: which, and at which effect of all functions, counted from 1."""
+    """The only fault of a life: its kind, and the effect that it strikes, counted from 1 over all functions."""
 
     effect: int
     fault: str

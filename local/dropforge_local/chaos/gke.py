@@ -1,8 +1,8 @@
-"""GKE, as the client of container_v1 shows it: Autopilot clusters, each with a Kubernetes API of its own.
+"""GKE behind the client of container_v1: Autopilot clusters, each with its own Kubernetes API.
 
-The standing ones are there from the beginning, as Terraform makes them. One that a run makes is named in the history
-from the moment it exists to the moment it is gone, and its fee is paid from RUNNING on. A cluster has one operation at
-a time: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters
+The standing clusters exist from the start, as Terraform creates them. The history records when a run's own cluster
+begins and ceases to exist; its fee is paid from RUNNING on. A cluster has one operation at a
+time: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .world import PROJECT, World
 
 CLUSTER = "container.googleapis.com/Cluster"
 STANDING = "dropforge"
-OWNERS = frozenset({"provision", "inspect"})  # who may work in a cluster that a run has made (terraform/)
+OWNERS = frozenset({"provision", "inspect"})  # the functions that may use a run's own cluster (terraform/)
 ACCOUNTS = ("dropforge-trainer", "dropforge-server")  # of the namespace of a standing cluster
 
 
 @dataclass
 class Cluster:
-    """A cluster; `error` says why it could not be made."""
+    """A cluster; `error` says why it could not be created."""
 
     name: str
     labels: dict[str, str]
@@ -40,13 +40,13 @@ class Cluster:
 
 
 class Gke:
-    """The service, and its client. `launched` is told of every training container that starts."""
+    """The service and its client. `launched` is called for each training container that starts."""
 
     def __init__(self, world: World, regions: tuple[str, ...]) -> None:
         self.world = world
         self.clusters: dict[str, Cluster] = {}
         self.launched: Callable[[Container], None] = lambda _: None
-        self._apis: dict[str, Api] = {}  # by host; one of a cluster that is gone answers no more
+        self._apis: dict[str, Api] = {}  # by host; the API of a deleted cluster does not answer
         self._nothing = Api(world, "", has_ray=False)
         self._nothing.is_open = False
         for region in regions:
@@ -70,7 +70,7 @@ class Gke:
             found = [_shown(self.clusters[name]) for name in sorted(self.clusters)]
             return SimpleNamespace(clusters=found, missing_zones=[])
 
-        # Seeds without clusters are lived as if there were no GKE: nothing is drawn for it.
+        # Seeds without clusters draw no random number for GKE.
         return self.world.effect("gke.list_clusters", read) if self.clusters else read()
 
     def create_cluster(self, parent: str, cluster: Any, timeout: float) -> None:
@@ -134,7 +134,7 @@ class Gke:
         self.world.fact("gone", name=cluster.name)
 
     def _perhaps_by_hand(self, cluster: Cluster) -> None:
-        """Somebody deletes it in the console."""
+        """Maybe a user deletes the cluster in the console."""
         world = self.world
         if not world.happens(world.faults.deleted * 0.5):
             return

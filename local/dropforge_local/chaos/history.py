@@ -1,4 +1,4 @@
-"""What happened, as seen from outside: an append-only list of facts, and a digest that two equal lives share."""
+"""The history of a life: an append-only list of facts that are visible from outside, with a digest to compare lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Fact(NamedTuple):
-    """Something that was observed: when (seconds since the epoch), what, and its particulars as JSON values."""
+    """An observation: its time (seconds since the epoch), its kind, and its details as JSON values."""
 
     time: float
     kind: str
@@ -25,7 +25,7 @@ class Fact(NamedTuple):
 
 @dataclass
 class History:
-    """Facts in the order in which they happened. `seed` tells which life this was."""
+    """Facts in the order in which they happened, in the life of `seed`."""
 
     seed: int
     facts: list[Fact] = field(default_factory=list)
@@ -34,12 +34,12 @@ class History:
         self.facts.append(Fact(time, kind, data))
 
     def of(self, *kinds: str) -> Iterator[Fact]:
-        """The facts of some kinds, in order."""
+        """The facts of the given kinds, in order."""
         return (fact for fact in self.facts if fact.kind in kinds)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every fact, floats in full."""
+        """SHA-256 over every fact, with floats in full precision."""
         digest = hashlib.sha256()
         for fact in self.facts:
             digest.update(json.dumps(fact, sort_keys=True).encode())

@@ -1,7 +1,7 @@
-"""The Kubernetes API of a cluster, as an ApiClient that is given paths meets it: objects, events, and what owns what.
+"""The Kubernetes API of a cluster behind an ApiClient that calls paths: objects, events and owner references.
 
-An object is named in the history, as Cloud Asset Inventory names it, from the moment it exists to the moment it is
-gone; what it owns goes first: https://kubernetes.io/docs/concepts/architecture/garbage-collection/
+The history records when each object begins and ceases to exist, by its Cloud Asset Inventory name. An object's
+dependents are deleted first: https://kubernetes.io/docs/concepts/architecture/garbage-collection/
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .world import World
 
 Object = dict[str, Any]
 
-# What the history calls each kind, by apiVersion and plural. Nothing else is simulated, because nothing else is used.
+# The history's name of each kind, by apiVersion and plural. Only the kinds that dropforge uses are simulated.
 KINDS = {
     "v1/pods": "k8s.io/Pod",
     "v1/services": "k8s.io/Service",
@@ -29,19 +29,19 @@ KINDS = {
     "ray.io/v1/rayjobs": "ray.io/RayJob",
     "ray.io/v1/rayclusters": "ray.io/RayCluster",
 }
-PAGE = 2  # objects: less than anybody asks for
+PAGE = 2  # objects of a page: fewer than clients ask for
 _PATH = re.compile(r"/(?:api|apis/([^/]+))/([^/]+)/(?:namespaces/([^/]+)/)?([a-z]+)(?:/([^/]+))?")
 
 
 class Api:
-    """One cluster's, and its client. `made` is told of each new object; `doomed` of one that is to go, until it calls
-    `release`; `going` of one that goes now."""
+    """One cluster's API and its client. `made` is called for each new object, `doomed` for an object whose deletion
+    has begun (until it calls `release`), `going` for an object that is deleted now."""
 
     def __init__(self, world: World, cluster: str, has_ray: bool, lets_in: frozenset[str] | None = None) -> None:
         self.world = world
         self.cluster = cluster
         self.has_ray = has_ray
-        self.lets_in = lets_in  # the functions that may use it; None: all
+        self.lets_in = lets_in  # the functions that may use the API; None: all
         self.objects: dict[str, Object] = {}  # by full name
         self.accounts: dict[str, set[str]] = {}  # service accounts by namespace
         self.events: list[Object] = []
@@ -51,7 +51,7 @@ class Api:
         self.going: Callable[[Object], None] = lambda _: None
         self._released: set[str] = set()
 
-    # As the client has it
+    # The client's side
 
     def param_serialize(
         self,
@@ -118,7 +118,7 @@ class Api:
         return (409, _status(f'{collection} "{name}" already exists')) if known else (201, body)
 
     def _list(self, prefix: str, labelSelector: str, limit: str = "", **rest: str) -> Object:
-        """A page; `continue` is the name after which it begins."""
+        """A page of a list; `continue` is the name after which the page begins."""
         after = rest.pop("continue", "")
         assert not rest, f"query {rest} is not simulated"
         names = [name for name in sorted(self.objects) if name.rsplit("/", 1)[0] == prefix and name > after]
@@ -140,13 +140,13 @@ class Api:
         assert not unknown, f"events cannot be selected by {unknown}"
         return [event for event in self.events if all(_field(event, path) == value for path, value in wanted.items())]
 
-    # As controllers have it
+    # The controllers' side
 
     def name_of(self, item: Object) -> str:
         return f"{self._prefix(_collection(item), item['metadata']['namespace'])}/{item['metadata']['name']}"
 
     def add(self, manifest: Object, owner: Object | None = None, share: float = 1.0) -> Object:
-        """Make an object. `share`: what of its attempt's, or its endpoint's, price is paid for it while it runs."""
+        """Create an object. `share` is the part of its attempt's or endpoint's price that is paid while it runs."""
         collection = _collection(manifest)
         assert collection in KINDS, f"{manifest['kind']} is not simulated: see chaos/kubernetes.py"
         item: Object = {**copy.deepcopy(manifest), "status": {}}
@@ -164,7 +164,7 @@ class Api:
         return self.is_open and self.objects.get(self.name_of(item)) is item
 
     def is_live(self, item: Object) -> bool:
-        """Whether it exists, and is not to go."""
+        """Whether the object exists and its deletion has not begun."""
         return self.exists(item) and "deletionTimestamp" not in item["metadata"]
 
     def owned(self, item: Object) -> list[Object]:
@@ -172,14 +172,14 @@ class Api:
         return [one for one in self.objects.values() if uid in _owners(one)]
 
     def family(self, item: Object) -> list[Object]:
-        """An object and all that goes with it."""
+        """An object and all its dependents."""
         return [item, *(one for child in self.owned(item) for one in self.family(child))]
 
     def of_kind(self, kind: str) -> list[Object]:
         return [item for item in self.objects.values() if item["kind"] == kind]
 
     def delete(self, item: Object, *, orphan: bool = False) -> None:
-        """Have an object go, with what it owns, or without that."""
+        """Delete an object, with or without its dependents."""
         metadata = item["metadata"]
         if "deletionTimestamp" in metadata:
             return
@@ -195,7 +195,7 @@ class Api:
         self.doomed(item)
 
     def release(self, item: Object) -> None:
-        """Nothing holds it any more but what it owns."""
+        """Remove the last hold on an object except its dependents."""
         self._released.add(item["metadata"]["uid"])
         self._settle(item)
 
@@ -209,7 +209,7 @@ class Api:
         return datetime.fromtimestamp(self.world.now, UTC).isoformat(timespec="seconds")
 
     def close(self) -> None:
-        """The cluster is gone, and everything with it."""
+        """Delete the cluster with all its objects."""
         self.is_open = False
         for item in list(self.objects.values()):
             self._end(item)
@@ -234,7 +234,7 @@ class Api:
 
 
 def set_condition(item: Object, kind: str, status: str, reason: str = "", message: str = "") -> None:
-    """Write a condition of an object's status, in place of the one of its type."""
+    """Write a condition into an object's status; it replaces the condition of the same type."""
     others = [one for one in item["status"].get("conditions", []) if one["type"] != kind]
     condition = {"type": kind, "status": status, "reason": reason, "message": message}
     item["status"]["conditions"] = [*others, condition]
@@ -275,7 +275,7 @@ def _status(message: str) -> Object:
 
 
 def _response(status: int, body: Object) -> Any:
-    """kubernetes.client.rest.RESTResponse. What it says is what there is now."""
+    """kubernetes.client.rest.RESTResponse with the present state."""
     data = json.dumps(body).encode()
     return SimpleNamespace(status=status, reason="", data=data, headers={}, read=lambda: data)
 

@@ -1,4 +1,4 @@
-"""Rules about money and time: what is computed here comes from the machines' own times and the prices in the spec."""
+"""Rules about money and time. They compute from the machines' own times and from the prices in the spec."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Rule = Callable[[Life], Iterator[tuple[float, str]]]
 WARN_AT = (50, 80)  # percent of the budget
 WARN_OF_TIME_AT = 80  # percent of max_duration
 CLUSTER_USD = 0.10 / 3600  # a GKE cluster's fee for a second
-GRACE_SECONDS = 120.0  # of a pod's end, at most
+GRACE_SECONDS = 120.0  # at most, for the end of a pod
 LAST_WORDS = frozenset({"preempted", "failed", "succeeded"})
 
 
 class Use(NamedTuple):
-    """A time for which a machine is paid, in seconds since the epoch, and its price."""
+    """A period for which a machine is paid (seconds since the epoch), and its price."""
 
     machine: Machine
     since: float
@@ -31,7 +31,7 @@ class Use(NamedTuple):
 
 
 def within_budget(life: Life) -> Iterator[tuple[float, str]]:
-    """Training and endpoint cost no more than the limit and a check interval, and the endpoint until the next sweep."""
+    """Training and endpoint cost at most the limit plus one check interval, plus the endpoint until the next sweep."""
     limit = _budget(life)
     if limit is None:
         return
@@ -57,7 +57,7 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
     deadline = _deadline(life)
     for use in training_uses(life):
         over = use.until - deadline
-        # What begins late finds its deadline over, and stops by itself; a machine that does not is the sweep's.
+        # A container that starts after its deadline stops by itself; the sweep deletes a machine that does not.
         stops = use.since > deadline - SLACK_SECONDS and use.until - use.since <= SLACK_SECONDS
         if stops or (life.is_stray(use.machine) and not use.machine.ends_by_itself):
             continue
@@ -67,10 +67,10 @@ def within_duration(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
-    """A warning that is due while a machine trains is told at once, and always by the same id.
+    """A warning that is due while a machine trains is sent at once and always has the same id.
 
-    When a machine began to run is known a check interval later at most; until then its cost is not. A warning that is
-    due while the model is served is told by the next sweep.
+    The control plane may learn one check interval later when a machine began to run; until then it does not know
+    the cost. The next sweep sends a warning that is due while the model is served.
     """
     for found in life.published:
         if (key := found.value["event"].get("notice")) and found.value["id"] != f"{life.run}/notice/{key}":
@@ -100,7 +100,7 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
-    """A run that a limit ends had its chance to save a checkpoint, and was torn down before it was over."""
+    """A run that a limit ends can first save a checkpoint, and is torn down before it is over."""
     if life.over is None or (life.last["error"] or {}).get("error_class") not in ("budget", "deadline"):
         return
     if "TEARING_DOWN" not in [entry["state"] for entry in life.last["history"]]:
@@ -121,15 +121,15 @@ def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
-    """An endpoint that was ready is not deleted before its ttl, unless somebody asks for it, or its budget is spent."""
+    """A ready endpoint is not deleted before its ttl, unless a user cancels it or its budget is spent."""
     endpoint = life.last.get("endpoint")
     if not endpoint or not life.valid or life.over is None or life.over.value["state"] != "SUCCEEDED":
         return
     ready, serve, deployed = seconds_of(endpoint["ready"]), life.spec["serve"], _deploying(life)
     assert deployed is not None, "it has an endpoint"
-    # One that is ready only after its time to start has the less to live: its end is written on it when it is made.
+    # An endpoint that is ready only after its startup time lives less: its expiry label is set at its creation.
     promised = min(ready, deployed + duration_of(serve.get("startup_timeout", "20m"))) + duration_of(serve["ttl"])
-    if serve.get("type") == "training_vm":  # on what has trained, before its attempt began
+    if serve.get("type") == "training_vm":  # the label was set before the attempt began
         whole = duration_of(serve.get("startup_timeout", "30m")) + duration_of(serve["ttl"])
         promised = min(promised, seconds_of(life.last["attempts"][-1]["deadline"]) + whole)
     if seconds_of(endpoint["expires"]) > promised + SLACK_SECONDS:
@@ -146,7 +146,7 @@ def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
-    """An endpoint is gone with the first sweep after its ttl that had no problems, and soon after the last fault."""
+    """The first clean sweep after an endpoint's ttl deletes it, and so does a sweep soon after the last fault."""
     endpoint = life.last.get("endpoint")
     if not endpoint or not life.valid:
         return
@@ -165,7 +165,7 @@ def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def endpoint_end_is_told(life: Life) -> Iterator[tuple[float, str]]:
-    """That an endpoint has ended is told by the next sweep, and no sooner."""
+    """The next sweep after an endpoint's end reports that end, and nothing reports it earlier."""
     endpoint = life.last.get("endpoint")
     told = [found.time for found in life.published if found.value["event"].get("notice") == "endpoint-ended"]
     ended = seconds_of(endpoint["ended"]) if endpoint and endpoint["ended"] else None
@@ -192,9 +192,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def outlives(machine: Machine, sweep: Sweep) -> bool:
-    """Whether nobody had asked for the end of a machine when a sweep ended, though that was possible.
+    """Whether a machine's deletion was possible and nothing had requested it when a sweep ended.
 
-    A disk goes only after its machine; a cluster that is still being made does not.
+    A disk can be deleted only after its machine, and a cluster only after its creation.
     """
     asked = machine.asked_to_go()
     if machine.is_disk or (machine.is_cluster and (machine.made is None or machine.made.index > sweep.began.index)):
@@ -203,7 +203,7 @@ def outlives(machine: Machine, sweep: Sweep) -> bool:
 
 
 def training_uses(life: Life) -> Iterator[Use]:
-    """When machines were paid for that trained, in order; what is kept to serve, until it does."""
+    """The periods for which training machines were paid, in order. A machine that is kept counts until it serves."""
     price, deployed = _prices(life)[0], _deploying(life)
     for machine in life.training:
         if machine.running is not None and not machine.is_cluster:
@@ -214,14 +214,14 @@ def training_uses(life: Life) -> Iterator[Use]:
 
 
 def cluster_uses(life: Life) -> Iterator[Use]:
-    """Likewise of clusters of attempts' own, for which a fee is paid."""
+    """The periods for which the fee of attempts' own clusters was paid."""
     for machine in life.training:
         if machine.is_cluster and machine.running is not None:
             yield Use(machine, machine.running, machine.ended or life.end.time, CLUSTER_USD)
 
 
 def serving_uses(life: Life) -> Iterator[Use]:
-    """Likewise of endpoints: a service counts from its creation, as if it never scaled to zero."""
+    """The periods for which endpoints were paid. A service counts from its creation, as if it never scaled to zero."""
     (training, serving), deployed = _prices(life), _deploying(life)
     for machine in life.machines:
         asked = machine.asked_to_go()
@@ -235,7 +235,7 @@ def serving_uses(life: Life) -> Iterator[Use]:
 
 
 def _reached(uses: list[Use], usd: float) -> tuple[Use, float] | None:
-    """When these have cost so much, and the machine that ran then; None: they never have."""
+    """The time at which the uses had cost that much, and a machine that ran then; None if they never did."""
     times = sorted({time for use in uses for time in (use.since, use.until)})
     for since, until in pairwise(times):
         running = [use for use in uses if use.since <= since and until <= use.until]
@@ -247,7 +247,7 @@ def _reached(uses: list[Use], usd: float) -> tuple[Use, float] | None:
 
 
 def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) -> Iterator[tuple[float, str]]:
-    """What is wrong when none of these notices was told in time, though the machine went on, and nobody cancelled."""
+    """A violation if none of the notices was sent in time while the machine ran and no user cancelled."""
     until = due + patience + SLACK_SECONDS
     until += life.delay(use.machine.created.time, until)
     record = life.record_when(until)
@@ -261,7 +261,7 @@ def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) 
 
 
 def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
-    """What is wrong when none of these notices was told by the sweep after they were due, of a model that is served."""
+    """A violation if the sweep after a served model's notices were due did not send them."""
     over = life.over
     if over is None or over.value["state"] != "SUCCEEDED":
         return
@@ -281,13 +281,13 @@ def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Itera
 
 
 def _sweep_after(life: Life, time: float) -> Sweep | None:
-    """The first clean sweep that began then, and that no fault held up."""
+    """The first clean sweep that began after a time and that no fault delayed."""
     sweeps = (sweep for sweep in life.sweeps if sweep.clean and sweep.began.time > time)
     return next((sweep for sweep in sweeps if not life.delay(sweep.began.time, sweep.ended.time)), None)
 
 
 def _silent(life: Life, keys: list[str], until: float) -> Iterator[str]:
-    """Where none of these notices was told."""
+    """The places (run event, Slack) where none of the notices was sent."""
     by_event = {found.value["event"].get("notice") for found in life.published if found.time <= until}
     in_slack = {found.value["event"].rsplit("/", 1)[-1] for found in life.slack if found.time <= until}
     for told, where in ((by_event, "event"), (in_slack, "Slack message")):
@@ -296,7 +296,7 @@ def _silent(life: Life, keys: list[str], until: float) -> Iterator[str]:
 
 
 def _may_be_spent(life: Life, time: float) -> bool:
-    """Whether the budget may be spent by then, if machines ran from the opening of each attempt to its end."""
+    """Whether the budget may be spent by a time, if machines ran from the opening of each attempt to its end."""
     limit, deployed = _budget(life), _deploying(life)
     if limit is None or deployed is None:
         return False
@@ -309,9 +309,9 @@ def _may_be_spent(life: Life, time: float) -> bool:
 
 
 def _rest(life: Life, use: Use) -> float:
-    """Seconds for which a machine that ends by itself may do so too late, whatever becomes of the control plane.
+    """Seconds by which a machine may end too late by itself, whatever the control plane does.
 
-    The time of a Job is counted from its creation, which waits for a cluster of the attempt's own.
+    A Job's time-out counts from its creation, which waits for the attempt's own cluster.
     """
     if use.machine.owner is None:
         return SLACK_SECONDS
@@ -320,7 +320,7 @@ def _rest(life: Life, use: Use) -> float:
 
 
 def _patience(life: Life, use: Use) -> float:
-    """Seconds that a machine, which only the control plane ends, may be paid for after its end is due."""
+    """Seconds for which a machine that only the control plane ends may be paid after its end is due."""
     return SLACK_SECONDS + life.delay(use.machine.created.time, use.until)
 
 
@@ -335,7 +335,7 @@ def _prices(life: Life) -> tuple[float, float]:
 
 
 def _bounds(life: Life) -> tuple[float, float]:
-    """When the run was accepted, and for how many seconds it may train."""
+    """The time at which the run was accepted, and the seconds for which it may train."""
     return seconds_of(life.records[0].value["created"]), duration_of(life.spec["limits"]["max_duration"])
 
 
@@ -344,6 +344,6 @@ def _deadline(life: Life) -> float:
 
 
 def _deploying(life: Life) -> float | None:
-    """When the endpoint was begun."""
+    """The time at which the run entered DEPLOYING; None if it did not."""
     entered = (entry for entry in life.last.get("history", ()) if entry["state"] == "DEPLOYING")
     return next((seconds_of(entry["time"]) for entry in entered), None)

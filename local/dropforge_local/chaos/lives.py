@@ -1,6 +1,6 @@
-"""What a history says of each run: its records, machines, executions and messages, and the sweeps between them.
+"""The history sorted by run: records, machines, executions and messages, and the sweeps between them.
 
-Nothing but the history is read: not the code, and not the cloud.
+This module reads only the history, not the code and not the cloud.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .history import History
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 CHECK_SECONDS = 300.0  # Settings.check_interval_seconds
 SWEEP_SECONDS = 600.0  # of the scheduler that calls it
-SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after it was told to
+SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after the request
 CALL_FAULTS = frozenset({"refused", "lost", "late", "killed"})
 _DISK = "compute.googleapis.com/Disk"
 _CLUSTER = "container.googleapis.com/Cluster"
@@ -24,7 +24,7 @@ _CLUSTER = "container.googleapis.com/Cluster"
 
 @dataclass(frozen=True)
 class At:
-    """Something at a place in the history: its index and time."""
+    """A value with its index and time in the history."""
 
     index: int
     time: float
@@ -33,10 +33,10 @@ class At:
 
 @dataclass
 class Machine:
-    """A cloud resource from `created` to `gone`; indices and times of the history, None while it exists.
+    """A cloud resource from `created` to `gone`: indices and times in the history, None while it exists.
 
-    It is paid for from `running` to `ended`; a service from `created` to `deleting`, whether it was ready or not.
-    `owner` is what a controller made it for, and `share` what is paid for it, of the price of an hour.
+    It is paid from `running` to `ended`; a service from `created` to `deleting`, ready or not. `owner` is the
+    resource for which a controller created it. `share` is its part of the hourly price.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Machine:
     deleting: At | None = None
     gone: At | None = None
     by_hand: bool = False
-    orphaned: bool = False  # what it was made for has been deleted without it
+    orphaned: bool = False  # its owner was deleted without it
 
     @property
     def origin(self) -> Machine:
-        """What dropforge asked for, and this was made for, if it was not asked for itself."""
+        """The resource that dropforge requested: this one, or the one for which a controller created this one."""
         return self.owner.origin if self.owner else self
 
     @property
@@ -66,17 +66,17 @@ class Machine:
 
     @property
     def is_disk(self) -> bool:
-        """It cannot be deleted before what it is attached to is gone."""
+        """Whether it is a disk, which cannot be deleted before its machine."""
         return self.kind == _DISK
 
     @property
     def is_cluster(self) -> bool:
-        """A GKE cluster of an attempt's own, which cannot be deleted before it was made."""
+        """Whether it is an attempt's own GKE cluster, which cannot be deleted before its creation is complete."""
         return self.kind == _CLUSTER
 
     @property
     def ends_by_itself(self) -> bool:
-        """The platform ends it at its time-out, whatever the control plane does."""
+        """Whether the platform ends it at its time-out, whatever the control plane does."""
         return "jobs/" in self.origin.name and not self.orphaned
 
     @property
@@ -89,12 +89,12 @@ class Machine:
         return self.created.index < index and (self.gone is None or self.gone.index > index)
 
     def asked_to_go(self) -> At | None:
-        """When its deletion was first asked for, or when it was gone without that."""
+        """The first request to delete it, or its end if there was no such request."""
         return self.deleting or self.gone
 
 
 class Sweep(NamedTuple):
-    """A sweep that came to its end; `clean`: there was nothing that it could not look at or do."""
+    """A sweep that finished. `clean` says that it could read and do everything."""
 
     began: At
     ended: At
@@ -103,15 +103,15 @@ class Sweep(NamedTuple):
 
 @dataclass
 class Life:
-    """Everything that a history says of one run."""
+    """The part of a history about one run."""
 
     run: str
     end: At
     calm: float
     dropped: list[At] = field(default_factory=list)
     withdrawn: At | None = None  # its spec object was deleted or overwritten
-    was_lost: bool = False  # nobody was told that its spec was uploaded
-    forged: list[At] = field(default_factory=list)  # requests in its name, of which there is no run
+    was_lost: bool = False  # the event of its upload was lost
+    forged: list[At] = field(default_factory=list)  # requests about this id, which no run has
     creations: list[At] = field(default_factory=list)
     records: list[At] = field(default_factory=list)
     ledgers: list[At] = field(default_factory=list)
@@ -121,10 +121,10 @@ class Life:
     published: list[At] = field(default_factory=list)
     slack: list[At] = field(default_factory=list)
     cancels: list[At] = field(default_factory=list)
-    intents: list[At] = field(default_factory=list)  # to end it, kept beside a record that did not exist
+    intents: list[At] = field(default_factory=list)  # cancel marks, written before the record existed
     told: list[At] = field(default_factory=list)
-    received: list[At] = field(default_factory=list)  # of what attempts told: attempt, sequence and type of each
-    silenced: set[int] = field(default_factory=set)  # attempts whose container had no chance to say how it ended
+    received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event
+    silenced: set[int] = field(default_factory=set)  # attempts whose container could not report its end
     delays: list[tuple[float, float]] = field(default_factory=list)
     handled: dict[str, At] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
@@ -158,23 +158,23 @@ class Life:
         return next((found.value for found in reversed(self.records) if found.time <= time), None)
 
     def entry_at(self, index: int, name: str) -> dict[str, Any] | None:
-        """What the ledger said of a resource."""
+        """The ledger's entry for a resource at an index."""
         ledger = next((found.value for found in reversed(self.ledgers) if found.index < index), None)
         return next((entry for entry in ledger["entries"] if entry["name"] == name), None) if ledger else None
 
     def is_stray(self, machine: Machine) -> bool:
-        """It came after it was seen to be gone, or when the run was over: by a request that had been given up."""
+        """Whether an abandoned request created it, after it was verified gone or after the run was over."""
         machine = machine.origin
         entry = self.entry_at(machine.created.index, machine.name)
         return machine.late or (entry is not None and entry["state"] == "gone")
 
     def serves(self, machine: Machine) -> bool:
-        """Whether it is a part of the endpoint: made for that, or kept after it has trained."""
+        """Whether it is part of the endpoint: created for it, or kept after training."""
         entry = self.entry_at(self.end.index, machine.origin.name)
         return machine.is_endpoint or bool(entry and entry.get("kept"))
 
     def delay(self, since: float, until: float) -> float:
-        """Seconds that the faults of a time may have cost the run at most."""
+        """The most seconds by which the faults of a period may have delayed the run."""
         return sum(seconds for time, seconds in self.delays if time + seconds >= since and time <= until)
 
     def swept_after(self, index: int, time: float) -> Sweep | None:
@@ -232,7 +232,7 @@ class _Reader:
             _told(self.lives, kind, here)
 
     def _created(self, here: At) -> None:
-        """What a queue or a controller makes is as late as the request that it waited with, or was made for."""
+        """Record a new resource. If a queue or a controller creates it, it is as late as the request behind it."""
         data = here.value
         owner = self.machines.get(data.get("owner", ""))
         before = owner or self.machines.get(data.get("queued", ""))
@@ -243,7 +243,7 @@ class _Reader:
         self.lives[machine.origin.labels.get("dropforge-run", "")].machines.append(machine)
 
     def _failed(self, here: At) -> None:
-        """A fault, and how long it may hold up whom: until the next look, the next try, or the second sweep."""
+        """Record a fault and the longest delay that it explains: to the next look, retry, or second sweep."""
         data, what = here.value, here.value["what"]
         self.faults = self.faults or what in CALL_FAULTS or what == "cancelled_execution"
         if what == "deleted":

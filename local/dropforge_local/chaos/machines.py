@@ -1,7 +1,7 @@
-"""What runs on TPU VMs: the startup script's part, as platforms/tpu_vm/startup.sh plays it.
+"""TPU VMs: what the startup script (platforms/tpu_vm/startup.sh) does on each boot.
 
-It starts the container, writes down how that ended, and becomes a server when the run's record asks for that. A
-machine goes on, and is paid for, whatever becomes of its container.
+The script starts the container, writes its end down, and becomes a server if the run's record says so. The machine
+continues to run, and is paid for, after its container has ended.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .storage import Storage
 from .trainer import Container
 from .world import World
 
-# Exit codes that a container has told of itself; any other one the script tells.
+# The exit codes whose end the container has published itself; the script publishes any other end.
 REPORTED = frozenset({0, 64, 65, 66, 70, 75, 76})
 OVER = frozenset({"TEARING_DOWN", "SUCCEEDED", "FAILED", "CANCELLED"})
 
 
 class Machine:
-    """One boot of a node: `metadata` is all that it knows. It does nothing any more once it is `off`."""
+    """One boot of a node. `metadata` is all that it knows. It does nothing once it is `off`."""
 
     def __init__(self, world: World, storage: Storage, events: Events, metadata: dict[str, str]) -> None:
         self.world = world
@@ -33,7 +33,7 @@ class Machine:
         self.container_ended = False
 
     def boot(self, launched: Callable[[Container], None], take: Callable[[], None], lose: Callable[[], None]) -> None:
-        """Run what the machine is for. `take` and `lose` take the machine away, with notice and without."""
+        """Run the machine's role. `take` preempts the machine with notice, `lose` without."""
         if self.metadata["dropforge-role"] == "serve":
             self._serve(float(self.metadata["dropforge-deadline"]))
             return
@@ -52,7 +52,7 @@ class Machine:
             self._wait_for_word()
 
     def _died(self) -> None:
-        """The container and the script with it: the machine goes on."""
+        """The container and the script die; the machine continues to run."""
         self.container_ended = True
 
     def _write_status(self, code: int) -> None:
@@ -75,7 +75,7 @@ class Machine:
         self.events.job_event({**event, "type": "failed", "error_class": error_class, "message": message})
 
     def _wait_for_word(self) -> None:
-        """Until the run's record says whether this machine is to serve."""
+        """Wait until the run's record says whether this machine serves."""
         deadline = float(self.metadata["dropforge-server-deadline"])
         if self.off or self.world.now > deadline:
             return
@@ -95,7 +95,7 @@ class Machine:
         return "wait" if is_latest and not states & OVER else "end"
 
     def _serve(self, deadline: float) -> None:
-        """Load the model, and answer until the deadline."""
+        """Load the model and answer requests until the deadline."""
         world = self.world
         if world.happens(world.faults.unready):
             return

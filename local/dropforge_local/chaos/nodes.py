@@ -1,7 +1,7 @@
-"""The nodes of a GKE cluster: Autopilot makes one for a pod, its kubelet runs the container, and it can be lost.
+"""The nodes of a GKE cluster: Autopilot creates one for a pod, its kubelet runs the container, and a node can be lost.
 
-A pod is paid for from the moment it has a node until its container has ended. What its status says of that:
-https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/, and of a node that is taken away:
+A pod is paid for from the moment it has a node until its container has ended. Its status:
+https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/. The status when its node is disrupted:
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/
 """
 
@@ -14,11 +14,11 @@ from .world import World
 
 LOOK_SECONDS = 60.0  # between two tries of the autoscaler
 STOCKOUT, QUOTA = "GCE out of resources", "GCE quota exceeded"
-TERMINATED = 143  # exit code of what ends by SIGTERM
+TERMINATED = 143  # exit code of a container that SIGTERM ended
 
 
 class Nodes:
-    """`began` is told of each pod whose container starts, `ended` of each that has ended for good."""
+    """`began` is called for each pod whose container starts, `ended` for each pod that has ended finally."""
 
     def __init__(self, world: World, api: Api) -> None:
         self.world = world
@@ -28,11 +28,11 @@ class Nodes:
         self._stopped: set[str] = set()  # pods whose container has ended, or whose node is lost
 
     def has_stopped(self, pod: Object) -> bool:
-        """Whether nothing runs in it any more, known to Kubernetes or not."""
+        """Whether nothing runs in the pod, whether Kubernetes knows that or not."""
         return is_over(pod) or pod["metadata"]["uid"] in self._stopped
 
     def schedule(self, pod: Object) -> None:
-        """Find a node for a pod: for some there is none as long as there are faults."""
+        """Schedule a pod. For some pods there is no node while faults last."""
         world, faults = self.world, self.world.faults
         region = self.api.cluster.split("/")[3]
         pod["status"] |= {"phase": "Pending"}
@@ -44,27 +44,27 @@ class Nodes:
         world.after(world.random.uniform(0.2, 3), lambda: self._find_node(pod, obstacle))
 
     def lose(self, pod: Object) -> None:
-        """Its machine is gone; Kubernetes finds that out minutes later."""
+        """Lose the pod's machine; Kubernetes notices minutes later."""
         if not self._holds_node(pod):
             return
         self._stop_paying(pod, None)
         self.world.after(self.world.random.uniform(40, 400), lambda: self._evict(pod))
 
     def take(self, pod: Object) -> None:
-        """Its machine is taken away, and its kubelet has time to say so."""
+        """Preempt the pod's machine; its kubelet has time to report that."""
         if self._holds_node(pod):
             self._disrupt(pod, "TerminationByKubelet", "Pod was terminated in response to imminent node shutdown.")
             self.finish(pod, TERMINATED, "Terminated")
 
     def finish(self, pod: Object, exit_code: int, reason: str = "") -> None:
-        """Its container has ended."""
+        """End the pod's container."""
         if is_over(pod) or not self.api.exists(pod):
             return
         self._stop_paying(pod, exit_code)
         self._end(pod, exit_code, reason)
 
     def remove(self, pod: Object) -> None:
-        """It is to go: its container gets SIGTERM, and its grace period at most."""
+        """Begin the pod's deletion: its container gets SIGTERM and at most its grace period."""
         world, slow = self.world, self.world.happens(self.world.faults.slow_end)
         grace = float(pod["spec"]["terminationGracePeriodSeconds"])
         stop = world.random.uniform(0.5, grace if slow else min(5.0, grace))
@@ -73,7 +73,7 @@ class Nodes:
         world.after(stop + rest, lambda: self.api.release(pod))
 
     def gone(self, pod: Object) -> None:
-        """It goes with whatever ran in it."""
+        """Remove the pod with everything that ran in it."""
         self._stop_paying(pod, None)
         pod["status"]["phase"] = pod["status"]["phase"] if is_over(pod) else "Failed"
 
@@ -134,5 +134,5 @@ class Nodes:
 
 
 def is_over(pod: Object) -> bool:
-    """Whether its container has ended, as far as Kubernetes knows."""
+    """Whether the pod's container has ended, as far as Kubernetes knows."""
     return pod["status"].get("phase") in ("Succeeded", "Failed")

@@ -1,4 +1,4 @@
-"""The rule about attempts that make no progress: it reads what they told, and what of that was received, and when."""
+"""The rule about attempts without progress. It reads when job events were published and when they were received."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _POD = "k8s.io/Pod"
 
 
 def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
-    """What makes no progress for stuck_after is told once, and ended if the spec has it so; what does is left alone.
+    """An attempt without progress for stuck_after is reported once, and ended if the spec says so. No other is.
 
-    Progress is a step beyond all that were received before, and so is any other report of an attempt.
+    Progress is a step beyond all received steps, or any other report of the attempt.
     """
     if not life.valid:
         return
@@ -42,14 +42,14 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def _told(life: Life, key: str) -> float | None:
-    """When a notice was first told, by event or in Slack: what one of them refuses does not hold up what follows."""
+    """The first time a notice was sent, by run event or in Slack. A failure of one channel does not delay the other."""
     times = [found.time for found in life.published if found.value["event"].get("notice") == key]
     times += [found.time for found in life.slack if found.value["event"].endswith(f"/notice/{key}")]
     return min(times, default=None)
 
 
 def _signs(life: Life, number: int) -> list[float]:
-    """The moments at which an attempt was known to go on, from that at which all of its machines ran; and its end."""
+    """The times at which an attempt was known to make progress, from the time all its machines ran, and its end."""
     uses = [use for use in training_uses(life) if use.machine.attempt == number]
     if not uses:
         return []
@@ -65,7 +65,7 @@ def _signs(life: Life, number: int) -> list[float]:
 
 
 def _told_too_early(life: Life, signs: list[float], told: float, number: int) -> Iterator[tuple[float, str]]:
-    """A look takes its time, and what was received meanwhile it need not know."""
+    """Reports that come too early. A look takes time, and need not know what arrives meanwhile."""
     after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     look = told - SLACK_SECONDS - life.delay(told - after, told)
     last = max((sign for sign in signs[:-1] if sign <= look), default=signs[0] if signs else told)
@@ -74,7 +74,7 @@ def _told_too_early(life: Life, signs: list[float], told: float, number: int) ->
 
 
 def _not_told(life: Life, signs: list[float], told: float | None, number: int) -> Iterator[tuple[float, str]]:
-    """Nor may the notice come too late. Since when a machine runs may be known only a check interval later."""
+    """Reports that come too late. The control plane may learn a check interval later when a machine began to run."""
     after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     for since, until in pairwise(signs):
         late = since + after + 2 * CHECK_SECONDS + SLACK_SECONDS
@@ -84,7 +84,7 @@ def _not_told(life: Life, signs: list[float], told: float | None, number: int) -
 
 
 def _trains(life: Life, number: int, time: float) -> bool:
-    """Whether an attempt goes on by the record, and nobody has cancelled the run."""
+    """Whether the record has the attempt unfinished and the run not cancelled."""
     record = life.record_when(time)
     if record is None or record["state"] not in ("PROVISIONING", "TRAINING") or record["cancel_requested"]:
         return False
@@ -92,7 +92,7 @@ def _trains(life: Life, number: int, time: float) -> bool:
 
 
 def _runs(life: Life, number: int, time: float) -> bool:
-    """Whether none of an attempt's pods was still waiting for its node then: the attempt was pending, by the cloud."""
+    """Whether all of an attempt's pods had a node then. Otherwise the cloud reports the attempt as pending."""
     pods = [machine for machine in life.training if machine.kind == _POD and machine.attempt == number]
     there = [pod for pod in pods if pod.created.time <= time and (pod.gone is None or pod.gone.time > time)]
     return all(pod.running is not None and pod.running <= time for pod in there)

@@ -1,7 +1,7 @@
-"""The Ray operator of a GKE cluster: a RayJob makes a RayCluster, its driver trains on it, and it ends with the job.
+"""The Ray operator of a GKE cluster: a RayJob creates a RayCluster, its driver trains there, and both end together.
 
 States: https://github.com/ray-project/kuberay/blob/master/ray-operator/apis/ray/v1/rayjob_types.go. The operator asks
-Ray for the job's status; a job that is lost with a node has failed without an exit code.
+Ray for the job's status. A job that is lost with its node has failed without an exit code.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FIELDS = frozenset(
 
 
 class Ray:
-    """The operator. `add_pod` makes one of a template, with more labels and a share of the price, if admission lets
-    it; `train` runs in pods what calls back with its exit code."""
+    """The operator. `add_pod` creates a pod from a template, with more labels and a share of the price, if admission
+    allows it. `train` runs training in pods and calls back with its exit code."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Ray:
         self.nodes = nodes
         self.add_pod = add_pod
         self.train = train
-        # Not every version gives the labels of the RayJob to its cluster.
+        # Not every version copies the RayJob's labels to its cluster.
         self.copies_labels = world.id() % 2 == 0
         self._drivers: dict[str, list[Object]] = {}  # where the driver of each RayJob runs, by uid
 
@@ -59,7 +59,7 @@ class Ray:
         self.world.after(self.world.random.uniform(0.5, 3), lambda: self._initialize(job))
 
     def begin_cluster(self, cluster: Object) -> None:
-        """A head, and all hosts of the slice; pods are known by a label, whoever has owned them."""
+        """Create a head and all hosts of the slice. A label identifies the pods, whoever owns them."""
         spec = cluster["spec"]
         assert len(spec["workerGroupSpecs"]) == 1, "one slice"
         workers = spec["workerGroupSpecs"][0]
@@ -71,7 +71,7 @@ class Ray:
             self._add_pod(cluster, HEAD, spec["headGroupSpec"]["template"], 0.0)
 
     def pod_began(self, cluster: Object) -> None:
-        """The driver begins when all pods run."""
+        """Start the driver once all pods run."""
         job, pods = self._job_of(cluster), self._pods_of(cluster)
         running = [pod for pod in pods if pod["status"]["phase"] == "Running" and not self.nodes.has_stopped(pod)]
         heads = [pod for pod in running if pod["metadata"]["labels"][GROUP] == HEAD]
@@ -87,7 +87,7 @@ class Ray:
         self.train(head_first, lambda code: self._driver_ended(job, code))
 
     def pod_ended(self, cluster: Object, pod: Object) -> None:
-        """One that is lost is made anew; the job, if it ran already, is lost with it."""
+        """Replace a lost pod. If the job already ran, it is lost, too."""
         job = self._job_of(cluster)
         if job is None or job["status"]["jobDeploymentStatus"] in OVER or not self.api.is_live(cluster):
             return
@@ -100,7 +100,7 @@ class Ray:
             self._add_pod(cluster, group, template, 0.0 if group == HEAD else 1 / workers["numOfHosts"])
 
     def cluster_went(self, cluster: Object) -> None:
-        """Somebody has deleted it: it is made anew, and what has ended with it is submitted again."""
+        """A user has deleted the cluster: create it again and submit its job again."""
         job = self._job_of(cluster)
         if job is not None and job["status"]["jobDeploymentStatus"] not in OVER:
             self.world.after(self.world.random.uniform(1, 5), lambda: self._make_cluster(job))
@@ -138,7 +138,7 @@ class Ray:
             self._look_later(job, "FAILED", "AppFailed", f"{text}, last available logs (truncated to 20,000 chars):")
 
     def _look_later(self, job: Object, state: str, reason: str, message: str) -> None:
-        """The operator asks for the job's status again and again."""
+        """The operator polls the job's status."""
         self.world.after(self.world.random.uniform(0.5, 5), lambda: self._conclude(job, state, reason, message))
 
     def _overrun(self, job: Object) -> None:
@@ -164,7 +164,7 @@ class Ray:
         return [pod for pod in self.api.of_kind("Pod") if self.cluster_of(pod) is cluster]
 
     def _job_of(self, cluster: Object) -> Any:
-        """The RayJob of a cluster; None when that is gone, or is to go."""
+        """The RayJob of a cluster; None if the RayJob is deleted or its deletion has begun."""
         owners = [one["uid"] for one in cluster["metadata"].get("ownerReferences", [])]
         found = [job for job in self.api.of_kind("RayJob") if job["metadata"]["uid"] in owners]
         return found[0] if found and self.api.is_live(found[0]) else None

@@ -1,8 +1,8 @@
-"""One clock, one queue of events, and processes that are suspended at every effect.
+"""One clock, one queue of events, and processes that are suspended at every effect (each call of a client).
 
 A process (an instance of a function) is ordinary blocking code. It has a thread for its stack, but exactly one thread
-runs at any moment: whoever must wait takes events from the queue until it is another's turn, and hands the turn over.
-So processes interleave at every effect, and in the same way each time for the same seed.
+runs at any moment. A process that must wait takes events from the queue until another process is due, and hands its
+turn over. So processes interleave at every effect, in the same way for the same seed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ START = 1_767_225_600.0  # 2026-01-01T00:00:00Z
 
 
 class Killed(BaseException):
-    """The process ended here, as by SIGKILL: no handler of the code under test may take it for an error."""
+    """The process ends here, as by SIGKILL. It is a BaseException, so that the code under test does not handle it."""
 
 
 class Process:
-    """Blocking code that takes turns with everything else. Once it is `dead`, its next effect is where it ends."""
+    """Blocking code that takes turns with all other processes. Once it is `dead`, it ends at its next effect."""
 
     def __init__(self, name: str, body: Callable[[], None], skew: float = 0.0) -> None:
         self.name = name
         self.body = body
-        self.skew = skew  # seconds that its machine's clock is ahead
+        self.skew = skew  # seconds by which its machine's clock is ahead
         self.dead = False
         self.effects = 0
-        self.kill_at: tuple[int, bool] | None = None  # the effect at which it dies, and whether that is still done
+        self.kill_at: tuple[int, bool] | None = None  # the effect at which it dies, and whether that is executed
         self.turn: threading.Lock | None = None  # None: not started
 
 
 class _Worker(threading.Thread):
-    """A stack for one process after another."""
+    """A thread that runs one process after another."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="chaos")
@@ -48,7 +48,7 @@ class _Worker(threading.Thread):
             assert self.first is not None, "a worker is woken with work"
             scheduler, process = self.first
             following = scheduler.live(process)
-            while following.turn is None:  # its turn comes on this stack: handing it over costs more than most effects
+            while following.turn is None:  # run it on this thread: handing the turn over costs more than most effects
                 following.turn = self.turn
                 following = scheduler.live(following)
             self.first = None
@@ -60,7 +60,7 @@ _IDLE: list[_Worker] = []  # threads outlive a seed: making one costs more than 
 
 
 class Scheduler:
-    """The queue. `now` moves only when an event is taken from it, or when nothing else is due while a process waits."""
+    """The queue. `now` advances when an event is taken from it, or when a process waits and nothing else is due."""
 
     def __init__(self) -> None:
         self.now = START
@@ -75,7 +75,7 @@ class Scheduler:
         self._living: dict[Process, None] = {}
 
     def at(self, when: float, event: Callable[[], None] | Process) -> None:
-        """Call `event`, or go on with a process, at a time; after everything that is due then already."""
+        """Call `event`, or continue a process, at a time, after everything that is already due then."""
         heapq.heappush(self._queue, (max(when, self.now), next(self._order), event))
 
     def after(self, delay: float, event: Callable[[], None] | Process) -> None:
@@ -86,7 +86,7 @@ class Scheduler:
         self.after(delay, process)
 
     def run(self, until: float) -> None:
-        """Let time pass until a moment. Raises what an event, or a process, should never have raised."""
+        """Let time pass until a moment. Raises an exception that an event or a process did not handle."""
         self._horizon = until
         self._give_way(self.main)
         if self.failure is not None:
@@ -94,13 +94,13 @@ class Scheduler:
         self.now = max(self.now, until)
 
     def wait(self, seconds: float) -> None:
-        """Suspend the present process. Raises Killed when it dies meanwhile."""
+        """Suspend the current process. Raises Killed if the process dies meanwhile."""
         process, due = self.current, self.now + seconds
         if process is self.main:
             raise RuntimeError("an event cannot wait: only a process can")
         if not process.dead:
             if due <= self._horizon and (not self._queue or self._queue[0][0] > due):
-                self.now = due  # nobody else is due before
+                self.now = due  # nothing else is due before
             else:
                 self.at(due, process)
                 self._give_way(process)
@@ -108,7 +108,7 @@ class Scheduler:
             raise Killed(process.name)
 
     def close(self) -> None:
-        """End every process that still waits, and forget every event."""
+        """End every waiting process and drop every event."""
         self.failure = None
         self._queue.clear()
         for process in list(self._living):
@@ -120,7 +120,7 @@ class Scheduler:
         self._living.clear()
 
     def _give_way(self, mine: Process) -> None:
-        """Take events until it is `mine`'s turn; that of `main` comes when nothing more is due."""
+        """Take events until `mine` is due. `main` is due when nothing else is."""
         following = self._next()
         if following is not mine:
             assert mine.turn is not None, "it runs"
@@ -129,7 +129,7 @@ class Scheduler:
         self.current = mine
 
     def _next(self) -> Process:
-        """Take events up to the turn of a process, which may not have begun."""
+        """Take events until a process is due. The process may not have started."""
         while self.failure is None and self._queue and self._queue[0][0] <= self._horizon:
             self.now, _, event = heapq.heappop(self._queue)
             if isinstance(event, Process):
@@ -151,12 +151,12 @@ class Scheduler:
         return worker.turn
 
     def live(self, process: Process) -> Process:
-        """The life of a process, on its worker's stack; answers whose turn is next."""
+        """Run a process on its worker's thread; returns the process that is due next."""
         self.current = process
         try:
             process.body()
         except Killed:
-            pass  # a death that was drawn: what it left behind is the point
+            pass  # a planned death; the history shows its effects
         except BaseException as failure:  # noqa: BLE001  # likewise
             self.failure = failure
         self._living.pop(process, None)

@@ -1,4 +1,4 @@
-"""The job specs that people drop: each target, and what may serve what it has trained, by a function of its own."""
+"""The job specs that users drop: one function for each target and each endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLUSTERS = ("us-central1", "europe-west4")  # regions with a standing GKE clust
 
 
 def spec(name: str, target: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """A spec that is valid. On TPUs every weight is trained."""
+    """A valid spec. On TPUs every weight is trained."""
     adapter = "lora" if target["type"] in ("cloud_run", "gke") else "none"
     return {
         "api_version": "dropforge/v1",
@@ -30,7 +30,7 @@ def spec(name: str, target: dict[str, Any], **parts: Any) -> dict[str, Any]:
 
 
 def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bool]:
-    """A spec for a kind of target, and whether it is valid."""
+    """A spec for a type of target, and whether the spec is valid."""
     target = TARGETS[kind](draw)
     if draw.random() < 0.3:
         target["placements"][0]["max_wait"] = "5m"
@@ -46,7 +46,7 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
 
 
 def whole(kind: str) -> dict[str, Any]:
-    """A spec with everything in it: two placements, a gate, an endpoint, a budget."""
+    """A spec with two placements, a gate, an endpoint and a budget."""
     places: dict[str, list[dict[str, Any]]] = {
         "cloud_run": [{"region": "us-central1"}, {"region": "europe-west4"}],
         "tpu_vm": [{"zone": "us-central1-a"}, {"zone": "europe-west4-b"}],
@@ -69,7 +69,7 @@ def _cloud_run(draw: random.Random) -> dict[str, Any]:
 
 
 def _tpu_vm(draw: random.Random) -> dict[str, Any]:
-    """In the queue, or at once."""
+    """Queued, or created at once."""
     zones = draw.sample(_ZONES, 1 + draw.randrange(3))
     placements = [{"zone": zone, "capacity": draw.choice(("on_demand", "spot"))} for zone in zones]
     target = {"type": "tpu_vm", "placements": placements, "price_usd_per_hour": TRAINING_USD}
@@ -77,7 +77,7 @@ def _tpu_vm(draw: random.Random) -> dict[str, Any]:
 
 
 def _gke(draw: random.Random) -> dict[str, Any]:
-    """In a standing cluster, or in one of the attempt's own; on one node or on two."""
+    """In a standing cluster or in the attempt's own; on one node or two."""
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
@@ -85,7 +85,7 @@ def _gke(draw: random.Random) -> dict[str, Any]:
 
 
 def _ray(draw: random.Random) -> dict[str, Any]:
-    """Likewise; on a slice of one host or of four."""
+    """In a standing cluster or in the attempt's own; on a slice of one host or four."""
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "ray", "placements": placements, "price_usd_per_hour": TRAINING_USD}
@@ -102,7 +102,7 @@ def _tpu_vm_endpoint(draw: random.Random) -> dict[str, Any]:
 
 
 def _gke_endpoint(draw: random.Random) -> dict[str, Any]:
-    """One instance; or up to two cheap ones, which count as running all the time."""
+    """One instance, or up to two cheap instances, which count as running all the time."""
     price = draw.choice(ENDPOINT_USD)
     most = draw.choice((1, 2)) if price == min(ENDPOINT_USD) else 1
     return {"type": "gke", **_times(draw), "max_instances": most, "price_usd_per_hour": price}
@@ -113,7 +113,7 @@ def _training_vm(draw: random.Random) -> dict[str, Any]:
 
 
 def _times(draw: random.Random) -> dict[str, Any]:
-    """A ttl that is short, or longer than a small budget pays for."""
+    """A short ttl, or a ttl that costs more than a small budget."""
     return {"ttl": draw.choice(("10m", "20m", "1h")), "startup_timeout": draw.choice(("5m", "20m"))}
 
 
@@ -128,7 +128,7 @@ def _limits(draw: random.Random) -> dict[str, Any]:
 
 
 def stuck_limits(draw: random.Random) -> dict[str, Any]:
-    """After how long without progress what is to be done; for most not before the end."""
+    """`stuck_after` and `on_stuck`; for most specs `stuck_after` is longer than the run."""
     if draw.random() < 0.4:
         return {}
     return {"stuck_after": draw.choice(("5m", "10m")), "on_stuck": draw.choice(("notify", "restart", "fail"))}

@@ -1,4 +1,4 @@
-"""Cloud Storage, as google.cloud.storage.Client shows it: objects with generations, and preconditions that hold."""
+"""Cloud Storage behind google.cloud.storage.Client: objects with generations, and preconditions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StoredObject(NamedTuple):
 
 
 class Storage:
-    """The client and the service. `uploaded` is told of every new object of a bucket: (bucket, name, generation)."""
+    """The client and the service. `uploaded` is called for each new object: (bucket, name, generation)."""
 
     def __init__(self, world: World, buckets: tuple[str, ...]) -> None:
         self.world = world
@@ -32,7 +32,7 @@ class Storage:
         self.deleted: Callable[[str, str, int], None] = lambda *_: None
         self._generation = 1_700_000_000_000_000
 
-    # The client's face
+    # The client's side
 
     def bucket(self, name: str) -> Bucket:
         return Bucket(self, name)
@@ -69,10 +69,10 @@ class Storage:
 
         return Listing(lambda: self.world.effect("storage.list", read))
 
-    # The service's
+    # The service's side
 
     def put(self, bucket: str, name: str, data: bytes, if_generation_match: int | None = None) -> int:
-        """Write an object; its generation. Raises PreconditionFailed."""
+        """Write an object; returns its generation. Raises PreconditionFailed."""
         from google.api_core.exceptions import PreconditionFailed
 
         objects = self._bucket(bucket)
@@ -85,7 +85,7 @@ class Storage:
         shown = json.loads(data) if leaf in _JSON else len(data)
         self.world.fact("write", bucket=bucket, name=name, generation=self._generation, replaced=present, content=shown)
         if present:
-            self.deleted(bucket, name, present)  # the service tells of what is replaced as of what is deleted
+            self.deleted(bucket, name, present)  # the service sends a `deleted` event for a replaced object, too
         self.uploaded(bucket, name, self._generation, len(data))
         return self._generation
 
@@ -118,7 +118,7 @@ class Storage:
 
 
 class Listing:
-    """A listing, read when it is first looked at: an iterator, with `pages` and `prefixes`."""
+    """A listing that is read on first use: an iterator with `pages` and `prefixes`."""
 
     def __init__(self, read: Callable[[], tuple[list[Blob], list[str]]]) -> None:
         self._read = read
@@ -219,7 +219,7 @@ class Blob:
         )
 
     def _again(self, write: Callable[[], None]) -> Callable[[], None]:
-        """The library sends a write with a precondition again when its reply is lost: then its own write refuses it."""
+        """Retry a write as the library does. If only the reply was lost, the retry's precondition fails."""
         world = self._client.world
 
         def twice() -> None:

@@ -1,7 +1,7 @@
-"""Cloud TPU, as the client of tpu_v2 shows it: queued resources, nodes, and the machines that they are.
+"""Cloud TPU behind the client of tpu_v2: queued resources, nodes and their machines.
 
-States: https://cloud.google.com/tpu/docs/queued-resources. Each resource is named in the history from the moment it
-exists to the moment it is gone, whoever made it; a node is paid for from READY until it is lost, or is to be deleted.
+States: https://cloud.google.com/tpu/docs/queued-resources. The history records when each
+resource begins and ceases to exist, whoever created it. A node is paid for from READY until it is lost or deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PORT = 8000
 
 @dataclass
 class Node:
-    """A node. `queued` is the name of the queued resource that holds it; "": it was made at once."""
+    """A node. `queued` is the name of the queued resource that holds it; "" if the node was created directly."""
 
     name: str
     wanted: Any  # tpu_v2.Node
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass
 class Queued:
-    """A queued resource; `error` is a code and a message, once it has failed."""
+    """A queued resource. `error` is a code and a message after a failure."""
 
     name: str
     wanted: Any  # tpu_v2.QueuedResource
@@ -58,7 +58,7 @@ class Queued:
 
 
 class Tpu:
-    """The service, and its client. `launched` is told of every training container that starts."""
+    """The service and its client. `launched` is called for each training container that starts."""
 
     def __init__(self, world: World, disks: Disks, storage: Storage, events: Events) -> None:
         self.world = world
@@ -108,7 +108,7 @@ class Tpu:
 
         world = self.world
         if request.request_id in self._requests:
-            return  # the operation that it has begun
+            return  # the operation that it has started
         if name in self.queued:
             raise AlreadyExists(f"Resource '{name}' already exists")
         if world.happens(world.faults.quota * 0.5):
@@ -197,7 +197,7 @@ class Tpu:
         self.world.effect("tpu.delete_node", lambda: self._delete_node(name), changes=True)
 
     def list_operations(self, request: dict[str, str], timeout: float) -> Any:
-        """Page by page: the client does not turn these itself."""
+        """One page of operations: the client does not page by itself."""
         first = int(request["page_token"] or 0)
 
         def read() -> Any:
@@ -219,7 +219,7 @@ class Tpu:
             raise FailedPrecondition(problem)
 
     def _make_node(self, name: str, wanted: Any, queued: str) -> str:
-        """Create a node; why that cannot be, if it cannot."""
+        """Create a node. Returns an error message, or "" on success."""
         world = self.world
         for disk in wanted.data_disks:
             if problem := self.disks.attach(disk.source_disk, name):
@@ -235,7 +235,7 @@ class Tpu:
         return ""
 
     def _refuse(self, node: Node) -> None:
-        """What was to be made at once, and cannot be had: the node goes, and its operation says why."""
+        """Refuse a direct creation for lack of capacity: the node is deleted and its operation says why."""
         from google.cloud.tpu_v2 import OperationMetadata
 
         if self.nodes.get(node.name) is node and node.state == "CREATING":
@@ -261,7 +261,7 @@ class Tpu:
             node.machine.boot(self.launched, lambda: self._lose(node, "PREEMPTED"), lambda: self._lose(node, ""))
 
     def _lose(self, node: Node, state: str) -> None:
-        """Google takes a machine away: the node stays, with that state, or not even that."""
+        """Google preempts a machine: the node stays as PREEMPTED, or is deleted, too."""
         if self.nodes.get(node.name) is not node or node.state != "READY":
             return
         self._stop(node)
@@ -301,7 +301,7 @@ class Tpu:
         self._suspend(node)
 
     def _stop(self, node: Node) -> None:
-        """The machine, and what is paid for it, end."""
+        """End the machine and its cost."""
         if node.machine is not None and not node.ended:
             node.ended = node.machine.off = True
             node.machine.serves = False
@@ -318,7 +318,7 @@ class Tpu:
         return self.world.random.uniform(5, 600) if slow else self.world.random.uniform(1, 30)
 
     def _perhaps_by_hand(self, kind: dict[str, Any], made: Queued | Node, end: Callable[[], None]) -> None:
-        """Somebody deletes it in the console."""
+        """Maybe a user deletes the resource in the console."""
         if not self.world.happens(self.world.faults.deleted * 0.5):
             return
 

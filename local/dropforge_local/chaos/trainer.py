@@ -1,4 +1,4 @@
-"""A training container that trains nothing: it reports, commits a model, and ends, or fails as the seed has it."""
+"""A training container that trains nothing: it reports, commits a model and ends, or fails as the seed decides."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .world import World
 
 CHECKPOINT_SECONDS = 60.0
 REPORT_SECONDS = (40.0, 100.0)  # between two reports of progress
-GRACE_SECONDS = 8.0  # at most, until a machine that is taken away has ended
+GRACE_SECONDS = 8.0  # at most, until a preempted machine has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
-PREEMPTED, CODE_ERROR = 75, 70  # exit codes of our containers
+PREEMPTED, CODE_ERROR = 75, 70  # exit codes of dropforge's containers
 
 
 @dataclass
 class Work:
-    """What a run's training takes, in seconds of a machine, and what is safe in its last checkpoint."""
+    """The training of a run: the machine seconds that it takes, and the seconds that its last checkpoint saves."""
 
     total: float
     metric: float
     saved: float = 0.0
     reports: bool = False  # its progress, all the time
-    fates: list[str] = field(default_factory=list)  # of the first attempts, where they are not left to chance
+    fates: list[str] = field(default_factory=list)  # the fates of the first attempts, if they are not random
 
 
 @dataclass
 class Container:
-    """One that trains, as whatever runs it sees it: what it is told, and what can become of it."""
+    """A training container as its platform sees it: its environment and its possible ends."""
 
     environment: Mapping[str, str]
     is_over: Callable[[], bool]
     end: Callable[[int | None], None]  # with an exit code
-    die: Callable[[], None]  # so that nobody is told
-    take: Callable[[], None]  # its machine is taken away; it has said what it could
-    lose: Callable[[], None]  # likewise, and it has not
+    die: Callable[[], None]  # without a report
+    take: Callable[[], None]  # its machine is preempted after its last report
+    lose: Callable[[], None]  # its machine is lost before its last report
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
         self.work: dict[str, Work] = {}
 
     def start(self, container: Container) -> None:
-        """The container's command begins."""
+        """Start the container's command."""
         attempt = _Attempt(self, container)
         attempt.begin()
 
@@ -96,24 +96,24 @@ class _Attempt:
         self._at(self.deadline - DEADLINE_MARGIN_SECONDS, self._run_out)
 
     def _go_on(self) -> None:
-        """Tell of progress, again and again."""
+        """Report progress repeatedly."""
         self._tell("progress", step=int(self.work.saved + self.world.now - self.began), total_steps=5000)
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._go_on)
 
     def _repeat(self) -> None:
-        """Tell of the same step, likewise."""
+        """Report the same step repeatedly."""
         self._tell("progress", step=int(self.work.saved), total_steps=5000)
         self._at(self.world.now + self.world.random.uniform(*REPORT_SECONDS), self._repeat)
 
     def _fate(self) -> str:
-        """How this attempt goes wrong; "": it does not."""
+        """The failure of this attempt; "" if it succeeds."""
         for fate in ("stuck", "preempted", "lost_machine", "silent", "code_error"):
             if self.world.happens(getattr(self.world.faults, fate)):
                 return fate
         return ""
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
-        """Do it then, if the container still runs."""
+        """Call an action later, if the container still runs then."""
 
         def guarded() -> None:
             if not self.container.is_over():
@@ -122,14 +122,14 @@ class _Attempt:
         self.world.scheduler.at(when, guarded)
 
     def _stop(self) -> None:
-        """SIGTERM: what is done is saved."""
+        """SIGTERM: save a checkpoint."""
         self.work.saved += self.world.now - self.began
         self._tell("preempted", step=int(self.work.saved))
         self._end(PREEMPTED)
         self._at(self.world.now + GRACE_SECONDS * self.world.random.random(), self.container.take)
 
     def _run_out(self) -> None:
-        """Its time is nearly over: likewise."""
+        """The deadline is near: save a checkpoint and stop."""
         self.work.saved += self.world.now - self.began
         self._tell("failed", error_class="deadline", message="stopped before the deadline")
         self._end(PREEMPTED)
@@ -144,7 +144,7 @@ class _Attempt:
         self._end(CODE_ERROR)
 
     def _commit(self) -> None:
-        """The manifest is written last, once; another attempt's stays."""
+        """Write the manifest last and once; another attempt's manifest stays."""
         from google.api_core.exceptions import PreconditionFailed
 
         data = manifest(self.run, self.number, self.world.now, self.work.metric)
@@ -158,7 +158,7 @@ class _Attempt:
         self._end(0)
 
     def _end(self, exit_code: int) -> None:
-        """The process lives on for a moment after its last words."""
+        """End the process a moment after its last report."""
         delay = self.world.random.uniform(0.1, 4)
         self._at(self.world.now + delay, lambda: self.container.end(exit_code))
 

@@ -1,7 +1,7 @@
-"""Workflows and its Executions API: the engine's own interpreter over run.workflows.yaml, under the virtual clock.
+"""Workflows and its Executions API: the engine's own interpreter runs run.workflows.yaml under the virtual clock.
 
-Everything that an execution holds goes through a snapshot at every wait, so that an engine that restarts goes on from
-what was written. A request that was on its way then is sent again, or answered with a broken connection, as drawn.
+At every wait the whole state of an execution goes through a snapshot, so that a restarted engine continues from the
+snapshot. For a request in flight, a random draw decides: the engine sends it again, or the connection breaks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ WORKFLOW = f"projects/{PROJECT}/locations/{LOCATION}/workflows/dropforge-run"
 FUNCTIONS_URL = "https://functions.chaos/"
 CALLBACKS_URL = "https://workflowexecutions.chaos"
 
-# What a function answers: (HTTP status, body); None: the connection broke.
+# A function's answer: (HTTP status, body), or None if the connection broke.
 Reply = tuple[int, Any] | None
 Post = Callable[[str, dict[str, Any], Callable[[Reply], None]], None]
 
 
 @dataclass
 class Execution:
-    """One execution. `waits` holds what it waits for, by thread; `early` requests to callbacks, by their ids."""
+    """An execution. `waits` has its waits by thread; `early` has the early requests to its callbacks, by ref."""
 
     id: str
     run: str
@@ -58,7 +58,6 @@ class Execution:
     state: str = "ACTIVE"
     waits: dict[int, Wait] = field(default_factory=dict)
     early: dict[str, Value] = field(default_factory=dict)
-    epoch: int = 0  # of the engine that sent the present requests
 
     @property
     def name(self) -> str:
@@ -66,7 +65,7 @@ class Execution:
 
 
 class Workflows:
-    """The service. `post` calls a function and comes back with its answer."""
+    """The service. `post` calls a function and passes its answer on."""
 
     def __init__(self, world: World, post: Post) -> None:
         self.world = world
@@ -80,31 +79,31 @@ class Workflows:
         return self.world.effect("executions.create", lambda: self._create(execution), changes=True)
 
     def get_execution(self, name: Any = None, request: Any = None, timeout: float = 0, **_: Any) -> Any:
-        wanted = name or request["name"]
-        return self.world.effect("executions.get", lambda: self._shown(self._find(str(wanted))))
+        full_name = name or request["name"]
+        return self.world.effect("executions.get", lambda: self._shown(self._find(str(full_name))))
 
     def list_executions(self, request: Any = None, timeout: float = 0, **_: Any) -> Iterator[Any]:
-        """Newest first; of filters only `state="…"`."""
-        wanted = re.fullmatch(r'state="(\w+)"', getattr(request, "filter", ""))
+        """The newest first; the only filter is `state="…"`."""
+        state = re.fullmatch(r'state="(\w+)"', getattr(request, "filter", ""))
 
         def read() -> list[Any]:
             newest_first = reversed(self.executions.values())
-            return [self._shown(e) for e in newest_first if wanted is None or e.state == wanted[1]]
+            return [self._shown(e) for e in newest_first if state is None or e.state == state[1]]
 
         return iter(self.world.effect("executions.list", read))
 
     def cancel_execution(self, name: Any = None, request: Any = None, timeout: float = 0, **_: Any) -> Any:
-        wanted = name or request["name"]
+        full_name = name or request["name"]
 
         def cancel() -> Any:
-            execution = self._find(str(wanted))
+            execution = self._find(str(full_name))
             self.cancel(execution.id)
             return self._shown(execution)
 
         return self.world.effect("executions.cancel", cancel, changes=True)
 
     def cancel(self, id_: str) -> None:
-        """End an execution from outside; nothing if it has ended."""
+        """End an execution from outside. Does nothing if the execution has ended."""
         execution = self.executions[id_]
         if execution.state == "ACTIVE":
             self._end(execution, "CANCELLED", None)
@@ -133,37 +132,37 @@ class Workflows:
     # The engine
 
     def begin(self, execution: Execution) -> None:
-        """Take the first steps of an execution that has just been created."""
-        self._go(execution)
+        """Run the first steps of a new execution."""
+        self._advance(execution)
 
     def revive(self, execution: Execution) -> None:
-        """Go on from what was written, as an engine that has restarted."""
-        assert execution.snapshot is not None, "written before anything is waited for"
+        """Continue from the snapshot, as a restarted engine does."""
+        assert execution.snapshot is not None, "a snapshot precedes every wait"
         execution.machine = self._machine(execution.name)
         execution.machine.restore(*execution.snapshot)
 
     def request_of(self, wait: Wait) -> tuple[str, dict[str, Any]]:
-        """The function that an http wait calls, and the body."""
+        """(function, body) of an http wait's request."""
         request = wait.detail
         return request["url"].removeprefix(FUNCTIONS_URL), json.loads(base64.b64decode(request["body"]))
 
     def reply(self, execution: Execution, wait: Wait, reply: Reply) -> None:
-        """What a function has answered, or (None) that the connection broke."""
+        """Pass on a function's answer; None: the connection broke."""
         if reply is None:
             self._fail(execution, wait, "ConnectionError")
         else:
             self._reply(execution, wait, *reply)
 
     def answer(self, execution: Execution, wait: Wait, value: Value, failed: bool) -> None:
-        """What was waited for has come; nothing if that was answered already."""
+        """Answer a wait. Does nothing if the wait already has an answer."""
         if execution.state != "ACTIVE" or execution.waits.get(wait.thread) is not wait:
             return
         del execution.waits[wait.thread]
         if execution.machine.complete(wait.thread, wait.seq, value, failed):
-            self._go(execution)
+            self._advance(execution)
 
     def restart(self) -> None:
-        """Kill the engine, and go on from what it had written."""
+        """Kill the engine, and continue from its snapshots."""
         self.epoch += 1
         self.world.fact("fault", what="restart")
         for execution in list(self.executions.values()):
@@ -176,15 +175,15 @@ class Workflows:
                 elif wait.kind == "http":
                     self.world.after(0, lambda e=execution, w=wait: self._fail(e, w, "ConnectionError"))  # type: ignore[misc]
 
-    def _create(self, wanted: Any) -> Any:
-        argument = json.loads(wanted.argument)
+    def _create(self, requested: Any) -> Any:
+        argument = json.loads(requested.argument)
         id_ = f"e{self.world.id():04d}"
         machine = self._machine(f"{WORKFLOW}/executions/{id_}")
-        execution = Execution(id_, argument["run"], dict(wanted.labels), self.world.now, machine)
+        execution = Execution(id_, argument["run"], dict(requested.labels), self.world.now, machine)
         self.executions[id_] = execution
         self.world.fact("execution", id=id_, run=execution.run)
         machine.start(argument)
-        self.world.after(0.01, lambda: self._go(execution))
+        self.world.after(0.01, lambda: self._advance(execution))
         return self._shown(execution)
 
     def _machine(self, name: str) -> Machine:
@@ -199,8 +198,8 @@ class Workflows:
             new_id=lambda: str(UUID(int=self.world.random.getrandbits(128), version=4)),
         )
 
-    def _go(self, execution: Execution) -> None:
-        """Run until it waits or ends; write down where it is; only then send what it asks for."""
+    def _advance(self, execution: Execution) -> None:
+        """Run an execution until it waits or ends; write a snapshot; only then send its requests."""
         machine = execution.machine
         if execution.state != "ACTIVE":
             return
@@ -227,11 +226,11 @@ class Workflows:
             value, execution.early[wait.ref or ""] = execution.early[wait.ref or ""], None
             self.answer(execution, wait, value, False)
         else:
-            assert wait.due is not None, "sleeps and callbacks have an end"
+            assert wait.due is not None, "sleeps and callbacks have a due time"
             self.world.scheduler.at(wait.due, lambda: self.answer(execution, wait, *timer_result(wait)))
 
     def _send(self, execution: Execution, wait: Wait) -> None:
-        """POST to a function; the answer counts if the engine that sent it still runs when it comes."""
+        """POST to a function. The answer counts only if the same engine still runs when the answer arrives."""
         epoch = self.epoch
 
         def done(reply: Reply) -> None:
@@ -288,7 +287,7 @@ def program() -> Program:
 
 
 def _broken(timed_out: bool) -> Exception:
-    """What requests raises for a call that failed on its way."""
+    """The exception of `requests` for a call that failed on the network."""
     import requests
 
     return requests.ReadTimeout("timed out") if timed_out else requests.ConnectionError("connection reset")

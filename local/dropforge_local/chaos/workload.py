@@ -1,4 +1,4 @@
-"""What people do: they drop specs, drop some twice, send others as messages, and change their minds."""
+"""What users do: they drop specs, drop some twice, send others as messages, and cancel, delete and overwrite."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .trainer import Work
 from .world import World
 
 DROPS_SECONDS = 1200.0
-# When somebody regrets a spec: at once, while it waits for capacity, while it trains, and after its end.
+# When a user deletes a spec: at once, while the run waits for capacity, while it trains, and after its end.
 REGRETS_SECONDS = (0.0, 1.0, 60.0, 600.0, 3000.0, 7200.0)
-# Last digits of the seeds whose users care for progress. Seeds that have found something end in others.
+# Last digits of the seeds whose specs ask for progress notices. Kept seeds that found a defect end in other digits.
 WATCHED = (2, 3, 7, 8)
-# What is no run's id, and what could be one's.
+# A malformed run id, and a well-formed id that no run has.
 FORGED = ("nobody-0123456789ab", "request-000000000000", "../../specs", "", "None", "job-0")
 
 
@@ -34,7 +34,7 @@ class Workload:
         self.dropped: list[str] = []
 
     def begin(self) -> None:
-        """Plan everything that they will do."""
+        """Plan all actions of the users."""
         draw = self.world.random
         for number in range(1 + draw.randrange(4)):
             self._plan(number)
@@ -43,13 +43,13 @@ class Workload:
                 self.world.after(draw.random() * 2 * DROPS_SECONDS, partial(self._forge_cancel, run))
 
     def begin_one(self) -> None:
-        """One run with everything in it, and a preemption."""
+        """Plan one run with a full spec and a preemption."""
         spec = specs.whole(self.targets[0])
         work = Work(total=300.0, metric=0.9, fates=["preempted"])
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
 
     def cancel_all(self) -> None:
-        """Somebody asks for the end of every run that was dropped."""
+        """A user cancels every run."""
         for run in self.dropped:
             self._cancel(run)
 
@@ -82,14 +82,14 @@ class Workload:
             self.world.after(delay, lambda: self._overwrite(name, generation, run))
 
     def _delete(self, name: str, generation: int, run: str) -> None:
-        """Take back a spec, unless that was done, or it was overwritten."""
+        """Delete a spec, unless it was deleted or overwritten before."""
         if self._is_there(name, generation):
             self.world.fact("withdrawn", run=run, how="deleted")
             self.world.fact("cancel", run=run, message=f"deleted {generation}", how="deleted")
             self.cloud.storage.remove(SPECS, name)
 
     def _overwrite(self, name: str, generation: int, run: str) -> None:
-        """Drop another spec under the same name: another run, which needs its time to end."""
+        """Drop another spec under the same name. That is another run, which needs time to end."""
         if self.world.now < self.world.calm and self._is_there(name, generation):
             number = int(name.removeprefix("specs/job-").removesuffix(".json"))
             self.world.fact("withdrawn", run=run, how="overwritten")
@@ -129,6 +129,6 @@ class Workload:
         return spec, valid
 
     def _work(self, spec: dict[str, Any]) -> Work:
-        """A training that reports if somebody wants to know when it is stuck."""
+        """The training of a run. It reports progress if the spec asks for notices about stuck attempts."""
         draw, reports = self.world.random, "stuck_after" in spec["limits"]
         return Work(total=draw.uniform(20, 2400), metric=draw.choice((0.9, 0.9, 0.2)), reports=reports)

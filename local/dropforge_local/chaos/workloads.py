@@ -1,6 +1,7 @@
-"""The controllers of a GKE cluster: what they make of Jobs, Deployments and Services, on the virtual clock.
+"""The controllers of a GKE cluster for Jobs, Deployments and Services, on the virtual clock.
 
-Jobs: https://kubernetes.io/docs/concepts/workloads/controllers/job/. Of their fields, those of our manifests are known.
+Jobs: https://kubernetes.io/docs/concepts/workloads/controllers/job/.
+Only the fields of dropforge's manifests are simulated.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ JOB_FIELDS = frozenset(
         "ttlSecondsAfterFinished",
     }
 )
-AGAIN_SECONDS = 60.0  # until a controller tries again what admission has refused
+AGAIN_SECONDS = 60.0  # until a controller retries a pod that admission refused
 KILLED = 137
 
 
 class Workloads:
-    """Those of one cluster. `launched` is told of each training container that starts."""
+    """The controllers of one cluster. `launched` is called for each training container that starts."""
 
     def __init__(self, world: World, api: Api, launched: Callable[[Container], None]) -> None:
         self.world = world
@@ -69,7 +70,7 @@ class Workloads:
         self._perhaps_by_hand(item)
 
     def _doomed(self, item: Object) -> None:
-        """What is to go is held by its controller for a while."""
+        """An object whose deletion has begun is held by its controller for a while."""
         if item["kind"] == "Pod":
             return self.nodes.remove(item)
         slow = self.world.happens(self.world.faults.slow_end)
@@ -84,7 +85,7 @@ class Workloads:
             self.ray.cluster_went(item)
 
     def _perhaps_by_hand(self, item: Object) -> None:
-        """Somebody deletes it; what it owns goes with it, or is left behind."""
+        """Maybe a user deletes an object, with or without its dependents."""
         world = self.world
         if not world.happens(world.faults.deleted * 0.3):
             return
@@ -134,7 +135,7 @@ class Workloads:
         self.api.add({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}, owner, share)
 
     def _try_pod(self, owner: Object, template: Object, name: str, labels: dict[str, str], share: float) -> None:
-        """Make a pod, as soon as admission lets that be done."""
+        """Create a pod as soon as admission allows it."""
         if not self.api.is_live(owner):
             return
         if self._why_refused(owner, template):
@@ -142,7 +143,7 @@ class Workloads:
         self._add_pod(owner, template, name, labels, share)
 
     def _why_refused(self, owner: Object, template: Object) -> str:
-        """Why admission lets a controller make no pod; "" when it does."""
+        """Why admission refuses a controller's pod; "" if it does not."""
         namespace, account = owner["metadata"]["namespace"], template["spec"]["serviceAccountName"]
         if account not in self.api.accounts[namespace]:
             return f'error looking up service account {namespace}/{account}: serviceaccount "{account}" not found'
@@ -171,7 +172,7 @@ class Workloads:
             self._add_pod(job, job["spec"]["template"], own, {JOB_NAME: name}, 1 / count)
 
     def _perhaps_train(self, job: Object) -> None:
-        """The first rank reports; it waits for the others."""
+        """Start training once all ranks run; the first rank reports."""
         pods = self.api.owned(job)
         running = [pod for pod in pods if pod["status"]["phase"] == "Running" and not self.nodes.has_stopped(pod)]
         if len(running) == job["spec"]["completions"] and self.api.is_live(job):
@@ -183,7 +184,7 @@ class Workloads:
         self.launched(replace(container, die=partial(end, KILLED)))
 
     def _container(self, pods: list[Object], end: Callable[[int | None], None]) -> Container:
-        """What trains in pods, by the first one's environment; it cannot go on without any of them."""
+        """The training container of several pods, by the first pod's environment. It ends if any pod ends."""
         told = {one["name"]: one["value"] for one in pods[0]["spec"]["containers"][0]["env"]}
         victim = self.world.random.choice(pods) if len(pods) > 1 else pods[0]
         return Container(
@@ -196,7 +197,7 @@ class Workloads:
         )
 
     def _finish_all(self, pods: list[Object], exit_code: int | None) -> None:
-        """Ranks end together when all is well; else the Job ends the others."""
+        """On success all ranks end together. After a failure the Job ends the remaining ranks."""
         code = KILLED if exit_code is None else exit_code
         for pod in pods if code == 0 else pods[:1]:
             self.nodes.finish(pod, code)
@@ -206,7 +207,7 @@ class Workloads:
             self._fail(job, "DeadlineExceeded", "Job was active longer than specified deadline")
 
     def _judge(self, job: Object) -> None:
-        """What has become of a Job by its pods; it has failed only when all of them have ended."""
+        """Update a Job's status from its pods. The Job has failed only when all of them have ended."""
         if not self.api.is_live(job) or has_condition(job, "Complete", "Failed"):
             return
         pods = self.api.owned(job)
@@ -242,7 +243,7 @@ class Workloads:
         self.world.after(self.world.random.uniform(0.2, 2), lambda: self._scale(deployment))
 
     def _scale(self, deployment: Object) -> None:
-        """Have as many pods as are wanted; those that have ended are replaced."""
+        """Create the missing pods of a Deployment and replace ended ones."""
         if not self.api.is_live(deployment):
             return
         pods = [pod for pod in self.api.owned(deployment) if not is_over(pod)]
@@ -281,7 +282,7 @@ class Workloads:
         return [pod for pod in self.api.of_kind("Pod") if is_selected(selector, pod["metadata"]["labels"])]
 
     def _begin_service(self, service: Object) -> None:
-        """A load balancer gets an address; other Services are names only."""
+        """Give a load balancer its address; other Services have names only."""
         if service["spec"].get("type") != "LoadBalancer":
             assert service["spec"]["clusterIP"] == "None", "no other Service is simulated"
             return
@@ -312,6 +313,6 @@ def _reason(job: Object, pod: Object) -> tuple[str, str]:
 
 
 def _url(service: Object) -> str:
-    """Where it listens; "" when it does not."""
+    """The URL of a Service's load balancer; "" if it has no address."""
     found: list[Any] = service["status"].get("loadBalancer", {}).get("ingress", [])
     return f"http://{found[0]['ip']}:{service['spec']['ports'][0]['port']}" if found else ""

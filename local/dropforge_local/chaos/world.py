@@ -1,4 +1,4 @@
-"""What every part of the simulated cloud shares: time, chance, the history, and the effect."""
+"""The base of the simulated cloud: time, chance, the history, and the effect (one call of a client)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .history import History
 from .scheduler import Killed, Process, Scheduler
 
 T = TypeVar("T")
-TIMEOUT_SECONDS = 30.0  # what our clients wait for a reply
+TIMEOUT_SECONDS = 30.0  # a client's time-out for a reply
 PROJECT = "chaos-project"
 LOCATION = "us-central1"
 
 
 class World:
-    """One life: the faults of a seed or, with a strike, that one and no other."""
+    """One life: with the faults of a seed, or with one strike and no other fault."""
 
     def __init__(self, seed: int, strike: Strike | None = None) -> None:
         self.random = random.Random(seed)
@@ -25,9 +25,11 @@ class World:
         self.scheduler = Scheduler()
         self.faults = Faults() if strike else Faults.drawn(self.random)
         self.strike = strike
-        self.actions: dict[str, Callable[[], None]] = {}  # strikes that are not faults of a call
+        self.actions: dict[
+            str, Callable[[], None]
+        ] = {}  # strikes that are not faults of a call: cancel, restart, sweep
         self.effects = 0
-        self.calm = float("inf")  # from here on nothing goes wrong any more
+        self.calm = float("inf")  # from here on there are no faults
         self._ids = 0
         self._lasting: dict[str, bool] = {}
 
@@ -39,11 +41,11 @@ class World:
         self.history.add(self.now, kind, data)
 
     def happens(self, probability: float) -> bool:
-        """Whether a fault strikes now. A fault that is off draws nothing."""
+        """Whether a fault strikes now. A fault that is off draws no random number."""
         return probability > 0 and self.now < self.calm and self.random.random() < probability
 
     def lasts(self, what: str, probability: float) -> bool:
-        """Whether a fault is there that lasts: the same answer for `what` as long as there are faults."""
+        """Whether a lasting fault is on: the same answer for `what` as long as faults last."""
         if self.now >= self.calm:
             return False
         if what not in self._lasting:
@@ -65,9 +67,9 @@ class World:
         changes: bool = False,
         error: Callable[[bool], Exception] | None = None,
     ) -> T:
-        """One call of a client. A process is suspended for it, and may die before it, or before it hears the answer.
+        """One call of a client. The process is suspended for it, and may die before the call or before the reply.
 
-        `changes`: it is not a read. `error(timed_out)` makes what the client raises when the call fails on its way.
+        `changes` says that the call is a write. `error(timed_out)` makes the exception of a failed call.
         """
         process = self.scheduler.current
         if process is self.scheduler.main:
@@ -98,7 +100,7 @@ class World:
         return answer()
 
     def _struck(self, process: Process) -> str:
-        """The one fault of this life, when this is the effect that it strikes."""
+        """The fault of this life's strike, if this is its effect; else ""."""
         self.effects += 1
         if self.strike is None or self.strike.effect != self.effects:
             return ""
@@ -117,7 +119,7 @@ class World:
             raise Killed(process.name)
 
     def _do_late(self, name: str, action: Callable[[], object]) -> None:
-        """A request that its sender has given up arrives all the same."""
+        """Execute a request later, after its sender has given it up."""
         delay = self.random.choice((1.0, 20.0, 40.0, 120.0, 600.0)) * self.random.uniform(0.5, 1.5)
         self.fact("fault", what="late", call=name, process=self.scheduler.current.name, seconds=delay)
 
@@ -139,7 +141,7 @@ class _Raised:
 
 
 def _answer(action: Callable[[], T]) -> Callable[[], T]:
-    """Do it now; its result, or its refusal, is had by a call."""
+    """Run the action now; the returned function gives its result or raises its exception."""
     try:
         result = action()
     except _api_error() as refusal:
@@ -155,7 +157,7 @@ def _api_error() -> type[Exception]:
 
 
 def unavailable(timed_out: bool) -> Exception:
-    """What google.api_core raises for a call that failed on its way."""
+    """The exception of google.api_core for a call that failed on the network."""
     from google.api_core.exceptions import DeadlineExceeded, ServiceUnavailable
 
     error: Exception = DeadlineExceeded("Deadline Exceeded")

@@ -1,9 +1,9 @@
-"""Container images without Docker: a URI names containers/<role>/, whose Dockerfile says what the image holds.
+"""Container images without Docker: a URI names containers/<role>/, whose Dockerfile defines the image's content.
 
 The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
-installed packages come from the local virtual environment, without this repository's own packages. A label says where
-An image's RUN may create other environments: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` maps
-/opt/maxtext to build/maxtext (`make maxtext`) and /opt/torch to the local stack's own environment ("venv").
+installed packages come from the local virtual environment, without this repository's own packages. A label names other
+environments that RUN creates: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` maps /opt/maxtext to
+build/maxtext (`make maxtext`) and /opt/torch to the local stack's own environment ("venv").
 """
 
 from __future__ import annotations

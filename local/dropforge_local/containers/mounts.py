@@ -16,7 +16,7 @@ def link(rootfs: Path, points: Mapping[str, Path]) -> None:
             continue
         place = rootfs / path[1:]
         if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)  # a mount hides what the image has there
+            shutil.rmtree(place)  # a mount hides the image's files at its path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
         place.symlink_to(target)

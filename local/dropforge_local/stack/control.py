@@ -71,7 +71,7 @@ def up(
 
 
 def down(state: Path, *, delete: bool = False) -> list[str]:
-    """Stop the stack and end every container process it started; return the names of what had to be ended.
+    """Stop the stack and end every container process it started; return the names of everything it ended.
 
     Also works after the stack was killed. `delete` removes the state afterwards.
     """

@@ -65,7 +65,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
         "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
         "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
-        "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # nobody should wait long here for a crash without an event
+        "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event is noticed quickly here
     }
 
 

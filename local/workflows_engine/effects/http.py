@@ -16,14 +16,13 @@ from ..values import Value, from_json
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request as a transport sends it. `effect_id` stays the same when the engine sends the same effect again."""
+    """A request as a transport sends it. `timeout` is in seconds."""
 
     method: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     timeout: float = DEFAULT_TIMEOUT
-    effect_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class HttpCaller:
         if not has_idempotency_key(headers):
             headers["Idempotency-Key"] = effect_id
         body = base64.b64decode(request["body"]) if "body" in request else None
-        return HttpRequest(request["method"], request["url"], headers, body, request["timeout"], effect_id)
+        return HttpRequest(request["method"], request["url"], headers, body, request["timeout"])
 
     def _result(self, response: HttpResponse) -> Value:
         if len(response.body) > self._limits.response_bytes:

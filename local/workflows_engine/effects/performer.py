@@ -12,7 +12,7 @@ from .connectors import Connectors, Later
 from .http import HttpCaller
 from .mocks import Mocks
 
-UNANSWERED = object()  # no answer comes: the wait ends when its time is over
+UNANSWERED = object()  # no answer arrives before the wait times out
 
 
 class Performer:

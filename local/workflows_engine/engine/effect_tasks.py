@@ -6,16 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from ..database import Database
 from ..effects import logs
 from ..effects.connectors import Later
 from ..effects.performer import UNANSWERED, Performer
 from ..errors import LeaseLost, WorkflowError, system_error
 from ..interpreter.answers import error_value
 from ..interpreter.waits import Wait
-from ..lease import Lease
-from ..store import Store
-from .inbox import Answer, Inbox, WaitKey
+from .core import Core
+from .inbox import Answer, WaitKey
 from .machines import Machines
 from .timer import Timer
 
@@ -25,21 +23,9 @@ log = logging.getLogger(__name__)
 class EffectTasks:
     """One asyncio task for each effect in flight."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: Store,
-        lease: Lease,
-        inbox: Inbox,
-        timer: Timer,
-        machines: Machines,
-        performer: Performer,
-    ) -> None:
+    def __init__(self, core: Core, timer: Timer, machines: Machines, performer: Performer) -> None:
         self.performer = performer
-        self._db = db
-        self._store = store
-        self._lease = lease
-        self._inbox = inbox
+        self._core = core
         self._timer = timer
         self._machines = machines
         self._tasks: dict[WaitKey, asyncio.Task[None]] = {}
@@ -66,9 +52,8 @@ class EffectTasks:
         """Start the effects and timers of committed waits. Requests that must not be sent twice are marked first."""
         unsafe = [(id_, wait.thread) for id_, wait in waits if not self.performer.may_repeat(wait)]
         if unsafe:
-            with self._db.transaction():
-                self._lease.check()
-                self._store.mark_sent(unsafe)
+            with self._core.owned_transaction():
+                self._core.store.mark_sent(unsafe)
         earliest = float("inf")
         for id_, wait in waits:
             if wait.due is not None:
@@ -79,19 +64,19 @@ class EffectTasks:
 
     def recover(self) -> None:
         """Repeat the effects that were in flight when the engine ended, if that is safe; else answer with an error."""
-        for id_, wait, sent in self._store.pending_effects():
+        for id_, wait, sent in self._core.store.pending_effects():
             if not sent or self.performer.may_repeat(wait):
                 self._start(id_, wait)
                 continue
             call = wait.call if wait.kind == "connector" else f"{wait.detail['method']} {wait.detail['url']}"
             message = f"the engine stopped during {call}; the service may have received the request"
             error = error_value(system_error("ConnectionError", message))
-            self._inbox.put(Answer(id_, wait.thread, wait.seq, error, True))
+            self._core.inbox.put(Answer(id_, wait.thread, wait.seq, error, True))
 
     def _start(self, id_: int, wait: Wait) -> None:
-        assert self._inbox.loop is not None
+        assert self._core.inbox.loop is not None
         key = (id_, wait.thread, wait.seq)
-        self._tasks[key] = self._inbox.loop.create_task(self._run(key, wait))
+        self._tasks[key] = self._core.inbox.loop.create_task(self._run(key, wait))
 
     async def _run(self, key: WaitKey, wait: Wait) -> None:
         answer = await self._answer(key, wait)
@@ -101,14 +86,14 @@ class EffectTasks:
         if isinstance(answer, Later):
             self._postpone(key[0], answer.wait)
             return
-        self._inbox.put(answer)
+        self._core.inbox.put(answer)
         if not self._tasks:
-            self._inbox.run_now()  # no other answer can arrive in this round, so there is no group to wait for
+            self._core.inbox.run_now()  # no other answer can arrive in this round, so there is no group to wait for
 
     async def _answer(self, key: WaitKey, wait: Wait) -> Answer | Later | None:
         id_, thread, seq = key
         try:
-            await self._db.durable(alone=len(self._tasks) == 1)
+            await self._core.db.durable(alone=len(self._tasks) == 1)
             value = await self.performer.perform(wait, f"{id_}-{thread}-{seq}")
         except WorkflowError as error:
             self._log_call(id_, wait, error)
@@ -127,14 +112,13 @@ class EffectTasks:
     def _postpone(self, id_: int, wait: Wait) -> None:
         """Record the phase of a connector's call, and when the next phase is due."""
         try:
-            with self._db.transaction():
-                self._lease.check()
-                record = self._store.execution_by_id(id_)
+            with self._core.owned_transaction():
+                record = self._core.store.execution_by_id(id_)
                 if record is None or record.state != "ACTIVE":
                     return
-                self._store.put_wait(id_, wait)
+                self._core.store.put_wait(id_, wait)
         except LeaseLost:
-            self._inbox.lose_lease()
+            self._core.inbox.lose_lease()
             return
         assert wait.due is not None
         self._timer.schedule(wait.due)

@@ -18,16 +18,15 @@ from ..effects.keepalive import PooledTransport
 from ..effects.mocks import Mocks
 from ..effects.performer import Performer
 from ..language.program import Program
-from ..lease import Lease
 from ..limits import Limits
 from ..records import ExecutionRecord, Revision, WorkflowRecord
-from ..store import Store
 from ..values import Value
 from .callbacks import Callbacks
+from .core import Core
 from .deadlines import Deadlines
 from .effect_tasks import EffectTasks
 from .executions import Executions
-from .inbox import Inbox, Time, WaitKey
+from .inbox import WaitKey
 from .machines import Machines
 from .rounds import Rounds
 from .timer import Timer
@@ -63,35 +62,24 @@ class Engine:
         mocks: Mocks | None = None,
         takeover: bool = False,
     ) -> None:
-        self._db = db
-        self._store = Store(db)
-        self._lease = Lease(db)
         self._takeover = takeover
-        self._time = Time(clock)
-        self._inbox = Inbox()
-        self._timer = Timer(self._inbox, clock)
-        self._programs = Programs()
-        self._workflows = Workflows(db, self._store, self._programs, limits, self.now)
-        self._machines = Machines(self._store, self._programs, limits, self.now, project_number)
-        self._machines.callback_base_url = callback_base_url
+        self._core = core = Core(db, clock, limits)
+        self._timer = timer = Timer(core)
+        programs = Programs()
+        self._workflows = Workflows(core, programs)
+        self._machines = machines = Machines(core, programs, project_number)
+        machines.callback_base_url = callback_base_url
         caller = HttpCaller(http or PooledTransport(limits.response_bytes), token, limits)
         connectors = Connectors(caller, self.now, endpoints or {}, discovery)
         self._performer = Performer(caller, connectors, mocks, clock, self.now, repeatable)
-        self._connect(limits, authorize)
-
-    def _connect(self, limits: Limits, authorize: Callable[[Mapping[str, str]], bool]) -> None:
-        db, store, lease, inbox, timer = self._db, self._store, self._lease, self._inbox, self._timer
-        machines, now = self._machines, self.now
-        self._effects = EffectTasks(db, store, lease, inbox, timer, machines, self._performer)
-        self._executions = Executions(db, store, inbox, machines, self._programs, self._effects, limits, now)
-        self._callbacks = Callbacks(db, store, lease, inbox, now, authorize)
-        rounds = Rounds(
-            db, store, lease, inbox, machines, self._executions, self._callbacks, self._effects, now, self._create_child
-        )
-        deadlines = Deadlines(db, store, lease, inbox, timer, machines, self._effects, limits, now)
-        inbox.run_round = rounds.run
+        self._effects = EffectTasks(core, timer, machines, self._performer)
+        self._executions = Executions(core, machines, programs, self._effects)
+        self._callbacks = Callbacks(core, authorize)
+        deadlines = Deadlines(core, timer, machines, self._effects)
         timer.next_due = deadlines.next_due
         timer.on_due = deadlines.handle_due
+        rounds = Rounds(core, machines, self._executions, self._callbacks, self._effects, self._create_child)
+        core.inbox.run_round = rounds.run
 
     # Life
 
@@ -100,39 +88,39 @@ class Engine:
 
         Raises FailedPrecondition if another process runs the database.
         """
-        self._lease.acquire(takeover=self._takeover)
-        self._time.earliest = self._store.latest_time()
-        self._store.prune(self.now() - RETENTION_SECONDS)
-        self._executions.active = self._store.count("ACTIVE")
-        self._inbox.loop = asyncio.get_running_loop()
-        for id_ in self._store.runnable():
-            self._inbox.make_runnable(id_)
+        self._core.lease.acquire(takeover=self._takeover)
+        self._core.earliest = self._core.store.latest_time()
+        self._core.store.prune(self.now() - RETENTION_SECONDS)
+        self._executions.active = self._core.store.count("ACTIVE")
+        self._core.inbox.loop = asyncio.get_running_loop()
+        for id_ in self._core.store.runnable():
+            self._core.inbox.make_runnable(id_)
         self._effects.recover()
         self._timer.reschedule()
-        self._inbox.wake()
+        self._core.inbox.wake()
 
     async def stop(self) -> None:
         """Stop at once. The next start repeats the effects in flight, or answers them with an error."""
-        was_started = self._inbox.loop is not None
+        was_started = self._core.inbox.loop is not None
         await asyncio.gather(*self.halt(), return_exceptions=True)
         await self._performer.close()
-        if was_started and not self._inbox.lost_lease:
-            self._lease.release()
+        if was_started and not self._core.inbox.lost_lease:
+            self._core.lease.release()
 
     def halt(self) -> Sequence[asyncio.Task[None]]:
         """Stop as a kill of the process does: write nothing, keep the lease. Returns the cancelled tasks."""
-        self._inbox.stop()
+        self._core.inbox.stop()
         self._machines.clear()
         return [*self._effects.stop(), *self._timer.stop()]
 
     def now(self) -> float:
         """The clock's time, but never before the latest time in the database."""
-        return self._time.now()
+        return self._core.now()
 
     @property
     def lost_lease(self) -> bool:
         """True after another engine has taken over the database."""
-        return self._inbox.lost_lease
+        return self._core.inbox.lost_lease
 
     @property
     def is_idle(self) -> bool:
@@ -142,7 +130,7 @@ class Engine:
     @property
     def is_computing(self) -> bool:
         """True if a round is to run, rather than that only requests are in flight."""
-        return self._inbox.has_work
+        return self._core.inbox.has_work
 
     @property
     def callback_base_url(self) -> str:
@@ -185,11 +173,11 @@ class Engine:
     def delete_workflow(self, name: str) -> None:
         """Remove a workflow and cancel its running executions; their records stay. Raises NotFound."""
         self._workflows.get(name)
-        with self._db.transaction():
+        with self._core.db.transaction():
             for record in self._executions.list(name):
                 if not record.is_finished:
                     self._executions.cancel(record.name)
-            self._store.delete_workflow(name)
+            self._core.store.delete_workflow(name)
 
     # Executions
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..database import Database
 from ..errors import FailedPrecondition, NotFound, ResourceExhausted
 from ..language.program import Program
-from ..limits import Limits
 from ..records import ExecutionRecord, WorkflowRecord
-from ..store import Store
 from ..values import encode_value
+from .core import Core
 from .effect_tasks import EffectTasks
-from .inbox import Inbox, WaitKey
+from .inbox import WaitKey
 from .machines import ActiveExecution, Machines
 from .subexecutions import SubExecutions
 from .validation import check_argument, check_labels, check_levels
@@ -26,27 +24,13 @@ from .workflows import Programs
 class Executions:
     """The executions of a database. `active` counts those that may run now."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: Store,
-        inbox: Inbox,
-        machines: Machines,
-        programs: Programs,
-        effects: EffectTasks,
-        limits: Limits,
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, core: Core, machines: Machines, programs: Programs, effects: EffectTasks) -> None:
         self.active = 0
-        self.children = SubExecutions(db, store, inbox)
-        self._db = db
-        self._store = store
-        self._inbox = inbox
+        self.children = SubExecutions(core)
+        self._core = core
         self._machines = machines
         self._programs = programs
         self._effects = effects
-        self._limits = limits
-        self._now = now
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
     def create(
@@ -60,10 +44,10 @@ class Executions:
         parent: WaitKey | None = None,
     ) -> ExecutionRecord:
         """Start an execution of the workflow's current revision, or queue it when too many are active."""
-        check_argument(argument, self._limits)
-        check_labels(labels, self._limits)
+        check_argument(argument, self._core.limits)
+        check_labels(labels, self._core.limits)
         check_levels(call_log_level, history_level)
-        now = self._now()
+        now = self._core.now()
         state = self._first_state(disable_overflow_buffering)
         record = ExecutionRecord(
             name=f"{workflow.name}/executions/{uuid.uuid4()}",
@@ -84,29 +68,29 @@ class Executions:
                 "history_level": history_level or workflow.settings.get("history_level", ""),
             },
         )
-        with self._db.transaction():
-            id_ = self._store.insert_execution(record, parent)
+        with self._core.db.transaction():
+            id_ = self._core.store.insert_execution(record, parent)
             if state == "ACTIVE":
-                self._db.after_commit(lambda: self._begin(id_))
+                self._core.db.after_commit(lambda: self._begin(id_))
         return record
 
     def _first_state(self, disable_overflow_buffering: bool) -> str:
-        limits = self._limits
+        limits = self._core.limits
         if self.active < limits.active_executions:
             return "ACTIVE"
         if disable_overflow_buffering:
             raise ResourceExhausted(f"{self.active} executions are active; the limit is {limits.active_executions}")
-        if self._store.count("QUEUED") >= limits.queued_executions:
+        if self._core.store.count("QUEUED") >= limits.queued_executions:
             raise ResourceExhausted(f"the backlog is full: {limits.queued_executions} executions are queued")
         return "QUEUED"
 
     def _begin(self, id_: int) -> None:
         self.active += 1
-        self._inbox.make_runnable(id_)
+        self._core.inbox.make_runnable(id_)
 
     def find(self, name: str) -> tuple[int, ExecutionRecord]:
         """(row id, record as stored). Raises NotFound."""
-        row = self._store.execution(name)
+        row = self._core.store.execution(name)
         if row is None:
             raise NotFound(f"execution {name!r} not found")
         return row
@@ -126,15 +110,15 @@ class Executions:
         )
 
     def list(self, workflow: str) -> Iterator[ExecutionRecord]:
-        return self._store.executions(workflow)
+        return self._core.store.executions(workflow)
 
     def history(self, name: str) -> tuple[ExecutionRecord, Sequence[Any], Program]:
         record = self.get(name)
         id_, _ = self.find(name)
-        revision = self._store.revision(record.workflow, record.revision_id)
+        revision = self._core.store.revision(record.workflow, record.revision_id)
         if revision is None:
             raise NotFound(f"revision {record.revision_id!r} of {record.workflow!r} not found")
-        return record, self._store.history(id_), self._programs.get(revision)
+        return record, self._core.store.history(id_), self._programs.get(revision)
 
     async def wait(self, name: str) -> ExecutionRecord:
         while not (record := self.get(name)).is_finished:
@@ -149,21 +133,21 @@ class Executions:
         if record.is_finished:
             raise FailedPrecondition(f"execution {name!r} has already ended: {record.state}")
         active = self._machines.in_memory(id_) if record.state == "ACTIVE" else None
-        with self._db.transaction():
+        with self._core.db.transaction():
             if active is not None:
                 self.save_history(id_, active)
-            self._store.finish(id_, "CANCELLED", result=None, error=None, now=self._now())
-            self._db.after_commit(lambda: self._after_cancel(id_, record))
+            self._core.store.finish(id_, "CANCELLED", result=None, error=None, now=self._core.now())
+            self._core.db.after_commit(lambda: self._after_cancel(id_, record))
         return self.get(name)
 
     def _after_cancel(self, id_: int, record: ExecutionRecord) -> None:
         self._machines.forget(id_)
-        self._inbox.forget(id_)
+        self._core.inbox.forget(id_)
         if record.state == "ACTIVE":
             self.active -= 1
             self._effects.cancel(id_)
-            with self._db.transaction():
-                self.promote(0 if self.active >= self._limits.active_executions else 1)
+            with self._core.db.transaction():
+                self.promote(0 if self.active >= self._core.limits.active_executions else 1)
         self.children.report_end(id_)
         self.notify(record.name)
 
@@ -171,7 +155,7 @@ class Executions:
 
     def save_history(self, id_: int, active: ActiveExecution) -> None:
         if active.machine.events:
-            self._store.add_history(id_, active.next_chunk, encode_value(active.machine.events))
+            self._core.store.add_history(id_, active.next_chunk, encode_value(active.machine.events))
 
     def finish(self, id_: int, active: ActiveExecution) -> None:
         """Write the outcome of the execution's machine."""
@@ -179,23 +163,23 @@ class Executions:
         assert machine.outcome is not None
         state, value = machine.outcome
         self.save_history(id_, active)
-        self._store.finish(
+        self._core.store.finish(
             id_,
             state,
             result=value if state == "SUCCEEDED" else None,
             error=value if state == "FAILED" else None,
-            now=self._now(),
+            now=self._core.now(),
             steps=(machine.steps, machine.external_steps),
             last_steps=machine.current_steps(),
         )
 
     def promote(self, places: int) -> None:
         """Start queued executions in the places of executions that end in this transaction."""
-        if self.active - places >= self._limits.active_executions:
+        if self.active - places >= self._core.limits.active_executions:
             return
-        for id_ in self._store.next_queued(places):
-            self._store.activate(id_, self._now())
-            self._db.after_commit(lambda id_=id_: self._begin(id_))  # type: ignore[misc]
+        for id_ in self._core.store.next_queued(places):
+            self._core.store.activate(id_, self._core.now())
+            self._core.db.after_commit(lambda id_=id_: self._begin(id_))  # type: ignore[misc]
 
     def after_finish(self, id_: int) -> None:
         """After the commit that wrote the end of an active execution: free its place, answer its parent."""

@@ -1,4 +1,4 @@
-"""What the engine's parts share: the clock's time, the event loop, and the work of the next round."""
+"""The work of the next round: answers that arrived, and executions that can continue."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..clock import Clock
 from ..values import Value
 
 log = logging.getLogger(__name__)
 
 WaitKey: TypeAlias = tuple[int, int, int]  # execution, thread, seq
-
-
-class Time:
-    """The clock's time, but never before the latest time in the database."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.earliest = 0.0
-        self._clock = clock
-
-    def now(self) -> float:
-        return max(self._clock.now(), self.earliest)
 
 
 @dataclass
@@ -66,10 +54,6 @@ class Inbox:
             self._handle = None
         self._answers.clear()
         self._runnable.clear()
-
-    @property
-    def is_scheduled(self) -> bool:
-        return self._handle is not None
 
     @property
     def has_work(self) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final
 
 from ..interpreter.machine import Machine
-from ..limits import Limits
 from ..records import ExecutionRecord, Revision
-from ..store import Store
 from ..values import Sizer, from_json
+from .core import Core
 from .workflows import Programs
 
 MACHINES: Final = 256  # machines that stay in memory between the steps of their executions
@@ -19,12 +17,11 @@ MACHINES: Final = 256  # machines that stay in memory between the steps of their
 class ActiveExecution:
     """An active execution with its machine."""
 
-    __slots__ = ("created", "machine", "name", "next_chunk", "settings")
+    __slots__ = ("machine", "name", "next_chunk", "settings")
 
     def __init__(self, machine: Machine, record: ExecutionRecord, next_chunk: int) -> None:
         self.machine = machine
         self.name = record.name
-        self.created = record.created
         self.settings = record.settings
         self.next_chunk = next_chunk
 
@@ -36,16 +33,12 @@ class ActiveExecution:
 class Machines:
     """Active executions by their row id. `callback_base_url` begins the URL of every callback."""
 
-    def __init__(
-        self, store: Store, programs: Programs, limits: Limits, now: Callable[[], float], project_number: str
-    ) -> None:
+    def __init__(self, core: Core, programs: Programs, project_number: str) -> None:
         self.callback_base_url = ""
-        self._store = store
+        self._core = core
         self._programs = programs
-        self._limits = limits
-        self._now = now
         self._project_number = project_number
-        self._sizer = Sizer(limits.variables_bytes, limits.string_bytes)
+        self._sizer = Sizer(core.limits.variables_bytes, core.limits.string_bytes)
         self._in_memory: OrderedDict[int, ActiveExecution] = OrderedDict()
 
     def get(self, id_: int) -> ActiveExecution | None:
@@ -70,19 +63,19 @@ class Machines:
             self._in_memory.popitem(last=False)
 
     def _load(self, id_: int) -> ActiveExecution | None:
-        record = self._store.execution_by_id(id_)
-        state = self._store.state(id_)
+        record = self._core.store.execution_by_id(id_)
+        state = self._core.store.state(id_)
         if record is None or state is None or record.state != "ACTIVE":
             return None
-        revision = self._store.revision(record.workflow, record.revision_id)
+        revision = self._core.store.revision(record.workflow, record.revision_id)
         assert revision is not None
         machine = Machine(
             self._programs.get(revision),
             execution=record.name,
             environment=self._environment(record, revision),
             callback_base_url=self.callback_base_url,
-            limits=self._limits,
-            now=self._now,
+            limits=self._core.limits,
+            now=self._core.now,
             sizer=self._sizer,
         )
         snapshot, values = state
@@ -90,7 +83,7 @@ class Machines:
             machine.restore(snapshot, values)
         else:
             machine.start(from_json(record.argument))
-        active = ActiveExecution(machine, record, self._store.next_chunk(id_) if snapshot else 0)
+        active = ActiveExecution(machine, record, self._core.store.next_chunk(id_) if snapshot else 0)
         self._in_memory[id_] = active
         return active
 

@@ -12,16 +12,14 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ..database import Database
 from ..effects import logs
 from ..errors import LeaseLost
 from ..interpreter.waits import Wait
-from ..lease import Lease
-from ..store import Store
 from .callbacks import Callbacks
+from .core import Core
 from .effect_tasks import EffectTasks
 from .executions import Executions
-from .inbox import Answer, Inbox, WaitKey
+from .inbox import Answer, WaitKey
 from .machines import ActiveExecution, Machines
 
 log = logging.getLogger(__name__)
@@ -34,47 +32,39 @@ class Rounds:
 
     def __init__(
         self,
-        db: Database,
-        store: Store,
-        lease: Lease,
-        inbox: Inbox,
+        core: Core,
         machines: Machines,
         executions: Executions,
         callbacks: Callbacks,
         effects: EffectTasks,
-        now: Callable[[], float],
         create: Callable[[str, str, WaitKey], object],
     ) -> None:
-        self._db = db
-        self._store = store
-        self._lease = lease
-        self._inbox = inbox
+        self._core = core
         self._machines = machines
         self._executions = executions
         self._callbacks = callbacks
         self._effects = effects
-        self._now = now
         self._create = create
 
     def run(self) -> None:
         """Do a round; on failure, isolate the execution that causes it."""
-        answers, runnable = self._inbox.take()
+        answers, runnable = self._core.inbox.take()
         try:
             self._advance(answers, runnable)
         except LeaseLost:
-            self._inbox.lose_lease()
+            self._core.inbox.lose_lease()
             for answer in answers:
                 answer.settle(False)
         except sqlite3.Error:
             log.exception("the database refused a commit; the engine tries again")
             self._machines.clear()  # the machines in memory are ahead of the database
-            self._inbox.put_back(answers, runnable, RETRY_SECONDS)
+            self._core.inbox.put_back(answers, runnable, RETRY_SECONDS)
             return
         except Exception:  # an execution that cannot advance must not stop the others
             log.exception("an execution cannot be advanced")
             self._machines.clear()
             self._isolate(answers, runnable)
-        self._inbox.wake_if_work()
+        self._core.inbox.wake_if_work()
         self._machines.trim()
 
     def _isolate(self, answers: Sequence[Answer], runnable: Mapping[int, None]) -> None:
@@ -91,11 +81,10 @@ class Rounds:
     def _fail(self, id_: int, defect: Exception) -> None:
         text = f"SystemError: {type(defect).__name__}: {defect}"
         error = {"payload": json.dumps({"message": text, "tags": ["SystemError"]}), "context": text}
-        with self._db.transaction():
-            self._lease.check()
-            self._store.finish(id_, "FAILED", result=None, error=error, now=self._now())
+        with self._core.owned_transaction():
+            self._core.store.finish(id_, "FAILED", result=None, error=error, now=self._core.now())
         self._executions.after_finish(id_)
-        record = self._store.execution_by_id(id_)
+        record = self._core.store.execution_by_id(id_)
         self._executions.notify(record.name if record else "")
 
     def _advance(self, answers: Sequence[Answer], runnable: Mapping[int, None]) -> None:
@@ -128,13 +117,12 @@ class Rounds:
         if not touched:
             return waits
         ended: list[str] = []
-        with self._db.transaction():
-            self._lease.check()
+        with self._core.owned_transaction():
             for answer, is_accepted in taken:
                 if is_accepted and not touched[answer.execution].waits_again(answer.thread):
-                    self._store.drop_wait(*answer.key)
+                    self._core.store.drop_wait(*answer.key)
             for ref in cleared:
-                self._store.fill_callback(ref, None)
+                self._core.store.fill_callback(ref, None)
             for id_, active in touched.items():
                 if active.machine.outcome is None:
                     waits += [(id_, wait) for wait in self._save(id_, active)]
@@ -152,13 +140,13 @@ class Rounds:
     def _save(self, id_: int, active: ActiveExecution) -> Sequence[Wait]:
         machine = active.machine
         for ref, method in machine.new_callbacks:
-            self._store.put_callback(ref, id_, method)
+            self._core.store.put_callback(ref, id_, method)
         for wait in machine.waits:
             if wait.kind == "execution" and self._effects.performer.mocks is None:
                 self._executions.children.start(id_, wait, self._create)
-            self._store.put_wait(id_, wait)
+            self._core.store.put_wait(id_, wait)
         snapshot, added, removed = machine.snapshot()
-        self._store.save_state(id_, snapshot, added, removed, runnable=machine.is_ready)
+        self._core.store.save_state(id_, snapshot, added, removed, runnable=machine.is_ready)
         self._executions.save_history(id_, active)
         return machine.waits
 
@@ -171,4 +159,4 @@ class Rounds:
         if machine.outcome is not None:
             self._executions.after_finish(id_)
         elif machine.is_ready:
-            self._inbox.make_runnable(id_)
+            self._core.inbox.make_runnable(id_)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..database import Database
 from ..effects.subexecutions import joined_result, refusal, requested_executions
 from ..errors import InvalidArgument, NotFound, ResourceExhausted, WorkflowError
 from ..interpreter.answers import error_value
 from ..interpreter.waits import Wait
-from ..store import Store
-from .inbox import Answer, Inbox, WaitKey
+from .core import Core
+from .inbox import Answer, WaitKey
 
 Create = Callable[[str, str, WaitKey], object]  # workflow, argument, the wait of the parent
 
@@ -18,20 +17,18 @@ Create = Callable[[str, str, WaitKey], object]  # workflow, argument, the wait o
 class SubExecutions:
     """Starts children, and answers a parent when its last child ends."""
 
-    def __init__(self, db: Database, store: Store, inbox: Inbox) -> None:
-        self._db = db
-        self._store = store
-        self._inbox = inbox
+    def __init__(self, core: Core) -> None:
+        self._core = core
 
     def start(self, id_: int, wait: Wait, create: Create) -> None:
         """Create the children that a call requests, in the transaction that records the wait."""
-        parent = self._store.execution_by_id(id_)
+        parent = self._core.store.execution_by_id(id_)
         assert parent is not None
         key = (id_, wait.thread, wait.seq)
         try:
             for workflow, argument in requested_executions(wait, parent.name):
                 create(workflow, argument, key)
-            if not self._store.children(*key):
+            if not self._core.store.children(*key):
                 self._put_after_commit(Answer(*key, []))
         except (NotFound, InvalidArgument, ResourceExhausted, WorkflowError) as error:
             failure = error if isinstance(error, WorkflowError) else refusal(error)
@@ -39,15 +36,15 @@ class SubExecutions:
 
     def report_end(self, id_: int) -> None:
         """If the execution was the last child that its parent waits for, answer the parent."""
-        parent = self._store.parent_of(id_)
+        parent = self._core.store.parent_of(id_)
         if parent is None:
             return
-        children = self._store.children(*parent)
+        children = self._core.store.children(*parent)
         if not all(child.is_finished for child in children):
             return
-        wait = next((w for w in self._store.waits(parent[0]) if (w.thread, w.seq) == parent[1:]), None)
+        wait = next((w for w in self._core.store.waits(parent[0]) if (w.thread, w.seq) == parent[1:]), None)
         if wait is not None:
-            self._inbox.put(Answer(*parent, *joined_result(wait, children)))
+            self._core.inbox.put(Answer(*parent, *joined_result(wait, children)))
 
     def _put_after_commit(self, answer: Answer) -> None:
-        self._db.after_commit(lambda: self._inbox.put(answer))
+        self._core.db.after_commit(lambda: self._core.inbox.put(answer))

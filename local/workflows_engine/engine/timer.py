@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..clock import Clock
 from ..errors import LeaseLost
-from .inbox import Inbox
+from .core import Core
 
 NEVER = float("inf")
 
@@ -15,11 +14,10 @@ NEVER = float("inf")
 class Timer:
     """`next_due()` reads the earliest due moment; `on_due()` handles everything that is due."""
 
-    def __init__(self, inbox: Inbox, clock: Clock) -> None:
+    def __init__(self, core: Core) -> None:
         self.next_due: Callable[[], float | None] = lambda: None
         self.on_due: Callable[[], None] = lambda: None
-        self._inbox = inbox
-        self._clock = clock
+        self._core = core
         self._task: asyncio.Task[None] | None = None
         self._due = NEVER
 
@@ -33,25 +31,25 @@ class Timer:
 
     def schedule(self, due: float) -> None:
         """Wake up at `due`, unless the timer wakes up earlier anyway."""
-        if self._inbox.loop is None or due >= self._due:
+        if self._core.inbox.loop is None or due >= self._due:
             return
         if self._task is not None:
             self._task.cancel()
         self._due = due
-        self._task = self._inbox.loop.create_task(self._sleep(due))
+        self._task = self._core.inbox.loop.create_task(self._sleep(due))
 
     def reschedule(self) -> None:
         """Wake up at the earliest due moment in the database."""
         self._due = NEVER
-        due = self.next_due() if self._inbox.loop is not None else None
+        due = self.next_due() if self._core.inbox.loop is not None else None
         if due is not None:
             self.schedule(due)
 
     async def _sleep(self, due: float) -> None:
-        await self._clock.sleep_until(due)
+        await self._core.clock.sleep_until(due)
         self._task = None
         self._due = NEVER
         try:
             self.on_due()
         except LeaseLost:
-            self._inbox.lose_lease()
+            self._core.inbox.lose_lease()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ..database import Database
 from ..errors import NotFound
 from ..language.compiler import compile_source
 from ..language.program import Program
 from ..limits import Limits
 from ..records import Revision, WorkflowRecord
-from ..store import Store
+from .core import Core
 from .validation import check_environment, check_labels, check_name
 
 PROGRAMS: Final = 256  # compiled revisions that stay in memory
@@ -44,14 +43,9 @@ class Programs:
 class Workflows:
     """The deployed workflows of a database."""
 
-    def __init__(
-        self, db: Database, store: Store, programs: Programs, limits: Limits, now: Callable[[], float]
-    ) -> None:
-        self._db = db
-        self._store = store
+    def __init__(self, core: Core, programs: Programs) -> None:
+        self._core = core
         self._programs = programs
-        self._limits = limits
-        self._now = now
 
     def deploy(
         self,
@@ -63,10 +57,10 @@ class Workflows:
     ) -> Revision:
         """Make `source` the current revision; keep the revision if source and environment are the same."""
         check_name(name)
-        check_environment(env, self._limits)
-        check_labels(labels or {}, self._limits)
-        old = self._store.workflow(name)
-        now = self._now()
+        check_environment(env, self._core.limits)
+        check_labels(labels or {}, self._core.limits)
+        old = self._core.store.workflow(name)
+        now = self._core.now()
         is_same = old is not None and old.revision.source == source and old.revision.environment == env
         revision = old.revision if old is not None and is_same else self._compile(name, source, env, now)
         record = WorkflowRecord(
@@ -77,29 +71,29 @@ class Workflows:
             dict(labels) if labels is not None else (old.labels if old else {}),
             dict(settings) if settings is not None else (old.settings if old else {}),
         )
-        with self._db.transaction():
+        with self._core.db.transaction():
             if not is_same:
-                self._store.put_revision(revision)
-            self._store.put_workflow(record)
+                self._core.store.put_revision(revision)
+            self._core.store.put_workflow(record)
         return revision
 
     def _compile(self, name: str, source: str, env: Mapping[str, str], now: float) -> Revision:
-        program, _ = compile_source(source, self._limits)
+        program, _ = compile_source(source, self._core.limits)
         digest = hashlib.sha256(json.dumps([source, env], sort_keys=True).encode()).hexdigest()
-        number = self._store.count_revisions(name) + 1
+        number = self._core.store.count_revisions(name) + 1
         revision = Revision(name, f"{number:06d}-{digest[:3]}", source, env, now)
         self._programs.put(revision, program)
         return revision
 
     def get(self, name: str) -> WorkflowRecord:
-        record = self._store.workflow(name)
+        record = self._core.store.workflow(name)
         if record is None:
             raise NotFound(f"workflow {name!r} not found")
         return record
 
     def list(self, parent: str) -> Sequence[WorkflowRecord]:
-        return self._store.workflows(parent)
+        return self._core.store.workflows(parent)
 
     def revisions(self, name: str) -> Sequence[Revision]:
         self.get(name)
-        return self._store.revisions(name)
+        return self._core.store.revisions(name)

@@ -1,7 +1,7 @@
 """An execution's event log as the step entries of the Executions API, and as a timeline for people.
 
-The interpreter only notes which mark a thread passed and when; what was inside what, and how it ended, is worked out
-here, when somebody asks.
+The machine logs only which mark a thread passed, and when. `read_entries` derives from the log which step contains
+which, and how each step ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROGRESS = {
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A step, or a part of one, that was executed."""
+    """A step, or a part of a step, that an execution ran."""
 
     mark: Mark
     number: int  # the mark's
@@ -41,7 +41,7 @@ class Entry:
     id: int = 0
     siblings: list[Entry] = field(default_factory=list)
     position: int = 0  # among the siblings
-    progress: int = 1  # among the siblings of the same kind: the second TRY is 2
+    progress: int = 1  # among the siblings of the same type: 2 for the second TRY
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Thread:
     depth: int = 0
     open: list[Entry] = field(default_factory=list)
     failing: str | None = None
-    failed: float = 0.0  # when
+    failed_at: float = 0.0
 
 
 class _Reader:
@@ -71,7 +71,7 @@ class _Reader:
                 if code > 0:
                     self._step(number, thread, code, moment)
                 elif code == FAILED:
-                    thread.failing, thread.failed = run[at], moment
+                    thread.failing, thread.failed_at = run[at], moment
                     self._fail(thread)
                     at += 1
                 elif code == FORKED:
@@ -98,8 +98,8 @@ class _Reader:
     def _step(self, number: int, thread: _Thread, code: int, moment: float) -> None:
         around = self._around(code)
         while thread.open and thread.open[-1].depth == thread.depth and thread.open[-1].number not in around:
-            # What an error ended, ended when it was thrown: a retry's wait is not the failed attempt's.
-            self._end(thread.open.pop(), moment if thread.failing is None else thread.failed, thread.failing)
+            # A step that an error ended has ended when the error was thrown, not after the wait of a retry.
+            self._end(thread.open.pop(), moment if thread.failing is None else thread.failed_at, thread.failing)
         thread.failing = None
         parent = thread.open[-1] if thread.open else thread.parent
         entry = Entry(self._marks[code], code, thread.depth, number, parent, moment)
@@ -131,7 +131,7 @@ class _Reader:
 
 
 def read_entries(events: Sequence[Sequence[Any]], program: Program, state: str) -> list[Entry]:
-    """The entries of an execution in the order in which they began, numbered from 1."""
+    """The entries of an execution in the order of their start, numbered from 1. `state` is the execution's."""
     reader = _Reader(program.marks)
     reader.read(events)
     kept = [entry for entry in reader.entries if entry.children or entry.mark.type != "STEP_FOR_ITERATION"]
@@ -154,7 +154,7 @@ def _place(siblings: list[Entry]) -> None:
 
 
 def step_entry(entry: Entry, execution: str, timestamp: Any) -> dict[str, Any]:
-    """An entry as REST's StepEntry."""
+    """An entry as the REST API's StepEntry; `timestamp` formats seconds since the epoch."""
     siblings, position = entry.siblings, entry.position
     navigation: dict[str, Any] = {}
     if entry.parent is not None:
@@ -190,7 +190,7 @@ def _metadata(entry: Entry) -> dict[str, Any]:
 
 
 def timeline(entries: Sequence[Entry], *, origin: float) -> Iterator[str]:
-    """The entries as indented lines: when, how long, what, how it ended; logs under their step."""
+    """The entries as indented lines: start, duration, step, outcome; log entries follow their step."""
     for entry in entries:
         level, parent = 0, entry.parent
         while parent is not None:

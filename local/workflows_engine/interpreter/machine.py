@@ -108,17 +108,17 @@ class Machine:
             except RecursionError:
                 self.fail(limit_error(f"a value is nested deeper than {decisions.MAX_VALUE_DEPTH}"))
 
-    def complete(self, thread_id: int, seq: int, value: Value, error: bool = False) -> bool:
+    def complete(self, thread_id: int, seq: int, value: Value, is_error: bool = False) -> bool:
         """Answer a wait. False if the thread no longer waits for this answer."""
         thread = self._threads.get(thread_id)
-        if self.outcome is not None or thread is None or not thread.waiting or thread.seq != seq:
+        if self.outcome is not None or thread is None or not thread.is_waiting or thread.seq != seq:
             return False
         self.program.runtime = self
-        thread.waiting = False
+        thread.is_waiting = False
         self.events.append([thread_id, RESUMED, self.now()])
         frame = thread.frames[-1]
         try:
-            if error:
+            if is_error:
                 raise error_of(value)
             frame.pc = frame.code.resumes[frame.pc](frame.slots, value)
         except WorkflowError as failure:
@@ -157,7 +157,7 @@ class Machine:
                 signal = self._run_frame(frame, events, budget)
                 if signal is None:
                     return True
-                if not self._signal(thread, frame, signal, events):
+                if not self._handle_signal(thread, frame, signal, events):
                     return False
             except WorkflowError as error:
                 if not self._throw(thread, error, events):
@@ -194,7 +194,7 @@ class Machine:
         finally:
             self.steps = steps
 
-    def _signal(self, thread: Thread, frame: Frame, signal: Any, events: list[Any]) -> bool:
+    def _handle_signal(self, thread: Thread, frame: Frame, signal: Any, events: list[Any]) -> bool:
         """Handle an instruction's signal. False if the thread waits, joins or has ended."""
         if type(signal) is CallSignal:
             if thread.depth + len(thread.frames) >= self.limits.call_depth:
@@ -250,7 +250,7 @@ class Machine:
             self._last_steps = self._step_at(last)
             self._succeed(value, last)
         else:
-            self._joined(self._threads[thread.parent])
+            self._branch_ended(self._threads[thread.parent])
 
     def _fail_thread(self, thread: Thread, error: WorkflowError) -> None:
         if thread.parent is None:
@@ -266,7 +266,7 @@ class Machine:
         if len(join.errors) < self.limits.branch_errors:
             described = self.describe(error)
             join.errors.append((thread.branch, {"context": described["context"], "payload": described["payload"]}))
-        self._joined(parent)
+        self._branch_ended(parent)
 
     def _succeed(self, value: Value, last: int) -> None:
         """End with the value of `main`; `last` is the mark of the step that returned it."""
@@ -298,9 +298,9 @@ class Machine:
         if fork.count == 0:
             self._finish_join(thread)
         else:
-            self._fill()
+            self._start_branches()
 
-    def _fill(self) -> None:
+    def _start_branches(self) -> None:
         """Start branches while the limit of their step and the limit of the execution allow."""
         active = sum(1 for thread in self._threads.values() if thread.parent is not None and thread.join is None)
         for thread in list(self._threads.values()):
@@ -325,13 +325,13 @@ class Machine:
         child = self._new_thread(thread, index, code, slots)
         self.events.append([thread.id, FORKED, self.now(), child.id, index])
 
-    def _joined(self, parent: Thread) -> None:
+    def _branch_ended(self, parent: Thread) -> None:
         join = parent.join
         assert join is not None
         join.running -= 1
         if join.next >= join.count and join.running == 0 and self._finish_join(parent):
             self._ready.append(parent.id)
-        self._fill()
+        self._start_branches()
 
     def _finish_join(self, thread: Thread) -> bool:
         """Continue after all branches have ended, or throw their errors. False if an error ended the thread."""
@@ -361,7 +361,7 @@ class Machine:
         if wait.kind == "callback" or (wait.kind == "http" and is_external(wait.detail["url"])):
             self.external_steps += 1
         thread.seq += 1
-        thread.waiting = True
+        thread.is_waiting = True
         self.waits.append(wait)
 
     # For running code (program.Runtime)

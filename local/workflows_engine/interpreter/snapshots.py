@@ -41,7 +41,7 @@ class Snapshots:
             "parent": thread.parent,
             "branch": thread.branch,
             "seq": thread.seq,
-            "waiting": thread.waiting,
+            "waiting": thread.is_waiting,
             "depth": thread.depth,
             "nesting": thread.nesting,
             "frames": [
@@ -78,7 +78,7 @@ class Snapshots:
         self._references = {id(value): (value, key) for key, value in loaded.items()}
         self._next_reference = state["next_reference"]
         threads: dict[int, Thread] = {}
-        for saved in state["threads"]:  # a parent comes before its branches
+        for saved in state["threads"]:  # a parent precedes its branches
             threads[saved["id"]] = self._read_thread(saved, loaded, threads)
         return state, threads
 
@@ -95,7 +95,7 @@ class Snapshots:
                 slots[code.slot_index[name]] = _value(value, loaded)
             frames.append(Frame(code, slots, code.label_index[frame["at"]]))
         thread = Thread(saved["id"], saved["parent"], saved["branch"], frames)
-        thread.seq, thread.waiting = saved["seq"], saved["waiting"]
+        thread.seq, thread.is_waiting = saved["seq"], saved["waiting"]
         thread.depth, thread.nesting = saved["depth"], saved["nesting"]
         if (join := saved["join"]) is not None:
             thread.join = Join(**{**join, "items": _value(join["items"], loaded)})

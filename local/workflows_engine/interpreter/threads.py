@@ -42,7 +42,7 @@ class Join:
 class Thread:
     """The main thread (id 0), or a parallel branch or iteration."""
 
-    __slots__ = ("branch", "depth", "frames", "id", "join", "nesting", "parent", "seq", "waiting")
+    __slots__ = ("branch", "depth", "frames", "id", "is_waiting", "join", "nesting", "parent", "seq")
 
     def __init__(self, id_: int, parent: int | None, branch: int, frames: list[Frame]) -> None:
         self.id = id_
@@ -50,7 +50,7 @@ class Thread:
         self.branch = branch
         self.frames = frames
         self.seq = 0
-        self.waiting = False
+        self.is_waiting = False
         self.join: Join | None = None
         self.depth = 0  # frames below this thread's own
         self.nesting = 0  # parallel steps around it

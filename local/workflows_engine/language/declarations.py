@@ -1,4 +1,4 @@
-"""The compiler's first pass: which scope every assigned name belongs to."""
+"""The compiler's first pass: finds the scope of every assigned name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .source import Node
 
 
 class Declarations:
-    """Finds the scope of every variable, in the order of the text, and refuses unshared writes."""
+    """Declares variables in the order of the text, and reports assignments to variables that are not shared."""
 
     def __init__(self, codes: dict[str, Code], problem: Callable[[str, Node, str], None]) -> None:
         self.scopes: dict[int, Scope] = {}
@@ -32,10 +32,10 @@ class Declarations:
         for step in steps:
             outer = self._step
             self._step = step.name or outer
-            self._one(step, scope, f"{path}/{step.name}" if step.name else path)
+            self._step_action(step, scope, f"{path}/{step.name}" if step.name else path)
             self._step = outer
 
-    def _one(self, step: syntax.Step, scope: Scope, path: str) -> None:
+    def _step_action(self, step: syntax.Step, scope: Scope, path: str) -> None:
         action = step.action
         if isinstance(action, syntax.Assign):
             for target, key, _ in action.items:

@@ -1,4 +1,4 @@
-"""Puts instructions into a Code, with jumps to places that are not known yet."""
+"""Appends instructions to a `Code`, with jumps to instructions that follow later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .program import Code, Op, Resume
 
 
 class Label:
-    """An instruction's place, known once everything before it has been emitted."""
+    """The index of an instruction, known after all instructions before it are emitted."""
 
     __slots__ = ("pc",)
 
@@ -17,26 +17,27 @@ class Label:
 
 
 class Emitter:
-    """Builds one Code. Instructions are made last, when all labels have their place."""
+    """Builds a Code. `finish` makes the instructions, when every label has its index."""
 
     def __init__(self, code: Code) -> None:
         self.code = code
         self.handler: tuple[Label, int] | None = None
-        self.owner = 0  # the mark of the step that instructions belong to, for stack traces
+        self.owner = 0  # the mark of the step that owns the next instructions, for stack traces
         self._makers: list[Callable[[], Op]] = []
         self._resumes: dict[int, Callable[[], Resume]] = {}
         self._handlers: list[tuple[Label, int] | None] = []
         self._mark = 0
 
     def mark(self, mark: int) -> None:
-        """The next instruction begins this step."""
+        """Let the next instruction begin a step."""
         self._mark = self.owner = mark
 
     def place(self, label: Label) -> None:
+        """Let a label point to the next instruction."""
         label.pc = len(self._makers)
 
     def emit(self, label: str, make: Callable[[], Op], resume: Callable[[], Resume] | None = None) -> None:
-        """Append an instruction; `make` runs when every label is placed. `resume` takes the answer to a signal."""
+        """Append an instruction. `finish` calls `make`; `resume` makes the function that takes a signal's answer."""
         code, at = self.code, len(self._makers)
         unique, number = label, 2
         while unique in code.label_index:

@@ -1,4 +1,4 @@
-"""Expression trees to closures over a frame's slots: no tree is walked while a workflow runs."""
+"""Compiles expression trees to closures over a frame's slots, so that a running workflow walks no tree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import decisions
 from ..errors import WorkflowError, system_error
 from ..values import INT_MAX, INT_MIN, UNSET, Value
 from .expressions import Binary, Call, Expression, Field, Index, ListOf, Literal, Logical, Name, Unary
@@ -17,19 +18,19 @@ _CHECKED = frozenset((list, dict, str, bytes))
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that an earlier instruction has filled: what a call inside an expression is replaced with."""
+    """A slot that an earlier instruction has filled; it replaces a hoisted call in an expression."""
 
     slot: int
     depth: int = 1
 
 
 Tree = Expression | Slot
-Resolve = Callable[[str], "tuple[int, int] | Literal"]  # a name's place, or the constant that it stands for
-Function = Callable[[str, int], Callable[..., Value]]  # a library function by name and number of arguments
+Resolve = Callable[[str], "tuple[int, int] | Literal"]  # a name to its (depth, slot), or to a constant
+Function = Callable[[str], Callable[..., Value]]  # the name of a library function to the function
 
 
 class Evaluation:
-    """Compiles trees for one place in the source: `resolve` knows its variables, `function` its library."""
+    """Compiles the trees at a place in the source: `resolve` knows its variables, `function` the library."""
 
     def __init__(self, resolve: Resolve, function: Function) -> None:
         self._resolve = resolve
@@ -98,7 +99,7 @@ class Evaluation:
         return lambda slots: operate(left(slots), right(slots))
 
     def _call(self, tree: Call) -> Evaluate:
-        function = self._function(tree.function, len(tree.arguments))
+        function = self._function(tree.function)
         arguments = [self.compile(argument) for argument in tree.arguments]
         if len(arguments) == 1:
             only = arguments[0]
@@ -114,7 +115,8 @@ def constant(value: Value) -> Evaluate:
 
 
 def unassigned(name: str) -> WorkflowError:
-    return system_error("KeyError", f"key not found: {name} (the variable has no value on this path)")
+    message = f"key not found: {name} (the variable has no value on this path)"
+    return system_error(decisions.UNASSIGNED_VARIABLE_TAG, message)
 
 
 def _local(slot: int, name: str) -> Evaluate:
@@ -153,8 +155,8 @@ def _plus(left: Evaluate, right: Evaluate) -> Evaluate:
     return plus
 
 
-def _equals_text(left: Evaluate, text: str, wanted: bool) -> Evaluate:
-    return lambda slots: ((value := left(slots)).__class__ is str and value == text) is wanted
+def _equals_text(left: Evaluate, text: str, expected: bool) -> Evaluate:
+    return lambda slots: ((value := left(slots)).__class__ is str and value == text) is expected
 
 
 def _logical(operator: str, left: Evaluate, right: Evaluate) -> Evaluate:
@@ -178,5 +180,5 @@ def _list(items: tuple[Evaluate, ...]) -> Evaluate:
 
 
 def needs_check(value: Any) -> bool:
-    """True for what can be too big to hold."""
+    """True for a value that may exceed a limit of memory."""
     return value.__class__ in _CHECKED

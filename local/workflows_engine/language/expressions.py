@@ -1,8 +1,8 @@
-"""The expression language: its grammar, its tree, and its operators' meaning.
+"""The expression language: its grammar and its tree.
 
-`parse` gives a tree of the dataclasses below; `compiler.py` turns a tree into closures. Precedence, from the
+`parse` returns a tree of the dataclasses below; `evaluation.py` turns a tree into closures. Precedence, from the
 documentation: () . [] then not, unary minus, * / // %, + -, comparisons and `in`, and, or. `not` binds tighter than
-arithmetic, so `not x in y` is `(not x) in y`.
+arithmetic, so `not x in y` means `(not x) in y`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Target:
 
 
 class ExpressionError(Exception):
-    """Text that is not an expression; `offset` is where in the text."""
+    """The text is not an expression; `offset` is the position of the mistake."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -169,25 +169,25 @@ def _run(start: str, text: str) -> Any:
     except UnexpectedInput as error:
         at_end = isinstance(error, UnexpectedToken) and error.token.type == "$END"
         offset = error.pos_in_stream if isinstance(error.pos_in_stream, int) and not at_end else len(text)
-        found = repr(text[offset : offset + 12]) if 0 <= offset < len(text) else "the end"
-        raise ExpressionError(_explain(text, offset, found), max(offset, 0)) from error
+        unexpected = repr(text[offset : offset + 12]) if 0 <= offset < len(text) else "the end"
+        raise ExpressionError(_explain(text, offset, unexpected), max(offset, 0)) from error
     except VisitError as error:
         if isinstance(error.orig_exc, ExpressionError):
             raise error.orig_exc from error
         raise
 
 
-def _explain(text: str, offset: int, found: str) -> str:
+def _explain(text: str, offset: int, unexpected: str) -> str:
     if not text.strip():
         return "the expression is empty"
     hint = ""
     if text[offset : offset + 1] == "{":
         hint = "; a map cannot be written inside an expression, assign it in a step first"
     elif "${" in text:
-        hint = "; an expression is one whole ${…}, it is not put together from several"
+        hint = "; an expression is one whole ${…} and cannot consist of several"
     elif text[offset : offset + 3] == "not":
         hint = "; write not(x in y)"
-    return f"unexpected {found}{hint}"
+    return f"unexpected {unexpected}{hint}"
 
 
 def _nest(*parts: Any) -> int:
@@ -208,7 +208,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 @v_args(inline=True)
 class _Builder(Transformer[Token, Any]):
-    """Builds the tree while the parser reduces, so that no recursion depends on the text."""
+    """Builds the tree while the parser reduces, so that the depth of the text causes no recursion."""
 
     def name(self, token: Token) -> Expression:
         return Name(str(token))
@@ -253,7 +253,7 @@ class _Builder(Transformer[Token, Any]):
 
     def negative(self, _: Token, operand: Expression) -> Expression:
         if isinstance(operand, Literal) and type(operand.value) in (int, float):
-            if operand.value == float(2**63):  # the one literal whose magnitude only fits when negative
+            if operand.value == float(2**63):  # -2**63 fits 64 bits, 2**63 does not
                 return Literal(INT_MIN)
             return Literal(-operand.value)
         return Unary("-", operand, _nest(operand))

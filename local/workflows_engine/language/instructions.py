@@ -1,4 +1,4 @@
-"""What compiled steps do. Each function takes the frame's slots last, so that `partial` makes it an instruction."""
+"""The instructions of compiled steps. Functions take the frame's slots last, so that `partial` makes instructions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def always(to: int, slots: Slots) -> int:
 
 @dataclass(frozen=True)
 class Setter:
-    """One assignment: a variable `depth` parallel boundaries up, the path into it, and what to put there."""
+    """An assignment: the variable `depth` parallel boundaries up, the path into its value, the value to assign."""
 
     depth: int
     slot: int
@@ -44,7 +44,7 @@ class Setter:
 
 
 def with_change(owner: Value, path: list[Value], at: int, value: Value) -> Value:
-    """A copy of `owner` with one place in it changed; what is not on the path is shared."""
+    """A copy of `owner` with `value` at the path; the copy shares the parts that are not on the path."""
     key, last = path[at], at == len(path) - 1
     if type(owner) is dict:
         if type(key) is not str:
@@ -67,14 +67,14 @@ def assign_op(setters: list[Setter], check: Callable[[Value], None], to: int) ->
     if len(setters) == 1 and setters[0].depth == 0 and not setters[0].path:
         slot, evaluate = setters[0].slot, setters[0].value
 
-        def assign_one(slots: Slots) -> int:
+        def assign_local(slots: Slots) -> int:
             value = evaluate(slots)
             if needs_check(value):
                 check(value)
             slots[slot] = value
             return to
 
-        return assign_one
+        return assign_local
 
     def assign(slots: Slots) -> int:
         for setter in setters:
@@ -144,6 +144,7 @@ def condition_op(test: Evaluate, then: Label, otherwise: Label) -> Op:
 
 
 def grow(program: Program, run: Callable[[Value, Value], Value], objs: Value, val: Value) -> Value:
+    """Run list.concat or list.prepend, and tell the sizer how the new list differs from the old one."""
     result = run(objs, val)
     assert program.runtime is not None
     program.runtime.sizer.grown(result, objs, val)
@@ -159,7 +160,7 @@ def raise_op(value: Evaluate, slots: Slots) -> int:
 def is_json(value: Value) -> bool:
     try:
         to_json(value)
-    except Exception:  # noqa: BLE001  # whatever it is, it cannot be shown as JSON
+    except Exception:  # noqa: BLE001  # every failure means that the value has no form in JSON
         return False
     return True
 
@@ -172,7 +173,7 @@ def list_of(evaluate: Evaluate, slots: Slots) -> Value:
 
 
 def range_of(bounds: Value) -> Value:
-    """A range's values: a dict {"first", "count"}, so that a long one takes no room."""
+    """A range as {"first", "count"}, so that a long range takes no memory."""
     if type(bounds) is not list or len(bounds) != 2:
         raise system_error("TypeError", "'range' must be a list of two numbers")
     first, last = bounds
@@ -244,7 +245,7 @@ def begin_try(attempt: int, to: int, slots: Slots) -> int:
 def propagate(error: int, slots: Slots) -> int:
     saved = slots[error]
     raised = WorkflowError(saved["value"], context=saved["context"])
-    raised.trace = saved["trace"][:-1]  # this frame's place is added again when the error goes on
+    raised.trace = saved["trace"][:-1]  # the machine adds this frame's mark again
     raise raised
 
 
@@ -286,6 +287,7 @@ def policy_op(parts: Mapping[str, Evaluate], policy: int, to: int, slots: Slots)
 
 
 def ask_op(codes: Mapping[str, Code], policy: int, error: int, answer: int, to: int, slots: Slots) -> Any:
+    """Ask the retry predicate about the error: a library function at once, a subworkflow by a call."""
     predicate, value = slots[policy]["predicate"], slots[error]["value"]
     if type(predicate) is not Function:
         raise system_error("TypeError", f"a retry predicate must be a function; got: {kind(predicate)}")
@@ -311,6 +313,7 @@ def answer(slot: int, to: int, slots: Slots, value: Value) -> int:
 
 
 def decide_op(policy: int, answer: int, attempt: int, give_up: int, slots: Slots) -> Any:
+    """Wait before the next attempt, or give up."""
     rule, tries = slots[policy], slots[attempt]
     if slots[answer] is not True or tries >= rule["max_retries"]:
         return give_up

@@ -1,4 +1,4 @@
-"""What the operators of the expression language mean.
+"""The meaning of the operators of the expression language.
 
 A compiled expression handles the common case (two integers) itself and calls these functions for all other operands.
 """
@@ -22,7 +22,7 @@ def _unsupported(operator: str, left: Value, right: Value) -> Exception:
 
 
 def text_of(value: Value) -> str | None:
-    """A scalar as `+` joins it to a string, and as string() shows it; None for what has no such form."""
+    """A scalar as `+` joins it to a string, and as string() returns it; None for other values."""
     if type(value) is str:
         return value
     if type(value) is bool:
@@ -81,7 +81,7 @@ def remainder(left: Value, right: Value) -> Value:
 
 
 def equal(left: Value, right: Value) -> bool:
-    """Deep equality in which a boolean is never a number."""
+    """Deep equality; a boolean never equals a number."""
     first, second = type(left), type(right)
     if first is second:
         if first is list:
@@ -138,7 +138,7 @@ def negate(value: Value) -> Value:
 
 
 def truth(value: Value, operator: str) -> bool:
-    """The boolean that a logical operator needs. Nothing else counts as true or false."""
+    """The boolean operand of a logical operator. Raises TypeError for every other value."""
     if type(value) is not bool:
         raise system_error("TypeError", f"operand of '{operator}' must be a boolean; got: {kind(value)}")
     return value

@@ -1,8 +1,8 @@
 """Compiled workflows: flat code of closures that a `Machine` steps through.
 
-An instruction takes the frame's slots and answers the next instruction's index, or a signal for what it cannot do by
-itself (call, return, wait, fork). Code holds no execution's state: a snapshot names instructions and slots by stable
-labels, and the same source always compiles to the same labels.
+An instruction takes the frame's slots. It returns the index of the next instruction, or a signal for the machine: call,
+return, wait, fork. Code holds no state of an execution. A snapshot names instructions and slots by labels, and the same
+source always compiles to the same labels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Resume: TypeAlias = Callable[[Slots, Value], int]
 
 
 class Runtime(Protocol):
-    """What running code may ask of the execution that it belongs to."""
+    """The functions that running code calls on its execution."""
 
     sizer: Sizer
 
@@ -32,7 +32,7 @@ class Runtime(Protocol):
 
 
 class CallSignal:
-    """Run a subworkflow; its value goes to the calling instruction's `resume`."""
+    """Run a subworkflow. The instruction's `resume` receives the subworkflow's value."""
 
     __slots__ = ("code", "slots")
 
@@ -42,6 +42,8 @@ class CallSignal:
 
 
 class ReturnSignal:
+    """End the frame with a value."""
+
     __slots__ = ("value",)
 
     def __init__(self, value: Value) -> None:
@@ -49,7 +51,7 @@ class ReturnSignal:
 
 
 class WaitSignal:
-    """Stop until something from outside answers; the answer goes to the instruction's `resume`."""
+    """Wait for an answer from outside. The instruction's `resume` receives the answer."""
 
     __slots__ = ("arguments", "call")
 
@@ -59,7 +61,10 @@ class WaitSignal:
 
 
 class ForkSignal:
-    """Run children side by side and wait for all. `items` is None for branches, else what the iterations run over."""
+    """Run branches or iterations side by side, and wait for all of them.
+
+    `items` is the list of an iteration; None for branches, and for a range, whose values count up from `start`.
+    """
 
     __slots__ = ("codes", "count", "items", "limit", "start")
 
@@ -69,13 +74,13 @@ class ForkSignal:
         self.codes = codes
         self.count = count
         self.limit = limit
-        self.items = items  # a list, or None when the values count up from `start`
+        self.items = items
         self.start = start
 
 
 @dataclass(slots=True)
 class Mark:
-    """A step (or a part of one) as history and stack traces show it."""
+    """A step, or a part of a step, as history and stack traces show it. `parent` is the mark around it."""
 
     routine: str
     step: str
@@ -89,21 +94,21 @@ class Mark:
 
 @dataclass
 class Code:
-    """A routine's body, or a parallel branch's."""
+    """The body of a routine or of a parallel branch."""
 
     key: str
     routine: str
-    parameters: list[tuple[str, int, Any]] = field(default_factory=list)  # name, slot, default (REQUIRED for none)
+    parameters: list[tuple[str, int, Any]] = field(default_factory=list)  # name, slot, default or REQUIRED
     ops: list[Op] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)  # the mark of the step that each instruction belongs to
-    handlers: list[tuple[int, int] | None] = field(default_factory=list)  # where an error goes: instruction, slot
+    handlers: list[tuple[int, int] | None] = field(default_factory=list)  # of errors: instruction, slot of the error
     labels: list[str] = field(default_factory=list)
     resumes: dict[int, Resume] = field(default_factory=dict)
     slot_names: list[str] = field(default_factory=lambda: ["^"])  # slot 0 is the parent's slots
     label_index: dict[str, int] = field(default_factory=dict)
     slot_index: dict[str, int] = field(default_factory=dict)
-    value_slot: int = 0  # where a parallel iteration finds its value and index
+    value_slot: int = 0  # of a parallel iteration's value and index; 0 for none
     index_slot: int = 0
 
     def new_slots(self, parent: Slots | None = None) -> Slots:
@@ -114,7 +119,7 @@ class Code:
 
 @dataclass
 class Program:
-    """A compiled revision. `runtime` is set by whoever runs it, for the time of the run."""
+    """A compiled revision. A machine sets `runtime` to itself before it runs the code."""
 
     codes: dict[str, Code]
     marks: list[Mark]

@@ -35,7 +35,7 @@ _RESERVED: Final = {"end", "break", "continue"}
 
 
 class Reader:
-    """Reads routines from a source tree, collecting every problem instead of stopping at the first."""
+    """Reads routines from a source tree, and collects all problems instead of stopping at the first."""
 
     def __init__(self, limits: Limits) -> None:
         self.problems: list[Problem] = []
@@ -120,7 +120,7 @@ class Reader:
         return steps
 
     def _body(self, name: str, key: Node, node: Node, extra: tuple[str, ...] = ()) -> Step | None:
-        if node.kind == "list":  # `- name: [steps]` is short for `steps`
+        if node.kind == "list":  # `- name: [steps]` is short for `- name: {steps: [steps]}`
             return Step(name, key, Steps(self._steps(node)))
         if node.kind != "map":
             self.problem("a step must be a map, for example {assign: […]} or {call: …}", node)
@@ -137,7 +137,8 @@ class Reader:
             if text in ACTIONS:
                 actions.append((text, part))
         if len(actions) > 1:
-            self.problem(f"a step does one thing; found {' and '.join(text for text, _ in actions)}", actions[1][1])
+            names = " and ".join(text for text, _ in actions)
+            self.problem(f"a step has a single action; got: {names}", actions[1][1])
         for text, owner in _COMPANIONS.items():
             if text in parts and owner not in parts:
                 self.problem(f"{text!r} needs {owner!r}", parts[text])
@@ -173,14 +174,8 @@ class Reader:
 
     def _assign(self, node: Node) -> Assign:
         items: list[tuple[Target, Node, Node]] = []
-        if node.kind != "list" or not node.value:
-            self.problem("'assign' must be a list of assignments, each a map with one key", node)
-            return Assign(items)
-        if len(node.value) > self._limits.assignments_per_step:
-            self.problem(
-                f"{len(node.value)} assignments in one step; the limit is {self._limits.assignments_per_step}", node
-            )
-        for item in node.value:
+        shape = "'assign' must be a list of assignments, each a map with one key"
+        for item in self._items(node, shape, "assignments in one step", self._limits.assignments_per_step):
             if item.kind != "map" or len(item.value) != 1:
                 self.problem("an assignment must be a map with one key", item)
                 continue
@@ -188,6 +183,16 @@ class Reader:
             if (target := self._target(key)) is not None:
                 items.append((target, key, value))
         return Assign(items)
+
+    def _items(self, node: Node, shape: str, noun: str, limit: int) -> list[Node]:
+        """The items of a list. Reports a node of another shape, an empty list, and a list over the limit."""
+        if node.kind != "list" or not node.value:
+            self.problem(shape, node)
+            return []
+        if len(node.value) > limit:
+            self.problem(f"{len(node.value)} {noun}; the limit is {limit}", node)
+        items: list[Node] = node.value
+        return items
 
     def _target(self, node: Node) -> Target | None:
         try:
@@ -216,14 +221,8 @@ class Reader:
 
     def _switch(self, node: Node) -> Switch:
         conditions: list[tuple[Node, list[Step]]] = []
-        if node.kind != "list" or not node.value:
-            self.problem("'switch' must be a list of conditions", node)
-            return Switch(conditions)
-        if len(node.value) > self._limits.conditions_per_switch:
-            self.problem(
-                f"{len(node.value)} conditions in one switch; the limit is {self._limits.conditions_per_switch}", node
-            )
-        for item in node.value:
+        shape = "'switch' must be a list of conditions"
+        for item in self._items(node, shape, "conditions in one switch", self._limits.conditions_per_switch):
             condition = item.get("condition") if item.kind == "map" else None
             if condition is None:
                 self.problem("a switch entry must be a map with 'condition'", item)
@@ -234,7 +233,7 @@ class Reader:
         return Switch(conditions)
 
     def _inline(self, node: Node, extra: tuple[str, ...]) -> list[Step]:
-        """A body written in place: one unnamed step, or the steps of `steps`."""
+        """An inline body: an unnamed step, or no step."""
         if all(text in extra for text, _, _ in node.items()):
             return []
         step = self._body("", node, node, extra)
@@ -267,14 +266,14 @@ class Reader:
             return node.value[0], node.value[1]
         if is_expression(node):
             return node
-        self.problem("'range' must be a list of two numbers, or an expression that gives one", node)
+        self.problem("'range' must be a list of two numbers, or an expression", node)
         return None
 
-    def _variable(self, node: Node | None, what: str, owner: Node) -> str | None:
+    def _variable(self, node: Node | None, key: str, owner: Node) -> str | None:
         if node is None:
-            self.problem(f"'for' needs {what!r}", owner)
+            self.problem(f"'for' needs {key!r}", owner)
         elif node.kind != "scalar" or not _NAME.match(node.raw):
-            self.problem(f"{what!r} must be a variable's name", node)
+            self.problem(f"{key!r} must be a variable's name", node)
         else:
             return node.raw
         return None

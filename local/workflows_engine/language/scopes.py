@@ -1,4 +1,4 @@
-"""Who sees which variable: function-wide, except that `for`, `except` and parallel bodies have scopes of their own."""
+"""Scopes of variables: a routine is a scope, and so is every `for`, `except` and parallel body inside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .program import Code
 
 @dataclass
 class Scope:
-    """A set of variables living in `code`'s slots. `boundary` marks a parallel branch or iteration."""
+    """A set of variables in the slots of `code`. `boundary` marks a parallel branch or iteration."""
 
     code: Code
     path: str
@@ -19,13 +19,13 @@ class Scope:
     names: dict[str, int] = field(default_factory=dict)
 
     def declare(self, name: str) -> int:
-        """The slot of a variable of this scope, made if it is new."""
+        """The slot of a variable of this scope; makes the slot of a new variable."""
         if name not in self.names:
             self.names[name] = new_slot(self.code, f"{self.path}:{name}" if self.path else name)
         return self.names[name]
 
     def find(self, name: str) -> tuple[int, int] | None:
-        """(how many parallel boundaries up, slot) of the variable that `name` means here."""
+        """(parallel boundaries to cross, slot) of the variable that `name` refers to in this scope, or None."""
         scope: Scope | None = self
         depth = 0
         while scope is not None:
@@ -36,7 +36,7 @@ class Scope:
         return None
 
     def crosses_unshared(self, name: str) -> bool:
-        """True if writing `name` here would reach out of a parallel step that does not share it."""
+        """True if an assignment to `name` changes a variable outside a parallel step that does not share it."""
         scope: Scope | None = self
         while scope is not None and name not in scope.names:
             if scope.boundary and name not in scope.shared:
@@ -46,7 +46,7 @@ class Scope:
 
 
 def new_slot(code: Code, name: str) -> int:
-    """A slot under a name that is unique in the code and the same at every compilation."""
+    """A new slot; its name is unique in the code and the same at every compilation."""
     unique, number = name, 2
     while unique in code.slot_index:
         unique, number = f"{name}~{number}", number + 1

@@ -1,7 +1,7 @@
-"""Workflow source to a tree of nodes with positions: YAML's core schema, of which JSON is a part.
+"""Parses workflow source to a tree of nodes with positions, by YAML's core schema, which includes JSON.
 
-PyYAML's own schema is YAML 1.1 (`no` and `on` are booleans there, even as step names), so only its parser's events are
-used. The walk is iterative: libyaml's composer recurses in C and a deep document would end the process.
+PyYAML's own schema is YAML 1.1, where `no` and `on` are booleans, even as step names; this module uses only the events
+of its parser. The walk is iterative: libyaml's composer recurses in C, and a deep document crashes the process.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Node:
     value: Any
     line: int
     column: int
-    raw: str = ""  # a scalar's text, whatever it was resolved to
+    raw: str = ""  # a scalar's text in the source
     quoted: bool = False
 
     def items(self) -> Iterator[tuple[str, Node, Node]]:
-        """Key text, key node, value node of a map."""
+        """(key text, key node, value node) of a map's pairs."""
         for key, value in self.value:
             yield key.raw, key, value
 
@@ -41,11 +41,12 @@ class Node:
 
 
 def load(text: str, *, max_bytes: int, max_nodes: int) -> Node:
-    """Parse one document. Raises DeployError with the position of what cannot be read."""
+    """The root node of a document. Raises DeployError with the position of the mistake."""
     if len(text.encode("utf-8", "surrogatepass")) > max_bytes:
         raise DeployError([Problem(f"source is {len(text)} bytes; the limit is {max_bytes}")])
     if text.lstrip()[:1] in ("{", "["):
-        # JSON may be indented with tabs, YAML may not; YAML's parser refuses half characters, JSON writes two for one.
+        # JSON allows tabs as indentation, YAML does not. JSON may write a character as two surrogates, which YAML's
+        # parser refuses.
         text = _SURROGATES.sub(lambda pair: str(json.loads(f'"{pair.group()}"')), text.replace("\t", " "))
     try:
         return _Builder(max_nodes).build(text)
@@ -72,7 +73,7 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    raise self._problem("expected one document; found a second", event)
+                    raise self._problem("expected one document; got a second", event)
             elif isinstance(event, yaml.ScalarEvent):
                 self._add(self._scalar(event), event)
             elif isinstance(event, yaml.AliasEvent):
@@ -100,7 +101,7 @@ class _Builder:
             node.value = list(zip(parts[::2], parts[1::2], strict=True))
             self._check_keys(node)
         self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
-        if anchor:  # usable only now that it is complete: a node that held itself would have no end
+        if anchor:  # only a complete node may be referred to: a node that contains itself has no end
             self._anchors[anchor] = node
         self._attach(node, event)
 
@@ -168,7 +169,7 @@ _WORDS: dict[str, Any] = {
 
 
 def resolve(text: str) -> Any:
-    """A plain scalar's value by the core schema of YAML 1.2. Integers beyond 64 bits become doubles, as in JSON."""
+    """A plain scalar's value by the core schema of YAML 1.2. An integer beyond 64 bits becomes a double, as in JSON."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > 400:

@@ -1,7 +1,7 @@
-"""The standard library's functions that need nothing but their arguments, and the signatures of all the others.
+"""The standard library: the functions that depend only on their arguments, and the signatures of all functions.
 
-`FUNCTIONS` is every callable by its documented name. Blocking ones run as effects of a call step; contextual ones ask
-the running execution (time, environment, identity).
+`FUNCTIONS` has every function by its documented name. A blocking function is an effect of a call step; a contextual
+function reads the running execution (time, environment, ids).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import re2
@@ -32,7 +32,7 @@ Style = Literal["pure", "contextual", "blocking"]
 
 @dataclass(frozen=True)
 class Signature:
-    """How a function is called: parameter names with defaults (REQUIRED for none), and what runs it."""
+    """A function's parameters with their defaults (or REQUIRED), and the Python function of a pure one."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -48,45 +48,31 @@ def value_error(function: str, message: str) -> WorkflowError:
     return system_error("ValueError", f"{function}: {message}")
 
 
-def _string(function: str, parameter: str, value: Value) -> str:
-    if type(value) is not str:
-        raise type_error(function, parameter, "a string", value)
-    return value
+T = TypeVar("T")
 
 
-def _bytes(function: str, parameter: str, value: Value) -> bytes:
-    if type(value) is not bytes:
-        raise type_error(function, parameter, "bytes", value)
-    return value
+def _checker(type_: type[T], expected: str) -> Callable[[str, str, Value], T]:
+    """A function (function, parameter, value) -> value that raises TypeError for values of other types."""
+
+    def check(function: str, parameter: str, value: Value) -> T:
+        if type(value) is not type_:
+            raise type_error(function, parameter, expected, value)
+        return value
+
+    return check
 
 
-def _boolean(function: str, parameter: str, value: Value) -> bool:
-    if type(value) is not bool:
-        raise type_error(function, parameter, "a boolean", value)
-    return value
-
-
-def _integer(function: str, parameter: str, value: Value) -> int:
-    if type(value) is not int:
-        raise type_error(function, parameter, "an integer", value)
-    return value
+_string = _checker(str, "a string")
+_bytes = _checker(bytes, "bytes")
+_boolean = _checker(bool, "a boolean")
+_integer = _checker(int, "an integer")
+_list = _checker(list, "a list")
+_map = _checker(dict, "a map")
 
 
 def _number(function: str, parameter: str, value: Value) -> int | float:
     if type(value) is not int and type(value) is not float:
         raise type_error(function, parameter, "a number", value)
-    return value
-
-
-def _list(function: str, parameter: str, value: Value) -> list[Value]:
-    if type(value) is not list:
-        raise type_error(function, parameter, "a list", value)
-    return value
-
-
-def _map(function: str, parameter: str, value: Value) -> dict[str, Value]:
-    if type(value) is not dict:
-        raise type_error(function, parameter, "a map", value)
     return value
 
 
@@ -176,14 +162,14 @@ def find_all(source: Value, substr: Value) -> Value:
     text, part = _string("text.find_all", "source", source), _string("text.find_all", "substr", substr)
     if not part:
         return list(range(len(text) + 1))
-    found, at = [], text.find(part)
+    positions, at = [], text.find(part)
     while at >= 0:
-        found.append(at)
+        positions.append(at)
         at = text.find(part, at + len(part))
-    return found
+    return positions
 
 
-# text.find_all_regex and text.replace_all_regex are documented to take the longest of the leftmost matches.
+# The pages of text.find_all_regex and text.replace_all_regex say: the longest of the leftmost matches.
 _quiet = re2.Options()
 _quiet.log_errors = False
 _quiet.longest_match = True
@@ -215,7 +201,7 @@ def replace_all(source: Value, substr: Value, repl: Value) -> Value:
 
 
 def _bounded(size: int) -> None:
-    """Refuse to make what no variable could hold, before making it."""
+    """Refuse to build a string that no variable can hold."""
     if size > 16_000_000:
         raise limit_error(f"a string of {size} characters")
 
@@ -258,7 +244,7 @@ def url_encode_plus(source: Value) -> Value:
 
 
 def _percent_encoded(text: str) -> str:
-    """Documented: only letters, digits and .-_ stay; Python's quote spares ~ too."""
+    """The page says: only letters, digits and .-_ stay unencoded. Python's `quote` also leaves ~ unencoded."""
     return urllib.parse.quote(text, safe="", errors="replace").replace("~", "%7E")
 
 
@@ -317,7 +303,8 @@ def base64_encode(data: Value, padding: Value = True) -> Value:
 
 
 def base64_decode(data: Value, padding: Value = True) -> Value:
-    text = _string("base64.decode", "data", data).replace("\r", "").replace("\n", "")  # documented to be ignored
+    text = _string("base64.decode", "data", data)
+    text = text.replace("\r", "").replace("\n", "")  # the page says: line breaks are ignored
     if not _boolean("base64.decode", "padding", padding):
         text += "=" * (-len(text) % 4)
     try:
@@ -358,7 +345,7 @@ def list_prepend(objs: Value, val: Value) -> Value:
 
 
 def map_get(map_: Value, keys_: Value) -> Value:
-    """Documented as a safe lookup: null wherever there is no map, or no such key in it."""
+    """The page calls it a safe lookup: null if a value on the path is not a map or lacks the key."""
     path = keys_ if type(keys_) is list else [keys_]
     names = [_string("map.get", "keys", key) for key in path]
     value = map_
@@ -419,7 +406,7 @@ def time_format(seconds: Value, timezone: Value = None) -> Value:
     except (OverflowError, ValueError, OSError) as error:
         raise value_error("time.format", f"{number} is out of range") from error
     text = moment.isoformat(timespec="microseconds")
-    return text[:-6] + "Z" if text.endswith("+00:00") else text  # documented for "GMT" too
+    return text[:-6] + "Z" if text.endswith("+00:00") else text  # the page shows Z for "GMT", too
 
 
 def time_parse(value: Value) -> Value:
@@ -489,77 +476,75 @@ _HTTP_ARGUMENTS = {
 }
 
 
-def _signatures() -> dict[str, Signature]:
-    table: dict[str, Signature] = {}
-
-    def pure(name: str, run: Callable[..., Value], *required: str, **optional: Any) -> None:
-        table[name] = Signature(name, {**dict.fromkeys(required, REQUIRED), **optional}, "pure", run)
-
-    def other(name: str, style: Style, *required: str, **optional: Any) -> None:
-        table[name] = Signature(name, {**dict.fromkeys(required, REQUIRED), **optional}, style)
-
-    pure("int", to_int, "value")
-    pure("double", to_double, "value")
-    pure("string", to_string, "value")
-    pure("keys", keys, "map")
-    pure("len", length, "value")
-    pure("default", default, "value", "default")
-    pure("if", if_, "condition", "true_value", "false_value")
-    pure("get_type", kind, "value")
-    pure("text.decode", text_decode, "data", charset="UTF-8")
-    pure("text.encode", text_encode, "text", charset="UTF-8")
-    pure("text.find_all", find_all, "source", "substr")
-    pure("text.find_all_regex", find_all_regex, "source", "regexp")
-    pure("text.match_regex", match_regex, "source", "regexp")
-    pure("text.replace_all", replace_all, "source", "substr", "repl")
-    pure("text.replace_all_regex", replace_all_regex, "source", "regexp", "repl")
-    pure("text.split", split, "source", "separator")
-    pure("text.substring", substring, "source", "start", "end")
-    pure("text.to_lower", to_lower, "source")
-    pure("text.to_upper", to_upper, "source")
-    pure("text.url_decode", url_decode, "source")
-    pure("text.url_encode", url_encode, "source")
-    pure("text.url_encode_plus", url_encode_plus, "source")
-    pure("json.decode", json_decode, "data")
-    pure("json.encode", json_encode, "data", indent=None)
-    pure("json.encode_to_string", json_encode_to_string, "data", indent=None)
-    pure("base64.encode", base64_encode, "data", padding=True)
-    pure("base64.decode", base64_decode, "data", padding=True)
-    pure("hash.compute_checksum", compute_checksum, "data", "algorithm")
-    pure("hash.compute_hmac", compute_hmac, "key", "data", "algorithm")
-    pure("list.concat", list_concat, "objs", "val")
-    pure("list.prepend", list_prepend, "objs", "val")
-    pure("map.get", map_get, "map", "keys")
-    pure("map.delete", map_delete, "map", "key")
-    pure("map.merge", map_merge, "first", "second")
-    pure("map.merge_nested", map_merge_nested, "first", "second")
-    pure("math.abs", math_abs, "x")
-    pure("math.max", math_max, "x", "y")
-    pure("math.min", math_min, "x", "y")
-    pure("math.floor", math_floor, "x")
-    pure("time.format", time_format, "seconds", timezone=None)
-    pure("time.parse", time_parse, "value")
-    pure("http.default_retry_predicate", default_retry_predicate, "exception")
-    pure("http.default_retry_predicate_non_idempotent", default_retry_predicate_non_idempotent, "exception")
-    pure("retry.always", retry_always, "exception")
-    pure("retry.never", retry_never, "exception")
-    other("sys.now", "contextual")
-    other("sys.get_env", "contextual", "name", default=None)
-    other("uuid.generate", "contextual")
-    other("events.create_callback_endpoint", "contextual", http_callback_method="POST")
-    other("sys.log", "blocking", data=None, severity="DEFAULT", text=None, json=None, timeout=None)
-    other("sys.sleep", "blocking", "seconds")
-    other("sys.sleep_until", "blocking", "time")
-    other("events.await_callback", "blocking", "callback", timeout=43200.0)
-    other("experimental.executions.run", "blocking", "workflow_id", argument=None, location=None, project_id=None)
-    other("experimental.executions.map", "blocking", "workflow_id", "arguments", location=None, project_id=None)
-    for verb in ("post", "put", "patch", "delete"):
-        other(f"http.{verb}", "blocking", **_HTTP_ARGUMENTS)
-    other("http.request", "blocking", "method", **_HTTP_ARGUMENTS)
-    without_body = {name: default for name, default in _HTTP_ARGUMENTS.items() if name != "body"}
-    other("http.get", "blocking", **without_body, body=None)  # by position, http.get is documented without a body
-    return table
+def _signature(name: str, style: Style, *required: str, **optional: Any) -> Signature:
+    return Signature(name, {**dict.fromkeys(required, REQUIRED), **optional}, style)
 
 
-FUNCTIONS: Final = _signatures()
+def _pure(name: str, run: Callable[..., Value], *required: str, **optional: Any) -> Signature:
+    return Signature(name, {**dict.fromkeys(required, REQUIRED), **optional}, "pure", run)
+
+
+_WITHOUT_BODY: Final = {name: default for name, default in _HTTP_ARGUMENTS.items() if name != "body"}
+_SIGNATURES: Final = (
+    _pure("int", to_int, "value"),
+    _pure("double", to_double, "value"),
+    _pure("string", to_string, "value"),
+    _pure("keys", keys, "map"),
+    _pure("len", length, "value"),
+    _pure("default", default, "value", "default"),
+    _pure("if", if_, "condition", "true_value", "false_value"),
+    _pure("get_type", kind, "value"),
+    _pure("text.decode", text_decode, "data", charset="UTF-8"),
+    _pure("text.encode", text_encode, "text", charset="UTF-8"),
+    _pure("text.find_all", find_all, "source", "substr"),
+    _pure("text.find_all_regex", find_all_regex, "source", "regexp"),
+    _pure("text.match_regex", match_regex, "source", "regexp"),
+    _pure("text.replace_all", replace_all, "source", "substr", "repl"),
+    _pure("text.replace_all_regex", replace_all_regex, "source", "regexp", "repl"),
+    _pure("text.split", split, "source", "separator"),
+    _pure("text.substring", substring, "source", "start", "end"),
+    _pure("text.to_lower", to_lower, "source"),
+    _pure("text.to_upper", to_upper, "source"),
+    _pure("text.url_decode", url_decode, "source"),
+    _pure("text.url_encode", url_encode, "source"),
+    _pure("text.url_encode_plus", url_encode_plus, "source"),
+    _pure("json.decode", json_decode, "data"),
+    _pure("json.encode", json_encode, "data", indent=None),
+    _pure("json.encode_to_string", json_encode_to_string, "data", indent=None),
+    _pure("base64.encode", base64_encode, "data", padding=True),
+    _pure("base64.decode", base64_decode, "data", padding=True),
+    _pure("hash.compute_checksum", compute_checksum, "data", "algorithm"),
+    _pure("hash.compute_hmac", compute_hmac, "key", "data", "algorithm"),
+    _pure("list.concat", list_concat, "objs", "val"),
+    _pure("list.prepend", list_prepend, "objs", "val"),
+    _pure("map.get", map_get, "map", "keys"),
+    _pure("map.delete", map_delete, "map", "key"),
+    _pure("map.merge", map_merge, "first", "second"),
+    _pure("map.merge_nested", map_merge_nested, "first", "second"),
+    _pure("math.abs", math_abs, "x"),
+    _pure("math.max", math_max, "x", "y"),
+    _pure("math.min", math_min, "x", "y"),
+    _pure("math.floor", math_floor, "x"),
+    _pure("time.format", time_format, "seconds", timezone=None),
+    _pure("time.parse", time_parse, "value"),
+    _pure("http.default_retry_predicate", default_retry_predicate, "exception"),
+    _pure("http.default_retry_predicate_non_idempotent", default_retry_predicate_non_idempotent, "exception"),
+    _pure("retry.always", retry_always, "exception"),
+    _pure("retry.never", retry_never, "exception"),
+    _signature("sys.now", "contextual"),
+    _signature("sys.get_env", "contextual", "name", default=None),
+    _signature("uuid.generate", "contextual"),
+    _signature("events.create_callback_endpoint", "contextual", http_callback_method="POST"),
+    _signature("sys.log", "blocking", data=None, severity="DEFAULT", text=None, json=None, timeout=None),
+    _signature("sys.sleep", "blocking", "seconds"),
+    _signature("sys.sleep_until", "blocking", "time"),
+    _signature("events.await_callback", "blocking", "callback", timeout=43200.0),
+    _signature("experimental.executions.run", "blocking", "workflow_id", argument=None, location=None, project_id=None),
+    _signature("experimental.executions.map", "blocking", "workflow_id", "arguments", location=None, project_id=None),
+    *(_signature(f"http.{verb}", "blocking", **_HTTP_ARGUMENTS) for verb in ("post", "put", "patch", "delete")),
+    _signature("http.request", "blocking", "method", **_HTTP_ARGUMENTS),
+    # The positional arguments on the page of http.get have no body, so it comes last.
+    _signature("http.get", "blocking", **_WITHOUT_BODY, body=None),
+)
+FUNCTIONS: Final = {signature.name: signature for signature in _SIGNATURES}
 MODULES: Final = frozenset(name.split(".")[0] for name in FUNCTIONS if "." in name) | {"googleapis"}

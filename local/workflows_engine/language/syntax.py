@@ -10,7 +10,7 @@ from .source import Node
 
 @dataclass(slots=True)
 class Step:
-    """One step. `name` is empty for the inline body of a switch entry, `try` or `except`."""
+    """A step. `name` is empty for the inline body of a switch entry, `try` or `except`."""
 
     name: str
     node: Node
@@ -30,7 +30,7 @@ class Call:
     node: Node
     arguments: dict[str, Node]
     result: Target | None
-    positional: list[Node] = field(default_factory=list)  # what a list of args gives; named once the callee is known
+    positional: list[Node] = field(default_factory=list)  # `args` as a list; the compiler names them
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Routine:
-    """main or a subworkflow. A parameter's default is a node, or None where the argument is required."""
+    """`main` or a subworkflow. A parameter's default is a node, or None if the argument is required."""
 
     name: str
     node: Node

@@ -1,4 +1,4 @@
-"""Token ids: training sees exactly the prompts that serving makes, learns the answers and the token that ends them."""
+"""Token ids: training sees exactly the prompts of serving, and learns the answers and the token that ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tokenizer(base_model: Path) -> Any:
 
 @pytest.fixture
 def bare(base_model: Path) -> Any:
-    """The tokenizer of a base model that comes without a chat template and pads with the end of sequence."""
+    """The tokenizer of a base model without a chat template, which pads with the end of sequence."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
@@ -34,7 +34,7 @@ def talk(*turns: str) -> Row:
 
 
 def learnt(tokenizer: Any, row: Row) -> list[str]:
-    """The stretches of a row that carry a loss."""
+    """The parts of a row's text that have a loss."""
     encoded = chat.encode(tokenizer, [row], 512, "x")
     parts: list[list[int]] = [[]]
     for label in encoded.labels[0]:

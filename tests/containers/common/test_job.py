@@ -1,4 +1,4 @@
-"""What the container is told, how it ends, and what its events keep to themselves."""
+"""The job in the environment, the classes of errors, stop requests, outcomes, and job events."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def job(**changes: str) -> Job:
 
 
 def test_the_environment_describes_the_attempt() -> None:
-    found = job(DROPFORGE_DEADLINE="1750000000")
-    assert (found.run, found.attempt, found.topic, found.deadline) == ("demo-0123456789ab", 2, "", 1750000000.0)
+    read = job(DROPFORGE_DEADLINE="1750000000")
+    assert (read.run, read.attempt, read.topic, read.deadline) == ("demo-0123456789ab", 2, "", 1750000000.0)
 
 
 def test_every_problem_of_the_environment_is_named_at_once() -> None:
@@ -79,13 +79,13 @@ def named(name: str, module: str = "somewhere", bases: tuple[type, ...] = (Excep
     ],
 )
 def test_what_an_exception_means_for_the_run(error: Exception, error_class: ErrorClass, exit_code: int) -> None:
-    found = classify(error)
-    assert (found.error_class, found.exit_code) == (error_class, exit_code)
+    failure = classify(error)
+    assert (failure.error_class, failure.exit_code) == (error_class, exit_code)
 
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    """A request to stop that listens; the process's own handlers come back."""
+    """An armed stop request; restores the process's own signal handlers."""
     kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
     before = [signal.getsignal(kind) for kind in kinds]
     request = StopRequest()
@@ -98,7 +98,7 @@ def stop() -> Iterator[StopRequest]:
 
 def test_a_signal_while_a_failure_is_told_does_not_hide_it(stop: StopRequest) -> None:
     class Interrupted(Exception):
-        def __str__(self) -> str:  # asked for when the failure is classified
+        def __str__(self) -> str:  # called while the failure is classified
             signal.raise_signal(signal.SIGTERM)
             return "the disk is on fire"
 
@@ -108,7 +108,7 @@ def test_a_signal_while_a_failure_is_told_does_not_hide_it(stop: StopRequest) ->
     outcome = outcome_of(run, job(), stop, Redactor())
     assert (outcome.exit_code, outcome.error_class) == (INTERNAL, ErrorClass.CODE)
     assert "on fire" in outcome.message
-    assert stop.reason == "preempted"  # it was heard, and is obeyed by ending
+    assert stop.reason == "preempted"  # the request is recorded, and the process ends anyway
 
 
 def test_a_stop_before_there_is_anything_to_save_is_no_failure(stop: StopRequest) -> None:
@@ -128,7 +128,7 @@ def test_secrets_are_taken_out_of_what_is_said() -> None:
 
 
 class Recorder(Reporter):
-    """A reporter that keeps what it would publish."""
+    """A reporter that keeps its events and publishes none."""
 
     def __init__(self) -> None:
         super().__init__(job(), Redactor())
@@ -204,7 +204,7 @@ def test_events_are_published_once_and_only_where_somebody_listens(
     class Future:
         def result(self, timeout: float) -> None: ...
 
-    published: list[str] = []  # the dead topic's reporter may still be at it
+    published: list[str] = []  # the reporter of the dead topic may still publish
     monkeypatch.setattr(clients, "publisher", Publisher)
     reporter = Reporter(job(**environment), Redactor())
     reporter.started(0, "cpu")

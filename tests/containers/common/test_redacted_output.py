@@ -1,4 +1,4 @@
-"""What a trainer and its children print reaches the log without secrets, whole, and also when the trainer is killed."""
+"""The output of a trainer and its children reaches the log complete, without secrets, and also after a kill."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ os.write(1, os.environ["SECRET"][-1:].encode() + b"|" + b"x" * 200_000 + os.envi
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_last_words_of_a_killed_trainer_are_passed_on(number: int) -> None:
-    kill = "os.getpid()" if number == signal.SIGKILL else "0"  # the whole group, as a platform ends it
+    kill = "os.getpid()" if number == signal.SIGKILL else "0"  # the whole process group, as a platform ends a container
     ended = run(f"print('last words', flush=True); os.kill({kill}, {int(number)})")
     assert ended.returncode == -number
     assert ended.stdout == "last words\n"

@@ -1,4 +1,4 @@
-"""Rows: every format becomes a conversation; what cannot be trained on is refused, with value and expectation."""
+"""Rows: every format becomes a conversation; unusable data is refused with the value and the expectation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def only(raw: list[dict[str, Any]], description: Dataset = PLAIN) -> Row:
         {"prompt": "two?", "completion": "2"},
         {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]},
         {"prompt": [{"role": "user", "content": "two?"}], "completion": [{"role": "assistant", "content": "2"}]},
-        # What follows the last answer teaches nothing.
+        # A message after the last answer teaches nothing.
         {"messages": [{"role": r, "content": c} for r, c in [("user", "two?"), ("assistant", "2"), ("user", "ok")]]},
     ],
 )
@@ -81,7 +81,7 @@ def test_unknown_columns_are_listed() -> None:
 
 
 def test_one_character_rows_are_refused() -> None:
-    # What `sample["prompt"][0]` makes of a string instead of a list (tutorial 000).
+    # Tutorial 000 applies `sample["prompt"][0]` to a string instead of a list.
     raw = [{"prompt": "CSIWD"[n % 5], "completion": "S"} for n in range(50)]
     with pytest.raises(JobError, match=r"50 of 50 rows.*row 0: the prompt is 'C'; expected more than one character"):
         normalise(raw, PLAIN)

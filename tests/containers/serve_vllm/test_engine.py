@@ -65,12 +65,12 @@ def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compile
 
 
 @pytest.mark.parametrize(
-    ("device", "found"), [("accel0", True), ("vfio/0", True), ("vfio/vfio", False), ("sda", False)]
+    ("device", "expected"), [("accel0", True), ("vfio/0", True), ("vfio/vfio", False), ("sda", False)]
 )
-def test_chips_are_devices(tmp_path: Path, device: str, found: bool) -> None:
+def test_chips_are_devices(tmp_path: Path, device: str, expected: bool) -> None:
     (tmp_path / device).parent.mkdir(exist_ok=True)
     (tmp_path / device).touch()
-    assert has_tpu(tmp_path) is found
+    assert has_tpu(tmp_path) is expected
 
 
 def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_prompt_is_refused(base_model: Path, body: dict[str, Any]) ->
 
 
 def test_a_qwen_with_turns_of_its_own_answers_without_the_prompt(base_model: Path, tmp_path: Path) -> None:
-    """`transformers serve` parses answers by the template that it finds in the tokenizer."""
+    """`transformers serve` parses answers by the template in the tokenizer."""
     from transformers import AutoTokenizer
 
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,4 +1,4 @@
-"""The contract of the serving container, through the openai client; the same for every engine that is installed."""
+"""The contract of the serving container, through the openai client, for every installed engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def wait_until_ready(process: subprocess.Popen[str], url: str, timeout: float = 
 
 
 def alive(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
-    """Those that still run; a zombie that nobody has waited for does not."""
+    """The processes that still run; a zombie does not run."""
     _, left = psutil.wait_procs(processes, timeout)
     return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -199,7 +199,7 @@ def test_concurrent_requests_are_all_answered(endpoint: Endpoint, samples: list[
 
 
 def test_sigterm_ends_everything_within_two_seconds(endpoint: Endpoint) -> None:
-    """Last in this module: it ends the endpoint that the others use."""
+    """Keep this test last: it ends the endpoint that the other tests use."""
     children = psutil.Process(endpoint.process.pid).children(recursive=True)
     assert children
     began = time.monotonic()
@@ -239,7 +239,7 @@ def test_an_engine_that_dies_ends_the_server(cloud: Any, uninterrupted: Any) -> 
 def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(
     cloud: Any, uninterrupted: Any, tmp_path: Path
 ) -> None:
-    """With a `vllm` that says what it was given: the real one has no chips here."""
+    """With a `vllm` script that prints its arguments: the real vLLM has no chips here."""
     (tmp_path / "vllm").write_text('#!/bin/sh\necho "vllm $*"\nls "$2"\nenv | grep ^VLLM_XLA\n')
     (tmp_path / "vllm").chmod(0o755)
     code = "from containers.serve_vllm import serve; serve.has_tpu = lambda: True; raise SystemExit(serve.main())"

@@ -1,4 +1,4 @@
-"""The MaxText container: what it refuses, in any Python; and one run, killed, stopped and resumed, in MaxText's own."""
+"""The MaxText container: its refusals, in any Python; and a run, killed, stopped and resumed, in MaxText's Python."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ RUNS, DATA = "runs-bucket", "data-bucket"
 BASE = f"gs://{DATA}/tiny-qwen3"
 CANARY = "canary-7b2e-not-a-known-prefix"
 STEPS, PERIOD = 60, 20
-# The same batches, the same arithmetic: what differs is how XLA compiled it.
+# The same batches and arithmetic: only the compiled code differs.
 LOSS_TOLERANCE = 1e-4
-EXPORT_TOLERANCE = 1e-3  # MaxText rounds the tied embedding to bfloat16, transformers does not
+EXPORT_TOLERANCE = 1e-3  # MaxText rounds the tied embedding to bfloat16; transformers does not
 
-# XLA compiles longer than models of this size train: without optimizing, and once for all attempts of a run.
+# For models of this size, compiling takes longer than training: XLA does not optimise, and caches all programs.
 QUICK_XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 Spec = Callable[..., dict[str, Any]]
@@ -52,7 +52,7 @@ Spec = Callable[..., dict[str, Any]]
 
 @dataclass
 class Attempt:
-    """One run of the driver: its process, and what it has printed."""
+    """A process of the driver, and its output."""
 
     run: str
     process: subprocess.Popen[str]
@@ -63,14 +63,14 @@ class Attempt:
         return self.process.returncode
 
     def kill(self) -> None:
-        """As the kernel does when a container's first process is killed."""
+        """Kill all processes, as the kernel does when a container's first process is killed."""
         for process in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
             process.kill()
         self.wait()
 
 
 class Driver:
-    """Starts attempts: by `command` where it is given, else by the modules as they are in the repository."""
+    """Starts attempts: with `command` and `environment`, by default with the repository's modules."""
 
     def __init__(self, cloud: Any, command: tuple[str, ...] = (), environment: dict[str, str] | None = None) -> None:
         self.cloud = cloud
@@ -113,7 +113,7 @@ def driver(cloud: Any) -> Iterator[Driver]:
 
 @pytest.fixture(scope="session")
 def base_qwen3(cloud: Any) -> Path:
-    """Made once, about 20 s, kept in build/tiny, and here in the bucket."""
+    """The base model, uploaded to the bucket. Made once, in about 20 s, and kept in build/tiny."""
     directory = tiny.base_model(ROOT / "build" / "tiny", "qwen3")
     upload_directory(cloud.client, directory, BASE)
     return directory
@@ -190,7 +190,7 @@ def test_a_deadline_in_the_past_ends_at_once(driver: Driver, spec: Spec, base_qw
 
 @pytest.fixture(scope="session")
 def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """The container as the local stack starts it: the image's own files and command, MaxText's own environment."""
+    """The container as the local stack starts it: the image's own files and command, and MaxText's environment."""
     directory = tmp_path_factory.mktemp("maxtext")
     process = (
         ImageStore(ROOT, directory / "images", Path(sys.executable))
@@ -204,7 +204,7 @@ def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest
 
 @dataclass
 class Chain:
-    """Three attempts of one run, and what the same training came to left alone."""
+    """Three attempts of one run, and the result of the same training without interruption."""
 
     run: str
     outputs: list[str]
@@ -219,24 +219,23 @@ class Chain:
 def chain(
     image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Chain:
-    """Killed on one machine, which had trained to the end and saved little of it; resumed on a second and stopped;
-    resumed there and finished."""
+    """Kill the first attempt after its trainer finished but saved little; resume and stop on a second disk; finish."""
     first_disk, second_disk = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("disk")
     document = spec(secrets={"MY_KEY": "my-key"})
 
     def start(disk: Path, run: str, attempt: int) -> Attempt:
-        # Time enough to save a checkpoint on a machine that is busy with other tests.
+        # Enough time to save a checkpoint on a machine that is busy with other tests.
         more = {"DROPFORGE_WORK_DIRECTORY": str(disk), "MY_KEY": CANARY, "DROPFORGE_GRACE_SECONDS": "100"}
         return image_driver.start(document, run, attempt, **more)
 
     first = start(first_disk, "", 1)
     run = first.run
     wait_for_object(cloud, f"checkpoints/{run}/step-{PERIOD:08d}/{COMPLETE}", first)
-    os.kill(first.process.pid, signal.SIGSTOP)  # it uploads no more; the trainer goes on
+    os.kill(first.process.pid, signal.SIGSTOP)  # it uploads no more; the trainer continues
     expected = wait_for_result(first_disk / run, "train", first)
     first.kill()
     saved_after_kill = checkpoints(cloud.client, RUNS, run)[0].step
-    shutil.copytree(first_disk / run / "xla", second_disk / run / "xla")  # as a machine has it that has trained before
+    shutil.copytree(first_disk / run / "xla", second_disk / run / "xla")  # as on a machine that trained before
     second = start(second_disk, run, 2)
     wait_for_step(second_disk / run / "progress.jsonl", saved_after_kill + 1, second)
     second.process.send_signal(signal.SIGTERM)
@@ -267,13 +266,13 @@ def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(chain: Chain,
         probe = {"loss": "probe_loss", "loss_before": "probe_loss_before"}.get(name, name)
         assert metrics[probe] == pytest.approx(chain.expected[name], abs=LOSS_TOLERANCE), name
     assert (metrics["steps"], metrics["tokens"]) == (STEPS, chain.expected["tokens"])
-    told = events(chain.run)
-    assert [event.resumed_step for event in told if event.type == "started"] == [
+    sent = events(chain.run)
+    assert [event.resumed_step for event in sent if event.type == "started"] == [
         0,
         chain.saved_after_kill,
         chain.preempted_step,
     ]
-    (stopped,) = [event for event in told if event.type == "preempted"]
+    (stopped,) = [event for event in sent if event.type == "preempted"]
     assert (stopped.attempt, stopped.step) == (2, chain.preempted_step)
 
 
@@ -331,18 +330,18 @@ def test_a_stage_that_has_done_its_work_is_not_run_again(chain: Chain) -> None:
 
 @pytest.mark.timeout(1800)
 def test_events_tell_the_steps_the_checkpoints_and_no_secret(chain: Chain, events: Any, cloud: Any) -> None:
-    told = events(chain.run)
-    progress = [event for event in told if event.type == "progress"]
+    sent = events(chain.run)
+    progress = [event for event in sent if event.type == "progress"]
     assert progress[-1].step == progress[-1].total_steps == STEPS
     assert progress[-1].loss < 0.2
     assert progress[-1].tokens_per_second > 0
-    saved = [event.step for event in told if event.type == "checkpoint"]
+    saved = [event.step for event in sent if event.type == "checkpoint"]
     assert saved[-1] == STEPS
-    # No more than was asked for: Orbax saves the first step too. The killed attempt may not have told of its last one.
+    # Orbax also saves the first step, which is not reported. The killed attempt may not have reported its last step.
     assert {chain.preempted_step} < set(saved) <= {PERIOD, 2 * PERIOD, chain.preempted_step, STEPS}
     assert {PERIOD, 2 * PERIOD} & set(saved)
-    assert told[-1].type in ("succeeded", "checkpoint")
-    everything = "".join(chain.outputs) + "".join(event.model_dump_json() for event in told)
+    assert sent[-1].type in ("succeeded", "checkpoint")
+    everything = "".join(chain.outputs) + "".join(event.model_dump_json() for event in sent)
     for blob in cloud.client.list_blobs(RUNS, prefix=f"models/{chain.run}/"):
         everything += blob.download_as_bytes().decode("latin-1")
     assert CANARY not in everything
@@ -373,7 +372,7 @@ def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     assert manifest is not None
     metrics = manifest.metrics
     assert metrics["loss_before"] == pytest.approx(metrics["probe_loss_before"], abs=EXPORT_TOLERANCE)
-    # Saved in 16 bits, as the base is.
+    # Saved in 16 bits, like the base.
     assert metrics["loss"] == pytest.approx(metrics["probe_loss"], abs=5e-2)
 
 
@@ -394,7 +393,7 @@ def wait_for_step(progress: Path, step: int, attempt: Attempt, timeout: float = 
 
 
 def wait_for_result(directory: Path, stage: str, attempt: Attempt, timeout: float = 600) -> dict[str, Any]:
-    """What a stage leaves at its end."""
+    """The result of a stage, once it is there."""
     path, deadline = directory / "stages" / f"{stage}.json", time.monotonic() + timeout
     while not path.exists():
         assert attempt.process.poll() is None, attempt.process.communicate()[0]
@@ -424,7 +423,7 @@ def upload_llama(cloud: Any, base: Path, directory: Path) -> str:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        initializer_range=0.2,  # large enough that attention, and so the rotary embedding, matters
+        initializer_range=0.2,  # large enough that attention, and so the rotary embedding, changes the loss
         tie_word_embeddings=False,
         rope_parameters={
             "rope_type": "llama3",

@@ -1,4 +1,4 @@
-"""The MaxText image: pinned, without hosts or paths of a machine, complete by its COPYs, started by its ENTRYPOINT."""
+"""The MaxText image: its packages are pinned by version alone, its COPYs are complete, its ENTRYPOINT starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the MaxText container that need no MaxText: families, batches, what was trained, what was exported."""
+"""The parts of the MaxText container that need no MaxText: families, batches, stages, methods, checks."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ LLAMA31 = {
 
 
 def test_a_qwen3_is_a_template_with_its_own_sizes() -> None:
-    found = family_of(QWEN3_4B, "Qwen/Qwen3-4B")
-    # MaxText's own qwen3-4b.yml has the same.
-    assert found.settings == {
+    family = family_of(QWEN3_4B, "Qwen/Qwen3-4B")
+    # MaxText's own qwen3-4b.yml has the same sizes.
+    assert family.settings == {
         "base_emb_dim": 2560,
         "base_mlp_dim": 9728,
         "base_num_decoder_layers": 36,
@@ -83,8 +83,8 @@ def test_a_qwen3_is_a_template_with_its_own_sizes() -> None:
         "logits_via_embedding": True,
         "normalize_embedding_logits": False,
     }
-    assert found.arguments()[:2] == ["model_name=qwen3-0.6b", "override_model_config=true"]
-    assert "logits_via_embedding=true" in found.arguments()
+    assert family.arguments()[:2] == ["model_name=qwen3-0.6b", "override_model_config=true"]
+    assert "logits_via_embedding=true" in family.arguments()
 
 
 def test_a_llama_has_llama_3_1_s_rotary_embeddings_or_plain_ones() -> None:
@@ -125,7 +125,7 @@ def test_rows_in_one_sequence_are_kept_apart_and_only_answers_are_learnt() -> No
     assert batch["inputs_position"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert batch["inputs_segmentation"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
     assert batch["targets"].tolist() == [[2, 3, 4, 0, 2, 3, 0, 0]]
-    # Token 2 of each row is asked for token 3, and the last one for nothing: not for the next row's first token.
+    # Token 2 of each row predicts token 3. The last token predicts nothing: not the first token of the next row.
     assert batch["targets_segmentation"].tolist() == [[0, 1, 1, 0, 0, 2, 0, 0]]
 
 
@@ -143,7 +143,7 @@ def test_a_step_has_the_same_rows_whenever_it_is_asked_for(tmp_path: Path) -> No
     loaded = Data.load(tmp_path / "rows.npz")
     steps = [data.batch(step, 4, seed=1)["inputs"].tolist() for step in range(5)]
     assert loaded.batch(3, 4, seed=1)["inputs"].tolist() == steps[3]
-    # Two epochs of ten sequences are five steps of four: each sequence twice, once among the first ten.
+    # Two epochs of ten sequences are five steps of four: each sequence occurs twice, once among the first ten.
     lengths = [sum(token != 0 for token in line) for step in steps for line in step]
     assert sorted(lengths[:10]) == sorted(lengths[10:]) == list(range(3, 13))
     assert lengths[:10] != lengths[10:]
@@ -188,8 +188,8 @@ def test_steps_are_of_all_devices_and_whole_epochs() -> None:
     ],
 )
 def test_the_learning_rate_s_course_is_told_in_maxtext_s_words(name: str, expected: list[str] | str) -> None:
-    found = schedule(spec(lr_scheduler_type=name))
-    assert found == expected or expected in found
+    words = schedule(spec(lr_scheduler_type=name))
+    assert words == expected or expected in words
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_training_that_ended_well_and_did_not_do_its_work_has_failed(
 ) -> None:
     trained = {"step": 200, "total_steps": 200, "loss": 0.5, "train_loss": 0.6}
     check_trained(trained)
-    check_trained({**trained, "train_loss": None})  # nothing was left to train
+    check_trained({**trained, "train_loss": None})  # no step was left to train
     with pytest.raises(JobError, match=message) as caught:
         check_trained({**trained, **change})
     assert caught.value.exit_code == exit_code
@@ -287,8 +287,8 @@ def test_methods_are_known_by_the_names_of_the_spec() -> None:
 TRAINER = """
 import json, signal, sys, time
 from pathlib import Path
-asked = []
-signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 work = Path(sys.argv[1])
 def save(step):
     (work / "training/run/checkpoints" / str(step)).mkdir(parents=True)
@@ -298,18 +298,18 @@ with (work / "progress.jsonl").open("a", buffering=1) as file:
         print(json.dumps({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}), file=file)
         if step in (1, 4, 8):
             save(step)
-        while step == 9 and WAITS and not asked:
+        while step == 9 and WAITS and not signals:
             time.sleep(0.01)
-        if asked:
+        if signals:
             break
     save(step)
-    result = {"step": step, "stopped": bool(asked)}
+    result = {"step": step, "stopped": bool(signals)}
     (work / "stages/train.json").write_text(json.dumps(result))
 """
 
 
 class Store:
-    """Stands for the bucket."""
+    """Replaces the checkpoint store; keeps the notes of each saved step."""
 
     def __init__(self) -> None:
         self.saved_step = 0
@@ -321,7 +321,7 @@ class Store:
 
 
 def watched_training(directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple[Runner, Watch, Store]:
-    """A trainer that takes ten steps and saves, besides what was asked for, the first one, as Orbax does."""
+    """A trainer that takes ten steps. Like Orbax, it also saves the first step."""
     (directory / "trainer.py").write_text(TRAINER.replace("WAITS", str(waits)))
     monkeypatch.setenv("PYTHONPATH", str(directory))
     work, job = Work(directory), Job("p", "run", 1, "b", "", None, 10)
@@ -347,10 +347,10 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, watch, store = watched_training(tmp_path, monkeypatch, waits=True)
-    look = Watch.__call__
+    watch_once = Watch.__call__
 
     def told_to_stop_at_step_9(self: Watch) -> None:
-        look(self)
+        watch_once(self)
         if 9 in self._reports and not stopped:
             stopped.append(True)
             raise Stopped("preempted")

@@ -1,4 +1,4 @@
-"""The parts of the Ray container that need no Ray: what it reads of its slice, and its checkpoints in the bucket."""
+"""The parts of the Ray container that need no Ray: its slice of TPU hosts, and its checkpoints in the bucket."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_imported_weights_are_copied_with_their_paths(cloud: Any, root: str, tmp
 
 
 def test_a_slice_is_one_worker_for_each_host() -> None:
-    found = Slice.from_environment(SLICE)
-    asked = found.scaling(tpu=True)
-    assert (asked["num_workers"], asked["topology"], asked["accelerator_type"]) == (4, "4x4", "TPU-V6E")
-    assert asked["resources_per_worker"] == {"TPU": 4}
-    assert found.scaling(tpu=False)["num_workers"] == 4
+    hosts = Slice.from_environment(SLICE)
+    scaling = hosts.scaling(tpu=True)
+    assert (scaling["num_workers"], scaling["topology"], scaling["accelerator_type"]) == (4, "4x4", "TPU-V6E")
+    assert scaling["resources_per_worker"] == {"TPU": 4}
+    assert hosts.scaling(tpu=False)["num_workers"] == 4
 
 
 @pytest.mark.parametrize(

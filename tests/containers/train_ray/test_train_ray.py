@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from dropforge.run.artifacts import read_manifest, verify_manifest
-from dropforge_local import ray_shim
+from dropforge_local import shims
 from dropforge_local.containers.images import ImageStore, Process
 
 from ..train_maxtext.test_maxtext import (
@@ -45,7 +45,7 @@ START_SECONDS = 250.0
 STEPS, MANY, PERIOD = 20, 24, 8
 ROWS, ACCUMULATION = 16, 2  # of a step and all hosts
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-# One host and two see the same batches; sums come in another order.
+# One host and two hosts train the same batches; only the order of the sums differs.
 LOSS_TOLERANCE = 1e-4
 __all__ = ["base_qwen3", "spec"]
 
@@ -54,7 +54,7 @@ class Cluster:
     """A Ray head and its hosts: processes of this machine, each in a session of its own."""
 
     def __init__(self, directory: Path, image: Process) -> None:
-        self.directory = directory  # short: Ray's sockets are below it, and a socket's path has 107 bytes at most
+        self.directory = directory  # short: Ray's sockets are below it, and the path of a socket has at most 107 bytes
         self.image = image
         self.token = uuid.uuid4().hex
         self.head = f"127.0.0.1:{free_port()}"
@@ -67,14 +67,14 @@ class Cluster:
         self.wait()
         for _ in range(HOSTS):
             self.add("--address=x", {}, "--resources=" + json.dumps({"TPU": CHIPS}))
-            self.wait()  # one after the other: together they take longer to start than a node waits
+            self.wait()  # one by one: together they start more slowly than a node waits
 
     def add(self, role: str, ports: dict[int, int], *words: str) -> None:
         agent = free_port()
         ports = {**ports, 52365: agent, 8080: free_port()}
         home = self.directory / f"n{len(self.nodes)}"
         home.mkdir()
-        environment = {**self.environment(), **ray_shim.environment(self.environment(), ports, self.head)}
+        environment = {**self.environment(), **shims.ray_environment(self.environment(), ports, self.head)}
         environment |= {"HOME": str(home), "TMPDIR": str(home)}
         ray = str(self.image.search_path[-1] / "ray")
         cpus = 0 if role == "--head" else 2
@@ -93,12 +93,12 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([*map(str, self.image.search_path), "/usr/bin", "/bin"])
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "OMP_NUM_THREADS": "1"}
-        # Ray's workers are 15 nicer than Ray; beside another worker of pytest they would hardly train.
+        # Ray starts workers with niceness 15: beside another worker of pytest they would hardly train.
         own["RAY_worker_niceness"] = "0"
         return {**self.image.env, **QUICK_XLA, **own, "PATH": path}
 
     def wait(self) -> None:
-        """Until all nodes answer. One that gave up, as Ray does after 30 s, is started again: a pod is."""
+        """Wait until all nodes answer. Restart a node that gave up (Ray does after 30 s), as Kubernetes does."""
         deadline = time.monotonic() + START_SECONDS
         for number, agent in enumerate(self.agents):
             while not healthy(agent):
@@ -108,24 +108,24 @@ class Cluster:
                 time.sleep(0.3)
 
     def workers(self) -> list[psutil.Process]:
-        """Those of Ray Train, one on each host."""
-        return [one for one in self.processes() if any("RayTrainWorker" in word for word in one.cmdline())]
+        """Ray Train's workers, one on each host."""
+        return [worker for worker in self.processes() if any("RayTrainWorker" in word for word in worker.cmdline())]
 
     def processes(self) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
         for node in self.nodes:
             with suppress(psutil.NoSuchProcess):
-                found += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
-        return found
+                processes += [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]
+        return processes
 
     def listens_on(self) -> set[str]:
-        """The addresses on which anything of the cluster listens, Ray's parts, JAX and gloo."""
-        found = set()
+        """All addresses on which the cluster's processes listen: Ray, JAX and gloo."""
+        addresses = set()
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
-                every = process.net_connections("inet")
-                found |= {one.laddr.ip for one in every if one.status == psutil.CONN_LISTEN}
-        return found
+                connections = process.net_connections("inet")
+                addresses |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+        return addresses
 
     def end(self) -> None:
         for process in self.processes():
@@ -144,9 +144,9 @@ def healthy(port: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
     ports: dict[int, int] = {}
     environment = {
         **cluster.environment(),
-        **ray_shim.environment(cluster.environment(), ports, cluster.head),
+        **shims.ray_environment(cluster.environment(), ports, cluster.head),
         "HOME": str(tmp_path),
         "DROPFORGE_TPU_ACCELERATOR": "tpu-v6e-slice",
         "DROPFORGE_TPU_TOPOLOGY": "2x4",
@@ -187,7 +187,7 @@ def test_two_hosts_stopped_and_resumed_elsewhere_train_the_model_that_one_host_d
     driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
 ) -> None:
     document = spec(training={"max_steps": STEPS, "checkpoint_steps": 10, "per_device_train_batch_size": ROWS // HOSTS})
-    # Time enough to save a checkpoint on a machine that is busy with other tests.
+    # Enough time to save a checkpoint on a machine that is busy with other tests.
     first = driver.start(document, DROPFORGE_GRACE_SECONDS="100")
     work = tmp_path / "work" / first.run
     wait_for_step(work / "progress.jsonl", 4, first)
@@ -196,21 +196,21 @@ def test_two_hosts_stopped_and_resumed_elsewhere_train_the_model_that_one_host_d
     assert first.wait() == 75, first.output[-3000:] + logs_of(work)
     elsewhere = tmp_path / "elsewhere" / first.run
     elsewhere.mkdir(parents=True)
-    (elsewhere / "xla").symlink_to(work / "xla")  # as a machine has it that has trained before
+    (elsewhere / "xla").symlink_to(work / "xla")  # as on a machine that trained before
     second = driver.start(document, first.run, 2, DROPFORGE_WORK_DIRECTORY=str(elsewhere.parent))
-    alone = train_alone(driver, work, tmp_path / "alone")  # meanwhile
+    alone = train_alone(driver, work, tmp_path / "alone")  # while the second attempt runs
     code = second.wait()
     assert code == 0, second.output[-3000:] + logs_of(elsewhere)
 
-    told = events(first.run)
-    (stopped,) = [event for event in told if event.type == "preempted"]
+    sent = events(first.run)
+    (stopped,) = [event for event in sent if event.type == "preempted"]
     assert 4 <= stopped.step < STEPS
-    assert [event.resumed_step for event in told if event.type == "started"] == [0, stopped.step]
-    saved = [event for event in told if event.type == "checkpoint"]
+    assert [event.resumed_step for event in sent if event.type == "started"] == [0, stopped.step]
+    saved = [event for event in sent if event.type == "checkpoint"]
     assert [event.step for event in saved if event.attempt == 1][-1] == stopped.step
     assert saved[-1].step == STEPS
-    assert [event.step for event in told if event.type == "progress"][-1] == STEPS
-    assert told[-1].type == "succeeded"
+    assert [event.step for event in sent if event.type == "progress"][-1] == STEPS
+    assert sent[-1].type == "succeeded"
     whole = driver.cloud.names(RUNS, f"checkpoints/{first.run}/maxtext/run/checkpoints/")
     kept = {int(name.split("/")[5]) for name in whole if name.endswith("/commit_success.txt")}
     assert STEPS in kept
@@ -230,7 +230,7 @@ def test_two_hosts_stopped_and_resumed_elsewhere_train_the_model_that_one_host_d
 
 
 def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
-    """What the same rows and weights come to in one process, with all rows of a step on its one device."""
+    """The result of the same rows and weights in one process, with all rows of a step on its single device."""
     shutil.copytree(work, directory)
     shutil.rmtree(directory / "training", ignore_errors=True)
     prepared = json.loads((directory / "stages" / "prepare.json").read_text())
@@ -248,7 +248,7 @@ def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
 def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     driver: Driver, cluster: Cluster, spec: Spec, base_qwen3: Path, events: Any, tmp_path: Path
 ) -> None:
-    """In pre-training on synthetic data, which ends in a model that loads and computes what was trained."""
+    """Pre-training on synthetic data: the exported model loads and has the trained loss."""
     training = {"method": "pretrain", "max_steps": MANY, "checkpoint_steps": PERIOD, "max_length": 32}
     document = spec(training={**training, "per_device_train_batch_size": ROWS // HOSTS}, evaluation=None)
     document |= {"dataset": {"type": "synthetic", "rows": 2 * ROWS}, "target": {**document["target"], "type": "ray"}}
@@ -261,16 +261,16 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     code = attempt.wait()
     assert code == 0, attempt.output[-2000:] + logs_of(work)
     progress = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()]
-    begun = [one["step"] for one in progress if "loss_before" in one]
+    begun = [report["step"] for report in progress if "loss_before" in report]
     assert begun[0] == 0
     assert len(begun) == 2
     assert begun[1] >= PERIOD
     assert begun[1] % PERIOD == 0
     assert progress[-1]["step"] == MANY
 
-    told = events(attempt.run)
-    assert {begun[1], MANY} <= {event.step for event in told if event.type == "checkpoint"}
-    assert told[-1].type == "succeeded"
+    sent = events(attempt.run)
+    assert {begun[1], MANY} <= {event.step for event in sent if event.type == "checkpoint"}
+    assert sent[-1].type == "succeeded"
     manifest = read_manifest(driver.cloud.client, RUNS, attempt.run)
     assert manifest is not None
     assert manifest.dataset.uri == "synthetic"

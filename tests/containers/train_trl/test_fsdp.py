@@ -17,13 +17,13 @@ from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
 from dropforge.spec import parse_spec
 
-# One test waits for several attempts, its own and those that others share.
+# A test waits for several attempts: its own, and attempts that tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RUNS, DATA = "runs-bucket", "data-bucket"
 WHOLE = {"adapter": {"type": "none"}, "learning_rate": 1e-3}
 LONG = {"max_steps": 60, "checkpoint_steps": 20, "per_device_train_batch_size": 8}
-# Only the order differs in which 32-bit numbers are added up (measured: 2e-8).
+# Only the order of the 32-bit sums differs (measured: 2e-8).
 ONE_PROCESS_TOLERANCE = 1e-5
 RESUME_TOLERANCE = 1e-4
 
@@ -31,10 +31,10 @@ Spec = Callable[..., dict[str, Any]]
 
 
 def test_two_ranks_lose_what_one_process_loses(two_ranks: Any, uninterrupted: Any, cloud: Any) -> None:
-    (one, one_manifest), (two, two_manifest) = uninterrupted, two_ranks
-    expected, found = losses(cloud, one.run), losses(cloud, two.run)
-    assert len(found) == 6
-    assert found == pytest.approx(expected, abs=ONE_PROCESS_TOLERANCE)
+    (single, one_manifest), (double, two_manifest) = uninterrupted, two_ranks
+    expected, actual = losses(cloud, single.run), losses(cloud, double.run)
+    assert len(actual) == 6
+    assert actual == pytest.approx(expected, abs=ONE_PROCESS_TOLERANCE)
     for name in ("loss", "loss_before"):
         assert two_manifest.metrics[name] == pytest.approx(one_manifest.metrics[name], abs=ONE_PROCESS_TOLERANCE)
     for name in ("steps", "tokens", "rows_train", "rows_eval", "exact_match_before"):
@@ -43,26 +43,26 @@ def test_two_ranks_lose_what_one_process_loses(two_ranks: Any, uninterrupted: An
 
 def test_one_rank_reports(two_ranks: Any, events: Any) -> None:
     attempt, manifest = two_ranks
-    told = events(attempt.run)
-    kinds = [event.type for event in told]
+    sent = events(attempt.run)
+    kinds = [event.type for event in sent]
     assert kinds[0] == "started"
     assert {kind: kinds.count(kind) for kind in ("started", "checkpoint", "succeeded")} == {
         "started": 1,
         "checkpoint": 3,
         "succeeded": 1,
     }
-    assert told[0].device == "2 x cpu"
-    (succeeded,) = [event for event in told if event.type == "succeeded"]
+    assert sent[0].device == "2 x cpu"
+    (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.metrics == manifest.metrics
-    steps = [event.step for event in told if event.type == "progress"]
+    steps = [event.step for event in sent if event.type == "progress"]
     assert steps == sorted(set(steps))
 
 
 def test_checkpoints_have_the_shards_of_both_ranks(two_ranks: Any, cloud: Any) -> None:
     attempt, _ = two_ranks
-    found = checkpoints(cloud.client, RUNS, attempt.run)
-    assert [checkpoint.step for checkpoint in found] == [60, 40]
-    paths = {file.path for file in found[1].files}
+    saved = checkpoints(cloud.client, RUNS, attempt.run)
+    assert [checkpoint.step for checkpoint in saved] == [60, 40]
+    paths = {file.path for file in saved[1].files}
     for rank in (0, 1):
         shards = {f"pytorch_model_fsdp_0/__{rank}_0.distcp", f"optimizer_0/__{rank}_0.distcp", f"rng_state_{rank}.pth"}
         assert shards <= paths
@@ -89,49 +89,49 @@ def test_the_exported_model_loads_and_answers(two_ranks: Any, cloud: Any, traine
 def test_killed_and_stopped_and_resumed_by_other_ranks_it_ends_with_the_same_loss(
     uninterrupted: Any, trainer: Any, spec: Spec, cloud: Any, events: Any, tmp_path: Path
 ) -> None:
-    one, expected = uninterrupted
-    # One process has trained 40 steps, the first epoch; two ranks go on, and lose one of them.
-    run, document = f"reshard-{one.run}", spec(training={**LONG, "checkpoint_steps": 1})
-    copy_checkpoint(cloud, one.run, run, tmp_path, save_steps=1)  # which makes steps slow enough to be interrupted
+    single, expected = uninterrupted
+    # One process trained 40 steps, the first epoch. Two ranks continue, and the test kills the second rank.
+    run, document = f"reshard-{single.run}", spec(training={**LONG, "checkpoint_steps": 1})
+    copy_checkpoint(cloud, single.run, run, tmp_path, save_steps=1)  # saving makes steps slow enough to interrupt
     first = trainer.start(document, run, processes=2)
     wait_for(lambda: newest_step(cloud, run) > 40)
     rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
     assert first.wait() == 70, first.output
-    told = events(run)
-    assert told[0].resumed_step == 40
-    assert (told[-1].type, told[-1].error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
+    sent = events(run)
+    assert sent[0].resumed_step == 40
+    assert (sent[-1].type, sent[-1].error_class) == ("failed", ErrorClass.INFRASTRUCTURE)
 
     resumed = newest_step(cloud, run)
     second = trainer.start(document, run, attempt=2, processes=2)
     wait_for(lambda: newest_step(cloud, run) > resumed)
     second.kill(signal.SIGTERM)
     assert second.wait() == 75, second.output
-    told = [event for event in events(run) if event.attempt == 2]
-    assert told[0].resumed_step == resumed
-    assert told[-1].type == "preempted"
-    assert resumed < told[-1].step == newest_step(cloud, run) < 60
+    sent = [event for event in events(run) if event.attempt == 2]
+    assert sent[0].resumed_step == resumed
+    assert sent[-1].type == "preempted"
+    assert resumed < sent[-1].step == newest_step(cloud, run) < 60
 
     third = trainer.start(document, run, attempt=3)
     assert third.wait() == 0, third.output
-    found = trainer.manifest(run).metrics
+    metrics = trainer.manifest(run).metrics
     for name in ("loss", "loss_before"):
-        assert found[name] == pytest.approx(expected.metrics[name], abs=RESUME_TOLERANCE), name
+        assert metrics[name] == pytest.approx(expected.metrics[name], abs=RESUME_TOLERANCE), name
     for name in ("steps", "tokens", "exact_match", "exact_match_before"):
-        assert found[name] == expected.metrics[name], name
+        assert metrics[name] == expected.metrics[name], name
 
 
 def test_a_rank_that_hears_no_signal_does_not_cost_the_last_event(trainer: Any, spec: Spec, events: Any) -> None:
     attempt = trainer.start(spec(training=LONG), processes=2, DROPFORGE_GRACE_SECONDS="5")
     attempt.wait_for('"prepared"')
     deaf = rank_processes(attempt.process.pid)
-    deaf[1].send_signal(signal.SIGSTOP)  # as one that waits in a collective
+    deaf[1].send_signal(signal.SIGSTOP)  # as if it waited in a collective
     attempt.kill(signal.SIGTERM)
     began = time.monotonic()
     try:
-        assert attempt.process.wait(60) == 75  # its output is open for as long as a rank is there
+        assert attempt.process.wait(60) == 75  # a rank keeps the output open
         assert time.monotonic() - began < 25  # the launcher alone would wait for 30 s
     finally:
-        for rank in filter(psutil.Process.is_running, deaf):  # a container's end would end them
+        for rank in filter(psutil.Process.is_running, deaf):  # the end of a container would end them
             rank.kill()
     assert [event.type for event in events(attempt.run)] == ["started", "preempted"]
 
@@ -139,9 +139,9 @@ def test_a_rank_that_hears_no_signal_does_not_cost_the_last_event(trainer: Any, 
 def test_ranks_that_would_not_be_sharded_are_refused(trainer: Any, spec: Spec, events: Any) -> None:
     attempt = trainer.start(spec(training=LONG), processes=2, DROPFORGE_LOCAL_GPUS="")
     assert attempt.wait() == 64, attempt.output
-    (told,) = events(attempt.run)
-    assert (told.type, told.error_class) == ("failed", ErrorClass.CONFIG)
-    assert "2 processes were to shard the model by FSDP2; accelerate runs MULTI_CPU" in told.message
+    (sent,) = events(attempt.run)
+    assert (sent.type, sent.error_class) == ("failed", ErrorClass.CONFIG)
+    assert "2 processes were to shard the model by FSDP2; accelerate runs MULTI_CPU" in sent.message
 
 
 def test_two_machines_make_one_model(two_machines: str, trainer: Any, cloud: Any, events: Any) -> None:
@@ -210,8 +210,8 @@ def test_machines_commit_a_checkpoint_together(cloud: Any, tmp_path: Path) -> No
     stores[1].save(10, tmp_path / "1", {})
     for saving in stores:
         saving.wait()
-    assert not (tmp_path / "1").exists()  # nobody deletes it otherwise
-    # What a torn upload of three ranks had left.
+    assert not (tmp_path / "1").exists()  # the machine deletes its own uploaded shards
+    # The rest of an incomplete upload by three ranks.
     cloud.put(RUNS, f"checkpoints/{run}/step-00000010/optimizer_0/__2_0.distcp", "of another launch")
     resumed = store(cloud, run, 1).resume(tmp_path / "resumed")
     assert resumed is not None
@@ -246,7 +246,7 @@ def test_rows_come_in_an_order_that_seed_and_epoch_decide() -> None:
 
 
 def spread(order: list[int]) -> int:
-    """How far apart the lengths are within steps of 4 rows."""
+    """The sum of the length differences within steps of 4 rows."""
     return sum(max(order[n : n + 4]) - min(order[n : n + 4]) for n in range(0, len(order), 4))
 
 
@@ -269,7 +269,7 @@ def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() ->
 
 
 def copy_checkpoint(cloud: Any, source: str, run: str, directory: Path, save_steps: int) -> None:
-    """The last checkpoint but one, for another run, which saves every `save_steps` from there on."""
+    """Copy the last checkpoint but one to another run, which then saves every `save_steps` steps."""
     checkpoint = checkpoints(cloud.client, RUNS, source)[1]
     download_prefix(cloud.client, checkpoint.uri, directory)
     (directory / COMPLETE).unlink()
@@ -283,16 +283,16 @@ def newest_step(cloud: Any, run: str) -> int:
 
 
 def losses(cloud: Any, run: str) -> list[float]:
-    """What the trainer logged, from its last checkpoint."""
+    """The losses that the trainer logged, from its last checkpoint."""
     uri = checkpoints(cloud.client, RUNS, run)[0].uri.removeprefix(f"gs://{RUNS}/")
     state = json.loads(cloud.client.bucket(RUNS).blob(f"{uri}trainer_state.json").download_as_bytes())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
 def rank_processes(pid: int) -> list[psutil.Process]:
-    """The ranks below the process that started them, in the order of their ranks."""
-    found = [p for p in psutil.Process(pid).children(recursive=True) if p.environ().get("LOCAL_RANK")]
-    return sorted(found, key=lambda process: int(process.environ()["LOCAL_RANK"]))
+    """The rank processes below the process that started them, in order."""
+    ranks = [p for p in psutil.Process(pid).children(recursive=True) if p.environ().get("LOCAL_RANK")]
+    return sorted(ranks, key=lambda process: int(process.environ()["LOCAL_RANK"]))
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = 100) -> None:

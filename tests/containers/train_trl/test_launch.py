@@ -1,4 +1,4 @@
-"""Several processes, without starting any: what the environment says, the configuration, and what their ends mean."""
+"""Several processes, without starting them: the environment, the configuration, and the outcome of all ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_environment_describes_the_world() -> None:
 def test_a_world_that_cannot_be_is_refused(environment: dict[str, str], problem: str) -> None:
     problems: list[str] = []
     read_world(environment, problems)
-    assert any(found.startswith(problem) for found in problems), problems
+    assert any(text.startswith(problem) for text in problems), problems
 
 
 def test_accelerate_reads_the_configuration(tmp_path: Path) -> None:
@@ -80,33 +80,33 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(monkeypatch: A
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "stopped", "exit_code", "told"),
+    ("outcomes", "stopped", "exit_code", "message"),
     [
-        # The model is committed: whatever happened while the ranks left does not matter.
+        # The model is committed: errors while the ranks end do not matter.
         ({0: Outcome.done(), 1: LOST}, False, DONE, ""),
-        # What came first is why the rest went wrong.
+        # The first failure is the cause of the others.
         ({0: replace(LOST, time=2.0), 1: replace(OUT_OF, time=1.0)}, False, OUT_OF_MEMORY, "out of memory"),
-        # Rank 1 was killed; the launcher told rank 0 to stop.
+        # Rank 1 was killed; the launcher stopped rank 0.
         ({0: Outcome.stopped("preempted", 20, agreed=False)}, False, INTERNAL, "left no outcome: 1"),
         ({}, False, INTERNAL, "left no outcome: 0, 1"),
         ({0: Outcome.stopped("preempted", 20, agreed=True), 1: LOST}, True, STOPPED, ""),
-        # Another machine was told to stop, and all ranks agreed.
+        # Another machine got the signal, and all ranks agreed.
         ({0: Outcome.stopped("preempted", 20, agreed=True)}, False, STOPPED, ""),
-        # Told to stop before the ranks could listen.
+        # The signal came before the ranks listened.
         ({}, True, STOPPED, ""),
     ],
 )
 def test_what_the_ends_of_the_ranks_mean(
-    outcomes: dict[int, Outcome], stopped: bool, exit_code: int, told: str
+    outcomes: dict[int, Outcome], stopped: bool, exit_code: int, message: str
 ) -> None:
     stop = StopRequest()
     stop.reason = "deadline" if stopped else None
-    found = launch.conclude(outcomes, stop, World(processes=2), 1)
-    assert found.exit_code == exit_code
-    assert told in found.message
+    result = launch.conclude(outcomes, stop, World(processes=2), 1)
+    assert result.exit_code == exit_code
+    assert message in result.message
     if exit_code == STOPPED:
-        assert found.reason == ("deadline" if stopped else "preempted")
-        assert found.step == max((outcome.step for outcome in outcomes.values()), default=0)
+        assert result.reason == ("deadline" if stopped else "preempted")
+        assert result.step == max((outcome.step for outcome in outcomes.values()), default=0)
 
 
 @pytest.mark.parametrize(("left", "reason"), [(20.0, "deadline"), (300.0, "preempted"), (None, "preempted")])
@@ -132,23 +132,23 @@ def test_ranks_inherit_secrets_and_do_not_read_them_again(monkeypatch: Any, tmp_
 def test_a_rank_leaves_its_end_to_the_process_that_started_it(tmp_path: Path) -> None:
     rank = replace(JOB, world=World(processes=2, rank=1, local_rank=1, directory=tmp_path))
     agreed = Outcome.stopped("preempted", 20, agreed=True)
-    told: list[Outcome] = []
-    assert attempt.conclude(rank, agreed, tmp_path, recorder(told)) == DONE
-    assert attempt.conclude(rank, OUT_OF, tmp_path, recorder(told)) == OUT_OF_MEMORY
-    assert told == []
+    reported: list[Outcome] = []
+    assert attempt.conclude(rank, agreed, tmp_path, recorder(reported)) == DONE
+    assert attempt.conclude(rank, OUT_OF, tmp_path, recorder(reported)) == OUT_OF_MEMORY
+    assert reported == []
     assert read_outcomes(tmp_path) == {1: OUT_OF}
     assert OUT_OF.error.error_class == ErrorClass.OUT_OF_MEMORY
 
 
 def test_another_machine_tells_only_what_nobody_else_can_know(tmp_path: Path) -> None:
-    told: list[Outcome] = []
+    reported: list[Outcome] = []
     first, second = (replace(JOB, world=World(machines=2, machine=machine)) for machine in (0, 1))
     alone, together = (Outcome.stopped("preempted", 20, agreed) for agreed in (False, True))
     for job, outcome in (
         (second, OUT_OF), (second, LOST), (second, Outcome.done()), (second, together), (second, alone), (first, LOST)
     ):  # fmt: skip
-        assert attempt.conclude(job, outcome, tmp_path, recorder(told)) == outcome.exit_code
-    assert told == [OUT_OF, alone, LOST]
+        assert attempt.conclude(job, outcome, tmp_path, recorder(reported)) == outcome.exit_code
+    assert reported == [OUT_OF, alone, LOST]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_a_collective_that_a_lost_rank_broke_is_tried_again(error: Exception) ->
     assert classify(error).error_class == ErrorClass.INFRASTRUCTURE
 
 
-def recorder(told: list[Outcome]) -> Any:
-    return type("Recorder", (), {"ended": staticmethod(told.append)})()
+def recorder(reported: list[Outcome]) -> Any:
+    return type("Recorder", (), {"ended": staticmethod(reported.append)})()
 
 
 def spec(adapter: str) -> JobSpec:

@@ -1,4 +1,4 @@
-"""The device plan: what is chosen, and the refusal, with its arithmetic, of what does not fit."""
+"""The device plan: its choices, and the refusal, with the arithmetic, of a model that does not fit."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def plan(device: Device = L4, shape: ModelShape = GEMMA_2B, lengths: list[int] =
 
 
 def test_tutorial_001_fits_its_gpu_in_bf16_packed_and_without_recomputing() -> None:
-    found = plan()
-    assert (found.dtype, found.packing, found.gradient_checkpointing) == ("bfloat16", True, False)
-    assert found.attention == "sdpa"
-    assert found.threads is None
+    chosen = plan()
+    assert (chosen.dtype, chosen.packing, chosen.gradient_checkpointing) == ("bfloat16", True, False)
+    assert chosen.attention == "sdpa"
+    assert chosen.threads is None
 
 
 def test_a_cpu_trains_in_fp32_by_length_on_one_thread() -> None:
-    found = plan(CPU, TINY)
-    assert (found.dtype, found.packing, found.group_by_length, found.threads) == ("float32", False, True, 1)
-    assert (found.batch_size, found.gradient_accumulation_steps) == (8, 1)
+    chosen = plan(CPU, TINY)
+    assert (chosen.dtype, chosen.packing, chosen.group_by_length, chosen.threads) == ("float32", False, True, 1)
+    assert (chosen.batch_size, chosen.gradient_accumulation_steps) == (8, 1)
 
 
 def test_flash_attention_is_used_where_it_is_installed_and_not_against_the_spec() -> None:
@@ -59,9 +59,9 @@ def test_flash_attention_is_used_where_it_is_installed_and_not_against_the_spec(
 
 
 def test_a_packed_step_holds_about_as_many_rows_as_a_padded_one() -> None:
-    found = plan(lengths=[128] * 100)
-    assert found.packing
-    assert found.batch_size * found.gradient_accumulation_steps == 2  # 2 blocks of 512 tokens = 8 rows of 128
+    chosen = plan(lengths=[128] * 100)
+    assert chosen.packing
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 2  # 2 blocks of 512 tokens = 8 rows of 128
 
 
 def test_rows_as_long_as_a_block_are_not_packed() -> None:
@@ -69,16 +69,16 @@ def test_rows_as_long_as_a_block_are_not_packed() -> None:
 
 
 def test_what_the_spec_says_is_what_is_done() -> None:
-    found = plan(per_device_train_batch_size=3, gradient_checkpointing=True, packing=False)
-    assert (found.batch_size, found.gradient_checkpointing, found.packing) == (3, True, False)
+    chosen = plan(per_device_train_batch_size=3, gradient_checkpointing=True, packing=False)
+    assert (chosen.batch_size, chosen.gradient_checkpointing, chosen.packing) == (3, True, False)
 
 
 def test_recomputing_starts_when_memory_is_short_and_the_step_keeps_its_rows() -> None:
     small = Device("cuda", "small", 8 * GIB, bf16=True)
-    found = plan(small, packing=False, lengths=[500] * 100)
-    assert found.batch_size * found.gradient_accumulation_steps == 8
-    assert found.gradient_checkpointing or found.batch_size < 8
-    assert found.estimate.total < 8 * GIB
+    chosen = plan(small, packing=False, lengths=[500] * 100)
+    assert chosen.batch_size * chosen.gradient_accumulation_steps == 8
+    assert chosen.gradient_checkpointing or chosen.batch_size < 8
+    assert chosen.estimate.total < 8 * GIB
 
 
 def test_qlora_needs_a_quarter_of_the_weights_of_lora() -> None:
@@ -92,21 +92,21 @@ def test_ranks_hold_a_share_of_the_weights_each() -> None:
     spec = training("none", gradient_checkpointing=True, per_device_train_batch_size=1)
     with pytest.raises(JobError):
         make_plan(spec, GEMMA_12B, h200, LENGTHS)
-    found = make_plan(spec, GEMMA_12B, h200, LENGTHS, shards=8)
-    assert found.estimate.trained == 14 * GEMMA_12B.parameters // 8
-    assert found.estimate.weights > 4 * GEMMA_12B.parameters // 8  # and what is gathered while it is computed with
+    chosen = make_plan(spec, GEMMA_12B, h200, LENGTHS, shards=8)
+    assert chosen.estimate.trained == 14 * GEMMA_12B.parameters // 8
+    assert chosen.estimate.weights > 4 * GEMMA_12B.parameters // 8  # and the gathered layers
 
 
 def test_a_resumed_run_keeps_the_rows_of_its_steps() -> None:
-    found = plan(CPU, TINY)
-    assert found.rows_per_step(1) == 8
+    chosen = plan(CPU, TINY)
+    assert chosen.rows_per_step(1) == 8
     for rows, processes, expected in ((16, 1, (8, 2)), (8, 2, (4, 1)), (24, 2, (6, 2)), (8, 8, (1, 1))):
-        kept = keep_rows_per_step(found, rows, processes)
+        kept = keep_rows_per_step(chosen, rows, processes)
         assert (kept.batch_size, kept.gradient_accumulation_steps) == expected
         assert kept.rows_per_step(processes) == rows
     for rows, processes in ((16, 3), (8, 16)):
         with pytest.raises(JobError, match=f"steps of {rows} rows, which {processes} processes cannot share") as caught:
-            keep_rows_per_step(found, rows, processes)
+            keep_rows_per_step(chosen, rows, processes)
         assert caught.value.exit_code == BAD_CONFIG
 
 

@@ -1,4 +1,4 @@
-"""The training container as a subprocess: what it leaves, how it ends, and what survives when it is killed."""
+"""The training container as a subprocess: its artifacts, its exit codes, and how an attempt continues after a kill."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from google.cloud import storage
 from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
 
-# One test waits for several attempts, its own and those that others share.
+# A test waits for several attempts: its own, and attempts that tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
 RUNS, DATA = "runs-bucket", "data-bucket"
-# Steps enough to be interrupted in, and the same for every test that compares with an uninterrupted run.
+# Enough steps to interrupt, and the same steps in every test that compares with an uninterrupted run.
 LONG = {"max_steps": 60, "checkpoint_steps": 20}
-# Same data order, same seeds, one thread: what differs is the rounding of sums after a resume.
+# Same data order, same seeds, one thread: only the rounding of sums differs after a resume.
 LOSS_TOLERANCE = 1e-4
 
 Spec = Callable[..., dict[str, Any]]
@@ -69,15 +69,15 @@ def test_the_exported_model_stops_at_the_end_of_a_turn_and_answers_as_the_sample
 
 def test_events_tell_the_run_in_order(uninterrupted: Any, events: Any) -> None:
     attempt, manifest = uninterrupted
-    told = events(attempt.run)
-    kinds = [event.type for event in told]
+    sent = events(attempt.run)
+    kinds = [event.type for event in sent]
     assert kinds[0] == "started"
-    assert "succeeded" in kinds[-2:]  # the last checkpoint's upload may end later
+    assert "succeeded" in kinds[-2:]  # the upload of the last checkpoint may end later
     assert kinds.count("checkpoint") == 3
-    progress = [event for event in told if event.type == "progress"]
+    progress = [event for event in sent if event.type == "progress"]
     assert progress[-1].step == progress[-1].total_steps == 60
     assert progress[-1].loss < 0.4
-    (succeeded,) = [event for event in told if event.type == "succeeded"]
+    (succeeded,) = [event for event in sent if event.type == "succeeded"]
     assert succeeded.manifest_uri == f"gs://{RUNS}/models/{attempt.run}/MANIFEST.json"
     assert succeeded.metrics == manifest.metrics
 
@@ -103,8 +103,8 @@ def test_a_committed_run_is_told_again_and_not_trained_again(uninterrupted: Any,
     began = time.monotonic()
     assert again.wait() == 0, again.output
     assert time.monotonic() - began < 6
-    told = [event for event in events(attempt.run) if event.attempt == 2]
-    assert [event.type for event in told] == ["succeeded"]
+    sent = [event for event in events(attempt.run) if event.attempt == 2]
+    assert [event.type for event in sent] == ["succeeded"]
     assert trainer.manifest(attempt.run) == manifest
 
 
@@ -116,12 +116,12 @@ def test_sigkill_and_resume_end_with_the_same_loss(
     wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
     first.kill(signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
-    # A torn upload, newer than what is complete, must not be resumed.
+    # An incomplete upload is newer than the complete checkpoints; no attempt may resume it.
     cloud.put(RUNS, f"checkpoints/{first.run}/step-00000059/trainer_state.json", "{}")
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output
-    told = [event for event in events(first.run) if event.attempt == 2]
-    assert told[0].resumed_step in (20, 40)
+    sent = [event for event in events(first.run) if event.attempt == 2]
+    assert sent[0].resumed_step in (20, 40)
     assert_same(trainer.manifest(first.run).metrics, expected.metrics)
     assert trainer.manifest(first.run).serve_path == "attempt-2/model"
 
@@ -131,7 +131,7 @@ def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
 ) -> None:
     _, expected = uninterrupted
     first = trainer.start(spec(training=LONG))
-    # In the second epoch: what is left of it must be the rows that it has not seen yet.
+    # In the second epoch: the next attempt must train exactly the rows that remain of it.
     wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
     first.kill(signal.SIGTERM)
     began = time.monotonic()
@@ -154,13 +154,13 @@ def test_a_finished_checkpoint_is_exported_without_another_step(
     attempt = trainer.start(spec(training=LONG), run=run)
     assert attempt.wait() == 0, attempt.output
     assert_same(trainer.manifest(run).metrics, expected.metrics)
-    told = events(run)
-    assert told[0].resumed_step == 60
-    assert [event.type for event in told] == ["started", "succeeded"]
+    sent = events(run)
+    assert sent[0].resumed_step == 60
+    assert [event.type for event in sent] == ["started", "succeeded"]
 
 
 def test_the_deadline_stops_training_with_a_checkpoint(trainer: Any, spec: Spec, cloud: Any, events: Any) -> None:
-    deadline = time.time() + 30 + 9  # the margin, and time to get going
+    deadline = time.time() + 30 + 9  # the margin, and time to start
     attempt = trainer.start(spec(training={"max_steps": 5000}), DROPFORGE_DEADLINE=str(deadline))
     assert attempt.wait() == 75, attempt.output
     assert time.time() < deadline - 15
@@ -201,7 +201,7 @@ def test_full_fine_tuning_on_messages_without_a_listener(trainer: Any, spec: Spe
         dataset={"source": f"gs://{DATA}/talks.json", "columns": None},
         training={"adapter": {"type": "none"}, "max_steps": 10, "learning_rate": 1e-3},
     )
-    # Nobody answers on that port: events are lost, the run is not.
+    # No server listens on that port: the run loses its events, and succeeds.
     attempt = trainer.start(document, PUBSUB_EMULATOR_HOST="127.0.0.1:9")
     began = time.monotonic()
     assert attempt.wait() == 0, attempt.output
@@ -264,17 +264,17 @@ def test_a_secret_that_cannot_be_read_ends_the_attempt_with_an_event(trainer: An
     reference = "projects/test-project/secrets/no-such-secret/versions/latest"
     attempt = trainer.start(spec(), DROPFORGE_SECRETS=json.dumps({"HF_TOKEN": reference}))
     assert attempt.wait() == 64, attempt.output
-    (told,) = events(attempt.run)
-    assert (told.type, told.error_class) == ("failed", ErrorClass.CONFIG)
-    assert told.message == f"{reference}, for HF_TOKEN, does not exist"
+    (sent,) = events(attempt.run)
+    assert (sent.type, sent.error_class) == ("failed", ErrorClass.CONFIG)
+    assert sent.message == f"{reference}, for HF_TOKEN, does not exist"
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    # Not train_loss: the trainer's mean is over the steps since it was started, if those are fewer than ten.
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    # Not train_loss: after a resume, the trainer's mean may cover fewer than ten steps.
     for name in ("loss", "loss_before"):
-        assert found[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE), name
+        assert actual[name] == pytest.approx(expected[name], abs=LOSS_TOLERANCE), name
     for name in ("steps", "tokens", "exact_match", "exact_match_before"):
-        assert found[name] == expected[name], name
+        assert actual[name] == expected[name], name
 
 
 def wait_for_object(client: storage.Client, name: str, timeout: float = 100) -> None:
@@ -293,7 +293,7 @@ def copy_checkpoints(client: storage.Client, run: str) -> str:
 
 
 def upload_huge_model(cloud: Any, base_model: Any) -> None:
-    """A configuration of some hundred billion parameters, and no weights: none are loaded before it is refused."""
+    """Upload a configuration of some hundred billion parameters without weights: the refusal loads none."""
     config = json.loads((base_model / "config.json").read_text())
     config |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 48, "head_dim": 256}
     config |= {"num_attention_heads": 64, "num_key_value_heads": 64, "layer_types": ["full_attention"] * 48}

@@ -1,4 +1,4 @@
-"""A fake repository with small images, and Cloud Run emulated over it, spoken to by Google's own clients."""
+"""A fake repository with small images, a Cloud Run emulator that runs them, and Google's own clients for it."""
 
 from __future__ import annotations
 
@@ -33,29 +33,33 @@ REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"
 
 JOB_PY = """
     import json, os, signal, sys, time
-    what = sys.argv[1] if len(sys.argv) > 1 else "succeed"
-    print("task", os.environ["CLOUD_RUN_TASK_INDEX"], "attempt", os.environ["CLOUD_RUN_TASK_ATTEMPT"], what, flush=True)
-    if what == "fail":
+    mode = sys.argv[1] if len(sys.argv) > 1 else "succeed"
+    print("task", os.environ["CLOUD_RUN_TASK_INDEX"], "attempt", os.environ["CLOUD_RUN_TASK_ATTEMPT"], mode, flush=True)
+    if mode == "fail":
         sys.exit(7)
-    if what == "fail-first" and os.environ["CLOUD_RUN_TASK_ATTEMPT"] == "0":
+    if mode == "fail-first" and os.environ["CLOUD_RUN_TASK_ATTEMPT"] == "0":
         sys.exit(1)
-    if what == "fail-other" and os.environ["CLOUD_RUN_TASK_INDEX"] == "0":
+    if mode == "fail-other" and os.environ["CLOUD_RUN_TASK_INDEX"] == "0":
         sys.exit(1)
-    if what in ("sleep", "fail-other"):
+    if mode in ("sleep", "fail-other"):
         time.sleep(float(sys.argv[2]))
         sys.exit(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    if what == "stubborn":
+    if mode == "wait-for":
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.02)
+        sys.exit(int(sys.argv[3]))
+    if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
         time.sleep(60)
-    if what == "polite":
+    if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(0)))
         print("waiting", flush=True)
         time.sleep(60)
-    if what == "hog":
+    if mode == "hog":
         data = bytearray(700 * 2**20)
         time.sleep(60)
-    if what == "env":
+    if mode == "env":
         print(json.dumps(dict(os.environ)))
 """
 
@@ -136,7 +140,7 @@ def repository(tmp_path: Path) -> Path:
 
 @dataclass
 class Cloud:
-    """A running emulator's address and clients of it."""
+    """The address of a running emulator, and clients for it."""
 
     url: str
     directory: Path
@@ -183,19 +187,19 @@ class Cloud:
     def wait(self, name: str, seconds: float = 60) -> run_v2.Execution:
         """The execution once it has completed."""
         return self.until(
-            lambda: self.executions.get_execution(name=name), lambda one: bool(one.completion_time), seconds
+            lambda: self.executions.get_execution(name=name), lambda execution: bool(execution.completion_time), seconds
         )
 
     def done(self, operation: Any) -> Any:
-        """The result of an operation, without the second that the client sleeps between looks by default."""
-        return operation.result(timeout=20, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
+        """The result of an operation, polled more often than once a second, the client's default."""
+        return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
-        while not accept(found := read()):
-            assert time.monotonic() < deadline, f"not in time: {found}"
+        while not accept(value := read()):
+            assert time.monotonic() < deadline, f"not accepted in time: {value}"
             time.sleep(0.05)
-        return found
+        return value
 
     def processes(self) -> list[int]:
         return [pid for members in find_members(self.directory).values() for pid in members]
@@ -236,7 +240,7 @@ def config() -> CloudRunConfig:
 def cloud(
     tmp_path: Path, repository: Path, secrets: dict[tuple[str, str], bytes], config: CloudRunConfig
 ) -> Iterator[Cloud]:
-    """The emulator in this process; whatever it leaves running is ended."""
+    """The emulator in this process. The fixture ends the containers that the emulator leaves running."""
     made: list[CloudRunEmulator] = []
 
     def build() -> list[CloudRunEmulator]:
@@ -266,7 +270,7 @@ def build_emulator(home: Path, secrets: Mapping[tuple[str, str], bytes], config:
 
 
 class Stack:
-    """The emulator in a process of its own, to be killed and started again over the same state."""
+    """The emulator in a process of its own, which tests kill and start again with the same state."""
 
     program = __file__
 
@@ -300,7 +304,7 @@ def stack(tmp_path: Path, repository: Path) -> Iterator[Stack]:
 
 @pytest.fixture
 def make() -> Any:
-    """The builders of jobs and services, and the names that they use."""
+    """The builders of jobs and services, and the names in them."""
 
     class Make:
         job = staticmethod(make_job)
@@ -312,7 +316,7 @@ def make() -> Any:
 
 
 async def serve(home: Path, port: int) -> None:
-    """What a `Stack` runs."""
+    """The main program of a `Stack`."""
     config = CloudRunConfig(operation_seconds=0.02, grace_seconds=1.0, probe_seconds=0.05, restart_seconds=0.1)
     server = Server([build_emulator(home, {}, config)], http_port=port)
     await server.start()

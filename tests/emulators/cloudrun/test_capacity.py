@@ -1,4 +1,4 @@
-"""Who gets a GPU that becomes free: of a crowd that waits, one is woken, and whoever does not take it passes it on."""
+"""Which waiter gets a GPU that becomes free: the oldest waiter wakes, and passes the GPU on if it does not take it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ L4, T4 = (GpuKind("p1", "us-central1", accelerator, False) for accelerator in ("
 
 
 def with_a_crowd(work: Callable[[Capacity, list[asyncio.Task[None]], Faults], Awaitable[None]]) -> None:
-    """Run `work` with one GPU of a kind, which is taken, and four who wait for it; the last for another kind."""
+    """Run `work` with a taken GPU of each kind, three waiters for an L4 and one for a T4."""
 
     async def run() -> None:
         faults = Faults(Database(":memory:"), CloudRunConfig(gpu_quota=1))
@@ -24,8 +24,9 @@ def with_a_crowd(work: Callable[[Capacity, list[asyncio.Task[None]], Faults], Aw
         crowd = [asyncio.create_task(capacity.changed(kind)) for kind in (L4, L4, L4, T4)]
         await settled()
         await work(capacity, crowd, faults)
-        for one in crowd:
-            one.cancel()
+        for waiter in crowd:
+            waiter.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
 
     asyncio.run(run())
 
@@ -36,10 +37,10 @@ async def settled() -> None:
 
 
 def woken(crowd: list[asyncio.Task[None]]) -> list[bool]:
-    return [one.done() for one in crowd]
+    return [waiter.done() for waiter in crowd]
 
 
-def test_a_free_gpu_wakes_who_has_waited_longest_and_nobody_else() -> None:
+def test_a_free_gpu_wakes_only_the_oldest_waiter() -> None:
     async def work(capacity: Capacity, crowd: list[asyncio.Task[None]], faults: Faults) -> None:
         capacity.release("holder of nvidia-l4")
         await settled()
@@ -52,13 +53,13 @@ def test_a_free_gpu_wakes_who_has_waited_longest_and_nobody_else() -> None:
     with_a_crowd(work)
 
 
-def test_who_does_not_take_it_passes_it_on_and_who_has_gone_is_not_woken() -> None:
+def test_a_waiter_passes_the_gpu_on_and_a_cancelled_waiter_is_not_woken() -> None:
     async def work(capacity: Capacity, crowd: list[asyncio.Task[None]], faults: Faults) -> None:
         crowd[1].cancel()
         await settled()
         capacity.pass_on(L4)
         await settled()
-        assert woken(crowd) == [False, True, False, False], "there was none to be passed on"
+        assert woken(crowd) == [False, True, False, False], "no GPU was free"
         capacity.release("holder of nvidia-l4")
         capacity.pass_on(L4)
         await settled()
@@ -67,13 +68,13 @@ def test_who_does_not_take_it_passes_it_on_and_who_has_gone_is_not_woken() -> No
     with_a_crowd(work)
 
 
-def test_a_switch_wakes_everybody() -> None:
+def test_a_switch_wakes_every_waiter() -> None:
     async def work(capacity: Capacity, crowd: list[asyncio.Task[None]], faults: Faults) -> None:
-        faults.configure({"stockout": ["us-central1"]}, set())
+        faults.configure({"stockout": ["us-central1"]})
         capacity.release("holder of nvidia-l4")
         await settled()
-        assert woken(crowd) == [False] * 4, "the region has none"
-        faults.configure({"stockout": []}, set())
+        assert woken(crowd) == [False] * 4, "the region is stocked out"
+        faults.configure({"stockout": []})
         capacity.notify()
         await settled()
         assert woken(crowd) == [True] * 4

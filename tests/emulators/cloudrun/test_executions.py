@@ -21,7 +21,7 @@ def start(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) ->
 
 
 def completed(execution: run_v2.Execution) -> run_v2.Condition:
-    return next(one for one in execution.conditions if one.type_ == "Completed")
+    return next(condition for condition in execution.conditions if condition.type_ == "Completed")
 
 
 def only_task(cloud: Any, execution: run_v2.Execution) -> run_v2.Task:
@@ -33,10 +33,10 @@ def running(cloud: Any, execution: run_v2.Execution, text: str) -> None:
     def output() -> str:
         return cloud.logs(execution.name) if cloud.processes() else ""
 
-    cloud.until(output, lambda found: text in found)
+    cloud.until(output, lambda logged: text in logged)
 
 
-def test_success_is_reported_everywhere(cloud: Any, make: Any) -> None:
+def test_success_is_in_the_execution_the_job_and_the_task(cloud: Any, make: Any) -> None:
     execution = cloud.wait(start(cloud, make).name)
     assert completed(execution).state == run_v2.Condition.State.CONDITION_SUCCEEDED
     assert (execution.succeeded_count, execution.running_count, execution.reconciling) == (1, 0, False)
@@ -81,7 +81,7 @@ def test_retries_are_exhausted(cloud: Any, make: Any) -> None:
     assert cloud.logs(execution.name).count("attempt") == 3
 
 
-def test_environment_is_cloud_runs_the_platforms_and_the_jobs(cloud: Any, make: Any) -> None:
+def test_the_environment_has_variables_of_cloud_run_the_platform_and_the_job(cloud: Any, make: Any) -> None:
     env = [
         {"name": "PLAIN", "value": "1"},
         {"name": "TOKEN", "value_source": {"secret_key_ref": {"secret": "hf-token", "version": "latest"}}},
@@ -138,14 +138,14 @@ def test_start_token_names_the_execution_and_starts_it_once(cloud: Any, make: An
     assert cloud.done(cloud.jobs.update_job(job=created)).latest_created_execution.name == "j1-a2"
 
 
-def test_run_token_makes_the_job_ready_when_the_execution_is_over(cloud: Any, make: Any) -> None:
+def test_a_run_token_makes_the_job_ready_at_the_end_of_the_execution(cloud: Any, make: Any) -> None:
     job = make.job("sleep", "0.5")
     job.run_execution_token = "r"
     created = cloud.done(cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1"))
     assert created.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
 
 
-def test_task_past_its_timeout_is_ended_politely_and_fails(cloud: Any, make: Any) -> None:
+def test_a_task_past_its_timeout_gets_sigterm_and_fails(cloud: Any, make: Any) -> None:
     execution = cloud.wait(start(cloud, make, "polite", timeout="1s").name)
     assert "checkpoint" in cloud.logs(execution.name)
     result = only_task(cloud, execution).last_attempt_result
@@ -160,7 +160,7 @@ def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
     assert cloud.processes() == []
 
 
-def test_memory_above_the_limit_is_killed(cloud: Any, make: Any) -> None:
+def test_a_task_above_its_memory_limit_is_killed(cloud: Any, make: Any) -> None:
     execution = cloud.wait(start(cloud, make, "hog").name)
     result = only_task(cloud, execution).last_attempt_result
     assert (result.exit_code, result.term_signal) == (0, 9)
@@ -180,7 +180,7 @@ def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
         cloud.executions.cancel_execution(name=execution.name)
 
 
-def test_delete_job_while_it_runs_leaves_nothing(cloud: Any, make: Any) -> None:
+def test_the_deletion_of_a_running_job_leaves_no_process(cloud: Any, make: Any) -> None:
     execution = start(cloud, make, "stubborn")
     running(cloud, execution, "ignoring")
     cloud.done(cloud.jobs.delete_job(name=f"{make.parent}/jobs/j1"))
@@ -190,7 +190,7 @@ def test_delete_job_while_it_runs_leaves_nothing(cloud: Any, make: Any) -> None:
     assert "ignoring" in cloud.logs(execution.name)
 
 
-def test_preemption_fails_the_attempt_as_the_system_would(cloud: Any, make: Any) -> None:
+def test_a_preemption_fails_the_attempt(cloud: Any, make: Any) -> None:
     execution = start(cloud, make, "sleep", "60")
     running(cloud, execution, "sleep")
     cloud.faults(preempt=execution.name.rsplit("/")[-1])
@@ -206,7 +206,7 @@ def test_parallelism_bounds_tasks_and_a_failed_task_cancels_the_others(cloud: An
     assert "task 2" not in cloud.logs(execution.name)
 
 
-def test_stock_out_keeps_an_execution_pending_until_it_is_over(cloud: Any, make: Any) -> None:
+def test_an_execution_is_pending_during_a_stock_out(cloud: Any, make: Any) -> None:
     cloud.faults(stockout=["us-central1"])
     gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
     selector = {"accelerator": "nvidia-l4"}
@@ -214,7 +214,7 @@ def test_stock_out_keeps_an_execution_pending_until_it_is_over(cloud: Any, make:
 
     def waiting() -> str:
         conditions = cloud.executions.get_execution(name=execution.name).conditions
-        return next((one.message for one in conditions if one.type_ == "ResourcesAvailable"), "")
+        return next((part.message for part in conditions if part.type_ == "ResourcesAvailable"), "")
 
     assert "Insufficient capacity: waiting for nvidia-l4 in us-central1" in cloud.until(waiting, bool)
     job = cloud.jobs.get_job(name=f"{make.parent}/jobs/j1")
@@ -230,7 +230,7 @@ def test_pending_execution_can_be_cancelled(cloud: Any, make: Any) -> None:
     assert cloud.done(cloud.executions.cancel_execution(name=execution.name)).cancelled_count == 1
 
 
-def test_gpu_quota_bounds_what_runs_at_once(cloud: Any, make: Any) -> None:
+def test_the_gpu_quota_bounds_concurrent_executions(cloud: Any, make: Any) -> None:
     cloud.faults(quota={"us-central1": {"nvidia-l4": 1}})
     gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
     first = start(cloud, make, "sleep", "60", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
@@ -243,7 +243,7 @@ def test_gpu_quota_bounds_what_runs_at_once(cloud: Any, make: Any) -> None:
     def state() -> Any:
         return cloud.executions.get_execution(name=second.name)
 
-    cloud.until(state, lambda one: any("quota" in condition.message for condition in one.conditions))
+    cloud.until(state, lambda execution: any("quota" in condition.message for condition in execution.conditions))
     cloud.done(cloud.executions.cancel_execution(name=first.name))
     assert cloud.wait(second.name).succeeded_count == 1
 
@@ -256,6 +256,6 @@ def test_container_killed_from_outside_fails_with_137(cloud: Any, make: Any) -> 
     assert only_task(cloud, cloud.wait(execution.name)).last_attempt_result.exit_code == 137
 
 
-def test_logs_of_what_never_ran_are_not_found(cloud: Any, make: Any) -> None:
+def test_the_logs_of_a_job_that_never_ran_are_not_found(cloud: Any, make: Any) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         cloud.logs(f"{make.parent}/jobs/never")

@@ -1,4 +1,4 @@
-"""The Jobs API as google-cloud-run speaks it: what it answers, refuses and keeps."""
+"""The Jobs API with google-cloud-run: answers, refusals and stored fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def create(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) -
     return cloud.done(cloud.jobs.create_job(parent=make.parent, job=make.job(*args, **task), job_id=job_id))
 
 
-def test_created_job_is_ready_with_defaults_and_deleted_job_is_gone(cloud: Any, make: Any) -> None:
+def test_a_created_job_is_ready_with_defaults_and_a_deleted_job_is_not_found(cloud: Any, make: Any) -> None:
     job = make.job()
     job.template.template = run_v2.TaskTemplate(containers=[{"image": f"{make.registry}/train-job:1"}])
     operation = cloud.jobs.create_job(parent=make.parent, job=job, job_id="j1")
@@ -40,7 +40,7 @@ def test_created_job_is_ready_with_defaults_and_deleted_job_is_gone(cloud: Any, 
     assert cloud.live() == []
 
 
-def test_second_create_is_already_exists_and_no_retry_hides_it(cloud: Any, make: Any) -> None:
+def test_a_second_create_is_already_exists(cloud: Any, make: Any) -> None:
     create(cloud, make)
     with pytest.raises(exceptions.Conflict) as refused:
         create(cloud, make)
@@ -79,7 +79,7 @@ def test_update_with_allow_missing_creates(cloud: Any, make: Any) -> None:
     assert made.generation == 1
 
 
-def test_validate_only_changes_nothing(cloud: Any, make: Any) -> None:
+def test_validate_only_stores_no_job(cloud: Any, make: Any) -> None:
     request = run_v2.CreateJobRequest(parent=make.parent, job=make.job(), job_id="j1", validate_only=True)
     assert cloud.done(cloud.jobs.create_job(request=request)).template.task_count == 1
     assert list(cloud.jobs.list_jobs(parent=make.parent)) == []
@@ -123,14 +123,14 @@ def test_missing_secret_fails_the_check(cloud: Any, make: Any) -> None:
     assert condition.reason == run_v2.Condition.CommonReason.SECRETS_ACCESS_CHECK_FAILED
 
 
-def test_operations_can_be_read_waited_for_listed_and_deleted(cloud: Any, make: Any) -> None:
+def test_operations_can_be_read_awaited_listed_and_deleted(cloud: Any, make: Any) -> None:
     operation = cloud.jobs.create_job(parent=make.parent, job=make.job(), job_id="j1").operation
     path = f"/v2/{operation.name}"
     done = cloud.call("POST", f"{path}:wait", {"timeout": "10s"})
     assert done["done"]
     assert done["response"]["@type"] == "type.googleapis.com/google.cloud.run.v2.Job"
     listed = cloud.call("GET", f"/v2/{make.parent}/operations")["operations"]
-    assert [one["name"] for one in listed] == [operation.name]
+    assert [done["name"] for done in listed] == [operation.name]
     assert cloud.call("DELETE", path) == {}
     with pytest.raises(urllib.error.HTTPError, match="404"):
         cloud.call("GET", path)
@@ -162,7 +162,7 @@ def test_unknown_query_parameters_and_methods_are_refused(cloud: Any, make: Any)
         cloud.call("POST", f"/v2/{make.parent}/jobs/j1:setIamPolicy", {})
 
 
-def test_ambiguous_reply_after_the_effect_is_possible(cloud: Any, make: Any) -> None:
+def test_a_call_can_fail_after_its_effect(cloud: Any, make: Any) -> None:
     rule = {"method": "create_job", "status": "UNAVAILABLE", "after_effect": True}
     assert cloud.faults(fail_next=rule)["fail_next"] == [{"count": 1, **rule}]
     with pytest.raises(exceptions.ServiceUnavailable, match="on purpose"):

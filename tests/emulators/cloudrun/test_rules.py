@@ -1,4 +1,4 @@
-"""What Cloud Run refuses, and what only the emulator does (UNIMPLEMENTED, saying so)."""
+"""The refusals of Cloud Run, and the emulator's own refusals (UNIMPLEMENTED)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import run_v2
 
-from dropforge_local.base.db import Database
 from dropforge_local.emulators.cloudrun import CloudRunConfig
 from dropforge_local.emulators.cloudrun.messages import OUTPUT_ONLY, REQUIRED
 
@@ -93,12 +92,12 @@ def test_refused_jobs(cloud: Any, make: Any, task: dict[str, Any], message: str)
         ({"container": {"depends_on": ["x"]}}, "depends_on is not emulated"),
     ],
 )
-def test_what_is_not_emulated_says_so(cloud: Any, make: Any, task: dict[str, Any], message: str) -> None:
+def test_fields_that_are_not_emulated_are_refused(cloud: Any, make: Any, task: dict[str, Any], message: str) -> None:
     with pytest.raises(exceptions.MethodNotImplemented, match=message):
         create(cloud, make, make.job(**task))
 
 
-def test_gpus_are_where_they_are(cloud: Any, make: Any) -> None:
+def test_gpus_are_in_their_regions_only(cloud: Any, make: Any) -> None:
     assert create(cloud, make, make.job(**L4), region="europe-west4").generation == 1
     with pytest.raises(exceptions.BadRequest, match="not available in europe-north1; it is in asia-south1"):
         create(cloud, make, make.job(**L4), region="europe-north1")
@@ -124,7 +123,7 @@ def test_labels(cloud: Any, make: Any, labels: dict[str, str], message: str) -> 
         create(cloud, make, job)
 
 
-def test_no_gpu_quota_is_a_failed_precondition_with_googles_words(cloud: Any, make: Any) -> None:
+def test_no_gpu_quota_is_a_failed_precondition_with_googles_text(cloud: Any, make: Any) -> None:
     cloud.faults(quota={"us-central1": {"nvidia-l4": 0}})
     with pytest.raises(exceptions.BadRequest) as refused:
         create(cloud, make, make.job(**L4, gpu_zonal_redundancy_disabled=True))
@@ -178,8 +177,8 @@ def _messages(cls: Any, seen: set[Any]) -> Iterator[Any]:
 
 
 def _prose(cls: Any, start: str) -> set[str]:
-    found = re.findall(rf"^ +(\w+) \([^\n]*\):\n +(?:Optional\. )?{start}", cls.__doc__ or "", re.M)
-    return set(found) & set(cls.meta.fields)
+    fields = re.findall(rf"^ +(\w+) \([^\n]*\):\n +(?:Optional\. )?{start}", cls.__doc__ or "", re.M)
+    return set(fields) & set(cls.meta.fields)
 
 
 def test_field_tables_agree_with_the_prose_of_the_client() -> None:
@@ -191,6 +190,5 @@ def test_field_tables_agree_with_the_prose_of_the_client() -> None:
         assert set(OUTPUT_ONLY[cls.__name__]) == _prose(cls, "Output only"), cls
 
 
-def test_config_is_data() -> None:
+def test_gpus_are_in_regions_of_cloud_run() -> None:
     assert all(gpu.regions <= CloudRunConfig().regions for gpu in CloudRunConfig().gpus.values())
-    assert isinstance(Database(":memory:"), Database)

@@ -1,4 +1,4 @@
-"""Services: deployed, called through their own port, scaled to zero, probed, updated and deleted."""
+"""Services: deployed, called through their ports, scaled to zero, probed, updated and deleted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_deployed_service_is_ready_and_answers(cloud: Any, make: Any) -> None:
     assert service.observed_generation == service.generation == 1
     assert service.latest_ready_revision == service.latest_created_revision
     assert service.latest_ready_revision.startswith(f"{service.name}/revisions/s1-00001-")
-    assert [(one.percent, one.revision) for one in service.traffic_statuses] == [
+    assert [(status.percent, status.revision) for status in service.traffic_statuses] == [
         (100, service.latest_ready_revision.rsplit("/")[-1])
     ]
     answer = get(f"{service.uri}/v1/x?a=%2Fb")
@@ -59,7 +59,7 @@ def test_deployed_service_is_ready_and_answers(cloud: Any, make: Any) -> None:
     assert "serving s1-00001" in cloud.logs(service.name)
 
 
-def test_callers_need_a_token_unless_the_check_is_off(cloud: Any, make: Any) -> None:
+def test_callers_need_a_token_unless_the_service_disables_the_check(cloud: Any, make: Any) -> None:
     service = deploy(cloud, make)
     assert [status(service.uri, headers) for headers in ({}, {"Authorization": "Bearer bad"}, GOOD)] == [403, 403, 200]
     service.invoker_iam_disabled = True
@@ -80,7 +80,7 @@ def test_delete_ends_the_instance_and_closes_the_port(cloud: Any, make: Any) -> 
         socket.create_connection(("127.0.0.1", int(service.uri.rpartition(":")[2])), timeout=5)
 
 
-def test_answers_stream_as_they_are_made(cloud: Any, make: Any) -> None:
+def test_answers_are_streamed(cloud: Any, make: Any) -> None:
     service = deploy(cloud, make)
     connection = http.client.HTTPConnection(service.uri.removeprefix("http://"), timeout=10)
     connection.request("GET", "/stream", headers=GOOD)
@@ -109,7 +109,7 @@ class TestIdle:
             operation_seconds=0.02, grace_seconds=1.0, probe_seconds=0.05, idle_seconds=0.5, restart_seconds=0.1
         )
 
-    def test_idle_service_scales_to_zero_and_comes_back(self, cloud: Any, make: Any) -> None:
+    def test_an_idle_service_scales_to_zero_and_starts_again(self, cloud: Any, make: Any) -> None:
         service = deploy(cloud, make)
         first = get(service.uri)["pid"]
         cloud.until(cloud.processes, lambda pids: not pids)
@@ -125,7 +125,7 @@ class TestIdle:
         cloud.until(cloud.processes, bool)
         assert get(service.uri)["pid"] != first
 
-    def test_busy_instance_is_not_idle(self, cloud: Any, make: Any) -> None:
+    def test_a_busy_instance_is_not_idle(self, cloud: Any, make: Any) -> None:
         service = deploy(cloud, make)
         assert status(f"{service.uri}/slow?s=1.3") == 200
 
@@ -137,7 +137,7 @@ def test_crashed_instance_is_replaced_at_the_next_request(cloud: Any, make: Any)
     assert get(service.uri)["pid"] != first
 
 
-def test_requests_beyond_the_concurrency_queue(cloud: Any, make: Any) -> None:
+def test_requests_above_the_concurrency_wait(cloud: Any, make: Any) -> None:
     service = deploy(cloud, make, max_instance_request_concurrency=1)
     begun = time.monotonic()
     threads = [threading.Thread(target=status, args=(f"{service.uri}/slow?s=0.4",)) for _ in range(3)]
@@ -153,7 +153,7 @@ def test_request_past_the_timeout_is_504(cloud: Any, make: Any) -> None:
     assert status(f"{service.uri}/slow?s=5") == 504
 
 
-def test_startup_probe_decides_when_a_revision_is_ready(cloud: Any, make: Any) -> None:
+def test_a_revision_is_ready_after_its_startup_probe(cloud: Any, make: Any) -> None:
     probe = {"http_get": {"path": "/health"}, "period_seconds": 1, "timeout_seconds": 1, "failure_threshold": 10}
     begun = time.monotonic()
     service = deploy(cloud, make, {"WARM_UP": "1"}, container={"startup_probe": probe})
@@ -236,7 +236,7 @@ def test_canary_has_its_own_address_until_traffic_moves(cloud: Any, make: Any) -
     assert get(service.uri)["revision"] != old
 
 
-def test_newer_state_does_not_wait_for_a_revision_that_hangs(cloud: Any, make: Any) -> None:
+def test_a_newer_state_does_not_wait_for_a_hanging_revision(cloud: Any, make: Any) -> None:
     service = make.service({"MODE": "mute"})
     first = cloud.services.create_service(parent=make.parent, service=service, service_id="s1")
     name = f"{make.parent}/services/s1"
@@ -277,4 +277,6 @@ def test_names_conflicts_and_validate_only(cloud: Any, make: Any) -> None:
         deploy(cloud, make)
     with pytest.raises(exceptions.BadRequest, match="fewer than 50"):
         cloud.services.create_service(parent=make.parent, service=make.service(), service_id="s" * 50)
-    assert [one.name for one in cloud.services.list_services(parent=make.parent)] == [f"{make.parent}/services/s1"]
+    assert [service.name for service in cloud.services.list_services(parent=make.parent)] == [
+        f"{make.parent}/services/s1"
+    ]

@@ -25,7 +25,7 @@ PARENT = "projects/p1/zones/us-west1-c"
 
 
 def clients() -> Any:
-    """Google's, which take longer to import than all else that pytest collects; every worker collects everything."""
+    """Google's clients, imported late: they take longer to import than all modules that pytest collects."""
     from google.cloud import compute_v1
 
     return compute_v1
@@ -47,7 +47,7 @@ class Compute:
         return self.client.insert(request=request, retry=None)
 
     def finish(self, operation: Any) -> None:
-        """The operations client that DisksClient makes for itself knows no endpoint but Google's."""
+        """Wait for an operation. DisksClient's own operations client would call Google's endpoint."""
         options = {"api_endpoint": self.url}
         client = clients().ZoneOperationsClient(credentials=AnonymousCredentials(), client_options=options)
         done = client.wait(operation=operation.name, **PLACE)
@@ -75,7 +75,7 @@ def compute(tmp_path: Path) -> Iterator[Compute]:
 
 
 def on_loop(compute: Compute, call: Any, *arguments: Any) -> Any:
-    """SQLite belongs to the server's thread."""
+    """Call a function on the server's thread, which owns the SQLite connection."""
 
     async def run() -> Any:
         return call(*arguments)
@@ -83,30 +83,30 @@ def on_loop(compute: Compute, call: Any, *arguments: Any) -> Any:
     return compute.background.call(run())
 
 
-def test_a_disk_comes_and_goes(compute: Compute) -> None:
+def test_a_disk_is_created_and_deleted(compute: Compute) -> None:
     compute.finish(compute.insert("d1", labels={"dropforge-run": "r1"}))
     disk = compute.client.get(disk="d1", **PLACE)
     assert (disk.status, disk.size_gb, dict(disk.labels)) == ("READY", 20, {"dropforge-run": "r1"})
     assert disk.type_.endswith("zones/us-west1-c/diskTypes/pd-balanced")
-    assert [one.name for one in compute.client.list(**PLACE)] == ["d1"]
+    assert [disk.name for disk in compute.client.list(**PLACE)] == ["d1"]
     compute.finish(compute.client.delete(disk="d1", **PLACE))
     with pytest.raises(refused.NotFound, match=f"The resource '{PARENT}/disks/d1' was not found"):
         compute.client.get(disk="d1", **PLACE)
 
 
-def test_the_disks_of_all_zones_are_listed_by_label_and_page_by_page(compute: Compute) -> None:
-    ours = {"managed-by": "dropforge"}
-    for name, zone, labels in (("d1", "us-west1-c", ours), ("d2", "us-west1-c", {}), ("d3", "us-west4-a", ours)):
+def test_the_disks_of_all_zones_are_listed_by_label_and_page(compute: Compute) -> None:
+    owned = {"managed-by": "dropforge"}
+    for name, zone, labels in (("d1", "us-west1-c", owned), ("d2", "us-west1-c", {}), ("d3", "us-west4-a", owned)):
         compute.insert(name, zone=zone, labels=labels)
     request: dict[str, Any] = {"project": "p1", "filter": "labels.managed-by=dropforge", "max_results": 1}
     pages = [dict(page.items) for page in compute.client.aggregated_list(request).pages]
-    found = [{zone: [one.name for one in scoped.disks] for zone, scoped in page.items()} for page in pages]
-    assert found == [{"zones/us-west1-c": ["d1"]}, {"zones/us-west4-a": ["d3"]}]
+    listed = [{zone: [disk.name for disk in scoped.disks] for zone, scoped in page.items()} for page in pages]
+    assert listed == [{"zones/us-west1-c": ["d1"]}, {"zones/us-west4-a": ["d3"]}]
     with pytest.raises(refused.GoogleAPICallError, match=r"by labels\.KEY=VALUE only"):
         list(compute.client.aggregated_list({**request, "filter": "sizeGb>10"}))
 
 
-def test_the_same_request_twice_makes_one_disk(compute: Compute) -> None:
+def test_a_repeated_request_creates_a_single_disk(compute: Compute) -> None:
     request_id = str(uuid.uuid4())
     first = compute.insert("d1", request_id)
     assert compute.insert("d1", request_id).name == first.name
@@ -142,7 +142,7 @@ def test_bad_disks_are_refused(compute: Compute, fields: dict[str, Any], error: 
     assert not list(compute.client.list(**PLACE))
 
 
-def test_quota_runs_out_and_answers_get_lost(compute: Compute) -> None:
+def test_quota_and_lost_answers(compute: Compute) -> None:
     compute.faults(quota={"us-west1-c": 30})
     compute.finish(compute.insert("d1"))
     with pytest.raises(refused.Forbidden, match="Quota 'DISKS_TOTAL_GB' exceeded"):
@@ -153,17 +153,17 @@ def test_quota_runs_out_and_answers_get_lost(compute: Compute) -> None:
     assert compute.client.get(disk="d2", **PLACE).name == "d2"
 
 
-def test_what_a_killed_stack_began_is_finished(tmp_path: Path) -> None:
+def test_the_next_stack_finishes_a_begun_operation(tmp_path: Path) -> None:
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         urllib.request.urlopen(f"{server.url}/compute/v1/{PARENT}/disks", b'{"name": "d1"}', timeout=10).close()
-    db = Database(tmp_path / "state.db")  # as it was when the request had been answered
+    db = Database(tmp_path / "state.db")  # restore the state right after the request
     db.connection.execute("UPDATE compute_disks SET body = json_set(body, '$.status', 'CREATING')")
-    db.connection.execute("UPDATE compute_operations SET done = 0, body = json_set(body, '$.status', 'RUNNING')")
+    db.connection.execute("UPDATE operations SET ended = NULL, response = NULL")
     db.close()
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         options = {"api_endpoint": server.url}
         client = clients().DisksClient(credentials=AnonymousCredentials(), client_options=options)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while client.get(disk="d1", **PLACE).status != "READY":
             assert time.monotonic() < deadline
             time.sleep(0.02)

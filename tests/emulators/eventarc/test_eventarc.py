@@ -1,4 +1,4 @@
-"""Triggers end to end: a change or a message becomes a CloudEvent that a real functions-framework function accepts."""
+"""Triggers end to end: a change or a message reaches a real functions-framework function as a CloudEvent."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Stack:
         self.call(lambda: self.eventarc.ensure_trigger(trigger))
 
     def change(self, *changes: Change) -> None:
-        for one in changes:
-            self.call(partial(self.eventarc.on_object_change, one))
+        for change in changes:
+            self.call(partial(self.eventarc.on_object_change, change))
 
     def waiting(self) -> int:
         row = self.call(lambda: self.db.connection.execute("SELECT COUNT(*) FROM pubsub_deliveries").fetchone())
@@ -151,7 +151,7 @@ class Function:
 
 @pytest.fixture
 def function(tmp_path: Path) -> Iterator[Function]:
-    """A functions-framework process as it is deployed."""
+    """A functions-framework process, as deployed."""
     source = tmp_path / "main.py"
     source.write_text(FUNCTIONS)
     with socket.socket() as probe:
@@ -239,7 +239,7 @@ def test_every_storage_event_has_its_trigger(stack: Stack, endpoint: Endpoint, e
 
 
 @pytest.mark.parametrize("name", ["x" * 1024, "a b/日本 %.json", 'q"uote\r\nHost: evil'])
-def test_object_names_of_all_kinds_travel(stack: Stack, endpoint: Endpoint, name: str) -> None:
+def test_events_carry_object_names_of_all_kinds(stack: Stack, endpoint: Endpoint, name: str) -> None:
     stack.ensure(endpoint.url)
     stack.change(change(name=name))
     ((headers, body),) = eventually(lambda: endpoint.requests)
@@ -247,7 +247,7 @@ def test_object_names_of_all_kinds_travel(stack: Stack, endpoint: Endpoint, name
     assert unquote(headers["ce-subject"]) == f"objects/{name}"
 
 
-def test_event_is_part_of_the_transaction_that_causes_it(stack: Stack, endpoint: Endpoint) -> None:
+def test_event_is_part_of_the_transaction_that_changes_the_object(stack: Stack, endpoint: Endpoint) -> None:
     stack.ensure(endpoint.url)
 
     def roll_back() -> None:
@@ -261,7 +261,9 @@ def test_event_is_part_of_the_transaction_that_causes_it(stack: Stack, endpoint:
     assert [body["name"] for _, body in endpoint.requests] == ["stored"]
 
 
-def test_waiting_event_survives_a_restart_and_follows_a_new_destination(tmp_path: Path, endpoint: Endpoint) -> None:
+def test_undelivered_event_survives_a_restart_and_goes_to_the_new_destination(
+    tmp_path: Path, endpoint: Endpoint
+) -> None:
     with Stack(tmp_path / "state.db") as before:
         before.ensure("http://127.0.0.1:9/nobody")
         before.change(change())
@@ -297,7 +299,7 @@ def test_changed_event_type_replaces_the_trigger(stack: Stack, endpoint: Endpoin
     assert [headers["ce-type"] for headers, _ in endpoint.requests] == [DELETED]
 
 
-def test_dead_letter_topic_takes_what_was_refused_five_times(stack: Stack, endpoint: Endpoint) -> None:
+def test_dead_letter_topic_receives_an_event_refused_five_times(stack: Stack, endpoint: Endpoint) -> None:
     graveyard = "projects/test-project/topics/graveyard"
     subscription = "projects/test-project/subscriptions/graveyard"
     stack.call(lambda: stack.pubsub.create_topic(graveyard))
@@ -335,7 +337,7 @@ def test_duplicate_fault_repeats_the_event_id(stack: Stack, endpoint: Endpoint) 
         (Trigger("t", PUBLISHED, {"topic": "projects/p/topics/missing"}, "http://h/"), "NOT_FOUND"),
     ],
 )
-def test_impossible_trigger_is_refused_and_leaves_nothing(stack: Stack, trigger: Trigger, status: str) -> None:
+def test_invalid_trigger_is_refused_and_leaves_no_subscription(stack: Stack, trigger: Trigger, status: str) -> None:
     def ensure() -> str:
         with pytest.raises(ApiError) as refused:
             stack.eventarc.ensure_trigger(trigger)

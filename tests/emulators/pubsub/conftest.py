@@ -1,4 +1,4 @@
-"""A Pub/Sub emulator on a virtual or the wall clock, with Google's own clients connected to it."""
+"""A Pub/Sub emulator on a virtual clock or the wall clock, with Google's clients connected to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROJECT = "projects/test-project"
 
 @dataclass
 class PubSub:
-    """The clients, and shorthands that keep the tests about behaviour. `retry=None` shows every failure."""
+    """The clients, and short forms of their calls. `retry=None` shows every failure."""
 
     address: str
     server: Server | None = None
@@ -74,12 +74,12 @@ class PubSub:
 
     def pull(self, subscription: str, count: int = 100, wait: bool = False) -> list[Any]:
         request = {"subscription": subscription, "max_messages": count, "return_immediately": not wait}
-        with warnings.catch_warnings():  # the client calls return_immediately deprecated; tests want it
+        with warnings.catch_warnings():  # return_immediately is deprecated, but tests need it
             warnings.simplefilter("ignore", DeprecationWarning)
             return list(self.subscriber.pull(request=request, retry=None, timeout=20).received_messages)
 
     def pull_until(self, subscription: str, count: int, seconds: float = 60) -> list[Any]:
-        """Pull until `count` messages have come, in as many answers as it takes."""
+        """Pull until `count` messages have arrived, in any number of answers."""
         received: list[Any] = []
         deadline = time.monotonic() + seconds
         while len(received) < count and time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class PubSub:
         self.subscriber.modify_ack_deadline(request=request, retry=None)
 
     def advance(self, seconds: float) -> None:
-        """Move the virtual clock, and let what became due happen."""
+        """Move the virtual clock and run the timers that became due."""
         assert self.clock is not None
         assert self.background is not None
         clock = self.clock
@@ -135,21 +135,21 @@ def serve(clock: SystemClock | VirtualClock, path: Path) -> Iterator[PubSub]:
 
 @pytest.fixture
 def pubsub(tmp_path: Path) -> Iterator[PubSub]:
-    """On the wall clock."""
+    """An emulator on the wall clock."""
     yield from serve(SystemClock(), tmp_path / "state.db")
 
 
 @pytest.fixture
 def timeless(tmp_path: Path) -> Iterator[PubSub]:
-    """On a clock that only `advance` moves."""
+    """An emulator on a clock that only `advance` moves."""
     yield from serve(VirtualClock(), tmp_path / "state.db")
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Poll until `condition` holds, and return its value."""
+    """Poll until `condition()` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.01)
     return value
 
@@ -169,7 +169,7 @@ class Request:
 
 @dataclass
 class Endpoint:
-    """Records requests; `answer(request)` decides the status, and may take its time."""
+    """Records requests. `answer(request)` returns the status and may be slow."""
 
     url: str = ""
     requests: list[Request] = field(default_factory=list)
@@ -213,7 +213,7 @@ def endpoint() -> Iterator[Endpoint]:
         request_queue_size = 128
 
         def handle_error(self, *_: object) -> None:
-            pass  # the emulator hung up first
+            pass  # the emulator closed the connection first
 
     server = HttpServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -1,4 +1,4 @@
-"""What our emulator and Google's (where java and its jar are installed) both do, by the same client calls."""
+"""The same client calls against this emulator and Google's, where java and its jar are installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def official_address() -> Iterator[str]:
-    """Google's emulator; it keeps its state in memory, so one serves all tests of the module."""
+    """Google's emulator. Its state is in memory: one process serves all tests of the module."""
     jar = official_jar()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ def test_topics_are_created_listed_and_deleted(either: PubSub) -> None:
     with pytest.raises(exceptions.AlreadyExists):
         either.publisher.create_topic(name=topic, retry=None)
     assert either.publisher.get_topic(topic=topic).labels == {"team": "search"}
-    assert topic in [found.name for found in either.publisher.list_topics(project=PROJECT)]
+    assert topic in [item.name for item in either.publisher.list_topics(project=PROJECT)]
     either.publisher.delete_topic(topic=topic, retry=None)
     with pytest.raises(exceptions.NotFound):
         either.publisher.get_topic(topic=topic, retry=None)
@@ -103,7 +103,7 @@ def test_missing_resources_are_not_found(either: PubSub) -> None:
         either.pull(f"{PROJECT}/subscriptions/missing")
 
 
-def test_message_arrives_with_everything_it_was_given(either: PubSub) -> None:
+def test_message_arrives_with_all_its_fields(either: PubSub) -> None:
     topic = either.topic()
     subscription = either.subscription(topic)
     (sent,) = either.publish(topic, b"\x00data\xff", kind="test", text="日本")
@@ -133,7 +133,7 @@ def test_message_published_before_the_subscription_is_not_delivered(either: PubS
     assert either.pull(subscription) == []
 
 
-def test_nacked_message_comes_again(either: PubSub) -> None:
+def test_nacked_message_is_redelivered(either: PubSub) -> None:
     topic = either.topic()
     subscription = either.subscription(topic)
     either.publish(topic, b"again")
@@ -167,7 +167,7 @@ def test_racing_pulls_share_the_messages(either: PubSub) -> None:
     assert sorted(taken + [item.message.message_id for item in rest]) == sorted(sent)
 
 
-def test_dead_letter_topic_receives_what_was_nacked_five_times(either: PubSub) -> None:
+def test_dead_letter_topic_receives_a_message_after_five_nacks(either: PubSub) -> None:
     topic, graveyard = either.topic(), either.topic()
     dead = either.subscription(graveyard)
     policy = {"dead_letter_topic": graveyard, "max_delivery_attempts": 5}
@@ -177,7 +177,7 @@ def test_dead_letter_topic_receives_what_was_nacked_five_times(either: PubSub) -
         received = either.pull_until(subscription, 1)
         assert received[0].delivery_attempt == attempt
         either.nack(subscription, received)
-    assert either.pull(subscription) == []  # Google's emulator forwards when the next delivery would be due
+    assert either.pull(subscription) == []  # Google's emulator forwards the message at its next due time
     (letter,) = either.pull_until(dead, 1)
     attributes = dict(letter.message.attributes)
     assert letter.message.data == b"poison"
@@ -221,7 +221,7 @@ def test_seek_back_restores_retained_messages(either: PubSub) -> None:
     assert sorted(item.message.message_id for item in either.pull_until(subscription, 2)) == sorted(sent)
 
 
-def test_snapshot_brings_back_what_was_unacked(either: PubSub) -> None:
+def test_snapshot_restores_unacked_messages(either: PubSub) -> None:
     topic = either.topic()
     subscription = either.subscription(topic)
     sent = either.publish(topic, b"1", b"2")
@@ -234,10 +234,10 @@ def test_snapshot_brings_back_what_was_unacked(either: PubSub) -> None:
     either.subscriber.seek(request={"subscription": subscription, "snapshot": snapshot}, retry=None)
     assert sorted(item.message.message_id for item in either.pull_until(subscription, 3)) == sorted(sent)
     either.subscriber.delete_snapshot(snapshot=snapshot, retry=None)
-    assert snapshot not in [found.name for found in either.subscriber.list_snapshots(project=PROJECT)]
+    assert snapshot not in [item.name for item in either.subscriber.list_snapshots(project=PROJECT)]
 
 
-def test_update_changes_what_the_mask_names(either: PubSub) -> None:
+def test_update_changes_the_fields_in_the_mask(either: PubSub) -> None:
     subscription = either.subscription(either.topic())
     either.subscriber.update_subscription(
         request={
@@ -279,7 +279,7 @@ def test_streaming_pull_delivers_everything_under_load(either: PubSub) -> None:
         {"message_retention_duration": {"seconds": 10}},
     ],
 )
-def test_impossible_subscription_is_refused(either: PubSub, config: dict[str, object]) -> None:
+def test_invalid_subscription_is_refused(either: PubSub, config: dict[str, object]) -> None:
     with pytest.raises(exceptions.InvalidArgument):
         either.subscription(either.topic(), **config)
 
@@ -289,7 +289,7 @@ def test_empty_message_is_refused(either: PubSub) -> None:
         either.publish(either.topic(), b"")
 
 
-def test_push_wraps_messages_alike(either: PubSub, endpoint: Endpoint) -> None:
+def test_push_bodies_have_the_same_form(either: PubSub, endpoint: Endpoint) -> None:
     topic = either.topic()
     subscription = either.subscription(topic, push_config={"push_endpoint": endpoint.url})
     either.publish(topic, b"data", kind="test")

@@ -1,4 +1,4 @@
-"""Retries, dead letters, ordering, leases, exactly-once, seek and retention, on a clock that only the test moves."""
+"""Retries, dead letters, ordering, leases, exactly-once, seek and retention, on a clock that only the tests move."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_expired_lease_counts_as_a_failure(timeless: PubSub) -> None:
     assert timeless.pull(subscription)[0].delivery_attempt == 1
     timeless.advance(10)  # the lease expires
     assert timeless.pull(subscription) == []
-    timeless.advance(30)  # and so does the backoff
+    timeless.advance(30)  # the backoff ends
     assert timeless.pull(subscription)[0].delivery_attempt == 2
 
 
@@ -78,7 +78,7 @@ def test_late_ack_still_counts_without_exactly_once(timeless: PubSub) -> None:
     assert timeless.pull(subscription) == []
 
 
-def test_exactly_once_refuses_an_expired_ack_id_and_says_which(timeless: PubSub) -> None:
+def test_exactly_once_refuses_an_expired_ack_id_and_names_it(timeless: PubSub) -> None:
     topic = timeless.topic()
     subscription = timeless.subscription(topic, enable_exactly_once_delivery=True)
     timeless.publish(topic, b"x")
@@ -119,7 +119,7 @@ def test_dead_letter_by_expired_leases_alone(timeless: PubSub) -> None:
     assert timeless.query("SELECT COUNT(*) FROM pubsub_messages") == [(1,)]
 
 
-def test_message_stays_when_its_dead_letter_topic_is_gone(timeless: PubSub) -> None:
+def test_message_stays_when_its_dead_letter_topic_was_deleted(timeless: PubSub) -> None:
     topic, graveyard = timeless.topic(), timeless.topic()
     subscription = timeless.subscription(topic, dead_letter_policy={"dead_letter_topic": graveyard})
     timeless.publisher.delete_topic(topic=graveyard)
@@ -139,7 +139,7 @@ def test_dead_letter_attempts_are_5_to_100(timeless: PubSub, attempts: int) -> N
         timeless.subscription(topic, dead_letter_policy=policy)
 
 
-def test_filter_delivers_only_what_matches(timeless: PubSub) -> None:
+def test_filter_delivers_only_matching_messages(timeless: PubSub) -> None:
     topic = timeless.topic()
     subscription = timeless.subscription(topic, filter='attributes.kind = "job" AND NOT attributes:test')
     timeless.publish(topic, b"1", kind="job")
@@ -154,7 +154,7 @@ def test_invalid_filter_is_refused(timeless: PubSub) -> None:
         timeless.subscription(timeless.topic(), filter='attributes.kind > "job"')
 
 
-def test_ordering_key_waits_for_its_head_while_others_go_on(timeless: PubSub) -> None:
+def test_ordering_key_waits_for_its_head_while_other_keys_continue(timeless: PubSub) -> None:
     topic = timeless.topic()
     subscription = timeless.subscription(topic, enable_message_ordering=True, retry_policy=retry(60, 60))
     timeless.publish(topic, b"a1", b"a2", ordering_key="a")
@@ -200,7 +200,7 @@ def test_topic_retention_feeds_a_later_subscription_by_seek(timeless: PubSub) ->
     assert data(timeless.pull(timeless.subscription(topic))) == []
 
 
-def test_nothing_is_stored_for_nobody(timeless: PubSub) -> None:
+def test_topic_without_a_subscription_stores_no_message(timeless: PubSub) -> None:
     topic = timeless.topic()
     subscription = timeless.subscription(topic)
     timeless.publish(topic, b"x")
@@ -283,7 +283,7 @@ def test_topic_names_are_checked(timeless: PubSub, name: str) -> None:
         {"message_transforms": [{"javascript_udf": {"code": "x", "function_name": "f"}}]},
     ],
 )
-def test_what_is_not_emulated_says_so(timeless: PubSub, config: dict[str, Any]) -> None:
+def test_unsupported_features_answer_unimplemented(timeless: PubSub, config: dict[str, Any]) -> None:
     with pytest.raises(exceptions.MethodNotImplemented, match="not emulated"):
         timeless.subscription(timeless.topic(), **config)
 

@@ -1,4 +1,4 @@
-"""The filter language against a second, naive evaluator, and its refusals."""
+"""The filter language compared with a naive evaluator, and its refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREES = st.recursive(
 
 
 def write(tree: Tree, draw: st.DrawFn) -> str:
-    """The tree as filter text, with the freedoms that the syntax gives taken at random."""
+    """The tree as filter text, with random choices wherever the syntax allows several forms."""
     space = draw(st.sampled_from(["", " ", "  "]))
     match tree:
         case ("has", key):
@@ -83,7 +83,7 @@ def filters(draw: st.DrawFn) -> tuple[str, Tree]:
 
 
 @given(filters().filter(lambda pair: len(pair[0].encode()) <= 256), st.dictionaries(KEYS, VALUES, max_size=5))
-def test_filter_means_what_the_naive_evaluator_says(pair: tuple[str, Tree], attributes: dict[str, str]) -> None:
+def test_filter_agrees_with_a_naive_evaluator(pair: tuple[str, Tree], attributes: dict[str, str]) -> None:
     text, tree = pair
     assert compile_filter(text)(attributes) == judge(tree, attributes)
 
@@ -143,7 +143,7 @@ def test_documented_examples(text: str, attributes: dict[str, str], expected: bo
         "(" * 256,
     ],
 )  # fmt: skip
-def test_refuses_what_is_no_filter(text: str) -> None:
+def test_invalid_filters_are_refused(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         compile_filter(text)
     assert refused.value.status == "INVALID_ARGUMENT"

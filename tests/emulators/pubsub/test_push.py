@@ -30,7 +30,7 @@ def test_wrapped_body_and_oidc_token(pubsub: PubSub, endpoint: Endpoint) -> None
     assert request.headers["authorization"] == "Bearer token-for-me"
 
 
-def test_no_token_unless_asked_for_and_audience_is_the_endpoint_by_default(pubsub: PubSub, endpoint: Endpoint) -> None:
+def test_token_is_optional_and_its_audience_is_the_endpoint_by_default(pubsub: PubSub, endpoint: Endpoint) -> None:
     topic = pubsub.topic()
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     with_token = {"push_endpoint": endpoint.url, "oidc_token": {"service_account_email": "a@b.c"}}
@@ -68,7 +68,7 @@ def test_success_acks(pubsub: PubSub, endpoint: Endpoint, status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [203, 206, 301, 400, 404, 429, 500, 503])
-def test_anything_else_is_retried(pubsub: PubSub, endpoint: Endpoint, status: int) -> None:
+def test_any_other_status_is_retried(pubsub: PubSub, endpoint: Endpoint, status: int) -> None:
     topic = pubsub.topic()
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     endpoint.answer = lambda request: status if len(endpoint.requests) < 3 else 200
@@ -132,7 +132,7 @@ def test_dead_letter_after_five_pushes_with_attempts_counted(pubsub: PubSub, end
     assert [request.json["deliveryAttempt"] for request in endpoint.requests] == [1, 2, 3, 4, 5]
 
 
-def test_pushes_in_flight_are_bounded_and_a_slow_one_stalls_nobody(pubsub: PubSub, endpoint: Endpoint) -> None:
+def test_pushes_in_flight_are_bounded_and_a_slow_push_delays_no_other(pubsub: PubSub, endpoint: Endpoint) -> None:
     topic = pubsub.topic()
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     gate = threading.Event()
@@ -185,7 +185,7 @@ def test_duplicate_fault_pushes_twice(pubsub: PubSub, endpoint: Endpoint) -> Non
     assert first.json["message"]["messageId"] == second.json["message"]["messageId"]
 
 
-def test_deleted_subscription_is_pushed_no_more(pubsub: PubSub, endpoint: Endpoint) -> None:
+def test_deleted_subscription_is_not_pushed(pubsub: PubSub, endpoint: Endpoint) -> None:
     topic = pubsub.topic()
     subscription = pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     endpoint.answer = lambda request: 500
@@ -199,7 +199,7 @@ def test_deleted_subscription_is_pushed_no_more(pubsub: PubSub, endpoint: Endpoi
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "not a url", "http://", "http://[bad"])
-def test_impossible_endpoint_is_refused(pubsub: PubSub, url: str) -> None:
+def test_invalid_endpoint_is_refused(pubsub: PubSub, url: str) -> None:
     with pytest.raises(exceptions.InvalidArgument):
         pubsub.subscription(pubsub.topic(), push_config={"push_endpoint": url})
 

@@ -1,4 +1,4 @@
-"""The emulator's process is killed at any moment and started again on the same database."""
+"""Kill the emulator's process at any moment and start it again on the same database."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ asyncio.run(main())
 
 
 class Process:
-    """A killable emulator; `start` returns clients of the new process."""
+    """An emulator in its own process; `start` returns clients of the new process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
         client.close()
 
 
-def test_acked_messages_stay_acked_and_unacked_ones_come_again(process: Process) -> None:
+def test_acked_messages_stay_acked_and_unacked_messages_are_redelivered(process: Process) -> None:
     before = process.start()
     topic = before.topic()
     subscription = before.subscription(topic, ack_deadline_seconds=10)
@@ -113,7 +113,7 @@ def test_no_acknowledged_publish_is_lost_to_kills_under_load(process: Process) -
             process.kill()
             assert [future.result(20) for future in futures] == [None, None]
         client = process.start()
-    received: set[str] = set()  # and maybe more than was sent: a kill can hide that a publish succeeded
+    received: set[str] = set()  # may exceed `sent`: a kill can hide that a publish succeeded
 
     def all_received() -> bool:
         received.update(item.message.message_id for item in client.pull(subscription))
@@ -122,7 +122,7 @@ def test_no_acknowledged_publish_is_lost_to_kills_under_load(process: Process) -
     eventually(all_received)
 
 
-def test_full_disk_is_said_and_loses_nothing(pubsub: PubSub, endpoint: Endpoint) -> None:
+def test_full_disk_is_reported_and_loses_no_message(pubsub: PubSub, endpoint: Endpoint) -> None:
     topic = pubsub.topic()
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     endpoint.answer = lambda request: 500

@@ -1,4 +1,4 @@
-"""The REST face: what gcloud and plain HTTP see, and that nothing malformed is ever a server error."""
+"""REST with gcloud and plain HTTP; a malformed request is never a server error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_google_rest_transport(pubsub: PubSub) -> None:
         request={"subscription": {"name": name, "labels": {"a": "b"}}, "update_mask": {"paths": ["labels"]}}
     )
     assert subscriber.get_subscription(subscription=name).labels == {"a": "b"}
-    assert [found.name for found in publisher.list_topics(project=PROJECT)] == [topic]
+    assert [item.name for item in publisher.list_topics(project=PROJECT)] == [topic]
     publisher.delete_topic(topic=topic)
 
 
@@ -82,7 +82,7 @@ def test_google_rest_transport(pubsub: PubSub) -> None:
         ("GET", "schemas", None, 501, "UNIMPLEMENTED"),
     ],
 )
-def test_refusals_have_googles_shape(
+def test_errors_have_googles_form(
     call: Callable[..., requests.Response], verb: str, path: str, body: Any, status: int, code: str
 ) -> None:
     response = call(verb, f"{PROJECT}/{path}", body)

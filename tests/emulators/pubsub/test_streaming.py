@@ -1,4 +1,4 @@
-"""StreamingPull: flow control, settlement on the stream, how streams end, and what aborts one."""
+"""StreamingPull: flow control, acks on the stream, and the ways a stream ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Response = types.StreamingPullResponse.pb()
 
 
 class Stream:
-    """A bare StreamingPull call, to send exactly what a test wants."""
+    """A StreamingPull call without the client library, for requests that the library never sends."""
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address)
@@ -86,7 +86,7 @@ def test_flow_control_stops_at_the_limit_and_resumes_on_ack(pubsub: PubSub, stre
     with pytest.raises(queue.Empty):
         stream.incoming.get(timeout=0.3)
     stream.send(ack_ids=[item.ack_id for item in first[:1]])
-    pubsub.ack(subscription, first[1:2])  # settled outside of the stream, as the Python client does
+    pubsub.ack(subscription, first[1:2])  # acked outside of the stream, as the Python client does
     second = stream.messages(2)
     stream.send(modify_deadline_ack_ids=[second[0].ack_id], modify_deadline_seconds=[0])
     assert len(stream.messages(1)) == 1
@@ -117,7 +117,7 @@ def test_two_streams_share_the_messages(pubsub: PubSub, stream: Stream) -> None:
     other.close()
 
 
-def test_exactly_once_stream_confirms_what_it_settled(pubsub: PubSub, stream: Stream) -> None:
+def test_exactly_once_stream_confirms_settled_messages(pubsub: PubSub, stream: Stream) -> None:
     topic = pubsub.topic()
     subscription = pubsub.subscription(topic, enable_exactly_once_delivery=True)
     pubsub.publish(topic, b"x")
@@ -141,7 +141,7 @@ def test_exactly_once_stream_confirms_what_it_settled(pubsub: PubSub, stream: St
         ({"subscription": ""}, None, grpc.StatusCode.NOT_FOUND),
     ],
 )
-def test_impossible_request_aborts_the_stream(
+def test_invalid_request_aborts_the_stream(
     pubsub: PubSub, stream: Stream, first: dict[str, Any], second: dict[str, Any] | None, code: grpc.StatusCode
 ) -> None:
     subscription = pubsub.subscription(pubsub.topic())
@@ -160,7 +160,7 @@ def test_deleting_the_subscription_ends_the_stream(pubsub: PubSub) -> None:
         future.result(10)
 
 
-def test_cancelled_streams_leave_nothing_behind(pubsub: PubSub) -> None:
+def test_cancelled_streams_release_their_resources(pubsub: PubSub) -> None:
     topic = pubsub.topic()
     subscription = pubsub.subscription(topic)
     for _ in range(3):

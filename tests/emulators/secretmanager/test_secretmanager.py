@@ -1,4 +1,4 @@
-"""Secret Manager, judged by Google's client over REST and gRPC and by gcloud."""
+"""Secret Manager with Google's client over REST and gRPC, and with gcloud."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Stack:
         return [self.emulator]
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` where the emulator runs: its database belongs to that thread."""
+        """Run `work` on the emulator's thread, which owns the database connection."""
 
         async def run() -> T:
             return work()
@@ -118,7 +118,7 @@ def test_state_decides_access(client: api.SecretManagerServiceClient) -> None:
             call(request={"name": version.name}, retry=None)
 
 
-def test_missing_things_are_not_found(client: api.SecretManagerServiceClient) -> None:
+def test_missing_secrets_and_versions_are_not_found(client: api.SecretManagerServiceClient) -> None:
     secret = create(client)
     for version in ("latest", "7", "no-alias", "0"):
         with pytest.raises(exceptions.NotFound):
@@ -175,7 +175,7 @@ def test_pages_and_filters(client: api.SecretManagerServiceClient) -> None:
     assert "not emulated" in str(refused.value)
 
 
-def test_secret_with_a_ttl_ends(client: api.SecretManagerServiceClient, stack: Stack) -> None:
+def test_secret_with_a_ttl_expires(client: api.SecretManagerServiceClient, stack: Stack) -> None:
     secret = create(client, ttl={"seconds": 3600})
     assert client.get_secret(name=secret.name).expire_time is not None
     stack.clock.advance(stack.clock.now() + 3601)

@@ -1,4 +1,4 @@
-"""The Slack sink, judged by slack_sdk's webhook client."""
+"""The Slack sink with slack_sdk's webhook client."""
 
 from __future__ import annotations
 
@@ -90,13 +90,15 @@ def test_messages_survive_a_restart(tmp_path: Path) -> None:
         ({"attachments": [{"text": "x"}] * 101}, "too_many_attachments"),
     ],
 )
-def test_refuses_what_slack_refuses(server: Server, webhook: WebhookClient, payload: dict[str, Any], word: str) -> None:
+def test_invalid_payloads_are_refused(
+    server: Server, webhook: WebhookClient, payload: dict[str, Any], word: str
+) -> None:
     answer = webhook.send_dict(payload)
     assert (answer.status_code, answer.body) == (400, word)
     assert posted(server) == []
 
 
-def test_limits_themselves_are_accepted(webhook: WebhookClient) -> None:
+def test_payload_at_the_limits_is_accepted(webhook: WebhookClient) -> None:
     blocks = [
         section("x" * 3000),
         {"type": "header", "text": {"type": "plain_text", "text": "x" * 150}},
@@ -105,7 +107,7 @@ def test_limits_themselves_are_accepted(webhook: WebhookClient) -> None:
     assert webhook.send(blocks=blocks).status_code == 200
 
 
-def test_outage_lasts_as_long_as_it_was_told(server: Server, webhook: WebhookClient) -> None:
+def test_outage_lasts_for_the_requested_number_of_posts(server: Server, webhook: WebhookClient) -> None:
     assert requests.post(f"{server.url}/slack/_fail", json={"count": 2, "status": 429}, timeout=5).ok
     answers = [webhook.send(text=str(number)) for number in range(3)]
     assert [answer.status_code for answer in answers] == [429, 429, 200]
@@ -119,7 +121,7 @@ def test_malformed_switch_is_refused(server: Server, body: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"\xff\xfe", b"[" * 100_000, b"payload=nope"])
-def test_what_is_no_json_object_is_invalid_payload(server: Server, body: bytes) -> None:
+def test_body_without_a_json_object_is_invalid_payload(server: Server, body: bytes) -> None:
     answer = requests.post(f"{server.url}/slack/services/T/B/X", data=body, timeout=5)
     assert (answer.status_code, answer.text) == (400, "invalid_payload")
 

@@ -1,4 +1,4 @@
-"""A storage emulator on a free port, with the real client and a bare HTTP session to talk to it."""
+"""A storage emulator on a free port, with the real client and a plain HTTP session."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dropforge_local.emulators.storage import ObjectChange, StorageEmulator
 
 @dataclass
 class Api:
-    """Bare requests to a running emulator: what the client cannot be made to send."""
+    """Plain requests to a running emulator, for requests that the client never sends."""
 
     url: str
     session: requests.Session = field(default_factory=requests.Session)
 
     def bucket(self, **resource: Any) -> str:
-        """A new bucket with a name of its own."""
+        """A new bucket with a unique name."""
         name = f"b-{uuid.uuid4().hex[:20]}"
         response = self.call("POST", "b", params={"project": "p"}, json={"name": name, **resource})
         assert response.status_code == 200, response.text
@@ -65,7 +65,7 @@ class Api:
 
 @dataclass
 class Running:
-    """A running emulator, its events in order of commit, its database and its blob directory."""
+    """A running emulator, its events in commit order, its database and its blob directory."""
 
     api: Api
     client: storage.Client
@@ -74,14 +74,14 @@ class Running:
     blob_dir: Path
 
     def blobs(self) -> list[str]:
-        """Every blob: the files, and the rows of small ones."""
+        """The names of all blobs: the files, and the rows of small blobs."""
         with closing(sqlite3.connect(self.database)) as connection:
             small = [row[0] for row in connection.execute("SELECT blob FROM storage_small")]
         return sorted([*small, *(path.name for path in self.blob_dir.glob("??/*"))])
 
 
 def make_client(url: str) -> storage.Client:
-    """The real client, pointed at the emulator as Google documents it."""
+    """The real client, connected to the emulator as Google documents it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", url)
         return storage.Client(project="local-project", credentials=AnonymousCredentials())
@@ -89,7 +89,7 @@ def make_client(url: str) -> storage.Client:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[], Running]]:
-    """Starts emulators on one database and one blob directory; starting again stops the one before."""
+    """Starts emulators on one database and one blob directory. A second start stops the first emulator."""
     stack: list[tuple[BackgroundServer, storage.Client, Api]] = []
 
     def stop() -> None:

@@ -1,4 +1,4 @@
-"""A storage emulator as a process of its own, for tests that kill it: python server_main.py DIRECTORY."""
+"""A storage emulator in its own process, for tests that kill it: python server_main.py DIRECTORY."""
 
 from __future__ import annotations
 

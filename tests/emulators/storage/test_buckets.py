@@ -1,4 +1,4 @@
-"""Buckets: names, fields, pages, IAM, ACLs, and what is not emulated."""
+"""Buckets: names, fields, pages, IAM, ACLs, and features that are not emulated."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_refused_fields(api: Api, resource: dict[str, Any]) -> None:
         {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": False}}},
     ],
 )
-def test_fields_with_a_meaning_that_is_not_emulated(api: Api, resource: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused(api: Api, resource: dict[str, Any]) -> None:
     reply = api.call("POST", "b", params={"project": "p"}, json={"name": "refused", **resource})
     assert (reply.status_code, "not emulated" in reply.json()["error"]["message"]) == (501, True)
 
 
-def test_fields_that_ask_for_the_default_are_accepted(api: Api) -> None:
+def test_fields_with_default_values_are_accepted(api: Api) -> None:
     default = {"softDeletePolicy": {"retentionDurationSeconds": "0"}, "hierarchicalNamespace": {"enabled": False}}
     assert create(api, name="defaults", acl=[], **default) == 200
 
@@ -158,7 +158,7 @@ def test_acls_are_refused_as_with_uniform_access(api: Api) -> None:
 @pytest.mark.parametrize(
     "path", ["b/{}/notificationConfigs", "b/{}/folders", "projects/p/hmacKeys", "b/{}/anywhereCaches"]
 )
-def test_what_is_not_emulated_says_so(api: Api, path: str) -> None:
+def test_unsupported_features_answer_501(api: Api, path: str) -> None:
     reply = api.call("GET", path.format(api.bucket()))
     assert (reply.status_code, "not emulated by the local stack" in reply.text) == (501, True)
 
@@ -174,7 +174,7 @@ def test_create_bucket_for_the_stack_is_idempotent(tmp_path: Path) -> None:
 
 
 def test_generations_do_not_depend_on_the_clock(tmp_path: Path) -> None:
-    """A clock that stands still, or goes back, still gives generations that rise."""
+    """Generations increase even when the clock stops or goes back."""
     db = Database(":memory:")
     made = []
     for start in (1000.0, 500.0):

@@ -1,6 +1,6 @@
-"""The acceptance suite: what google-cloud-storage, unmodified, must find.
+"""The acceptance suite: the unmodified google-cloud-storage client against the emulator.
 
-Set STORAGE_CONFORMANCE_HOST=http://HOST:PORT to run it against another server, to see where it differs.
+Set STORAGE_CONFORMANCE_HOST=http://HOST:PORT to run it against another server and compare the two.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class TestObjects:
         bucket.blob(name).delete(retry=None)
         assert names(bucket) == []
 
-    def test_object_and_prefix_of_one_name(self, bucket: storage.Bucket) -> None:
+    def test_object_and_prefix_with_the_same_name(self, bucket: storage.Bucket) -> None:
         put(bucket, "a", b"object")
         put(bucket, "a/b", b"below")
         assert bucket.blob("a").download_as_bytes(retry=None) == b"object"
@@ -278,7 +278,7 @@ class TestObjects:
         with pytest.raises(exceptions.BadRequest):
             put(bucket, name)
 
-    def test_signed_url_is_the_clients_business(self, bucket: storage.Bucket) -> None:
+    def test_client_signs_urls_itself(self, bucket: storage.Bucket) -> None:
         with pytest.raises(AttributeError, match="private key"):
             bucket.blob("x").generate_signed_url(timedelta(minutes=1))
 
@@ -384,7 +384,7 @@ class TestBatch:
         assert blobs[0].metageneration == 2
         assert names(bucket) == ["o/0 ü", "o/1 ü"]
 
-    def test_failures_are_told_apart(self, client: storage.Client, bucket: storage.Bucket) -> None:
+    def test_failures_have_distinct_errors(self, client: storage.Client, bucket: storage.Bucket) -> None:
         there = put(bucket, "there")
         with client.batch(raise_exception=False) as batch:
             there.delete()

@@ -1,4 +1,4 @@
-"""Events: which, in which order, with what in them, and in the same transaction as the change."""
+"""Events: their types, order and content, and that they commit with the change."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dropforge_local.emulators.storage import ObjectChange, StorageEmulator
 from .conftest import Api, Running
 
 
-def told(running: Running) -> list[tuple[str, str, str]]:
+def events(running: Running) -> list[tuple[str, str, str]]:
     return [(c.event, c.resource["name"], c.resource["generation"]) for c in running.changes]
 
 
-def test_life_of_an_object(running: Running) -> None:
+def test_events_of_an_object_from_creation_to_deletion(running: Running) -> None:
     api, bucket = running.api, running.api.bucket()
     first = api.put(bucket, "x", b"1").json()["generation"]
     second = api.put(bucket, "x", b"2").json()["generation"]
     api.object("PATCH", bucket, "x", json={"metadata": {"a": "b"}})
     api.object("DELETE", bucket, "x")
-    assert told(running) == [
+    assert events(running) == [
         ("finalized", "x", first),
         ("deleted", "x", first),
         ("finalized", "x", second),
@@ -41,9 +41,9 @@ def test_versioning_archives(running: Running) -> None:
     second = api.put(bucket, "x", b"2").json()["generation"]
     api.object("DELETE", bucket, "x")
     api.object("DELETE", bucket, "x", params={"generation": first})
-    assert [event for event, _, _ in told(running)] == ["finalized", "archived", "finalized", "archived", "deleted"]
-    assert told(running)[3] == ("archived", "x", second)
-    assert told(running)[4] == ("deleted", "x", first)
+    assert [event for event, _, _ in events(running)] == ["finalized", "archived", "finalized", "archived", "deleted"]
+    assert events(running)[3] == ("archived", "x", second)
+    assert events(running)[4] == ("deleted", "x", first)
 
 
 def test_resource_is_storage_object_data(running: Running) -> None:
@@ -59,14 +59,14 @@ def test_resource_is_storage_object_data(running: Running) -> None:
 
 
 @pytest.mark.parametrize("verb", ["copyTo", "rewriteTo"])
-def test_every_way_to_make_an_object_tells(running: Running, verb: str) -> None:
+def test_every_way_to_create_an_object_sends_an_event(running: Running, verb: str) -> None:
     api, bucket = running.api, running.api.bucket()
     api.put(bucket, "s", b"1")
     api.call("POST", f"b/{bucket}/o/s/{verb}/b/{bucket}/o/copy")
     api.call("POST", f"b/{bucket}/o/whole/compose", json={"sourceObjects": [{"name": "s"}]})
     api.send(api.start_upload(bucket, "up"), b"abc", "bytes 0-2/3")
     api.call("POST", f"b/{bucket}/o/s/moveTo/o/moved")
-    assert [(event, name) for event, name, _ in told(running)] == [
+    assert [(event, name) for event, name, _ in events(running)] == [
         ("finalized", "s"),
         ("finalized", "copy"),
         ("finalized", "whole"),
@@ -76,17 +76,17 @@ def test_every_way_to_make_an_object_tells(running: Running, verb: str) -> None:
     ]
 
 
-def test_refused_calls_tell_nothing(running: Running) -> None:
+def test_refused_calls_send_no_event(running: Running) -> None:
     api, bucket = running.api, running.api.bucket()
     api.put(bucket, "x", b"1")
     api.put(bucket, "x", b"2", ifGenerationMatch=0)
     api.put(bucket, "x", b"2", headers={"X-Goog-Hash": "crc32c=AAAAAA=="})
     api.object("DELETE", bucket, "gone")
-    assert [event for event, _, _ in told(running)] == ["finalized"]
+    assert [event for event, _, _ in events(running)] == ["finalized"]
 
 
-def test_what_the_listener_writes_is_committed_with_the_change(tmp_path: Path) -> None:
-    """An outbox row and its object are there together, or neither: here the listener fails on every second call."""
+def test_writes_of_the_listener_commit_with_the_change(tmp_path: Path) -> None:
+    """An outbox row and its object commit together or not at all. Here the listener fails on every second call."""
     databases: list[Database] = []
 
     def build() -> list[StorageEmulator]:

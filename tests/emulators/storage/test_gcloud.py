@@ -1,4 +1,4 @@
-"""`gcloud storage`, which speaks the same API in its own dialect (bare LF in multipart bodies, its own upload root)."""
+"""`gcloud storage`, which uses the same API in another form (bare LF in multipart bodies, another upload root)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Gcloud:
-    """Runs gcloud without an account, against the emulator."""
+    """Runs gcloud against the emulator, without an account."""
 
     def __init__(self, url: str, config: Path) -> None:
         self._environment = {

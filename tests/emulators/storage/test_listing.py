@@ -1,4 +1,4 @@
-"""Listing against a model that sorts and filters all names, and without reading what is not asked for."""
+"""Listing compared with a model that sorts and filters all names, and the number of rows that it reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_all_pages_together_agree_with_the_model(
 
 
 def list_all(api: Api, bucket: str, params: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Follow the page tokens; no page may hold more than maxResults."""
+    """Read all pages; no page may have more than maxResults items."""
     items, prefixes, token = [], [], None
     while True:
         body = api.call("GET", f"b/{bucket}/o", params={**params, "pageToken": token} if token else params).json()
@@ -106,7 +106,7 @@ def test_glob(api: Api, glob: str, matching: list[str]) -> None:
 
 
 @pytest.mark.parametrize("glob", ["[z-a]", "{a", "a" * 100 + "*" * 300])
-def test_odd_globs_answer(api: Api, glob: str) -> None:
+def test_unusual_globs_are_answered(api: Api, glob: str) -> None:
     bucket = api.bucket()
     api.put(bucket, "a" * 500, b"")
     assert api.call("GET", f"b/{bucket}/o", params={"matchGlob": glob}).status_code in (200, 400)

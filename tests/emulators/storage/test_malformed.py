@@ -1,4 +1,4 @@
-"""Whatever arrives, the emulator answers in Cloud Storage's JSON, never with a 5xx that it did not mean."""
+"""The emulator answers every request in Cloud Storage's JSON, and never with an unintended 5xx."""
 
 from __future__ import annotations
 
@@ -203,13 +203,13 @@ def test_body_that_lies_about_gzip(api: Api) -> None:
 
 
 @pytest.mark.parametrize("path", ["/storage/v1/b/B/o/%ff", "/storage/v1/b/B/o?prefix=%ff", "/storage/v1/b/B/o/%0A"])
-def test_path_that_is_no_name(api: Api, path: str) -> None:
+def test_path_without_a_valid_name_is_refused(api: Api, path: str) -> None:
     status, _ = send(api, "GET", path.replace("B", api.bucket()), {}, b"")
     assert status in (400, 404)
 
 
 def send(api: Api, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-    """A request as it is written here, which requests would tidy up."""
+    """Send a request literally; the requests library would normalize it."""
     connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=30)
     try:
         connection.request(method, target, body=body, headers=headers)
@@ -220,7 +220,7 @@ def send(api: Api, method: str, target: str, headers: dict[str, str], body: byte
 
 
 def check(status: int, answer: bytes) -> None:
-    """Success, a redirect of a session, or a refusal; 501 only if it says that this is not emulated."""
+    """Success, a redirect of a session, or a refusal; 501 only with the text that the feature is not emulated."""
     if status >= 400 and status != 499:
         error = json.loads(answer)["error"]
         assert error["code"] == status

@@ -1,4 +1,4 @@
-"""Downloads: ranges, headers, and gzip taken apart for clients that take none."""
+"""Downloads: ranges, headers, and decompression for clients that do not accept gzip."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_range(api: Api, header: str, content: bytes, content_range: str) -> Non
 
 
 @pytest.mark.parametrize("header", ["bytes=a-b", "lines=0-1", "bytes=0-1,3-4", "bytes", "bytes=-"])
-def test_header_that_is_no_single_range_is_ignored(api: Api, header: str) -> None:
+def test_header_without_a_single_range_is_ignored(api: Api, header: str) -> None:
     bucket = api.bucket()
     api.put(bucket, "x", DATA)
     reply = api.object("GET", bucket, "x", params={"alt": "media"}, headers={"Range": header})
@@ -82,7 +82,7 @@ def test_both_roots_serve_media(api: Api, root: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"text " * 100, os.urandom(4_000_000), bytes(50_000_000)], ids=range(4))
-def test_gzip_is_taken_apart(api: Api, content: bytes) -> None:
+def test_gzip_is_decompressed_for_clients_without_gzip(api: Api, content: bytes) -> None:
     bucket, packed = api.bucket(), gzip.compress(content[:1000]) + gzip.compress(content[1000:], 1)
     api.put(bucket, "x", packed, contentEncoding="gzip")
     plain = api.object("GET", bucket, "x", params={"alt": "media"}, headers={"Accept-Encoding": "identity"})

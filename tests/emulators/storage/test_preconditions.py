@@ -1,4 +1,4 @@
-"""Preconditions on every verb: a table of cases, races, and a property test against a model of a few lines."""
+"""Preconditions on every verb: a table of cases, races, and a property test against a small model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OTHERS: dict[str, Verb] = {
 
 
 def cases(generation: int, metageneration: int) -> list[tuple[dict[str, Any], int | None]]:
-    """Query parameters, and the status of the refusal when there is one."""
+    """Query parameters, and the status of the refusal, if any."""
     return [
         ({"ifGenerationMatch": generation}, None),
         ({"ifGenerationMatch": generation - 1}, 412),
@@ -220,7 +220,7 @@ def test_racing_read_modify_writes_lose_nothing(running: Running) -> None:
 
 @dataclass
 class Model:
-    """What a bucket with one object name in it must do."""
+    """A model of a bucket with one object name."""
 
     generation: int = 0
     metageneration: int = 0
@@ -239,7 +239,7 @@ class Model:
         return 304 if not_match == self.generation or meta_not == self.metageneration else None
 
 
-# Conditions are drawn relative to what is there, so that half of them hold.
+# Conditions are drawn relative to the current state, so that half of them hold.
 OFFSETS = st.sampled_from([None, None, 0, 0, 1, -1, "absolute"])
 STEPS = st.lists(
     st.tuples(

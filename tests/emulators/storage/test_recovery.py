@@ -31,7 +31,7 @@ from .conftest import Api, Running
 KIB256 = 256 * 1024
 
 
-def test_everything_is_there_after_a_restart(start: Callable[[], Running]) -> None:
+def test_state_survives_a_restart(start: Callable[[], Running]) -> None:
     api = start().api
     bucket = api.bucket(labels={"a": "b"}, versioning={"enabled": True})
     first = api.put(bucket, "x", b"1").json()
@@ -44,7 +44,7 @@ def test_everything_is_there_after_a_restart(start: Callable[[], Running]) -> No
     assert again.object("GET", bucket, "x", params={"alt": "media"}).content == b"2"
 
 
-def test_generations_rise_over_restart_and_deletion(start: Callable[[], Running]) -> None:
+def test_generations_increase_across_restart_and_deletion(start: Callable[[], Running]) -> None:
     generations, bucket = [], start().api.bucket()
     for _ in range(3):
         api = start().api
@@ -79,7 +79,7 @@ def test_sessions_end_after_a_week(tmp_path: Path) -> None:
     db.close()
 
 
-def test_full_disk_is_told_and_leaves_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_leaves_no_object(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     api, bucket = running.api, running.api.bucket()
     url = api.start_upload(bucket, "resumable")
     large = os.urandom(SMALL_BYTES + 1)
@@ -101,7 +101,7 @@ def test_full_disk_is_told_and_leaves_nothing(running: Running, monkeypatch: pyt
     assert len(running.blobs()) == 2
 
 
-def test_full_database_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_database_is_reported_and_leaves_no_object(tmp_path: Path) -> None:
     def build() -> list[StorageEmulator]:
         db = Database(tmp_path / "state.sqlite")
         emulator = StorageEmulator(db, tmp_path / "blobs", VirtualClock())
@@ -127,7 +127,7 @@ def test_full_database_is_told_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def content_of(name: str, size: int) -> bytes:
-    """Bytes that a reader can make again from the name alone."""
+    """Bytes that a reader can compute from the name."""
     seed = hashlib.sha256(name.encode()).digest()
     return (seed * (size // len(seed) + 1))[:size]
 
@@ -146,7 +146,7 @@ def server_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Api]]:
 
 
 class Uploader(threading.Thread):
-    """Uploads objects of many sizes, one after the other, until the server is gone; notes what was acknowledged."""
+    """Upload objects of many sizes in turn until the server is killed; record the acknowledged objects."""
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__()
@@ -179,17 +179,17 @@ class Uploader(threading.Thread):
 
 
 def check_after_kill(root: Path, api: Api, acknowledged: dict[str, int]) -> None:
-    """Every acknowledged object is there; every object that is there is whole; no blob is left over."""
-    found: dict[str, int] = {}
+    """Every acknowledged object exists, every object is complete, and every blob belongs to an object."""
+    stored: dict[str, int] = {}
     token = ""
     while True:
         body = api.call("GET", "b/bucket/o", params={"pageToken": token, "maxResults": 500}).json()
-        found |= {item["name"]: int(item["generation"]) for item in body.get("items", [])}
+        stored |= {item["name"]: int(item["generation"]) for item in body.get("items", [])}
         token = body.get("nextPageToken", "")
         if not token:
             break
-    assert acknowledged.items() <= found.items()
-    for name in found:
+    assert acknowledged.items() <= stored.items()
+    for name in stored:
         expected = content_of(name, int(name.rsplit("/", 1)[1]))
         assert api.object("GET", "bucket", name, params={"alt": "media"}).content == expected, name
     with closing(sqlite3.connect(root / "state.sqlite")) as connection:
@@ -210,7 +210,7 @@ def test_killed_in_the_middle_of_uploads(tmp_path: Path) -> None:
             uploaders = [Uploader(api.url, round_number * 10 + number) for number in range(4)]
             for uploader in uploaders:
                 uploader.start()
-            time.sleep(random.uniform(0.2, 0.9))  # the moment of the kill is what is random here
+            time.sleep(random.uniform(0.2, 0.9))  # a random moment for the kill
             process.kill()
             for uploader in uploaders:
                 uploader.join(30)

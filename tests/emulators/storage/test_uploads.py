@@ -1,4 +1,4 @@
-"""Uploads on the wire: sessions that break, resume, end twice or are cancelled, and bodies other than announced."""
+"""Uploads on the wire: sessions that break, resume, end twice or are cancelled, and bodies of a wrong length."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class TestResumable:
         assert api.send(url, data[KIB256:], f"bytes {KIB256}-{len(data) - 1}/{len(data)}").status_code == 200
         assert read(api, bucket, "x") == data
 
-    def test_end_told_without_bytes(self, api: Api) -> None:
+    def test_request_without_bytes_ends_the_upload(self, api: Api) -> None:
         bucket, data = api.bucket(), os.urandom(KIB256)
         url = api.start_upload(bucket, "x")
         api.send(url, data, f"bytes 0-{KIB256 - 1}/*")
         assert api.send(url, b"", f"bytes */{KIB256}").json()["md5Hash"] == md5(data)
 
     @pytest.mark.parametrize("data", [b"", b"abc"])
-    def test_all_at_once_without_a_range(self, api: Api, data: bytes) -> None:
+    def test_whole_upload_without_a_range(self, api: Api, data: bytes) -> None:
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
         assert api.session.put(url, data=data, timeout=30).status_code == 200
         assert read(api, bucket, "x") == data
 
-    def test_state_is_told(self, api: Api) -> None:
+    def test_session_state_is_reported(self, api: Api) -> None:
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
         nothing = api.send(url, b"", "bytes */*")
@@ -72,7 +72,7 @@ class TestResumable:
         some = api.send(url, b"", f"bytes */{KIB256 * 2}")
         assert (some.status_code, some.headers["Range"]) == (308, f"bytes=0-{KIB256 - 1}")
 
-    def test_complete_upload_tells_its_result_again(self, api: Api) -> None:
+    def test_complete_upload_repeats_its_result(self, api: Api) -> None:
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
         done = api.send(url, b"abc", "bytes 0-2/3").json()
@@ -80,7 +80,7 @@ class TestResumable:
         assert api.send(url, b"", "bytes */*").json() == done
         assert api.object("GET", bucket, "x").json()["generation"] == done["generation"]
 
-    def test_bytes_sent_twice_are_taken_once(self, api: Api) -> None:
+    def test_bytes_sent_twice_are_stored_once(self, api: Api) -> None:
         bucket, data = api.bucket(), os.urandom(3 * KIB256)
         url = api.start_upload(bucket, "x")
         api.send(url, data[: 2 * KIB256], f"bytes 0-{2 * KIB256 - 1}/*")
@@ -92,7 +92,7 @@ class TestResumable:
         reply = api.send(url, b"a" * 10, "bytes 5-14/15")
         assert (reply.status_code, "exceeds already uploaded size of 0" in reply.text) == (400, True)
 
-    def test_odd_chunk_keeps_its_whole_granules(self, api: Api) -> None:
+    def test_unaligned_chunk_keeps_its_complete_granules(self, api: Api) -> None:
         url = api.start_upload(api.bucket(), "x")
         assert api.send(url, b"a" * 1000, "bytes 0-999/*").status_code == 400
         reply = api.send(url, b"a" * (KIB256 + 1000), f"bytes 0-{KIB256 + 999}/*")
@@ -114,7 +114,7 @@ class TestResumable:
         assert read(api, bucket, "x") == b"other"
         assert len(running.blobs()) == 1
 
-    def test_bucket_deleted_meanwhile(self, api: Api) -> None:
+    def test_bucket_deleted_during_the_upload(self, api: Api) -> None:
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
         api.call("DELETE", f"b/{bucket}")
@@ -133,7 +133,7 @@ class TestResumable:
         assert (stored["contentType"], stored["metadata"]) == ("text/x", {"k": "v"})
 
     @pytest.mark.parametrize("where", ["header", "resource"])
-    def test_wrong_hash_leaves_nothing(self, running: Running, where: str) -> None:
+    def test_wrong_hash_leaves_no_object(self, running: Running, where: str) -> None:
         api, bucket = running.api, running.api.bucket()
         resource = {"name": "x", "crc32c": crc32c(b"abd")} if where == "resource" else {"name": "x"}
         url = api.upload("POST", bucket, {"uploadType": "resumable"}, json=resource).headers["Location"]
@@ -143,7 +143,7 @@ class TestResumable:
         assert api.object("GET", bucket, "x").status_code == 404
         assert running.blobs() == []
 
-    def test_goes_on_after_a_restart(self, start: Callable[[], Running]) -> None:
+    def test_upload_continues_after_a_restart(self, start: Callable[[], Running]) -> None:
         api, data = start().api, os.urandom(3 * KIB256 + 1)
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
@@ -156,7 +156,7 @@ class TestResumable:
         assert (done.status_code, done.json()["md5Hash"]) == (200, md5(data))
         assert read(again, bucket, "x") == data
 
-    def test_broken_connection_keeps_what_came(self, api: Api) -> None:
+    def test_broken_connection_keeps_the_received_granules(self, api: Api) -> None:
         bucket, data = api.bucket(), os.urandom(10 * KIB256)
         url = api.start_upload(bucket, "x")
         hang_up_after(url, data[: 6 * KIB256 + 100], f"bytes 0-{len(data) - 1}/{len(data)}", len(data))
@@ -207,7 +207,7 @@ class TestMedia:
         assert (stored["md5Hash"], stored["crc32c"]) == (md5(data), crc32c(data))
         assert read(api, bucket, "x") == data
 
-    def test_hang_up_leaves_nothing(self, running: Running) -> None:
+    def test_aborted_upload_leaves_no_blob(self, running: Running) -> None:
         api, bucket = running.api, running.api.bucket()
         url = urlsplit(f"{api.url}/upload/storage/v1/b/{bucket}/o")
         head = (

@@ -1,4 +1,4 @@
-"""Cloud TPU and Compute Engine emulated over a fake repository with one small image, and clients of them."""
+"""Emulators of Cloud TPU and Compute Engine, a fake repository with a small image, and clients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
+
+from ..clocks import HeldClock
 
 PARENT = "projects/p1/locations/us-west1-c"
 NODE = {"accelerator_type": "v5litepod-8", "runtime_version": "v2-alpha-tpuv5-lite"}
@@ -58,8 +60,8 @@ DOCKERFILE = (
 IMAGE = "us-west1-docker.pkg.dev/p1/dropforge/nap:v1"
 
 
-def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
-    db, clock = Database(home / "state.db"), SystemClock()
+def build(home: Path, clock: Clock | None = None) -> Sequence[Emulator]:
+    db, clock = Database(home / "state.db"), clock or SystemClock()
     compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
     tpu = TpuEmulator(
         db,
@@ -69,17 +71,18 @@ def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
         disks=compute.disks,
         platform_env=lambda account: {"PLATFORM": "here"},
         token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
-        config=config,
+        config=CONFIG,
     )
     return [compute, tpu]
 
 
 @dataclass
 class Cloud:
-    """A running emulator's address and clients of it."""
+    """The address of running emulators, and clients for them."""
 
     server: Server
     home: Path
+    clock: HeldClock = field(default_factory=HeldClock)
     channels: list[grpc.Channel] = field(default_factory=list)
 
     @property
@@ -88,7 +91,7 @@ class Cloud:
 
     @property
     def tpu(self) -> tpu_v2.TpuClient:
-        """Over gRPC, as in the cloud."""
+        """A client over gRPC, as in the cloud."""
         self.channels.append(grpc.insecure_channel(self.server.grpc_address))
         return tpu_v2.TpuClient(transport=TpuGrpcTransport(channel=self.channels[-1]))
 
@@ -103,13 +106,13 @@ class Cloud:
         return self.tpu.create_node(parent=PARENT, node=node, node_id=node_id)
 
     def ready(self, node_id: str = "n1", script: str = "", **fields: Any) -> tpu_v2.Node:
-        return self.create(node_id, script, **fields).result(timeout=20)
+        return self.create(node_id, script, **fields).result(timeout=60)
 
     def node(self, node_id: str = "n1") -> tpu_v2.Node:
         return self.rest.get_node(name=f"{PARENT}/nodes/{node_id}")
 
     def delete(self, node_id: str = "n1") -> None:
-        self.tpu.delete_node(name=f"{PARENT}/nodes/{node_id}").result(timeout=30)
+        self.tpu.delete_node(name=f"{PARENT}/nodes/{node_id}").result(timeout=60)
 
     def queue(self, queued_id: str = "q1", node_id: str = "n1", **fields: Any) -> Any:
         node = {**NODE, **fields.pop("node", {})}
@@ -134,7 +137,7 @@ class Cloud:
         return self.queued(queued_id)
 
     def disk(self, name: str) -> str:
-        """Make a disk; its full name."""
+        """Create a disk; return its full name."""
         place = "projects/p1/zones/us-west1-c"
         self._post(f"/compute/v1/{place}/disks", {"name": name, "sizeGb": "10"})
         url = f"{self.url}/compute/v1/{place}/disks/{name}"
@@ -180,8 +183,9 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def cloud(home: Path) -> Iterator[Cloud]:
-    with BackgroundServer(lambda: build(home)) as server:
-        cloud = Cloud(server, home)
+    clock = HeldClock()
+    with BackgroundServer(lambda: build(home, clock)) as server:
+        cloud = Cloud(server, home, clock)
         yield cloud
         for channel in cloud.channels:
             channel.close()

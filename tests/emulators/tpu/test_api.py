@@ -23,12 +23,13 @@ from dropforge_local.emulators.tpu import TpuEmulator
 from .conftest import NODE, PARENT, Cloud, QueuedState, State, build, wait_for
 
 
-def test_a_node_comes_and_goes(cloud: Cloud) -> None:
-    operation = cloud.create(labels={"dropforge-run": "r1"}, network_config={"enable_external_ips": False})
-    assert cloud.node().state == State.CREATING
+def test_a_node_is_created_and_deleted(cloud: Cloud) -> None:
+    with cloud.clock.hold():
+        operation = cloud.create(labels={"dropforge-run": "r1"}, network_config={"enable_external_ips": False})
+        assert cloud.node().state == State.CREATING
     metadata = operation.metadata
     assert (metadata.verb, metadata.target) == ("create", f"{PARENT}/nodes/n1")
-    node = operation.result(timeout=20)
+    node = operation.result(timeout=60)
     assert (node.state, node.health, dict(node.labels)) == (
         State.READY,
         tpu_v2.Node.Health.HEALTHY,
@@ -36,57 +37,61 @@ def test_a_node_comes_and_goes(cloud: Cloud) -> None:
     )
     assert node.accelerator_config.topology == "2x4"
     assert node.network_endpoints[0].ip_address.startswith("127.")
-    assert [one.name for one in cloud.rest.list_nodes(parent="projects/p1/locations/-")] == [node.name]
+    assert [node.name for node in cloud.rest.list_nodes(parent="projects/p1/locations/-")] == [node.name]
     cloud.delete()
     with pytest.raises(refused.NotFound, match=f"Resource '{node.name}' was not found"):
         cloud.node()
     assert not cloud.processes()
 
 
-def test_rest_and_grpc_say_the_same(cloud: Cloud) -> None:
+def test_rest_and_grpc_answer_the_same(cloud: Cloud) -> None:
     operation = cloud.rest.create_node(parent=PARENT, node=NODE, node_id="n1")
-    node = operation.result(timeout=20)
+    node = operation.result(timeout=60)
     assert node == cloud.tpu.get_node(name=node.name) == cloud.rest.get_node(name=node.name)
     listed = cloud.rest.list_operations({"name": PARENT}).operations
-    assert [one.name for one in listed] == [operation.operation.name]
+    assert [done.name for done in listed] == [operation.operation.name]
     assert cloud.rest.delete_operation({"name": operation.operation.name}) is None
     with pytest.raises(refused.NotFound):
         cloud.tpu.get_operation({"name": operation.operation.name})
 
 
 def test_zones_have_their_types_and_runtimes(cloud: Cloud) -> None:
-    types = {one.type_: one for one in cloud.tpu.list_accelerator_types(parent=PARENT)}
+    types = {kind.type_: kind for kind in cloud.tpu.list_accelerator_types(parent=PARENT)}
     assert types["v5litepod-8"].accelerator_configs[0].topology == "2x4"
     assert "v6e-8" not in types
-    versions = {one.version for one in cloud.rest.list_runtime_versions(parent=PARENT)}
+    versions = {runtime.version for runtime in cloud.rest.list_runtime_versions(parent=PARENT)}
     assert {"v2-alpha-tpuv5-lite", "tpu-ubuntu2204-base"} == versions
     request = locations_pb2.ListLocationsRequest(name="projects/p1")
-    assert "us-east5-b" in {one.location_id for one in cloud.tpu.list_locations(request).locations}
+    assert "us-east5-b" in {zone.location_id for zone in cloud.tpu.list_locations(request).locations}
     with pytest.raises(refused.NotFound, match="moon"):
         cloud.tpu.list_accelerator_types(parent="projects/p1/locations/moon")
 
 
-def test_lists_come_in_pages(cloud: Cloud) -> None:
-    """Google's clients turn them, but for operations; what goes between two pages moves nothing."""
+def test_lists_have_pages(cloud: Cloud) -> None:
+    """Google's clients read all pages, except of operations. A deletion between two pages moves no item."""
     nodes = [cloud.create(f"node{number}") for number in range(3)]
-    names = [operation.result(timeout=20).name for operation in nodes]
-    cloud.faults(stockout=["us-west1-c"])  # so that what is queued stays so
+    names = [operation.result(timeout=60).name for operation in nodes]
+    cloud.faults(stockout=["us-west1-c"])  # keeps the queued resources in the queue
     queued = [cloud.queue(f"q{number}", f"n{number}") for number in range(5)]
     made = [operation.operation.name for operation in [*nodes, *queued]]
     wanted = [f"{PARENT}/queuedResources/q{number}" for number in range(5)]
     for client in (cloud.tpu, cloud.rest):
         answers = list(client.list_nodes({"parent": PARENT, "page_size": 2}).pages)
-        assert [[one.name for one in page.nodes] for page in answers] == [names[:2], names[2:]]
+        assert [[node.name for node in page.nodes] for page in answers] == [names[:2], names[2:]]
         pages = list(client.list_queued_resources({"parent": "projects/p1/locations/-", "page_size": 2}).pages)
-        assert [[one.name for one in page.queued_resources] for page in pages] == [wanted[:2], wanted[2:4], wanted[4:]]
+        assert [[entry.name for entry in page.queued_resources] for page in pages] == [
+            wanted[:2],
+            wanted[2:4],
+            wanted[4:],
+        ]
         first = client.list_operations({"name": PARENT, "page_size": 5})
         last = client.list_operations({"name": PARENT, "page_token": first.next_page_token})
-        assert [one.name for one in [*first.operations, *last.operations]] == made[::-1]
+        assert [entry.name for entry in [*first.operations, *last.operations]] == made[::-1]
         assert not last.next_page_token
     first = cloud.tpu.list_queued_resources({"parent": PARENT, "page_size": 3})._response
-    cloud.unqueue("q1").result(timeout=20)
+    cloud.unqueue("q1").result(timeout=60)
     following = {"parent": PARENT, "page_token": first.next_page_token}
-    assert [one.name for one in cloud.tpu.list_queued_resources(following)] == wanted[3:]
+    assert [entry.name for entry in cloud.tpu.list_queued_resources(following)] == wanted[3:]
     types = list(cloud.rest.list_accelerator_types({"parent": PARENT, "page_size": 1}).pages)
     assert len(types) == len(list(cloud.tpu.list_accelerator_types(parent=PARENT))) > 1
     for wrong in ({"page_size": -1}, {"page_token": "x"}, {"page_token": "WzEsMl0="}):
@@ -115,7 +120,7 @@ def test_bad_nodes_are_refused(cloud: Cloud, fields: dict[str, Any], text: str) 
         cloud.node()
 
 
-def test_what_is_not_emulated_says_so(cloud: Cloud) -> None:
+def test_features_that_are_not_emulated_are_refused(cloud: Cloud) -> None:
     with pytest.raises(refused.MethodNotImplemented, match="several machines"):
         cloud.tpu.create_node(parent=PARENT, node={**NODE, "accelerator_type": "v5litepod-16"}, node_id="n1")
     with pytest.raises(refused.MethodNotImplemented):
@@ -138,7 +143,7 @@ def test_capacity_and_quota_run_out(cloud: Cloud) -> None:
     cloud.ready()
     with pytest.raises(refused.ResourceExhausted, match="Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI'"):
         cloud.create("n2")
-    cloud.ready("n2", scheduling_config={"spot": True})  # another quota
+    cloud.ready("n2", scheduling_config={"spot": True})  # spot nodes have a quota of their own
     with pytest.raises(refused.AlreadyExists):
         cloud.create("n1")
 
@@ -157,10 +162,10 @@ def test_calls_fail_on_purpose(cloud: Cloud) -> None:
 
 
 def test_a_queued_resource_from_request_to_deletion(cloud: Cloud) -> None:
-    created = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001").result(timeout=20)
+    created = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001").result(timeout=60)
     assert created.state.state == QueuedState.ACCEPTED
     again = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001")
-    assert again.result(timeout=20).name == created.name
+    assert again.result(timeout=60).name == created.name
     cloud.wait_for_state(QueuedState.ACTIVE)
     node = cloud.node()
     assert (node.queued_resource, node.scheduling_config.spot) == (created.name, True)
@@ -168,7 +173,7 @@ def test_a_queued_resource_from_request_to_deletion(cloud: Cloud) -> None:
         cloud.unqueue(force=False)
     with pytest.raises(refused.FailedPrecondition, match="cannot be stopped"):
         cloud.tpu.stop_node({"name": node.name})
-    cloud.unqueue().result(timeout=30)
+    cloud.unqueue().result(timeout=60)
     for get in (cloud.queued, cloud.node):
         with pytest.raises(refused.NotFound):
             get()
@@ -184,7 +189,7 @@ def test_a_queued_resource_waits_for_capacity(cloud: Cloud) -> None:
     cloud.wait_for_state(QueuedState.ACTIVE)
     cloud.delete()
     cloud.wait_for_state(QueuedState.SUSPENDED)
-    cloud.unqueue(force=False).result(timeout=20)
+    cloud.unqueue(force=False).result(timeout=60)
 
 
 def test_a_queued_resource_expires_and_stays(cloud: Cloud) -> None:
@@ -192,7 +197,7 @@ def test_a_queued_resource_expires_and_stays(cloud: Cloud) -> None:
     cloud.queue(queueing_policy={"valid_until_duration": {"nanos": 400_000_000}})
     failed = cloud.wait_for_state(QueuedState.FAILED)
     assert (failed.state.failed_data.error.code, "expired" in failed.state.failed_data.error.message) == (4, True)
-    cloud.unqueue(force=False).result(timeout=20)
+    cloud.unqueue(force=False).result(timeout=60)
     assert not list(cloud.tpu.list_queued_resources(parent=PARENT))
 
 
@@ -209,7 +214,7 @@ def test_a_preempted_queued_resource_is_suspended(cloud: Cloud) -> None:
     cloud.wait_for_state(QueuedState.SUSPENDED)
     assert cloud.node().state == State.PREEMPTED
     assert not cloud.processes()
-    cloud.unqueue().result(timeout=20)
+    cloud.unqueue().result(timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +243,7 @@ def test_a_disk_belongs_to_one_node(cloud: Cloud) -> None:
     cloud.ready("n2", data_disks=[{"source_disk": disk}])
 
 
-def test_the_next_stack_goes_on(home: Path) -> None:
+def test_the_next_stack_continues(home: Path) -> None:
     with BackgroundServer(lambda: build(home)) as server:
         first = Cloud(server, home)
         first.faults(stockout=["us-west1-c"])
@@ -255,7 +260,7 @@ def test_the_next_stack_goes_on(home: Path) -> None:
     with BackgroundServer(lambda: build(home)) as server:
         third = Cloud(server, home)
         assert third.processes() == machine
-        third.unqueue().result(timeout=20)
+        third.unqueue().result(timeout=60)
         assert not third.processes()
         for channel in third.channels:
             channel.close()
@@ -292,6 +297,6 @@ def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
         "queued-resources", "create", "q1", "--node-id=n2", "--runtime-version=v2-alpha-tpuv5-lite", "--spot", *shape
     )
     cloud.wait_for_state(QueuedState.ACTIVE)
-    assert [one["state"]["state"] for one in gcloud("queued-resources", "list")] == ["ACTIVE"]
+    assert [entry["state"]["state"] for entry in gcloud("queued-resources", "list")] == ["ACTIVE"]
     gcloud("queued-resources", "delete", "q1", "--force", "--quiet")
     assert not list(cloud.tpu.list_nodes(parent=PARENT))

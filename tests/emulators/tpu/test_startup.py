@@ -31,7 +31,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms import tpu_vm
-from dropforge.run.events import Failed, JobEvent, parse_job_event
+from dropforge.run.events import JobEvent, parse_job_event
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
@@ -67,13 +67,13 @@ TRAIN_PY = """
 
 @dataclass
 class Lab(Cloud):
-    """The emulated APIs that a machine needs, and what its script left in them."""
+    """The emulated APIs that a machine needs, and the objects and events that its script leaves there."""
 
     image: str = ""
     run: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex[:12]}")
 
     def train(self, mode: str, node_id: str = "n1", disks: Sequence[str] = (), **metadata: str) -> None:
-        """Bring a machine up that trains in `mode`."""
+        """Create a machine that trains in `mode`."""
         values = {
             "dropforge-role": "train",
             "dropforge-run": self.run,
@@ -95,7 +95,7 @@ class Lab(Cloud):
         )
 
     def read(self, name: str) -> str | None:
-        """An object of the run's; None when there is none."""
+        """An object of the run; None without such an object."""
         path = urllib.parse.quote(f"runs/{self.run}/machine/{name}", safe="")
         try:
             with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=10) as answer:
@@ -105,21 +105,21 @@ class Lab(Cloud):
             return None
 
     def ended(self, node_id: str = "n1", times: int = 1, attempt: int = 1) -> dict[str, Any]:
-        """The status that the script leaves at its end."""
+        """The status that the script writes at its end."""
         self.wait_for_line("startup-script exit status", node_id, times)
         status = self.read(f"attempt-{attempt}/status.json")
         assert status, self.serial(node_id)
-        found: dict[str, Any] = json.loads(status)
-        return found
+        body: dict[str, Any] = json.loads(status)
+        return body
 
     def note(self, *states: str, attempts: int = 1) -> None:
-        """Write the run's record, as far as the script reads it."""
+        """Write the part of the run's record that the script reads."""
         name = urllib.parse.quote(names.record_object(self.run), safe="")
         record = {"history": [{"state": state} for state in states], "attempts": [{"number": attempts}]}
         self._post(f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}", record)
 
     def keep(self) -> dict[str, str]:
-        """Metadata of a machine that serves once it has trained."""
+        """Metadata of a machine that serves after the training."""
         return {
             "dropforge-server-image": self.image,
             "dropforge-server-env": "MODE=polite\nWORK=/work",
@@ -134,7 +134,7 @@ class Lab(Cloud):
         return [parse_job_event(base64.b64decode(message["data"])) for message in messages]
 
     def pids(self, part: str) -> list[int]:
-        """The machines' processes whose last word ends with `part`, but for the shims and inits that started them."""
+        """The machines' processes whose last argument ends with `part`, without their shims and inits."""
         commands = {pid: psutil.Process(pid).cmdline() for pids in self.processes().values() for pid in pids}
         parents = ("shim.py", "init.py")
         return [
@@ -198,7 +198,7 @@ def test_a_container_that_reports_itself(lab: Lab) -> None:
     lab.train("0", disks=[disk])
     status = lab.ended()
     assert (status["exit_code"], status["error_class"], status["message"]) == (0, None, "")
-    assert lab.events() == []  # it has told of its end itself
+    assert lab.events() == []  # the container reports its end itself
     output = lab.read("attempt-1/startup.log")
     assert output
     assert "training 0 with token" in output
@@ -207,7 +207,7 @@ def test_a_container_that_reports_itself(lab: Lab) -> None:
     assert "reporting it again" in lab.serial()
     assert lab.serial().count("training 0") == 1
     lab.delete()
-    # Another machine, with the same disk, which it knows under another name: nothing is formatted or lost.
+    # A second machine has the same disk under another name: the script must not format it.
     lab.train("65", "n2", [disk], **{"dropforge-attempt": "2", "dropforge-data-disk": "unknown"})
     assert lab.ended("n2", attempt=2)["exit_code"] == 65
     assert "has a file system already" in lab.serial("n2")
@@ -223,17 +223,17 @@ def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
         arguments = " ".join(psutil.Process(pid).cmdline())
         assert SECRET not in arguments
         assert "token-of-cloud-platform" not in arguments
-    found = subprocess.run(
+    matches = subprocess.run(
         ["grep", "--recursive", "--files-with-matches", SECRET, lab.home / "vms", lab.home / "disks"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.stdout == ""
+    assert matches.stdout == ""
 
 
 @pytest.mark.parametrize(
-    ("mode", "metadata", "found", "step", "text"),
+    ("mode", "metadata", "error_class", "step", "text"),
     [
         ("1", {}, ErrorClass.CODE, "container", "exit code 1 without a report"),
         ("137", {}, ErrorClass.INFRASTRUCTURE, "container", "was killed"),
@@ -249,15 +249,15 @@ def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
         ("0", {"dropforge-deadline": "1700000000"}, ErrorClass.DEADLINE, "container", "before the container"),
     ],
 )
-def test_what_the_container_could_not_tell(
-    lab: Lab, mode: str, metadata: dict[str, str], found: ErrorClass, step: str, text: str
+def test_the_script_reports_for_the_container(
+    lab: Lab, mode: str, metadata: dict[str, str], error_class: ErrorClass, step: str, text: str
 ) -> None:
     lab.train(mode, **metadata)
     status = lab.ended()
-    assert (status["error_class"], status["step"]) == (found, step)
+    assert (status["error_class"], status["step"]) == (error_class, step)
     event = lab.event()
     assert event.type == "failed"
-    assert event.error_class == found
+    assert event.error_class == error_class
     assert text in event.message
 
 
@@ -268,11 +268,11 @@ def test_the_memory_runs_out(lab: Lab) -> None:
     status = lab.ended()
     assert (status["error_class"], status["exit_code"]) == (ErrorClass.OUT_OF_MEMORY, 137)
     event = lab.event()
-    assert isinstance(event, Failed)
+    assert event.type == "failed"
     assert event.error_class == ErrorClass.OUT_OF_MEMORY
 
 
-def test_a_machine_that_nobody_deletes_turns_itself_off(lab: Lab) -> None:
+def test_a_machine_past_its_deadline_shuts_itself_down(lab: Lab) -> None:
     lab.train("0", **{"dropforge-deadline": "1700000000"})
     assert lab.ended()["error_class"] == ErrorClass.DEADLINE
     wait_for(lambda: lab.node().state == State.STOPPED)
@@ -280,15 +280,15 @@ def test_a_machine_that_nobody_deletes_turns_itself_off(lab: Lab) -> None:
     lab.delete()
 
 
-def test_a_machine_that_is_kept_is_on_for_as_long_as_it_may_serve(lab: Lab) -> None:
+def test_a_kept_machine_runs_until_its_servers_deadline(lab: Lab) -> None:
     lab.train("0", **(lab.keep() | {"dropforge-deadline": "1700000000"}))
     serial = lab.wait_for_line("Shutdown scheduled in +")
     minutes = int(serial.partition("Shutdown scheduled in +")[2].split()[0])
-    assert 30 < minutes <= 40  # 600 s, and 1800 in which others may delete it
+    assert 30 < minutes <= 40  # 600 s until the deadline, and 1800 s for the machine's deletion
 
 
 class BrokenHalf(socketserver.ThreadingTCPServer):
-    """In front of a server: every other connection, the first one too, ends when its request has come."""
+    """A proxy that closes every other connection after its request, beginning with the first connection."""
 
     daemon_threads = True
 
@@ -320,8 +320,8 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "and-connections-break"])
-def test_the_first_line_fails(lab: Lab, breaks: bool) -> None:
-    """Run beside the machine's own: with a root that nothing can be written below."""
+def test_a_failure_of_the_first_command_is_reported(lab: Lab, breaks: bool) -> None:
+    """Run the script beside the machine's own script, with a root directory that is not writable."""
     lab.train("sleep")
     lab.wait_for_line("training sleep")
     db = Database(lab.home / "state.db")
@@ -344,7 +344,7 @@ def test_the_first_line_fails(lab: Lab, breaks: bool) -> None:
     assert "step begin failed with exit code 1: mkdir" in event.message
 
 
-def test_an_event_that_is_lost_leaves_a_status(lab: Lab) -> None:
+def test_a_lost_event_leaves_a_status(lab: Lab) -> None:
     lab.train("1", **{"dropforge-job-events-topic": "projects/p1/topics/gone"})
     assert lab.ended()["message"] == "the container ended with exit code 1 without a report"
     assert "the event could not be published" in lab.serial()
@@ -364,7 +364,7 @@ def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
     assert [event.type for event in lab.events()] == ([] if mode == "polite" else ["preempted"])
 
 
-def test_a_machine_that_loses_power_goes_on(lab: Lab) -> None:
+def test_a_machine_continues_after_a_power_failure(lab: Lab) -> None:
     lab.train("second-time", disks=[lab.disk("d1")])
     lab.wait_for_line("training")
     lab.faults(reboot="n1")
@@ -373,7 +373,7 @@ def test_a_machine_that_loses_power_goes_on(lab: Lab) -> None:
     assert lab.events() == []
 
 
-def test_a_disk_with_what_nobody_knows_is_not_formatted(lab: Lab) -> None:
+def test_a_disk_with_unknown_contents_is_not_formatted(lab: Lab) -> None:
     name = lab.disk("d1")
     lab.train("0", disks=[name])
     lab.ended()
@@ -387,8 +387,8 @@ def test_a_disk_with_what_nobody_knows_is_not_formatted(lab: Lab) -> None:
     assert "LVM2_member" in content.read_text()
 
 
-def test_a_script_that_is_killed_leaves_its_container(lab: Lab) -> None:
-    """The container reports itself, so that nothing is lost but the script's own log."""
+def test_a_killed_script_leaves_its_container(lab: Lab) -> None:
+    """The container reports its end itself, so only the script's log is lost."""
     lab.train("sleep")
     lab.wait_for_line("training sleep")
     script, container = lab.pids("startup-script"), lab.pids("/app/main.py")
@@ -406,7 +406,7 @@ def test_a_container_is_stopped_at_the_deadline(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_started_at_every_boot(lab: Lab) -> None:
+def test_a_server_starts_at_every_boot(lab: Lab) -> None:
     lab.train("polite", **{"dropforge-role": "serve"})
     lab.wait_for_line("training polite")
     lab.faults(maintenance="n1")
@@ -415,7 +415,7 @@ def test_a_server_is_started_at_every_boot(lab: Lab) -> None:
     assert lab.read("serve/status.json") is None
 
 
-def test_a_server_that_the_memory_does_not_suffice_for(lab: Lab) -> None:
+def test_a_server_without_enough_memory_reports_it(lab: Lab) -> None:
     lab.train("sleep", **{"dropforge-role": "serve", "dropforge-attempt": "0"})
     for times in (1, 2, 3):
         lab.wait_for_line("training sleep", count=times)
@@ -427,7 +427,7 @@ def test_a_server_that_the_memory_does_not_suffice_for(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_kept_serves_when_its_run_is_deployed(lab: Lab) -> None:
+def test_a_kept_machine_serves_when_its_run_is_deployed(lab: Lab) -> None:
     lab.note("TRAINING")
     lab.train("0", disks=[lab.disk("d1")], **lab.keep())
     wait_for(lambda: lab.read("attempt-1/status.json") is not None, lab.serial)
@@ -449,7 +449,7 @@ def test_a_machine_that_is_kept_serves_when_its_run_is_deployed(lab: Lab) -> Non
     [(["TRAINING", "TEARING_DOWN"], 1), (["TRAINING", "DEPLOYING"], 2)],
     ids=["not-deployed", "another-attempt"],
 )
-def test_a_machine_that_is_kept_for_nothing_ends(lab: Lab, states: list[str], attempts: int) -> None:
+def test_a_kept_machine_of_an_undeployed_run_ends(lab: Lab, states: list[str], attempts: int) -> None:
     lab.note(*states, attempts=attempts)
     lab.train("65", **lab.keep())
     assert lab.ended()["exit_code"] == 65
@@ -457,8 +457,8 @@ def test_a_machine_that_is_kept_for_nothing_ends(lab: Lab, states: list[str], at
     assert "training polite" not in lab.serial()
 
 
-def test_a_machine_that_is_kept_waits_for_a_time_only(lab: Lab) -> None:
-    """Nobody ever writes that the run goes on."""
+def test_a_kept_machine_waits_until_its_servers_deadline(lab: Lab) -> None:
+    """The run's record never changes."""
     lab.train("0", **{**lab.keep(), "dropforge-server-deadline": str(int(time.time()) + 3)})
     assert lab.ended()["exit_code"] == 0
     assert "training polite" not in lab.serial()

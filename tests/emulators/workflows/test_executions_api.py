@@ -1,4 +1,4 @@
-"""The Executions and Workflows APIs, judged by Google's own clients over real sockets."""
+"""The Executions and Workflows APIs, called by Google's own clients over real sockets."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_workflows_are_deployed_updated_and_deleted(
         workflows.get_workflow(name=made.name, retry=None)
 
 
-def test_a_source_with_mistakes_is_refused_with_the_services_words(workflows: workflows_v1.WorkflowsClient) -> None:
+def test_the_refusal_of_a_source_has_the_services_words(workflows: workflows_v1.WorkflowsClient) -> None:
     source = "- step1:\n    assign:\n    - varA: Hello\n- step2:\n    return: ${varC + varA}\n"
     request = {"parent": PARENT, "workflow": {"source_contents": source}, "workflow_id": "bad"}
     expected = (
@@ -199,7 +199,7 @@ def test_the_rest_clients_speak_to_the_same_state(served: Any) -> None:
     assert requests.get(f"{served.url}/v1/{created['name']}?view=ALL", timeout=10).status_code == 400
 
 
-def test_step_entries_tell_what_ran(served: Any) -> None:
+def test_step_entries_list_the_steps_that_ran(served: Any) -> None:
     source = """
 main:
   steps:
@@ -226,7 +226,9 @@ inner:
     - back:
         return: ${n}
 """
-    record = served.run(source)
+    workflow = served.deploy("flow", source)
+    created = served.call(lambda: served.engine.create_execution(workflow))
+    record = served.call(lambda: served.engine.wait(created.name))
     url = f"{served.url}/v1/{record.name}/stepEntries"
     entries = requests.get(url, timeout=10).json()["stepEntries"]
     kinds = [(entry["step"], entry["stepType"], entry["state"]) for entry in entries]

@@ -1,4 +1,4 @@
-"""gcloud against the emulator, as its users would type it."""
+"""gcloud against the emulator, with the commands that a user types."""
 
 from __future__ import annotations
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.classify import classify, classify_text, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
@@ -48,78 +46,78 @@ class CloudRunService:
     def resources(self, deployment: Deployment) -> list[Resource]:
         return [Resource(KIND, service_name(deployment), service_request(deployment))]
 
-    def deploy(self, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
         try:
-            if self._service(service_name(deployment)) is None:
-                self._create(deployment)
-            return self._ready(deployment)
+            if self._service(cloud, service_name(deployment)) is None:
+                self._create(cloud, deployment)
+            return self._ready(cloud, deployment)
         except client_errors() as error:
             raise classify(error) from error
 
-    def why_not_ready(self, deployment: Deployment) -> CloudError:
+    def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         try:
-            service = self._service(service_name(deployment))
+            service = self._service(cloud, service_name(deployment))
         except client_errors() as error:
             raise classify(error) from error
         message = service.terminal_condition.message if service is not None else "the service does not exist"
         return CloudError(ErrorClass.CODE, message or "the platform does not call it ready", START_HINT)
 
-    def exists(self, deployment: Deployment) -> bool:
+    def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
         try:
-            return self._service(service_name(deployment)) is not None
+            return self._service(cloud, service_name(deployment)) is not None
         except client_errors() as error:
             raise classify(error) from error
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """In every region that may have some: the API has no listing over all regions."""
-        yield from each(cloud_run_regions(), lambda region: _services_in(region, settings))
+        yield from list_places(cloud, cloud_run_regions(), lambda region: _services_in(cloud, region))
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         from google.api_core.exceptions import NotFound
 
-        services = clients.run_services()
-        deadline = time.monotonic() + READY_WAIT_SECONDS
+        services = cloud.clients.run_services()
+        deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
         try:
             if not services.get_service(name=name, timeout=TIMEOUT_SECONDS).delete_time:
                 services.delete_service(name=name, timeout=TIMEOUT_SECONDS)
-            while time.monotonic() < deadline:
+            while cloud.clock.monotonic() < deadline:
                 services.get_service(name=name, timeout=TIMEOUT_SECONDS)
-                time.sleep(LOOK_SECONDS)
+                cloud.clock.sleep(LOOK_SECONDS)
         except NotFound:
             return True
         except client_errors() as error:
             raise classify(error) from error
         return False
 
-    def _service(self, name: str) -> Any:
+    def _service(self, cloud: Cloud, name: str) -> Any:
         from google.api_core.exceptions import NotFound
 
         try:
-            return clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
+            return cloud.clients.run_services().get_service(name=name, timeout=TIMEOUT_SECONDS)
         except NotFound:
             return None
 
-    def _create(self, deployment: Deployment) -> None:
+    def _create(self, cloud: Cloud, deployment: Deployment) -> None:
         from google.api_core.exceptions import Conflict
         from google.cloud import run_v2
 
         request = service_request(deployment)
         service = run_v2.Service.from_json(json.dumps(request["service"]), ignore_unknown_fields=False)
         try:
-            clients.run_services().create_service(
+            cloud.clients.run_services().create_service(
                 parent=request["parent"], service=service, service_id=request["serviceId"], timeout=TIMEOUT_SECONDS
             )
         except Conflict:
             return  # ours, from a reply that was lost; `_ready` looks whose it is
 
-    def _ready(self, deployment: Deployment) -> str | None:
+    def _ready(self, cloud: Cloud, deployment: Deployment) -> str | None:
         """Look for a while; the URL once the service is ready, None while it is still being made."""
         from google.cloud import run_v2
 
         state = run_v2.Condition.State
-        deadline = time.monotonic() + READY_WAIT_SECONDS
-        while time.monotonic() < deadline:
-            service = self._service(service_name(deployment))
+        deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        while cloud.clock.monotonic() < deadline:
+            service = self._service(cloud, service_name(deployment))
             if service is not None:
                 check_owner(service.name, service.labels, deployment.run)
                 condition = service.terminal_condition
@@ -128,7 +126,7 @@ class CloudRunService:
                     raise _failure(condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
                     return str(service.uri)
-            time.sleep(LOOK_SECONDS)
+            cloud.clock.sleep(LOOK_SECONDS)
         return None
 
 
@@ -169,9 +167,9 @@ def service_request(deployment: Deployment) -> dict[str, Any]:
     return {"parent": parent, "serviceId": service_id, "service": service}
 
 
-def _services_in(region: str, settings: Settings) -> list[Listed]:
-    parent = f"projects/{settings.project}/locations/{region}"
-    services = clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS)
+def _services_in(cloud: Cloud, region: str) -> list[Listed]:
+    parent = f"projects/{cloud.settings.project}/locations/{region}"
+    services = cloud.clients.run_services().list_services(parent=parent, timeout=TIMEOUT_SECONDS)
     return [Listed(KIND, service.name, dict(service.labels), service.create_time) for service in services]
 
 

@@ -8,17 +8,15 @@ API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.jobs
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.classify import classify, classify_text, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status, class_of_exit, container_variables, run_labels
@@ -66,9 +64,9 @@ class CloudRunJobs:
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(KIND, job_name(launch), job_request(launch))]
 
-    def provision(self, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> bool:
         try:
-            job = self._job(launch) or self._create(launch)
+            job = self._job(cloud, launch) or self._create(cloud, launch)
         except CloudError:
             raise
         except client_errors() as error:
@@ -77,39 +75,39 @@ class CloudRunJobs:
             return False
         check_owner(job.name, job.labels, launch.run)
         _raise_if_failed(job.terminal_condition)
-        return self._execution(launch) is not None
+        return self._execution(cloud, launch) is not None
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         from google.api_core.exceptions import NotFound
 
         try:
-            if (execution := self._execution(launch)) is not None:
-                return status_of_execution(execution, lambda: self._result(execution.name))
+            if (execution := self._execution(cloud, launch)) is not None:
+                return status_of_execution(execution, lambda: self._result(cloud, execution.name))
         except NotFound:
             pass  # deleted since it was looked at
         except client_errors() as error:
             raise classify(error) from error
         return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """In every region that may have some: the API has no listing over all regions."""
-        yield from each(cloud_run_regions(), lambda region: _jobs_in(region, settings))
+        yield from list_places(cloud, cloud_run_regions(), lambda region: _jobs_in(cloud, region))
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         try:
-            return self._delete(name)
+            return self._delete(cloud, name)
         except client_errors() as error:
             raise classify(error) from error
 
-    def _job(self, launch: Launch) -> Any:
+    def _job(self, cloud: Cloud, launch: Launch) -> Any:
         from google.api_core.exceptions import NotFound
 
         try:
-            return clients.run_jobs().get_job(name=job_name(launch), timeout=TIMEOUT_SECONDS)
+            return cloud.clients.run_jobs().get_job(name=job_name(launch), timeout=TIMEOUT_SECONDS)
         except NotFound:
             return None
 
-    def _create(self, launch: Launch) -> Any:
+    def _create(self, cloud: Cloud, launch: Launch) -> Any:
         """Create the job and give it a moment; None when it is still being made."""
         from google.api_core.exceptions import Conflict
         from google.cloud import run_v2
@@ -117,53 +115,55 @@ class CloudRunJobs:
         parent, _, job_id = job_name(launch).rpartition("/jobs/")
         job = run_v2.Job.from_json(json.dumps(job_request(launch)["job"]), ignore_unknown_fields=False)
         try:
-            operation = clients.run_jobs().create_job(parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS)
+            operation = cloud.clients.run_jobs().create_job(
+                parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS
+            )
         except Conflict:
-            return self._job(launch)  # ours, from a reply that was lost, or being changed: the caller looks
-        deadline = time.monotonic() + LAUNCH_WAIT_SECONDS
+            return self._job(cloud, launch)  # ours, from a reply that was lost, or being changed: the caller looks
+        deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS
         while not operation.done():
-            if time.monotonic() > deadline:
+            if cloud.clock.monotonic() > deadline:
                 return None
-            time.sleep(LOOK_SECONDS)
+            cloud.clock.sleep(LOOK_SECONDS)
         if operation.exception() is not None:
             raise classify(operation.exception())
         return operation.result()
 
-    def _execution(self, launch: Launch) -> Any:
+    def _execution(self, cloud: Cloud, launch: Launch) -> Any:
         from google.api_core.exceptions import NotFound
 
         try:
-            return clients.run_executions().get_execution(name=execution_name(launch), timeout=TIMEOUT_SECONDS)
+            return cloud.clients.run_executions().get_execution(name=execution_name(launch), timeout=TIMEOUT_SECONDS)
         except NotFound:
             return None
 
-    def _result(self, execution: str) -> Any:
+    def _result(self, cloud: Cloud, execution: str) -> Any:
         """The first failed task's last attempt: its exit code, or a status when the platform ended it."""
-        tasks = clients.run_tasks().list_tasks(parent=execution, timeout=TIMEOUT_SECONDS)
+        tasks = cloud.clients.run_tasks().list_tasks(parent=execution, timeout=TIMEOUT_SECONDS)
         results = [task.last_attempt_result for task in tasks if task.last_attempt_result]
         return next((r for r in results if r.exit_code or r.term_signal or r.status.code), None)
 
-    def _delete(self, name: str) -> bool:
+    def _delete(self, cloud: Cloud, name: str) -> bool:
         from google.api_core.exceptions import NotFound
 
-        jobs = clients.run_jobs()
-        deadline = time.monotonic() + LAUNCH_WAIT_SECONDS
+        jobs = cloud.clients.run_jobs()
+        deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS
         try:
             if not jobs.get_job(name=name, timeout=TIMEOUT_SECONDS).delete_time:
-                self._cancel_executions(name)
+                self._cancel_executions(cloud, name)
                 jobs.delete_job(name=name, timeout=TIMEOUT_SECONDS)
-            while time.monotonic() < deadline:
+            while cloud.clock.monotonic() < deadline:
                 jobs.get_job(name=name, timeout=TIMEOUT_SECONDS)
-                time.sleep(LOOK_SECONDS)
+                cloud.clock.sleep(LOOK_SECONDS)
         except NotFound:
             return True
         return False
 
-    def _cancel_executions(self, job: str) -> None:
+    def _cancel_executions(self, cloud: Cloud, job: str) -> None:
         """Cloud Run does not promise that deleting a job ends its running executions."""
         from google.api_core.exceptions import BadRequest, NotFound
 
-        executions = clients.run_executions()
+        executions = cloud.clients.run_executions()
         for execution in executions.list_executions(parent=job, timeout=TIMEOUT_SECONDS):
             if not execution.completion_time:
                 try:
@@ -237,9 +237,9 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     return Status(Phase.FAILED, completed.message, found)
 
 
-def _jobs_in(region: str, settings: Settings) -> list[Listed]:
-    parent = f"projects/{settings.project}/locations/{region}"
-    jobs = clients.run_jobs().list_jobs(parent=parent, timeout=TIMEOUT_SECONDS)
+def _jobs_in(cloud: Cloud, region: str) -> list[Listed]:
+    parent = f"projects/{cloud.settings.project}/locations/{region}"
+    jobs = cloud.clients.run_jobs().list_jobs(parent=parent, timeout=TIMEOUT_SECONDS)
     return [Listed(KIND, job.name, dict(job.labels), job.create_time) for job in jobs]
 
 

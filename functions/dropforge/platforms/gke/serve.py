@@ -9,13 +9,13 @@ https://cloud.google.com/kubernetes-engine/docs/how-to/workload-identity
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes, pods
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import Kubernetes, Object
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
@@ -66,25 +66,25 @@ class GkeDeployment:
             manifests += [monitoring_manifest(deployment), autoscaler_manifest(deployment)]
         return [kubernetes.resource_of(cluster_of(deployment), manifest) for manifest in manifests]
 
-    def deploy(self, deployment: Deployment) -> str | None:
-        api = _connect(deployment)
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
+        api = _connect(cloud, deployment)
         if api is None:
             return None
         resources = self.resources(deployment)
         for resource in resources:
             api.ensure(cluster_of(deployment), resource.request)
-        deadline = time.monotonic() + READY_WAIT_SECONDS
-        while time.monotonic() < deadline:
+        deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        while cloud.clock.monotonic() < deadline:
             found, service = api.get(resources[0].name), api.get(resources[1].name)
             if found and service and _is_available(found, _serve(deployment.spec)) and (url := url_of(service)):
                 return url
             if error := _problem(api, deployment):
                 raise error
-            time.sleep(LOOK_SECONDS)
+            cloud.clock.sleep(LOOK_SECONDS)
         return None
 
-    def why_not_ready(self, deployment: Deployment) -> CloudError:
-        api = _connect(deployment)
+    def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
+        api = _connect(cloud, deployment)
         if api is None:
             return CloudError(ErrorClass.CONFIG, f"{cluster_of(deployment)} is still being made", "wait until it runs")
         found = _pods(api, deployment)
@@ -104,15 +104,15 @@ class GkeDeployment:
         hint = "look at the events of its Service: `kubectl describe service`"
         return CloudError(ErrorClass.INFRASTRUCTURE, message, hint)
 
-    def exists(self, deployment: Deployment) -> bool:
-        return kubernetes.exists(self.resources(deployment)[0].name)
+    def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
+        return kubernetes.exists(cloud, self.resources(deployment)[0].name)
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
-        yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
+        yield from kubernetes.listed(cloud, _listed_in, is_used=bool(cloud.settings.gke_cluster))
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         is_deployment = kind == "apps.k8s.io/Deployment"
-        return kubernetes.delete(name, pods=f"{INSTANCE}={name.rsplit('/', 1)[1]}" if is_deployment else "")
+        return kubernetes.delete(cloud, name, pods=f"{INSTANCE}={name.rsplit('/', 1)[1]}" if is_deployment else "")
 
 
 def cluster_of(deployment: Deployment) -> str:
@@ -260,10 +260,10 @@ def _serve(spec: JobSpec) -> GkeServe:
     return spec.serve
 
 
-def _connect(deployment: Deployment) -> Kubernetes | None:
+def _connect(cloud: Cloud, deployment: Deployment) -> Kubernetes | None:
     """The API of the cluster that serves; None while the cluster is being made."""
-    cluster = kubernetes.standing_cluster(cluster_of(deployment), "serve.cluster")
-    return None if cluster is None else kubernetes.connect(cluster)
+    cluster = kubernetes.standing_cluster(cloud, cluster_of(deployment), "serve.cluster")
+    return None if cluster is None else kubernetes.connect(cloud, cluster)
 
 
 def _pods(api: Kubernetes, deployment: Deployment) -> list[Object]:

@@ -15,11 +15,12 @@ from typing import Any
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
-from dropforge.cloud import clients, kubernetes
+from dropforge.cloud import kubernetes
 from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import CLUSTER, Object
-from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
@@ -54,14 +55,14 @@ class GkeJobs:
     def resources(self, launch: Launch) -> list[Resource]:
         return requests(launch)
 
-    def provision(self, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> bool:
         if gke_target(launch.spec).cluster.create:
-            cluster = self._own_cluster(launch)
+            cluster = self._own_cluster(cloud, launch)
         else:
-            cluster = kubernetes.standing_cluster(cluster_of(launch), "target.cluster.name")
+            cluster = kubernetes.standing_cluster(cloud, cluster_of(launch), "target.cluster.name")
         if cluster is None:
             return False
-        api = kubernetes.connect(cluster)
+        api = kubernetes.connect(cloud, cluster)
         if gke_target(launch.spec).cluster.create:
             for manifest in namespace_manifests(launch):
                 api.create(manifest)
@@ -70,16 +71,16 @@ class GkeJobs:
                 api.ensure(cluster_of(launch), resource.request)
         return True
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         from google.cloud.container_v1 import Cluster
 
-        cluster = kubernetes.find_cluster(cluster_of(launch))
+        cluster = kubernetes.find_cluster(cloud, cluster_of(launch))
         if cluster is None or cluster.status == Cluster.Status.STOPPING:
             return Status(
                 Phase.GONE, f"{cluster_of(launch)} {'does not exist' if cluster is None else 'is being deleted'}"
             )
         job = requests(launch)[-1]
-        api = kubernetes.connect(cluster)
+        api = kubernetes.connect(cloud, cluster)
         found = api.get(job.name)
         if found is None:
             return Status(Phase.GONE, f"{job.name} does not exist")
@@ -91,25 +92,25 @@ class GkeJobs:
 
         return status_of_job(found, pods, gke_target(launch.spec).nodes, events_of)
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Clusters of an attempt's own, with what is in them and in the standing ones."""
-        is_used = bool(settings.gke_cluster)
-        yield from each([settings], _clusters, is_used=is_used)
-        yield from kubernetes.listed(settings, _listed_in, is_used=is_used)
+        is_used = bool(cloud.settings.gke_cluster)
+        yield from list_places(cloud, [cloud], _clusters, is_used=is_used)
+        yield from kubernetes.listed(cloud, _listed_in, is_used=is_used)
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         if kind == CLUSTER:
-            return self._delete_cluster(name)
-        return kubernetes.delete(name, _pods_of(name) if kind == JOB else "")
+            return self._delete_cluster(cloud, name)
+        return kubernetes.delete(cloud, name, _pods_of(name) if kind == JOB else "")
 
-    def _own_cluster(self, launch: Launch) -> Any:
+    def _own_cluster(self, cloud: Cloud, launch: Launch) -> Any:
         """The attempt's own cluster once it runs, made if need be; None while it is being made."""
         from google.cloud.container_v1 import Cluster
 
         name = cluster_of(launch)
-        cluster = kubernetes.find_cluster(name)
+        cluster = kubernetes.find_cluster(cloud, name)
         if cluster is None:
-            self._create_cluster(launch)
+            self._create_cluster(cloud, launch)
             return None
         check_owner(name, cluster.resource_labels, launch.run)
         if cluster.status in (Cluster.Status.RUNNING, Cluster.Status.RECONCILING):
@@ -122,30 +123,30 @@ class GkeJobs:
             error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt makes another cluster")
         raise error
 
-    def _create_cluster(self, launch: Launch) -> None:
+    def _create_cluster(self, cloud: Cloud, launch: Launch) -> None:
         from google.api_core.exceptions import Conflict
         from google.cloud.container_v1 import Cluster
 
         request = cluster_request(launch)
         cluster = Cluster.from_json(json.dumps(request["cluster"]), ignore_unknown_fields=False)
         try:
-            clients.gke().create_cluster(parent=request["parent"], cluster=cluster, timeout=TIMEOUT_SECONDS)
+            cloud.clients.gke().create_cluster(parent=request["parent"], cluster=cluster, timeout=TIMEOUT_SECONDS)
         except Conflict:
             return  # ours, from a reply that was lost; the next look says whose it is
         except client_errors() as error:
             raise classify(error) from error
 
-    def _delete_cluster(self, name: str) -> bool:
+    def _delete_cluster(self, cloud: Cloud, name: str) -> bool:
         """Begin to delete a cluster, which takes minutes; True once it does not exist."""
         from google.cloud.container_v1 import Cluster
 
-        cluster = kubernetes.find_cluster(name)
+        cluster = kubernetes.find_cluster(cloud, name)
         if cluster is None:
             return True
         if cluster.status == Cluster.Status.STOPPING:
             return False
         try:
-            clients.gke().delete_cluster(name=name, timeout=TIMEOUT_SECONDS)
+            cloud.clients.gke().delete_cluster(name=name, timeout=TIMEOUT_SECONDS)
         except client_errors() as error:
             # It may be gone by now; or another operation runs, of which a cluster has one at a time.
             if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
@@ -153,11 +154,11 @@ class GkeJobs:
         return False
 
 
-def _clusters(settings: Settings) -> Iterator[Listed]:
+def _clusters(cloud: Cloud) -> Iterator[Listed]:
     """Clusters that belong to an attempt, in every state."""
-    for cluster in kubernetes.clusters(settings).clusters:
+    for cluster in kubernetes.clusters(cloud).clusters:
         if kubernetes.is_of_attempt(cluster):
-            name = kubernetes.cluster_name(settings.project, cluster.location, cluster.name)
+            name = kubernetes.cluster_name(cloud.settings.project, cluster.location, cluster.name)
             created = datetime.fromisoformat(cluster.create_time)
             yield Listed(CLUSTER, name, dict(cluster.resource_labels), created)
 

@@ -13,6 +13,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes, pods
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import CLUSTER, Object
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
@@ -51,27 +52,29 @@ class RayJobs(GkeJobs):
     def resources(self, launch: Launch) -> list[Resource]:
         return requests(launch)
 
-    def provision(self, launch: Launch) -> bool:
+    def provision(self, cloud: Cloud, launch: Launch) -> bool:
         own = ray_target(launch.spec).cluster.create
         name = cluster_of(launch)
-        cluster = self._own_cluster(launch) if own else kubernetes.standing_cluster(name, "target.cluster.name")
+        cluster = (
+            self._own_cluster(cloud, launch) if own else kubernetes.standing_cluster(cloud, name, "target.cluster.name")
+        )
         if cluster is None:
             return False
         _check_operator(cluster, name)
-        api = kubernetes.connect(cluster)
+        api = kubernetes.connect(cloud, cluster)
         for manifest in namespace_manifests(launch) if own else ():
             api.create(manifest)
         api.ensure(name, requests(launch)[-1].request)
         return True
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         from google.cloud.container_v1 import Cluster
 
-        cluster = kubernetes.find_cluster(cluster_of(launch))
+        cluster = kubernetes.find_cluster(cloud, cluster_of(launch))
         if cluster is None or cluster.status == Cluster.Status.STOPPING:
             return Status(Phase.GONE, f"{cluster_of(launch)} does not exist, or is being deleted")
         job = requests(launch)[-1]
-        api = kubernetes.connect(cluster)
+        api = kubernetes.connect(cloud, cluster)
         found = api.get(job.name)
         if found is None:
             return Status(Phase.GONE, f"{job.name} does not exist")
@@ -86,30 +89,30 @@ class RayJobs(GkeJobs):
         is_paid = status.phase is Phase.PENDING and any(pod["spec"].get("nodeName") for pod in hosts)
         return replace(status, is_paid=is_paid)
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
-        yield from kubernetes.listed(settings, _listed_in, is_used=bool(settings.gke_cluster))
+        yield from kubernetes.listed(cloud, _listed_in, is_used=bool(cloud.settings.gke_cluster))
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         if kind == CLUSTER:
-            return super().teardown(kind, name)
+            return super().teardown(cloud, kind, name)
         if kind == RAY_CLUSTER:
-            return kubernetes.delete(name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
-        is_gone = kubernetes.delete(name) and self._delete_clusters(name)
-        return is_gone and kubernetes.delete(name, _pods_of(name))  # those that somebody has orphaned
+            return kubernetes.delete(cloud, name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
+        is_gone = kubernetes.delete(cloud, name) and self._delete_clusters(cloud, name)
+        return is_gone and kubernetes.delete(cloud, name, _pods_of(name))  # those that somebody has orphaned
 
-    def _delete_clusters(self, job: str) -> bool:
+    def _delete_clusters(self, cloud: Cloud, job: str) -> bool:
         """Delete the Ray clusters that a RayJob has left; True once there is none."""
         parent, _, path = job.partition("/k8s/namespaces/")
         namespace, name = path.partition("/")[0], path.rpartition("/")[2]
-        cluster = kubernetes.find_cluster(parent)
+        cluster = kubernetes.find_cluster(cloud, parent)
         if cluster is None or not kubernetes.has_endpoint(cluster):
             return True
-        api = kubernetes.connect(cluster)
+        api = kubernetes.connect(cloud, cluster)
         left = api.find(namespace, "rayclusters", GROUP, labelSelector=f"{ORIGIN}={name}")
         names = [one["metadata"]["name"] for one in left]
         prefix = f"{parent}/k8s/namespaces/{namespace}/{GROUP}/rayclusters"
-        gone = [kubernetes.delete(f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
+        gone = [kubernetes.delete(cloud, f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
         return all(gone)
 
 

@@ -8,23 +8,23 @@ https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
-from dropforge.cloud import clients, tpu
+from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels, server_environment
 from dropforge.platforms.training import Phase, Status
 from dropforge.spec import JobSpec, seconds
 
+from .catalog import TPU_VMS
 from .spec import TpuVmServe, TpuVmTarget
 from .train import STARTUP_SCRIPT, status_of
 
@@ -54,19 +54,19 @@ class TpuVmServer:
     def resources(self, deployment: Deployment) -> list[Resource]:
         return tpu.resources(self.machine(deployment))
 
-    def deploy(self, deployment: Deployment) -> str | None:
+    def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
         wanted = self.machine(deployment)
-        deadline = time.monotonic() + READY_WAIT_SECONDS
-        while time.monotonic() < deadline:
-            if self.ensure(wanted) and (url := self._ready(deployment, wanted)):
+        deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
+        while cloud.clock.monotonic() < deadline:
+            if self.ensure(cloud, wanted) and (url := self._ready(cloud, deployment, wanted)):
                 return url
-            time.sleep(LOOK_SECONDS)
+            cloud.clock.sleep(LOOK_SECONDS)
         return None
 
-    def why_not_ready(self, deployment: Deployment) -> CloudError:
+    def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         wanted = self.machine(deployment)
         try:
-            status, url, reported = _look(deployment, wanted)
+            status, url, reported = _look(cloud, deployment, wanted)
         except client_errors() as error:
             raise classify(error) from error
         if reported:
@@ -76,37 +76,38 @@ class TpuVmServer:
         hint = f"{START_HINT}; a firewall may keep requests from it (docs/serving.md)"
         return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
 
-    def exists(self, deployment: Deployment) -> bool:
+    def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
         """Without its node, a queued resource is nothing that answers."""
         try:
-            _, node = tpu.look(self.machine(deployment))
+            _, node = tpu.find_machine(cloud, self.machine(deployment))
         except client_errors() as error:
             raise classify(error) from error
         return node is not None
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         lists = (tpu.list_queued, tpu.list_nodes)
-        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.serve_vllm_tpu_image))
+        is_used = bool(cloud.settings.serve_vllm_tpu_image)
+        found = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
         yield from (one for one in found if names.EXPIRES_LABEL in one.labels)
 
-    def teardown(self, kind: str, name: str) -> bool:
-        return tpu.delete(kind, name)
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
+        return tpu.delete(cloud, kind, name)
 
     def machine(self, deployment: Deployment) -> tpu.Machine:
         """The endpoint's machine."""
         return machine(deployment)
 
-    def ensure(self, wanted: tpu.Machine) -> bool:
+    def ensure(self, cloud: Cloud, wanted: tpu.Machine) -> bool:
         """Ask for the machine, unless it is there; True once it is. Raises CloudError."""
-        return tpu.ensure(wanted)
+        return tpu.ensure(cloud, wanted)
 
-    def _ready(self, deployment: Deployment, wanted: tpu.Machine) -> str | None:
+    def _ready(self, cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> str | None:
         """The URL once the server answers, None while it is on its way. Raises CloudError for what no waiting mends."""
         try:
-            status, url, reported = _look(deployment, wanted)
+            status, url, reported = _look(cloud, deployment, wanted)
         except client_errors() as error:
             raise classify(error) from error
-        if url and status.phase is Phase.RUNNING and is_healthy(url):
+        if url and status.phase is Phase.RUNNING and is_healthy(cloud, url):
             return url
         if status.phase is Phase.FAILED:
             raise _error(status)
@@ -126,7 +127,7 @@ def machine(deployment: Deployment) -> tpu.Machine:
         node=f"{parent}/nodes/{name}",
         queued=f"{parent}/queuedResources/{name}" if serve.queued else "",
         accelerator_type=serve.accelerator_type,
-        runtime_version=serve.runtime_version,
+        runtime_version=serve.runtime_version or TPU_VMS[serve.accelerator_type].runtimes[0],
         capacity=serve.capacity,
         reservation=serve.reservation,
         wait_seconds=seconds(serve.startup_timeout),
@@ -148,7 +149,7 @@ def metadata(deployment: Deployment) -> dict[str, str]:
         "dropforge-run": deployment.run,
         "dropforge-attempt": "0",
         "dropforge-image": settings.serve_vllm_tpu_image,
-        "dropforge-env": tpu.server_variables(environment, serve.accelerator_type),
+        "dropforge-env": tpu.server_variables(environment, TPU_VMS[serve.accelerator_type].chips),
         "dropforge-deadline": str(int(deployment.expires.timestamp())),
         "dropforge-runs-bucket": settings.runs_bucket,
     }
@@ -161,25 +162,25 @@ def url_of(node: Any) -> str | None:
     return f"http://{node.network_endpoints[0].ip_address}:{tpu.SERVER_PORT}"
 
 
-def is_healthy(url: str) -> bool:
+def is_healthy(cloud: Cloud, url: str) -> bool:
     """Whether the server at `url` says that its model is loaded."""
     try:
-        return bool(clients.endpoint(url).get(f"{url}/health", timeout=HEALTH_SECONDS).ok)
+        return bool(cloud.clients.endpoint(url).get(f"{url}/health", timeout=HEALTH_SECONDS).ok)
     except client_errors():
         return False
 
 
-def _look(deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
+def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
     """What the cloud says of the machine, where it can be reached, and what its startup script says it failed of."""
-    queued, node = tpu.look(wanted)
-    reported = None if node is None else _reported(deployment)
+    queued, node = tpu.find_machine(cloud, wanted)
+    reported = None if node is None else _reported(cloud, deployment)
     return status_of(queued, node, wanted), url_of(node), reported
 
 
-def _reported(deployment: Deployment) -> CloudError | None:
+def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
     from google.api_core.exceptions import NotFound
 
-    bucket = clients.storage().bucket(deployment.settings.runs_bucket)
+    bucket = cloud.clients.storage().bucket(deployment.settings.runs_bucket)
     try:
         blob = bucket.blob(names.server_object(deployment.run, "status.json"))
         found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))

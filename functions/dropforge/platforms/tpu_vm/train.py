@@ -15,12 +15,12 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
-from dropforge.base.settings import Settings
-from dropforge.cloud import clients, tpu
+from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, classify_text, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.disks import DISK, delete_disk, ensure_disk, list_disks
-from dropforge.cloud.listing import Listed, each
+from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.serving import Deployment, server_environment
@@ -63,26 +63,27 @@ class TpuVms:
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(DISK, disk_name(launch), disk_request(launch)), *tpu.resources(machine(launch))]
 
-    def provision(self, launch: Launch) -> bool:
-        return ensure_disk(disk_name(launch), disk_request(launch)) and tpu.ensure(machine(launch))
+    def provision(self, cloud: Cloud, launch: Launch) -> bool:
+        return ensure_disk(cloud, disk_name(launch), disk_request(launch)) and tpu.ensure(cloud, machine(launch))
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Cloud, launch: Launch) -> Status:
         wanted = machine(launch)
         try:
-            queued, node = tpu.look(wanted)
+            queued, node = tpu.find_machine(cloud, wanted)
             status = status_of(queued, node, wanted)
             # What the machine has written outlives it, and says more than how the machine ended.
-            return (_written(launch) if node is not None else None) or status
+            return (_written(cloud, launch) if node is not None else None) or status
         except client_errors() as error:
             raise classify(error) from error
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         lists = (tpu.list_queued, tpu.list_nodes, list_disks)
-        found = each(lists, lambda look: look(settings.project), is_used=bool(settings.train_maxtext_image))
+        is_used = bool(cloud.settings.train_maxtext_image)
+        found = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
         yield from (one for one in found if names.ATTEMPT_LABEL in one.labels)
 
-    def teardown(self, kind: str, name: str) -> bool:
-        return delete_disk(name) if kind == DISK else tpu.delete(kind, name)
+    def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
+        return delete_disk(cloud, name) if kind == DISK else tpu.delete(cloud, kind, name)
 
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
@@ -128,7 +129,7 @@ def machine(launch: Launch) -> tpu.Machine:
         node=node_name(launch),
         queued=queued_name(launch) if target.queued else "",
         accelerator_type=target.accelerator_type,
-        runtime_version=target.runtime_version,
+        runtime_version=target.runtime_version or TPU_VMS[target.accelerator_type].runtimes[0],
         capacity=placement.capacity,
         reservation=placement.reservation,
         wait_seconds=min(wait, launch.timeout_seconds),
@@ -181,7 +182,9 @@ def _server_metadata(server: Deployment) -> dict[str, str]:
     environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
     return {
         "dropforge-server-image": server.settings.serve_vllm_tpu_image,
-        "dropforge-server-env": tpu.server_variables(environment, tpu_vm_target(server.spec).accelerator_type),
+        "dropforge-server-env": tpu.server_variables(
+            environment, TPU_VMS[tpu_vm_target(server.spec).accelerator_type].chips
+        ),
         "dropforge-server-deadline": _unix(server.expires),
     }
 
@@ -244,13 +247,13 @@ def _refused(error: Any) -> Status:
     return Status(Phase.FAILED, found.message, found.error_class, hint=found.hint)
 
 
-def _written(launch: Launch) -> Status | None:
+def _written(cloud: Cloud, launch: Launch) -> Status | None:
     """What the startup script wrote at its end; None while it has not."""
     from google.api_core.exceptions import NotFound
 
     name = names.machine_object(launch.run, launch.attempt, "status.json")
     try:
-        blob = clients.storage().bucket(launch.settings.runs_bucket).blob(name)
+        blob = cloud.clients.storage().bucket(launch.settings.runs_bucket).blob(name)
         found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
     except NotFound:
         return None

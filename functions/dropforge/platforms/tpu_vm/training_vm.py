@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
 from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.prices import HourlyPrice
@@ -37,16 +37,16 @@ class TrainingVm(TpuVmServer):
         disk, *machine = tpu_vm.TpuVms().resources(_trained(deployment))
         return [*machine, disk]
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """None of its own: `tpu_vm` lists all machines."""
         yield from ()
 
     def machine(self, deployment: Deployment) -> tpu.Machine:
         return tpu_vm.machine(_trained(deployment))
 
-    def ensure(self, wanted: tpu.Machine) -> bool:
+    def ensure(self, cloud: Cloud, wanted: tpu.Machine) -> bool:
         try:
-            status = tpu_vm.status_of(*tpu.look(wanted), wanted)
+            status = tpu_vm.status_of(*tpu.find_machine(cloud, wanted), wanted)
         except client_errors() as error:
             raise classify(error) from error
         if status.phase is Phase.GONE:

@@ -1,5 +1,8 @@
-"""Part of stage `sweep`: work that was lost. A spec without a run, a run that no execution goes on with, an end that
-nobody was told of, an endpoint that somebody else has deleted, that has used up most of its budget, or has ended."""
+"""Part of stage `sweep`: work that was lost.
+
+A spec without a run; a run without a live execution; an end that was not announced; an endpoint that was deleted from
+outside, that has used up most of its budget, or that has ended.
+"""
 
 from __future__ import annotations
 
@@ -8,122 +11,117 @@ from typing import Any
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
-from dropforge.base.log import log
-from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import LIVE, find_execution, start_execution, state_of
-from dropforge.money import Notice, due_of_budget
-from dropforge.platforms import get_server
+from dropforge.context import Context
+from dropforge.deletion import delete_remaining, end_endpoint
+from dropforge.money import due_of_budget
 from dropforge.platforms.serving import Deployment
-from dropforge.run.record import Record, RunState, utc_now
-from dropforge.run.store import RunStore
-from dropforge.stages.cancel import END_TOLD, tell_unstarted
-from dropforge.stages.notify import notify, tell, warn
-from dropforge.stages.provision import launch_of
+from dropforge.platforms.training import launch_of
+from dropforge.run.record import END_TOLD, Notice, Record, RunState
+from dropforge.stages.notify import notify
 from dropforge.stages.submit import accept_again, note_execution, resume, submit_object
-from dropforge.stages.teardown import delete_remaining, end_endpoint
+from dropforge.tell.everybody import tell, tell_unstarted, warn
 
-LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has died
-LOST_FOR = timedelta(days=7)  # what is older has been swept for a week, or was put there before the deployment was
-ENDPOINT_LOST = "endpoint-lost"  # a notice's key
-# A call that found its run open may write into the ledger after the end, and leaves that to whoever looks: none of
-# these calls lasts longer than a function may (540 s, terraform/functions.tf).
+LOST_AFTER = timedelta(seconds=10)  # by then the first delivery has done its part, or has crashed
+LOST_FOR = timedelta(days=7)  # an older spec was swept for a week, or was there before the deployment
+ENDPOINT_LOST = "endpoint-lost"  # the key of a notice
+# A call that read the record before the run's end may write into the ledger after the end. Such a call lasts at most as
+# long as a function may (540 s, terraform/functions.tf); until then the run keeps its open mark.
 LATE_FOR = timedelta(minutes=15)
 
 
-def specs(settings: Settings) -> list[Any]:
+def specs(cloud: Cloud) -> list[Any]:
     """Every spec object in the inbox, as a Blob with its generation, size and time."""
     fields = "items(name,generation,size,timeCreated),nextPageToken"
-    blobs = clients.storage().list_blobs(
-        settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
+    blobs = cloud.clients.storage().list_blobs(
+        cloud.settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
     )
     return [blob for blob in blobs if names.is_spec_object(blob.name)]
 
 
-def submit(store: RunStore, blob: Any, settings: Settings, now: datetime) -> str:
-    """Submit a spec that should have a run by now; the run, or "" when there is nothing to do."""
-    generation = str(blob.generation)
-    run = names.run_id_of_object(settings.specs_bucket, blob.name, generation)
+def submit(context: Context, blob: Any, now: datetime) -> str:
+    """Submit a spec that should have a run by now; return the run, or "" if there is nothing to do."""
+    store, bucket, generation = context.store, context.settings.specs_bucket, str(blob.generation)
+    run = names.run_id_of_object(bucket, blob.name, generation)
     if not LOST_AFTER < now - blob.time_created < LOST_FOR or store.exists(run):
         return ""
-    log("a spec that was dropped and has no run", stage="sweep", run=run, severity="WARNING", resource=blob.name)
-    # No event comes again for it: until people have been told that it is refused, the sweep must look at it.
-    store.put_new(
-        names.open_object(run), f"gs://{settings.specs_bucket}/{blob.name}#{generation}".encode(), "text/plain"
-    )
-    record = submit_object(settings.specs_bucket, blob.name, generation, int(blob.size or 0))
+    message = "a spec that was dropped and has no run"
+    context.log(message, stage="sweep", run=run, severity="WARNING", resource=blob.name)
+    # No event repeats this submission: the open mark makes the next sweep look at the run until its end was announced.
+    store.put_new(names.open_object(run), f"gs://{bucket}/{blob.name}#{generation}".encode(), "text/plain")
+    record = submit_object(context, bucket, blob.name, generation, int(blob.size or 0))
     if record.state is RunState.REJECTED:
-        store.update(run, lambda found: found.with_notice(END_TOLD))
+        store.update(run, lambda latest: latest.with_notice(END_TOLD))
     return run
 
 
-def accept(store: RunStore, run: str, since: datetime, now: datetime) -> str:
-    """Make the record of a run that was about to be accepted; the run, or "" when it may yet be without us.
+def accept(context: Context, run: str, since: datetime, now: datetime) -> str:
+    """Recreate the record of a run with an open mark since `since`; return the run, or "" if there is nothing to do.
 
-    One without a spec was marked by `submit` and never accepted: the inbox has its spec still, or it was deleted.
+    A marked run without a spec was never accepted: its spec is still in the inbox, or was deleted.
     """
     if now - since < LOST_AFTER:
         return ""
-    if not store.has_spec(run):
+    if not context.store.has_spec(run):
         if now - since > LATE_FOR:
-            store.close(run)
+            context.store.close(run)
         return ""
-    log("a run that was to be accepted and has no record", stage="sweep", run=run, severity="WARNING")
-    accept_again(run)
+    message = "a run that was to be accepted and has no record"
+    context.log(message, stage="sweep", run=run, severity="WARNING")
+    accept_again(context, run)
     return run
 
 
-def restart(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
-    """Have an execution go on with a run that is not over; False when one does, or is about to.
+def restart(context: Context, record: Record, live: frozenset[str]) -> bool:
+    """Give an unfinished run a new execution; False if it has a live execution, or gets one elsewhere.
 
-    The one that has ended never owns the run again. Whoever dies in here leaves a run without one, for the next sweep.
+    The ended execution never owns the run again. A crash in here leaves the run without an execution, for the next
+    sweep.
     """
-    run, old = record.run, record.execution
-    if old in live or (old and state_of(old, settings) in LIVE):  # it may have started since they were listed
+    store, run, old = context.store, record.run, record.execution
+    # The execution may have started after the live executions were listed.
+    if old in live or (old and state_of(context.cloud, old) in LIVE):
         return False
     if old:
-        record = store.update(run, lambda found: found.released(old))
+        record = store.update(run, lambda latest: latest.released(old))
         if record.execution or record.state.is_terminal:
-            return False  # it came to its end after all, or another sweep was faster
+            return False  # the run has ended meanwhile, or another sweep was faster
     if record.state is RunState.ACCEPTED:
         try:
-            return resume(store, record).execution is not None
+            return resume(context, record).execution is not None
         except RetryLater:
             return False
-    log("a run that no execution goes on with", stage="sweep", run=run, severity="WARNING", state=record.state)
-    execution = find_execution(run, record.created, settings) or start_execution(run, settings)
-    note_execution(store, record, execution)
+    message = "an unfinished run without a live execution"
+    context.log(message, stage="sweep", run=run, severity="WARNING", state=record.state)
+    execution = find_execution(context.cloud, run, record.created) or start_execution(context.cloud, run)
+    note_execution(context, record, execution)
     return True
 
 
 def settle(
-    store: RunStore,
-    record: Record,
-    listed: frozenset[str],
-    live: frozenset[str] | None,
-    settings: Settings,
-    now: datetime,
+    context: Context, record: Record, listed: frozenset[str], live: frozenset[str] | None, now: datetime
 ) -> None:
-    """What a run that is over has left goes, but for its endpoint, and its end is told; later, it is open no more.
+    """Delete a finished run's leftovers except its live endpoint, announce its end, then remove its open mark.
 
-    What its endpoint has cost is warned of here, and its end told: nobody else looks at it any more.
-
-    `listed` are the names of all that the cloud lists. `live` is None when nobody knows which executions are.
+    Warnings about the endpoint's cost, and the endpoint's end, are announced here: no other function looks at a
+    finished run. `listed` are the names of all resources in the cloud's lists. `live` is None if the live executions
+    are unknown.
     """
     run, is_over = record.run, False
     try:
-        if _is_served(record, now) and not _has_lost_endpoint(store, record, listed, settings):
-            delete_remaining(store, run, keep_endpoint=True)
-            _warn_of_budget(store, record, now)
+        if _is_served(record, now) and not _has_lost_endpoint(context, record, listed):
+            delete_remaining(context, run, keep_endpoint=True)
+            _warn_of_budget(context, record, now)
         elif record.endpoint:
-            is_over = end_endpoint(store, run) and _tell_of_endpoint(store, store.record(run))
+            is_over = end_endpoint(context, run) and _tell_of_endpoint(context, context.store.record(run))
         else:
-            is_over = not delete_remaining(store, run)
+            is_over = not delete_remaining(context, run)
     finally:
-        is_told = live is not None and _tell(store, record, live, settings)
+        is_told = live is not None and _tell_end(context, record, live)
     if is_over and is_told and now - record.history[-1].time > LATE_FOR:
-        store.close(run)
+        context.store.close(run)
 
 
 def _is_served(record: Record, now: datetime) -> bool:
@@ -132,72 +130,79 @@ def _is_served(record: Record, now: datetime) -> bool:
     return is_kept and record.state is RunState.SUCCEEDED
 
 
-def _warn_of_budget(store: RunStore, record: Record, now: datetime) -> None:
-    spec = store.spec(record.run)
+def _warn_of_budget(context: Context, record: Record, now: datetime) -> None:
+    spec = context.store.spec(record.run)
     for notice in due_of_budget(record, spec, now):
-        warn(store, record, spec, notice)
+        warn(context, record, spec, notice)
 
 
-def _has_lost_endpoint(store: RunStore, record: Record, listed: frozenset[str], settings: Settings) -> bool:
-    """Whether somebody else has deleted what a run serves. People are told first, and once.
+def _has_lost_endpoint(context: Context, record: Record, listed: frozenset[str]) -> bool:
+    """Whether an endpoint was deleted from outside. People are told first, and once.
 
-    That a list lacks it proves nothing: the cloud is asked for it by its name, and then the record is read again, for
-    we may have ended it ourselves.
+    An incomplete list proves nothing: this function asks the cloud for the endpoint by name and then reads the record
+    again, because dropforge may have ended the endpoint itself.
     """
+    store = context.store
     parts = [entry.name for entry in store.ledger(record.run).remaining() if entry.is_endpoint(record.run)]
     if parts and listed.issuperset(parts):
         return False
     spec = store.spec(record.run)
     assert spec.serve is not None, "only a run that serves has an endpoint"
-    assert record.endpoint is not None
-    deployment = Deployment(record.run, spec, settings, record.endpoint.expires, launch_of(record, spec))
-    if get_server(spec.serve.type).exists(deployment):
+    assert record.endpoint is not None, "only a served run gets here"
+    launch = launch_of(record, spec, context.settings)
+    deployment = Deployment(record.run, spec, context.settings, record.endpoint.expires, launch)
+    if context.platforms.server(spec.serve.type).exists(context.cloud, deployment):
         return False
     record = store.record(record.run)
-    if record.endpoint is None or not _is_served(record, utc_now()):
+    if record.endpoint is None or not _is_served(record, context.now()):
         return False
     text = (
         f"{record.endpoint.service} does not exist any more, and its time was not over: it was deleted from outside. "
         f"What is left of the endpoint is deleted as well; the model is kept"
     )
     notice = Notice(ENDPOINT_LOST, "has lost its endpoint", text)
-    return notice.key in warn(store, record, spec, notice).notices  # untold, it is looked for again
+    # If people were not told, the next sweep finds the endpoint lost again.
+    return notice.key in warn(context, record, spec, notice).notices
 
 
-def _tell_of_endpoint(store: RunStore, record: Record) -> bool:
-    """Tell people, once, that what was served has ended, and why; False: they could not be told yet."""
-    endpoint, spec = record.endpoint, store.spec(record.run)
-    assert endpoint is not None
+def _tell_of_endpoint(context: Context, record: Record) -> bool:
+    """Tell people once that an endpoint has ended, and why; False if they must be told later."""
+    endpoint, spec = record.endpoint, context.store.spec(record.run)
+    assert endpoint is not None, "the caller passes only runs with an endpoint"
     assert spec.serve is not None, "only a run that serves has an endpoint"
     if record.state is not RunState.SUCCEEDED or ENDPOINT_LOST in record.notices:
         return True
-    why = f"its ttl of {spec.serve.ttl} is over"
+    reason = f"its ttl of {spec.serve.ttl} is over"
     if record.cancel_requested:
-        why = "somebody has cancelled it"
+        reason = "a user has cancelled it"
     elif endpoint.limit == "max_cost_usd":
-        why = "the budget is spent"
-    cost = record.serving_cost(utc_now())
+        reason = "the budget is spent"
+    cost = record.serving_cost(context.now())
     price = "" if cost is None else f"; it cost at most ${cost:.2f}"
-    text = f"{endpoint.service} is deleted: {why}{price}. The model is kept"
+    text = f"{endpoint.service} is deleted: {reason}{price}. The model is kept"
     notice = Notice("endpoint-ended", "is not served any more", text)
-    return notice.key in warn(store, record, spec, notice).notices
+    return notice.key in warn(context, record, spec, notice).notices
 
 
-def _tell(store: RunStore, record: Record, live: frozenset[str], settings: Settings) -> bool:
-    """Tell of an end whose execution died before it had; False while one is about it. An event's id is its state's."""
-    tell_unstarted(store, record)
+def _tell_end(context: Context, record: Record, live: frozenset[str]) -> bool:
+    """Announce an end whose execution crashed before it announced it; False if that is still to be done.
+
+    A repeated event has the same id as the first.
+    """
+    tell_unstarted(context, record)
     if record.state is RunState.REJECTED and END_TOLD not in record.notices:
-        tell(record)
-        store.update(record.run, lambda found: found.with_notice(END_TOLD))
+        tell(context, record)
+        context.store.update(record.run, lambda latest: latest.with_notice(END_TOLD))
     execution = record.execution
     if execution is None or END_TOLD in record.notices:
         return True
-    if execution in live or (state := state_of(execution, settings)) in LIVE:
+    if execution in live or (state := state_of(context.cloud, execution)) in LIVE:
         return False
     if state == "SUCCEEDED":
         return True
-    log("an end that may not have been told", stage="sweep", run=record.run, severity="WARNING", state=record.state)
-    if notify(record.run, execution, record.state, record.error)["status"] != "NOTIFIED":
+    message = "an end that may not have been announced"
+    context.log(message, stage="sweep", run=record.run, severity="WARNING", state=record.state)
+    if notify(context, record.run, execution, record.state, record.error).status != "NOTIFIED":
         return False
-    store.update(record.run, lambda found: found.with_notice(END_TOLD))
+    context.store.update(record.run, lambda latest: latest.with_notice(END_TOLD))
     return True

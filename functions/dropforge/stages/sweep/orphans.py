@@ -1,140 +1,147 @@
-"""Part of stage `sweep`: what the cloud lists and nobody owns. The cloud's lists decide, and then the records.
+"""Part of stage `sweep`: resources that the cloud lists and no run owns.
 
-The lists are read first: an attempt is in its run's record before anything is made for it, so that what is listed and
-not in the record read afterwards is nobody's.
+The sweep lists the cloud first and reads the records afterwards. An attempt is in its run's record before any resource
+is created for the attempt, so a listed resource whose attempt is not in the record is an orphan.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError
-from dropforge.base.log import log
 from dropforge.base.settings import Settings
-from dropforge.cloud.listing import Listed, Unlisted, is_of_run
-from dropforge.platforms import get_server, get_target, servers, targets
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed, Unlisted, is_of_deployment
+from dropforge.context import Context
+from dropforge.deletion import delete_resource
+from dropforge.platforms.lookup import Platforms
+from dropforge.platforms.serving import Server
+from dropforge.platforms.training import Target
 from dropforge.run.record import Record, ResourceState, RunState
-from dropforge.run.store import RunStore
-from dropforge.stages.teardown import delete_resource
 
 WORKERS = 16
-LOOK_SECONDS = 1.0  # between two rounds of deleting what goes slowly
-PATIENCE_SECONDS = 240.0  # for one sweep's deletions; a function has 540
+LOOK_SECONDS = 1.0  # between two rounds of deleting
+PATIENCE_SECONDS = 240.0  # for the deletions of one sweep; a function has 540 seconds
 EXPIRED = "past its ttl"
-SURVIVES_AFTER = timedelta(hours=1)  # several sweeps: each of them has begun to delete it, or none has run
+SURVIVES_AFTER = timedelta(hours=1)  # by then several sweeps have started to delete the resource, or no sweep has run
 SURVIVES = "past its ttl for more than an hour"
 
 
-class Doomed(NamedTuple):
-    """What is to be deleted, and why."""
+class Orphan(NamedTuple):
+    """A resource to delete, and the reason."""
 
-    found: Listed
-    why: str
+    resource: Listed
+    reason: str
 
 
 class Deletions(NamedTuple):
-    """What became of the doomed: verified gone, on their way, and refused with a message each."""
+    """The results of deleting: verified deletions, deletions in progress, and messages of refused deletions."""
 
     gone: list[Listed]
-    going: list[Listed]
+    pending: list[Listed]
     problems: list[str]
 
 
-def list_all(settings: Settings) -> tuple[list[Listed], list[str]]:
-    """All that the cloud lists of this deployment's runs, and why some places could not be listed."""
-    places = [*map(get_target, targets()), *map(get_server, servers())]
-    with ThreadPoolExecutor(len(places)) as pool:
-        answers = list(pool.map(lambda place: _listed(place, settings), places))
-    # Some kinds are listed by several; the name is unique.
-    found = {one.name: one for one in (one for answer, _ in answers for one in answer)}
-    problems = dict.fromkeys(problem for _, told in answers for problem in told)
+def list_all(cloud: Cloud, platforms: Platforms | None = None) -> tuple[list[Listed], list[str]]:
+    """All resources of this deployment's runs that the cloud lists, and the problems of incomplete lists."""
+    adapters = list((platforms or Platforms()).all())
+    lists = cloud.threads.map(lambda adapter: _listed(cloud, adapter), adapters, len(adapters))
+    # Several platforms list some kinds; the name is unique.
+    resources = {resource.name: resource for listed, _ in lists for resource in listed}
+    problems = dict.fromkeys(problem for _, problems in lists for problem in problems)
     for problem in problems:
-        log(problem, stage="sweep", severity="ERROR")
-    return list(found.values()), list(problems)
+        cloud.log(problem, stage="sweep", severity="ERROR")
+    return list(resources.values()), list(problems)
 
 
-def judge(found: Listed, record: Record | None, settings: Settings, now: datetime) -> str:
-    """Why a resource is to be deleted; "" for one that a run owns, or may own."""
-    expires = found.labels.get(names.EXPIRES_LABEL, "")
-    if expires.isdecimal() and int(expires) < now.timestamp():  # the latest time; people can edit labels
+def judge(resource: Listed, record: Record | None, settings: Settings, now: datetime) -> str:
+    """The reason to delete a resource; "" for a resource that a run owns, or may own."""
+    expires = resource.labels.get(names.EXPIRES_LABEL, "")
+    if expires.isdecimal() and int(expires) < now.timestamp():  # the label is the latest time; users can edit labels
         return _expired(datetime.fromtimestamp(int(expires), UTC), now)
     if record is None:
-        return "of a run that does not exist" if _is_settled(found, settings, now) else ""
-    if serves(record, found.name):
-        assert record.endpoint is not None
+        return "of a run that does not exist" if _is_settled(resource, settings, now) else ""
+    if serves(record, resource.name):
+        assert record.endpoint is not None, "a record that serves has an endpoint"
         return _expired(record.endpoint.expires, now) if record.endpoint.expires < now else ""
     if record.state.is_terminal:
         return "left by a run that is over"
-    over = found.attempt is not None and found.attempt < record.attempt
-    return "left by an attempt that is over" if over else ""
-
-
-def _expired(expires: datetime, now: datetime) -> str:
-    return EXPIRED if now - expires <= SURVIVES_AFTER else SURVIVES
+    is_over = resource.attempt is not None and resource.attempt < record.attempt
+    return "left by an attempt that is over" if is_over else ""
 
 
 def serves(record: Record, name: str) -> bool:
-    """Whether a resource is a part of a run's endpoint that has not been ended. All its parts have one short name."""
+    """Whether a resource is part of a run's live endpoint. All parts of an endpoint have the same short name."""
     endpoint = record.endpoint
     if endpoint is None or endpoint.ended or (record.state.is_terminal and record.state is not RunState.SUCCEEDED):
         return False
     return name.rpartition("/")[2] == endpoint.service.rpartition("/")[2]
 
 
-def delete(doomed: Iterable[Doomed], store: RunStore) -> Deletions:
-    """Delete what nobody owns, in rounds: a disk goes only after its machine. One that is refused spares no other."""
-    left = list(doomed)
-    for one in left:
-        severity = "INFO" if one.why == EXPIRED else "WARNING"
-        log(one.why, stage="sweep", run=one.found.run, severity=severity, resource=one.found.name)
+def delete_orphans(context: Context, orphans: Iterable[Orphan]) -> Deletions:
+    """Delete orphans in rounds: a disk can be deleted only after its machine. A refusal does not stop the others."""
+    remaining = list(orphans)
+    for orphan in remaining:
+        _log_orphan(context, orphan)
     gone: list[Listed] = []
     problems: list[str] = []
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    with ThreadPoolExecutor(WORKERS) as pool:
-        while left:
-            answers = list(zip(left, pool.map(lambda one: _push(one, store), left), strict=True))
-            gone += [one.found for one, answer in answers if answer is True]
-            problems += [answer for _, answer in answers if isinstance(answer, str)]
-            left = [one for one, answer in answers if answer is False]
-            if not left or time.monotonic() > deadline:
-                break
-            time.sleep(LOOK_SECONDS)
-    return Deletions(gone, [one.found for one in left], problems)
+    clock = context.cloud.clock
+    deadline = clock.monotonic() + PATIENCE_SECONDS
+    while remaining:
+        results = context.cloud.threads.map(lambda orphan: _delete(context, orphan.resource), remaining, WORKERS)
+        answers = list(zip(remaining, results, strict=True))
+        gone += [orphan.resource for orphan, answer in answers if answer is True]
+        problems += [answer for _, answer in answers if isinstance(answer, str)]
+        remaining = [orphan for orphan, answer in answers if answer is False]
+        if not remaining or clock.monotonic() > deadline:
+            break
+        clock.sleep(LOOK_SECONDS)
+    return Deletions(gone, [orphan.resource for orphan in remaining], problems)
 
 
-def _listed(place: object, settings: Settings) -> tuple[list[Listed], list[str]]:
-    found: list[Listed] = []
+def _listed(cloud: Cloud, adapter: Target | Server) -> tuple[list[Listed], list[str]]:
+    """The resources of this deployment that an adapter lists, and its problems."""
+    resources: list[Listed] = []
     try:
-        for one in place.listed(settings):  # type: ignore[attr-defined]
-            if is_of_run(one.labels, settings):
-                found.append(one)
+        for resource in adapter.listed(cloud):
+            if is_of_deployment(resource.labels, cloud.settings):
+                resources.append(resource)
     except Unlisted as error:
-        return found, [problem.message for problem in error.problems]
-    except Exception as error:  # noqa: BLE001  # an answer that nobody has foreseen spares the other places
-        return found, [f"{type(place).__name__} could not be listed: {error!r}"[:500]]
-    return found, []
+        return resources, [problem.message for problem in error.problems]
+    except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other adapters
+        return resources, [f"{type(adapter).__name__} could not be listed: {error!r}"[:500]]
+    return resources, []
 
 
-def _is_settled(found: Listed, settings: Settings, now: datetime) -> bool:
-    """Whether it can be said to be nobody's: it names this deployment, and has been there for a while."""
+def _expired(expires: datetime, now: datetime) -> str:
+    return EXPIRED if now - expires <= SURVIVES_AFTER else SURVIVES
+
+
+def _is_settled(resource: Listed, settings: Settings, now: datetime) -> bool:
+    """Whether a resource without a record is an orphan: it names this deployment, and has existed for a while."""
     grace = timedelta(seconds=settings.check_interval_seconds)
-    known = names.DEPLOYMENT_LABEL in found.labels and found.created is not None
-    return known and found.created is not None and now - found.created > grace
+    if names.DEPLOYMENT_LABEL not in resource.labels or resource.created is None:
+        return False
+    return now - resource.created > grace
 
 
-def _push(one: Doomed, store: RunStore) -> bool | str:
-    """Push it towards gone, and note it once it is: whether it is, or why that is refused."""
+def _log_orphan(context: Context, orphan: Orphan) -> None:
+    severity = "INFO" if orphan.reason == EXPIRED else "WARNING"
+    resource = orphan.resource
+    context.log(orphan.reason, stage="sweep", run=resource.run, severity=severity, resource=resource.name)
+
+
+def _delete(context: Context, resource: Listed) -> bool | str:
+    """Continue the deletion of a resource, and note its end: True once it is verified, or the message of a refusal."""
     try:
-        if not delete_resource(one.found.kind, one.found.name):
+        if not delete_resource(context, resource.kind, resource.name):
             return False
-        store.note(one.found.run, one.found.name, ResourceState.GONE)
+        context.store.note(resource.run, resource.name, ResourceState.GONE)
         return True
-    except Exception as error:  # noqa: BLE001  # likewise: of one resource
+    except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other deletions
         message = error.message if isinstance(error, CloudError) else repr(error)[:500]
-        log(message, stage="sweep", run=one.found.run, severity="ERROR", resource=one.found.name)
-        return f"{one.found.name}: {message}"
+        context.log(message, stage="sweep", run=resource.run, severity="ERROR", resource=resource.name)
+        return f"{resource.name}: {message}"

@@ -1,117 +1,120 @@
-"""Stage `sweep`: the cloud's own lists against the records. What nobody owns is deleted, what was lost goes on.
+"""Stage `sweep`: compare the cloud's lists with the records. Delete orphans, and continue lost work.
 
-Only runs that are marked as open in the runs bucket, or that have something in the cloud, are looked at: a sweep costs
-what there is now, not what there ever was.
+A sweep looks only at runs with an open mark or with resources in the cloud: its cost depends on the present runs, not
+on all runs that ever existed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from dropforge.base.log import log
-from dropforge.base.settings import settings
 from dropforge.cloud.executions import live_executions
-from dropforge.run.record import utc_now
-from dropforge.run.store import open_store
+from dropforge.cloud.listing import Listed
+from dropforge.context import Context
+from dropforge.stages.answers import Swept
 
 from . import lost_work, orphans
-from .orphans import Deletions, Doomed
+from .orphans import Deletions, Orphan
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-WORKERS = 32  # what is done for a run is a few requests
+WORKERS = 32  # a run needs only a few requests
 
 
-def sweep() -> dict[str, Any]:
-    """Look at everything once. One sweep is enough, and two at once do no harm.
+def sweep(context: Context) -> Swept:
+    """Look at everything once. Two sweeps at the same time do no harm.
 
-    Answers {"status": "SWEPT", "deleted", "deleting": names of resources, "restarted", "resubmitted": runs,
-    "problems": what could not be looked at or done}; each of them is logged, too, as a WARNING unless it was expected.
+    Every problem and every orphan is also logged, as a WARNING or ERROR unless it is expected.
     """
-    look = Look()
+    look = Look(context)
     restarted, resubmitted = look.restart(), look.resubmit()
     deletions = look.delete()
-    answer = {
-        "deleted": [one.name for one in deletions.gone],
-        "deleting": [one.name for one in deletions.going],
-        "restarted": restarted,
-        "resubmitted": resubmitted,
-        "problems": look.problems,
-    }
-    log("swept", stage="sweep", listed=len(look.found), counts={key: len(value) for key, value in answer.items()})
-    return {"status": "SWEPT", **answer}
+    answer = Swept(
+        deleted=[resource.name for resource in deletions.gone],
+        deleting=[resource.name for resource in deletions.pending],
+        restarted=restarted,
+        resubmitted=resubmitted,
+        problems=look.problems,
+    )
+    counts = {name: len(value) for name, value in answer.model_dump().items()}
+    context.log("swept", stage="sweep", listed=len(look.resources), counts=counts)
+    return answer
 
 
 class Look:
-    """One look at what the cloud lists, and then at the records of the runs that have something there or are open."""
+    """One look at the resources in the cloud, and then at the records of runs with resources or with an open mark."""
 
-    def __init__(self) -> None:
-        self.settings, self.store, self.now = settings(), open_store(), utc_now()
-        self.found, self.problems = orphans.list_all(self.settings)  # before the records: see orphans.py
-        self.marks = dict(self.store.open_runs())
-        # A record that cannot be read is not here: its run is left alone.
-        self.records = dict(self._each(self.store.find, sorted({*self.marks, *(one.run for one in self.found)})))
-        # The executions that go on; None when nobody knows.
-        self.live = next((answer for _, answer in self._each(live_executions, [self.settings])), None)
+    def __init__(self, context: Context) -> None:
+        self.context, self.now = context, context.now()
+        # Before the records: see orphans.py.
+        self.resources, self.problems = orphans.list_all(context.cloud, context.platforms)
+        self.marks = dict(context.store.open_runs())
+        # A run whose record cannot be read is not in this map: the sweep leaves the run alone.
+        runs = sorted({*self.marks, *(resource.run for resource in self.resources)})
+        self.records = dict(self._for_each(context.store.find, runs))
+        # The live executions; None if they could not be listed.
+        self.live = next((live for _, live in self._for_each(live_executions, [context.cloud])), None)
 
     def restart(self) -> list[str]:
-        """Have runs go on that no execution goes on with; which."""
-        live, begun = self.live, [one for one in self.records.values() if one and not one.state.is_terminal]
+        """Restart unfinished runs without a live execution; return their ids."""
+        live, context = self.live, self.context
         if live is None:
             return []
-        answers = self._each(lambda record: lost_work.restart(self.store, record, live, self.settings), begun)
-        return [record.run for record, done in answers if done]
+        unfinished = [record for record in self.records.values() if record and not record.state.is_terminal]
+        answers = self._for_each(lambda record: lost_work.restart(context, record, live), unfinished)
+        return [record.run for record, is_restarted in answers if is_restarted]
 
     def resubmit(self) -> list[str]:
-        """Submit specs that have no run, and what died while it was; which runs that makes."""
+        """Submit specs without a run, and finish interrupted submissions; return the ids of the runs."""
+        context = self.context
         unaccepted = [run for run in self.marks if run in self.records and self.records[run] is None]
-        accepted = self._each(lambda run: lost_work.accept(self.store, run, self.marks[run], self.now), unaccepted)
-        specs = [blob for _, blobs in self._each(lost_work.specs, [self.settings]) for blob in blobs]
-        submitted = self._each(lambda blob: lost_work.submit(self.store, blob, self.settings, self.now), specs)
+        accepted = self._for_each(lambda run: lost_work.accept(context, run, self.marks[run], self.now), unaccepted)
+        specs = [blob for _, blobs in self._for_each(lost_work.specs, [context.cloud]) for blob in blobs]
+        submitted = self._for_each(lambda blob: lost_work.submit(context, blob, self.now), specs)
         return [run for _, run in [*accepted, *submitted] if run]
 
     def delete(self) -> Deletions:
-        """Delete what nobody owns, and close the runs that are over and have left nothing."""
-        known = [one for one in self.found if one.run in self.records]
-        judged = [Doomed(one, orphans.judge(one, self.records[one.run], self.settings, self.now)) for one in known]
-        unowned = [one for one in judged if one.why]
-        doomed = [one for one, went in self._each(self._went_meanwhile, unowned) if not went]
-        deletions = orphans.delete(doomed, self.store)
+        """Delete orphans, then settle the finished runs without remaining orphans."""
+        known = [resource for resource in self.resources if resource.run in self.records]
+        judged = [Orphan(resource, self._judge(resource)) for resource in known]
+        unowned = [orphan for orphan in judged if orphan.reason]
+        to_delete = [orphan for orphan, is_gone in self._for_each(self._is_gone, unowned) if not is_gone]
+        deletions = orphans.delete_orphans(self.context, to_delete)
         self.problems += deletions.problems
-        gone = {one.name for one in deletions.gone}
-        unsettled = {one.found.run for one in doomed if one.found.name not in gone}
-        self._settle({*self.marks, *(one.run for one in deletions.gone)} - unsettled)
+        gone = {resource.name for resource in deletions.gone}
+        unsettled = {orphan.resource.run for orphan in to_delete if orphan.resource.name not in gone}
+        self._settle({*self.marks, *(resource.run for resource in deletions.gone)} - unsettled)
         return deletions
 
-    def _went_meanwhile(self, one: Doomed) -> bool:
-        """Whether its run has seen it gone since the lists were begun: it was there then, and nobody has left it."""
-        entry = self.store.ledger(one.found.run).find(one.found.name)
+    def _judge(self, resource: Listed) -> str:
+        return orphans.judge(resource, self.records[resource.run], self.context.settings, self.now)
+
+    def _is_gone(self, orphan: Orphan) -> bool:
+        """Whether the run has noted the deletion after the lists began: then no deletion is left to do."""
+        entry = self.context.store.ledger(orphan.resource.run).find(orphan.resource.name)
         return entry is not None and entry.gone is not None and entry.gone > self.now
 
     def _settle(self, runs: set[str]) -> None:
-        over = [one for run, one in self.records.items() if one and one.state.is_terminal and run in runs]
-        listed = frozenset(one.name for one in self.found)
-        self._each(
-            lambda record: lost_work.settle(self.store, record, listed, self.live, self.settings, self.now), over
-        )
+        finished = [
+            record for run, record in self.records.items() if record and record.state.is_terminal and run in runs
+        ]
+        listed = frozenset(resource.name for resource in self.resources)
+        self._for_each(lambda record: lost_work.settle(self.context, record, listed, self.live, self.now), finished)
 
-    def _each(self, call: Callable[[T], U], items: Iterable[T]) -> list[tuple[T, U]]:
-        """What `call` answers for each item, with the item; one that fails is a problem, and spares the others."""
-        with ThreadPoolExecutor(WORKERS) as pool:
-            answers = list(pool.map(lambda item: _attempt(call, item), items))
+    def _for_each(self, call: Callable[[T], U], items: Iterable[T]) -> list[tuple[T, U]]:
+        """Each item with the result of `call`. A failed call becomes a problem and does not stop the others."""
+        answers = self.context.cloud.threads.map(lambda item: self._attempt(call, item), items, WORKERS)
         self.problems += [answer for answer in answers if isinstance(answer, str)]
         return [answer for answer in answers if not isinstance(answer, str)]
 
-
-def _attempt(call: Callable[[T], U], item: T) -> tuple[T, U] | str:
-    """The item and the answer, or what went wrong."""
-    try:
-        return item, call(item)
-    except Exception as error:  # noqa: BLE001  # what nobody has foreseen of one spares the others, too
-        what = getattr(item, "run", None) or getattr(item, "name", None) or item
-        problem = f"{what if isinstance(what, str) else 'the sweep'}: {error!r}"[:500]
-        log(problem, stage="sweep", severity="ERROR")
-        return problem
+    def _attempt(self, call: Callable[[T], U], item: T) -> tuple[T, U] | str:
+        """The item with its result, or a description of the failure."""
+        try:
+            return item, call(item)
+        except Exception as error:  # noqa: BLE001  # an unforeseen error of an item must not stop the others
+            name = getattr(item, "run", None) or getattr(item, "name", None) or item
+            problem = f"{name if isinstance(name, str) else 'the sweep'}: {error!r}"[:500]
+            self.context.log(problem, stage="sweep", severity="ERROR")
+            return problem

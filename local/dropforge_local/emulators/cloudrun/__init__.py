@@ -1,4 +1,4 @@
-"""Cloud Run: jobs and services of containers that are local process groups."""
+"""Cloud Run: jobs and services whose containers are local process groups."""
 
 from .config import CloudRunConfig
 from .emulator import CloudRunEmulator

@@ -1,4 +1,4 @@
-"""GPUs in use: a task that finds none free (quota, stock-out) waits, as its execution does on Cloud Run."""
+"""GPUs in use: a task waits until a GPU is free (quota, stock-out), as its execution does on Cloud Run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .store import place_of
 
 @dataclass(frozen=True)
 class GpuKind:
-    """What a quota counts: a type of GPU in a project's region, with or without zonal redundancy."""
+    """The unit of a quota: a type of GPU in a project's region, with or without zonal redundancy."""
 
     project: str
     region: str
@@ -22,7 +22,7 @@ class GpuKind:
 
 
 def gpu_kind(name: str, template: Any) -> GpuKind | None:
-    """The GPU that a task or revision template of resource `name` asks for."""
+    """The GPU that a task or revision template of resource `name` requests; None without a GPU."""
     accelerator = template.node_selector.accelerator
     if not accelerator:
         return None
@@ -31,7 +31,7 @@ def gpu_kind(name: str, template: Any) -> GpuKind | None:
 
 
 class Capacity:
-    """Who holds which GPU now, and who waits for one. Not persisted: whoever finds its container again claims anew."""
+    """The holders of GPUs and the waiters, in memory: after a restart, every adopted container claims its GPU again."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -39,10 +39,10 @@ class Capacity:
         self._waiting: dict[GpuKind, list[asyncio.Event]] = defaultdict(list)
 
     def obstacle(self, kind: GpuKind) -> str:
-        """Why a GPU cannot be had now; empty if it can."""
+        """The reason why no GPU is free now; empty if a GPU is free."""
         if self._faults.is_stocked_out(kind.region):
             return f"Insufficient capacity: waiting for {kind.accelerator} in {kind.region}."
-        used = sum(1 for held in self._held.values() if held == kind)
+        used = list(self._held.values()).count(kind)
         if used >= (quota := self._faults.gpu_quota(kind.region, kind.accelerator)):
             return f"Waiting for {kind.accelerator} quota in {kind.region}: {used} of {quota} in use."
         return ""
@@ -56,19 +56,19 @@ class Capacity:
             self.pass_on(kind)
 
     def pass_on(self, kind: GpuKind) -> None:
-        """Wake who has waited longest, if a GPU can be had: all of a crowd would find it taken, but for one."""
+        """Wake only the oldest waiter if a GPU is free: the other waiters would wake unnecessarily."""
         waiting = self._waiting[kind]
         if waiting and not self.obstacle(kind):
             waiting.pop(0).set()
 
     def notify(self) -> None:
-        """Wake everybody: a switch was set."""
+        """Wake every waiter, because a fault switch has changed."""
         for waiting in self._waiting.values():
             while waiting:
                 waiting.pop(0).set()
 
     async def changed(self, kind: GpuKind) -> None:
-        """Return when a GPU may be had. Whoever does not take it has to pass it on."""
+        """Return when a GPU may be free. A caller that does not claim it must call `pass_on`."""
         turn, waiting = asyncio.Event(), self._waiting[kind]
         waiting.append(turn)
         try:

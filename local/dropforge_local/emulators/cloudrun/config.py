@@ -1,4 +1,4 @@
-"""What differs between regions, projects and machines: data, not code."""
+"""Facts that differ between regions, projects and machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REGIONS = frozenset(_REGION_LIST.split())
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator: what an instance with it must have at least, where it is, and its name in quota errors."""
+    """An accelerator: the least CPU and memory of its instances, its regions, and its name in quota errors."""
 
     minimum_cpu: float
     minimum_memory_bytes: int
@@ -55,14 +55,14 @@ GPUS = MappingProxyType(
 class CloudRunConfig:
     """Timings and quotas of the emulated Cloud Run."""
 
-    operation_seconds: float = 0.05  # how long a create, an update or a delete takes at least
-    idle_seconds: float = 900.0  # an instance without requests is ended after this
+    operation_seconds: float = 0.05  # the shortest duration of a create, an update or a delete
+    idle_seconds: float = 900.0  # from the last request to the end of the instance
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL: https://cloud.google.com/run/docs/container-contract
-    probe_seconds: float = 0.25  # a startup probe looks this often, for a local demo must not wait out a period
-    restart_seconds: float = 1.0  # first delay before a crashed instance that must run is started again; doubles
-    service_ports: range = range(20000, 30000)  # below the range that systems give to outgoing connections
-    kept_logs: int = 200  # finished containers whose output is kept, as Cloud Logging keeps it
+    probe_seconds: float = 0.25  # between two startup probes: shorter than a period, so that a local demo does not wait
+    restart_seconds: float = 1.0  # delay before the first restart of a crashed minimum instance; doubles
+    service_ports: range = range(20000, 30000)  # below the ports that systems give to outgoing connections
+    kept_logs: int = 200  # finished containers whose output stays readable, as in Cloud Logging
     regions: frozenset[str] = REGIONS
     gpus: Mapping[str, Gpu] = field(default_factory=lambda: GPUS)
-    # Per project, region, type and kind of zonal redundancy. 3 is what new projects are said to get without asking.
+    # Per project, region, type and kind of zonal redundancy. New projects reportedly get 3 without a request.
     gpu_quota: int = 3

@@ -1,50 +1,20 @@
-"""What the parts of the emulator share, and its background work."""
+"""The state, the settings and the background work that the parts of the emulator share."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dropforge_local.base.clock import Clock
 
+from ..kit.background import Background
+from ..kit.operations import Operation, Operations, longrunning
 from .capacity import Capacity
 from .config import CloudRunConfig
 from .faults import Faults
-from .operations import Operations
-from .store import Store
-from .workloads import Unready, Workloads
-
-log = logging.getLogger(__name__)
-
-
-class Background:
-    """Tasks that a stop of the emulator cancels; what they had to do is in the database and resumes at the next."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self.stopping = False
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    async def stop(self) -> None:
-        self.stopping = True
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, Unready):  # that one is an answer; whoever waits gets it
-            log.error("background work of Cloud Run failed", exc_info=error)
+from .messages import packed
+from .store import Store, new_uid
+from .workloads import Workloads
 
 
 @dataclass(frozen=True)
@@ -56,14 +26,39 @@ class Context:
     workloads: Workloads
     clock: Clock
     config: CloudRunConfig
-    background: Background = field(default_factory=Background)
+    background: Background
 
     def now(self) -> float:
         return self.clock.now()
 
+    async def sleep(self, seconds: float) -> None:
+        await self.clock.sleep_until(self.clock.now() + seconds)
+
     async def settle(self) -> None:
-        """Let pass the time that an operation takes at least."""
-        await self.clock.sleep_until(self.clock.now() + self.config.operation_seconds)
+        """Wait the time that every operation takes at least."""
+        await self.sleep(self.config.operation_seconds)
 
     def log_uri(self, name: str) -> str:
         return f"{self.store.setting('origin', '')}/_local/logs/{name}"
+
+    def begin(self, verb: str, resource: Any, *, waits_for: str = "") -> Any:
+        """Begin an operation on a resource; return the message. Its metadata is the resource."""
+        operation_id = f"run-{new_uid()}"  # methods.py explains the prefix
+        metadata = packed(resource)
+        return longrunning(
+            self.operations.begin(operation_id, verb, resource.name, metadata=metadata, waits_for=waits_for)
+        )
+
+    def finish(self, operation: Operation, resource: Any) -> None:
+        """Finish an operation; its response and its metadata are the resource."""
+        self.operations.finish(operation, packed(resource), packed(resource))
+
+    def fail(self, operation: Operation, status: str, message: str, resource: Any) -> None:
+        self.operations.fail(operation, status, message, packed(resource))
+
+
+def validated(resource: Any) -> Any:
+    """The answer to a validateOnly request: a done operation without a record."""
+    location, body = "/".join(resource.name.split("/")[:4]), packed(resource)
+    name = f"{location}/operations/run-validated"
+    return longrunning(Operation(name, 0.0, "", resource.name, body, ended=0.0, response=body))

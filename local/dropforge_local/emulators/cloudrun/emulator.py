@@ -1,17 +1,15 @@
-"""Cloud Run v2 over REST: the routes of Jobs, Executions, Tasks, Services, Revisions and Operations."""
+"""Cloud Run v2 over REST: Jobs, Executions, Tasks, Services, Revisions and Operations."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 from aiohttp import web
 from google.cloud import run_v2
+from google.longrunning import operations_pb2
+from google.protobuf import empty_pb2
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
@@ -19,71 +17,29 @@ from dropforge_local.base.errors import ApiError
 
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
-from ..faults import parse_faults
+from ..kit import rpc
+from ..kit.background import Background, stop_all
+from ..kit.emulator import PassiveEmulator
+from ..kit.faults import Faulty, names_of
+from ..kit.logs import log_route
+from ..kit.operations import Operations, longrunning
+from ..kit.routing import Call, Handler, Route, mount
 from . import rules
 from .capacity import Capacity
 from .config import CloudRunConfig
-from .context import Background, Context
+from .context import Context
 from .executions import Executions
-from .faults import Faults
+from .faults import ACTIONS, Faults
 from .jobs import Jobs
-from .messages import parse, render
-from .operations import Operations
+from .methods import LOCATION, METHODS
 from .services import Services
 from .store import Store
-from .workloads import Workloads
+from .workloads import Unready, Workloads
 
-LOCATION = "projects/{project:[^/:]+}/locations/{location:[^/:]+}"
-# TPU's API has the same operation paths on the same port; our operations are told apart by their prefix, and lists by
-# the location: a region ends in a digit, a zone does not.
-REGION = "projects/{project:[^/:]+}/locations/{location:[^/:]*[0-9]}"
-JOB = LOCATION + "/jobs/{job:[^/:]+}"
-EXECUTION = JOB + "/executions/{execution:[^/:]+}"
-SERVICE = LOCATION + "/services/{service:[^/:]+}"
-OPERATION = LOCATION + "/operations/{operation:run-[^/:]+}"
-LOGS = "/_local/logs/{resource:projects/[^/]+/locations/[^/]+/(?:jobs|services)/.+}"
-COMMON_PARAMETERS = {"$alt", "alt", "key", "prettyPrint", "quotaUser", "$prettyPrint", "$.xgafv", "access_token"}
 LONGEST_WAIT_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Call:
-    """One request, as a method of the API sees it."""
-
-    name: str
-    parent: str
-    query: Mapping[str, str]
-    body: bytes
-
-    def text(self, parameter: str) -> str:
-        return self.query.get(parameter, "")
-
-    def flag(self, parameter: str) -> bool:
-        value = self.text(parameter).lower()
-        if value not in ("", "true", "false"):
-            raise ApiError("INVALID_ARGUMENT", f"Invalid value at {parameter!r}: {value!r} is not a boolean")
-        return value == "true"
-
-    def number(self, parameter: str) -> int:
-        try:
-            return int(self.text(parameter) or 0)
-        except ValueError as error:
-            raise ApiError("INVALID_ARGUMENT", f"Invalid value at {parameter!r}: {error}") from error
-
-
-Method = Callable[[Call], Any]
-
-
-@dataclass(frozen=True)
-class Route:
-    verb: str
-    path: str
-    method: str
-    handle: Method
-    parameters: frozenset[str]
-
-
-class CloudRunEmulator:
+class CloudRunEmulator(PassiveEmulator):
     """Cloud Run with containers as local process groups. Satisfies server.Emulator."""
 
     def __init__(
@@ -98,44 +54,43 @@ class CloudRunEmulator:
         authorize: Callable[[Mapping[str, str]], bool],
         config: CloudRunConfig = CloudRunConfig(),  # noqa: B008 - frozen
     ) -> None:
-        store = Store(db)
-        faults = Faults(db, config)
+        store, faults = Store(db), Faults(db, config, names_of(METHODS))
         self._runtime = Runtime(directory, images.search_path)
         self._context = Context(
             store=store,
-            operations=Operations(db, clock),
+            operations=Operations(db, clock, "Cloud Run"),
             faults=faults,
             capacity=Capacity(faults),
-            workloads=Workloads(store, clock, self._runtime, images, platform_env, access_secret, config),
+            workloads=Workloads(store, clock, config, self._runtime, images, platform_env, access_secret),
             clock=clock,
             config=config,
-            background=Background(),
+            background=Background("Cloud Run", answers=(Unready,)),
         )
         self._executions = Executions(self._context)
         self._jobs = Jobs(self._context, self._executions)
         self._services = Services(self._context, authorize)
-        self._table = [*self._job_routes(), *self._execution_routes(), *self._service_routes(), *self._other_routes()]
+        self._context.operations.carry_out({**self._jobs.steps, **self._executions.steps, **self._services.steps})
+        self.create_job, self.update_job, self.run_job = self._jobs.create, self._jobs.update, self._jobs.run
+        self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
+        self.create_service, self.update_service = self._services.create, self._services.update
+        self.cancel_execution, self.delete_execution = self._executions.cancel, self._executions.delete
+        self._service = rpc.Service("google.cloud.run.v2", METHODS, Faulty(self, faults))
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        routes = [web.route(one.verb, f"/v2/{one.path}", self._handler(one)) for one in self._table]
-        routes.append(web.post("/_local/cloudrun/faults", self._set_faults))
-        routes.append(web.get(LOGS, self._logs))
-        return routes
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return ()
+        api = [Route(route.verb, route.path, self._admit(route.handler)) for route in rpc.rest_routes([self._service])]
+        logs = [log_route(f"{LOCATION}/{kind}/**", self._context.workloads.output) for kind in ("jobs", "services")]
+        return mount([*api, self._context.faults.route("cloudrun", self._act), *logs])
 
     async def start(self) -> None:
         await self._runtime.start()
         await self._services.start()
         self._executions.start()
-        for operation in self._context.operations.unfinished():
-            self._resume(operation)
+        self._context.operations.start()
 
     async def stop(self) -> None:
-        await self._context.background.stop()
-        await self._services.stop()
-        await self._runtime.stop()
+        """Stop the emulator; the containers continue to run."""
+        context = self._context
+        await stop_all(context.operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
 
     def live(self) -> list[str]:
         """Jobs, executions and services that exist, open service ports, and containers that have a process."""
@@ -143,210 +98,64 @@ class CloudRunEmulator:
         containers = [f"container/{container}" for container in self._context.workloads.live()]
         return [*self._context.store.names(), *ports, *containers]
 
-    def _resume(self, operation: Any) -> None:
-        verb = operation["verb"]
-        if operation["waits_for"]:
-            return  # the execution's driver finishes it
-        if verb.endswith("_job"):
-            self._jobs.resume(operation)
-        elif verb.endswith("_service"):
-            self._services.resume(operation)
-        else:
-            self._executions.resume(operation)
+    def get_job(self, request: Any) -> Any:
+        resource = self._context.store.get(request.name)
+        return type(resource).pb(resource)
 
-    def _job_routes(self) -> list[Route]:
-        jobs = self._jobs
-        return [
-            _route(
-                "POST",
-                LOCATION + "/jobs",
-                "create_job",
-                lambda call: jobs.create(
-                    call.parent,
-                    call.text("jobId"),
-                    parse(call.body, run_v2.Job, "job"),
-                    validate_only=call.flag("validateOnly"),
-                ),
-                "jobId validateOnly",
-            ),
-            _route("GET", LOCATION + "/jobs", "list_jobs", self._list("jobs"), LIST),
-            _route("GET", JOB, "get_job", self._get),
-            _route(
-                "PATCH",
-                JOB,
-                "update_job",
-                lambda call: jobs.update(
-                    call.name,
-                    parse(call.body, run_v2.Job, "job"),
-                    validate_only=call.flag("validateOnly"),
-                    allow_missing=call.flag("allowMissing"),
-                ),
-                "validateOnly allowMissing",
-            ),
-            _route(
-                "POST",
-                JOB + ":run",
-                "run_job",
-                lambda call: jobs.run(call.name, parse(call.body, run_v2.RunJobRequest, "request")),
-            ),
-            _route(
-                "DELETE",
-                JOB,
-                "delete_job",
-                lambda call: jobs.delete(call.name, call.text("etag"), validate_only=call.flag("validateOnly")),
-                "etag validateOnly",
-            ),
-        ]
+    get_execution = get_task = get_service = get_revision = get_job
 
-    def _execution_routes(self) -> list[Route]:
-        executions = self._executions
-        tasks = EXECUTION + "/tasks"
-        return [
-            _route("GET", JOB + "/executions", "list_executions", self._list("executions"), LIST),
-            _route("GET", EXECUTION, "get_execution", self._get),
-            _route("POST", EXECUTION + ":cancel", "cancel_execution", self._cancel),
-            _route(
-                "DELETE",
-                EXECUTION,
-                "delete_execution",
-                lambda call: executions.delete(call.name, call.text("etag"), validate_only=call.flag("validateOnly")),
-                "etag validateOnly",
-            ),
-            _route("GET", tasks, "list_tasks", self._list("tasks"), LIST),
-            _route("GET", tasks + "/{task:[^/:]+}", "get_task", self._get),
-        ]
+    def list_jobs(self, request: Any) -> Any:
+        return self._list("jobs", run_v2.ListJobsResponse, request)
 
-    def _service_routes(self) -> list[Route]:
-        services = self._services
-        revisions = SERVICE + "/revisions"
-        return [
-            _route(
-                "POST",
-                LOCATION + "/services",
-                "create_service",
-                lambda call: services.create(
-                    call.parent,
-                    call.text("serviceId"),
-                    parse(call.body, run_v2.Service, "service"),
-                    validate_only=call.flag("validateOnly"),
-                ),
-                "serviceId validateOnly",
-            ),
-            _route("GET", LOCATION + "/services", "list_services", self._list("services"), LIST),
-            _route("GET", SERVICE, "get_service", self._get),
-            _route(
-                "PATCH",
-                SERVICE,
-                "update_service",
-                lambda call: services.update(
-                    call.name,
-                    parse(call.body, run_v2.Service, "service") if not call.text("updateMask") else _masked(call),
-                    call.text("updateMask"),
-                    validate_only=call.flag("validateOnly"),
-                    allow_missing=call.flag("allowMissing"),
-                ),
-                "updateMask validateOnly allowMissing",
-            ),
-            _route(
-                "DELETE",
-                SERVICE,
-                "delete_service",
-                lambda call: services.delete(call.name, call.text("etag"), validate_only=call.flag("validateOnly")),
-                "etag validateOnly",
-            ),
-            _route("GET", revisions, "list_revisions", self._list("revisions"), LIST),
-            _route("GET", revisions + "/{revision:[^/:]+}", "get_revision", self._get),
-        ]
+    def list_executions(self, request: Any) -> Any:
+        return self._list("executions", run_v2.ListExecutionsResponse, request)
 
-    def _other_routes(self) -> list[Route]:
-        operations = self._context.operations
-        return [
-            _route("GET", OPERATION, "get_operation", lambda call: operations.get(call.name)),
-            _route("DELETE", OPERATION, "delete_operation", lambda call: operations.delete(call.name)),
-            _route("POST", OPERATION + ":wait", "wait_operation", self._wait),
-            _route(
-                "GET",
-                REGION + "/operations",
-                "list_operations",
-                lambda call: operations.page(call.parent),
-                "filter pageSize pageToken returnPartialSuccess",
-            ),
-        ]
+    def list_tasks(self, request: Any) -> Any:
+        return self._list("tasks", run_v2.ListTasksResponse, request)
 
-    def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(request: web.Request) -> web.Response:
-            self._remember_origin(request)
-            call = _call(request, await request.read())
-            if unknown := set(call.query) - route.parameters - COMMON_PARAMETERS:
-                raise ApiError("INVALID_ARGUMENT", f"Invalid query parameters {sorted(unknown)!r}: Cannot bind them.")
-            rules.check_region(request.match_info["location"], self._context.config)
-            answer = await self._context.faults.call(route.method, lambda: route.handle(call))
-            return web.json_response(answer)
+    def list_services(self, request: Any) -> Any:
+        return self._list("services", run_v2.ListServicesResponse, request)
 
-        return handle
+    def list_revisions(self, request: Any) -> Any:
+        return self._list("revisions", run_v2.ListRevisionsResponse, request)
 
-    def _get(self, call: Call) -> dict[str, Any]:
-        return render(self._context.store.get(call.name))
+    def get_operation(self, request: Any) -> Any:
+        return longrunning(self._context.operations.get(request.name))
 
-    def _list(self, kind: str) -> Method:
-        def handle(call: Call) -> dict[str, Any]:
-            if call.flag("showDeleted"):
-                raise ApiError("UNIMPLEMENTED", "show_deleted is not emulated: what is deleted here is gone")
-            resources, token = self._context.store.page(
-                kind, call.parent, call.number("pageSize"), call.text("pageToken")
-            )
-            page: dict[str, Any] = {kind: [render(one) for one in resources]} if resources else {}
-            return {**page, "nextPageToken": token} if token else page
+    def delete_operation(self, request: Any) -> Any:
+        self._context.operations.delete(request.name)
+        return empty_pb2.Empty()
 
-        return handle
+    async def wait_operation(self, request: Any) -> Any:
+        """The operation once it is done, or as it is after the timeout."""
+        wanted = request.timeout.ToMilliseconds() / 1000 if request.HasField("timeout") else LONGEST_WAIT_SECONDS
+        return longrunning(await self._context.operations.wait(request.name, min(wanted, LONGEST_WAIT_SECONDS)))
 
-    def _cancel(self, call: Call) -> dict[str, Any]:
-        request = parse(call.body, run_v2.CancelExecutionRequest, "request")
-        return self._executions.cancel(call.name, request.etag, validate_only=request.validate_only)
+    def list_operations(self, request: Any) -> Any:
+        operations, token = self._context.operations.page(request.name, request.page_size, request.page_token)
+        messages = map(longrunning, operations)
+        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
 
-    async def _wait(self, call: Call) -> dict[str, Any]:
-        timeout = json.loads(call.body or b"{}").get("timeout", "")
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)s", timeout)
-        if timeout and match is None:
-            raise ApiError("INVALID_ARGUMENT", f"timeout is {timeout!r}; expected seconds, as in '3.5s'")
-        wanted = float(match[1]) if match else LONGEST_WAIT_SECONDS
-        return await self._context.operations.wait(call.name, min(wanted, LONGEST_WAIT_SECONDS))
+    def _list(self, kind: str, response: Any, request: Any) -> Any:
+        if request.show_deleted:
+            raise ApiError("UNIMPLEMENTED", "show_deleted is not emulated: a deleted resource leaves no record here")
+        resources, token = self._context.store.page(kind, request.parent, request.page_size, request.page_token)
+        return response.pb(response(**{kind: resources}, next_page_token=token))
 
-    async def _set_faults(self, request: web.Request) -> web.Response:
-        body = parse_faults(await request.read())
-        switches = self._context.faults.configure(body, {one.method for one in self._table})
-        for action in ("preempt", "out_of_memory"):
+    def _admit(self, handler: Handler) -> Handler:
+        """Refuse unknown regions, and remember this server's address for log URIs, also after a restart."""
+
+        async def serve(call: Call) -> Any:
+            if self._context.store.setting("origin", "") != call.base_url:
+                self._context.store.set_setting("origin", call.base_url)
+            rules.check_region(call.path.split("/")[5], self._context.config)
+            return await handler(call)
+
+        return serve
+
+    def _act(self, body: Mapping[str, Any]) -> None:
+        """Begin the faults that happen at once."""
+        for action in ACTIONS:
             if action in body:
                 self._executions.terminate(body[action], action)
         self._context.capacity.notify()
-        return web.json_response(switches)
-
-    async def _logs(self, request: web.Request) -> web.Response:
-        tail = request.query.get("tail")
-        if tail is not None and not tail.isdigit():
-            raise ApiError("INVALID_ARGUMENT", f"tail is {tail!r}; expected a number of lines")
-        resource = request.match_info["resource"]
-        return web.Response(text=self._context.workloads.output(resource, int(tail) if tail else None))
-
-    def _remember_origin(self, request: web.Request) -> None:
-        """Where this server is, for log URIs; known from the first request on, and after a restart from the last."""
-        origin = f"{request.scheme}://{request.host}"
-        if self._context.store.setting("origin", "") != origin:
-            self._context.store.set_setting("origin", origin)
-
-
-LIST = "pageSize pageToken showDeleted"
-
-
-def _route(verb: str, path: str, method: str, handle: Method, parameters: str = "") -> Route:
-    return Route(verb, path, method, handle, frozenset(parameters.split()))
-
-
-def _call(request: web.Request, body: bytes) -> Call:
-    name = request.path.removeprefix("/v2/").partition(":")[0]
-    return Call(name=name, parent=name.rsplit("/", 1)[0], query=dict(request.query), body=body)
-
-
-def _masked(call: Call) -> Any:
-    """A body under an update mask may leave out what is required otherwise."""
-    return parse(call.body, run_v2.Service, "service", partial=True)

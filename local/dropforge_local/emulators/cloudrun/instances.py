@@ -1,8 +1,8 @@
 """The instances of a revision: started on demand, probed, restarted after a crash, ended when idle.
 
-Cloud Run scales out; one machine does not: a revision has at most one instance here, and requests above
-max_instance_request_concurrency queue for it. All containers share the machine's ports, so a container gets a free one
-in PORT whatever its spec says, and its probes look there.
+Cloud Run scales out; a single machine cannot. A revision therefore has at most one instance here, and requests above
+max_instance_request_concurrency wait for it. All containers share the machine's ports. PORT therefore names a free port
+instead of the spec's port, and the probes use the free port.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import aiohttp
 from dropforge_local.base.ports import HOST, free_port
 
 from ...containers.processes import Container
+from ..kit.background import first
 from .capacity import gpu_kind
 from .context import Context
 from .messages import has
@@ -26,7 +27,7 @@ from .store import short
 from .workloads import Unready
 
 LAST_LINES = 20
-# Without a probe of its own a container has to accept a connection within 240 s.
+# A container without a startup probe must accept a connection within 240 s.
 DEFAULT_STARTUP_SECONDS = 240
 LONGEST_RESTART_SECONDS = 60.0
 
@@ -77,13 +78,13 @@ class Pool:
         self._leave()
 
     async def suspect(self, instance: Instance) -> None:
-        """Stop using an instance that takes no connections, if its process is about to be gone."""
+        """Stop the use of an instance that refuses connections if its process ends within a second."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(instance.container.wait(), 1)
             self._forget(instance)
 
     async def ready(self) -> Instance:
-        """The instance, started if there is none."""
+        """The instance, started if necessary. Raises Unready if it cannot start."""
         if self._closed:
             raise self._retired()
         if self._instance is not None:
@@ -99,7 +100,7 @@ class Pool:
             raise
 
     def resume(self) -> None:
-        """Take over the instance that an earlier stack started, if its process still runs."""
+        """Take over the instance of an earlier stack if its process runs."""
         live = self._context.workloads.live()
         for container_id, port in self._context.workloads.running(self.revision.name):
             container = self._context.workloads.adopt(container_id)
@@ -113,13 +114,12 @@ class Pool:
             self._context.background.spawn(self._keep())
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """End the instance, after the requests in it if they end in time."""
+        """End the instance, after its requests or after `drain_seconds`."""
         self._closed = True
         if self.in_flight and drain_seconds:
             self._idle.clear()
-            _, pending = await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=drain_seconds)
-            for task in pending:
-                task.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), drain_seconds)
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -150,7 +150,7 @@ class Pool:
         return self._instance
 
     async def _start_healthy(self, adopted: tuple[Container, int] | None) -> Instance:
-        """Start a container, or take over a running one, and wait until it is healthy."""
+        """Start a container, or take over a running container, and wait until it is healthy."""
         kind = gpu_kind(self.revision.name, self.revision)
         if kind is not None and adopted is None and self._context.faults.is_stocked_out(kind.region):
             message = f"Insufficient capacity: no {kind.accelerator} could be had in {kind.region} for an instance."
@@ -172,7 +172,7 @@ class Pool:
         container_id = f"{short(revision.name)}-{''.join(random.choices(string.ascii_lowercase, k=8))}"
         env = {
             "PORT": str(port),
-            "HOST": "127.0.0.1",  # ours, not Cloud Run's: a laptop's neighbours are none of a container's clients
+            "HOST": "127.0.0.1",  # not Cloud Run's: other computers of the network must not reach a laptop's containers
             "K_SERVICE": revision.service,
             "K_REVISION": short(revision.name),
             "K_CONFIGURATION": revision.service,
@@ -182,16 +182,11 @@ class Pool:
 
     async def _wait_until_healthy(self, instance: Instance) -> None:
         """Raise Unready, with the container's last lines, if it ends or its startup probe fails."""
-        ended = asyncio.ensure_future(instance.container.wait())
-        healthy = asyncio.ensure_future(self._probe_startup(instance))
-        try:
-            await asyncio.wait([ended, healthy], return_when=asyncio.FIRST_COMPLETED)
-            if healthy.done() and healthy.result():
-                return
-            exit_code = instance.container.exit.code if instance.container.exit else None
-        finally:
-            for task in (ended, healthy):
-                task.cancel()
+        probe = asyncio.ensure_future(self._probe_startup(instance))
+        await first(instance.container.wait(), probe)
+        if not probe.cancelled() and probe.result():
+            return
+        exit_code = instance.container.exit.code if instance.container.exit else None
         why = "within the allocated timeout" if exit_code is None else f"before it ended with exit({exit_code})"
         lines = self._context.workloads.tail(instance.container, LAST_LINES)
         raise Unready(
@@ -204,7 +199,7 @@ class Pool:
     async def _probe_startup(self, instance: Instance) -> bool:
         """Whether the startup probe succeeded within initial_delay + period * failure_threshold.
 
-        It looks more often than every period: nobody is billed for it here, and a local demo should not wait.
+        The probe runs more often than once a period, so that a local demo does not wait.
         """
         container = self.revision.containers[0]
         probe = container.startup_probe if has(container, "startup_probe") else None
@@ -237,7 +232,7 @@ class Pool:
             return False
 
     async def _watch(self, instance: Instance) -> None:
-        """Notice the end of an instance; one that must run is started again, later after every crash."""
+        """Wait for the end of an instance; restart a kept instance, after a longer delay for every crash."""
         ended = await instance.container.wait()
         self._forget(instance)
         if ended.at - instance.container.created > LONGEST_RESTART_SECONDS:

@@ -1,9 +1,8 @@
-"""Jobs: create, update (a full replace), run, delete. Their executions are next door."""
+"""Jobs: create, update (a full replacement), run, delete. `executions` has their executions."""
 
 from __future__ import annotations
 
 import random
-import sqlite3
 import string
 from typing import Any
 
@@ -11,159 +10,106 @@ from google.cloud import run_v2
 
 from dropforge_local.base.errors import ApiError
 
+from ..kit.operations import Operation, Step
 from . import rules
-from .capacity import gpu_kind
-from .context import Context
+from .context import Context, validated
 from .executions import Executions
-from .messages import condition, duration, has, timestamp
-from .operations import immediate, render_operation
-from .store import check_etag, new_uid, place_of, short
+from .messages import accept, condition, has
+from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
+from .store import check_etag, place_of, short
 from .workloads import Unready
 
-GENERALLY_AVAILABLE = 4  # google.api.LaunchStage.GA
 DEFAULT_TIMEOUT_SECONDS = 600
 DEFAULT_RETRIES = 3
-DEFAULT_LIMITS = {"cpu": "1000m", "memory": "512Mi"}
 SUFFIX = string.ascii_lowercase + string.digits
+FAILED = run_v2.Condition.State.CONDITION_FAILED
 
 
-class Jobs:
-    """The Jobs API over the tables."""
+class Jobs(Resources):
+    """The Jobs API."""
+
+    kind = "job"
+    message = run_v2.Job
+    check_id = staticmethod(rules.check_job_id)
+    kept_output = ("observed_generation", "execution_count", "latest_created_execution")
 
     def __init__(self, context: Context, executions: Executions) -> None:
-        self._context = context
+        super().__init__(context)
         self._executions = executions
+        self.steps: dict[str, Step] = {
+            "create_job": self._settle,
+            "update_job": self._settle,
+            "delete_job": self._finish_delete,
+        }
 
-    def create(self, parent: str, job_id: str, job: Any, *, validate_only: bool) -> dict[str, Any]:
-        rules.check_job_id(job_id)
-        job.name = f"{parent}/jobs/{job_id}"
-        with self._context.store.db.transaction():
-            if self._context.store.find(job.name) is not None:
-                raise ApiError("ALREADY_EXISTS", f"Resource {job_id!r} already exists.")
-            self._prepare(job, None)
-            return immediate(job) if validate_only else self._write("create_job", job)
+    def create(self, request: Any) -> Any:
+        job = accept(run_v2.Job, request.job, "job")
+        return self._create(f"{request.parent}/jobs/{request.job_id}", job, request)
 
-    def update(self, name: str, job: Any, *, validate_only: bool, allow_missing: bool) -> dict[str, Any]:
-        """Replace the whole desired state: there is no update mask."""
+    def update(self, request: Any) -> Any:
+        """Replace the whole desired state: the API has no update mask."""
+        return self._update(accept(run_v2.Job, request.job, "job"), request)
+
+    def run(self, request: Any) -> Any:
+        """Start an execution. Every call starts another execution, as the API has no request id."""
+        request = accept(run_v2.RunJobRequest, request, "request")
         store = self._context.store
         with store.db.transaction():
-            current = store.find(name) if allow_missing else store.get(name)
-            job.name = name
-            if current is None:
-                rules.check_job_id(short(name))
-            else:
-                _refuse_deleting(current)
-                check_etag(job.etag, current)
-            self._prepare(job, current)
-            return immediate(job) if validate_only else self._write("update_job", job)
-
-    def run(self, name: str, request: Any) -> dict[str, Any]:
-        """Start an execution; every call starts another one, as there is no request id."""
-        store = self._context.store
-        with store.db.transaction():
-            job = store.get(name)
-            _refuse_deleting(job)
+            job = store.get(request.name)
+            self._refuse_deleting(job)
             check_etag(request.etag, job)
-            failed = run_v2.Condition.State.CONDITION_FAILED
-            if job.terminal_condition.state == failed:
-                raise ApiError(
-                    "FAILED_PRECONDITION", f"Job {short(name)!r} is not ready: {job.terminal_condition.message}"
-                )
+            if job.terminal_condition.state == FAILED:
+                text = f"Job {short(job.name)!r} is not ready: {job.terminal_condition.message}"
+                raise ApiError("FAILED_PRECONDITION", text)
             template = self._executions.overridden(job, request.overrides)
             suffix = "".join(random.choices(SUFFIX, k=5))
             if request.validate_only:
-                return immediate(self._executions.make(job, suffix, template))
+                return validated(self._executions.make(job, suffix, template))
             execution = self._executions.create(job, suffix, template)
-            operation = self._context.operations.begin("run_job", execution, waits_for=execution.name)
-            return render_operation(operation)
+            return self._context.begin("run_job", execution, waits_for=execution.name)
 
-    def delete(self, name: str, etag: str, *, validate_only: bool) -> dict[str, Any]:
-        store = self._context.store
-        with store.db.transaction():
-            job = store.get(name)
-            check_etag(etag, job)
-            job.delete_time = job.delete_time or timestamp(self._context.now())
-            job.expire_time = timestamp(self._context.now() + 30 * 24 * 3600)
-            if validate_only:
-                return immediate(job)
-            job.reconciling = True
-            store.put(job)
-            operation = self._context.operations.begin("delete_job", job)
-            self.resume(operation)
-            return render_operation(operation)
-
-    def resume(self, operation: sqlite3.Row) -> None:
-        """Carry out an operation once the transaction has committed; after a restart, at once."""
-        work = self._settle if operation["verb"] in ("create_job", "update_job") else self._delete
-        self._context.store.db.after_commit(lambda: _ignore(self._context.background.spawn(work(operation))))
-
-    def _prepare(self, job: Any, current: Any | None) -> None:
-        """Defaults, checks, and the output fields of a new desired state."""
-        _set_defaults(job)
-        _, region = place_of(job.name)
-        rules.check_job(job, region, self._context.config)
-        template = job.template
+    def _complete(self, resource: Any) -> None:
+        _set_defaults(resource)
+        rules.check_job(resource, place_of(resource.name)[1], self._context.config)
+        template = resource.template
         at_once = min(template.parallelism or template.task_count, template.task_count)
-        kind = gpu_kind(job.name, template.template)
-        rules.check_gpu_quota(kind, at_once, self._context.faults, self._context.config)
-        now = timestamp(self._context.now())
-        job.uid = current.uid if current else new_uid()
-        job.generation = current.generation + 1 if current else 1
-        job.create_time = current.create_time if current else now
-        job.update_time = now
-        job.reconciling = True
-        job.terminal_condition = condition("Ready", "RECONCILING", self._context.now())
-        if current:
-            job.observed_generation = current.observed_generation
-            job.execution_count = current.execution_count
-            job.latest_created_execution = current.latest_created_execution
+        self._check_quota(resource.name, template.template, at_once)
 
-    def _write(self, verb: str, job: Any) -> dict[str, Any]:
-        self._context.store.put(job, self._context.now())
-        operation = self._context.operations.begin(verb, job)
-        self.resume(operation)
-        return render_operation(operation)
-
-    async def _settle(self, operation: sqlite3.Row) -> None:
-        """Look for the image and the secrets; ready means that an execution could start (or, by token, has)."""
+    async def _settle(self, operation: Operation) -> None:
+        """Check the image and the secrets. A ready job can start an execution; its token starts the first execution."""
         await self._context.settle()
-        store, operations = self._context.store, self._context.operations
+        store, now = self._context.store, self._context.now()
         with store.db.transaction():
-            job = store.find(operation["target"])
-            if job is None or job.delete_time or job.generation != operation["generation"]:
-                gone = f"Job {short(operation['target'])!r} was changed or deleted meanwhile."
-                operations.fail(operation["name"], "ABORTED", gone, job or run_v2.Job(name=operation["target"]))
+            job = store.find(operation.target)
+            if self._is_superseded(operation, job) or job is None:
                 return
             job.reconciling = False
             try:
                 self._context.workloads.check(job.name, job.template.template.containers[0])
             except Unready as error:
-                job.terminal_condition = condition(
-                    "Ready", "FAILED", self._context.now(), error.message, reason=error.reasons["reason"]
-                )
+                reason = error.reasons["reason"]
+                job.terminal_condition = condition("Ready", "FAILED", now, error.message, reason=reason)
                 store.put(job)
-                operations.fail(operation["name"], error.status, error.message, job)
+                self._context.fail(operation, error.status, error.message, job)
                 return
-            job.terminal_condition = condition("Ready", "SUCCEEDED", self._context.now())
+            job.terminal_condition = condition("Ready", "SUCCEEDED", now)
             job.observed_generation = job.generation
             store.put(job)
             self._start_by_token(operation, job)
 
-    def _start_by_token(self, operation: sqlite3.Row, job: Any) -> None:
-        """Start <job>-<token> unless this token has already been used; finish the operation now or at its end."""
-        operations = self._context.operations
+    def _start_by_token(self, operation: Operation, job: Any) -> None:
+        """Start <job>-<token> unless the token was used before; finish the operation now or with the execution."""
         token = job.start_execution_token or job.run_execution_token
         execution = self._executions.create_once(job, token) if token else None
-        job = self._context.store.get(job.name)
         if job.run_execution_token and execution is not None and not execution.completion_time:
-            operations.wait_for(operation["name"], execution.name)
+            self._context.operations.wait_for(operation, execution.name)
         else:
-            operations.finish(operation["name"], job)
+            self._context.finish(operation, self._context.store.get(job.name))
 
-    async def _delete(self, operation: sqlite3.Row) -> None:
+    async def _finish_delete(self, operation: Operation) -> None:
         """End every execution, then forget the job."""
         await self._context.settle()
-        store, name = self._context.store, operation["target"]
+        store, name = self._context.store, operation.target
         for execution in store.children("executions", name):
             await self._executions.remove(execution.name)
         with store.db.transaction() as connection:
@@ -171,7 +117,7 @@ class Jobs:
             if job is not None:
                 store.delete(name)
                 connection.execute("DELETE FROM cloudrun_tokens WHERE job_uid = ?", [job.uid])
-            self._context.operations.finish(operation["name"], job or run_v2.Job(name=name))
+            self._context.finish(operation, job or run_v2.Job(name=name))
 
 
 def _set_defaults(job: Any) -> None:
@@ -180,25 +126,5 @@ def _set_defaults(job: Any) -> None:
     template.task_count = template.task_count or 1
     if not has(task, "max_retries"):
         task.max_retries = DEFAULT_RETRIES
-    if not has(task, "timeout"):
-        task.timeout = duration(DEFAULT_TIMEOUT_SECONDS)
-    if not task.execution_environment:
-        task.execution_environment = run_v2.ExecutionEnvironment.EXECUTION_ENVIRONMENT_GEN2
-    for container in task.containers:
-        set_default_limits(container)
+    set_template_defaults(task, DEFAULT_TIMEOUT_SECONDS)
     job.launch_stage = job.launch_stage or GENERALLY_AVAILABLE
-
-
-def set_default_limits(container: Any) -> None:
-    for key, value in DEFAULT_LIMITS.items():
-        if key not in container.resources.limits:
-            container.resources.limits[key] = value
-
-
-def _refuse_deleting(job: Any) -> None:
-    if job.delete_time:
-        raise ApiError("FAILED_PRECONDITION", f"Job {short(job.name)!r} is being deleted.")
-
-
-def _ignore(_: object) -> None:
-    return None

@@ -1,20 +1,20 @@
-"""JSON bodies to Cloud Run's messages and back, as strict as Google's front end."""
+"""Cloud Run's messages: the checks of Google's front end, times, and conditions."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from google.cloud import run_v2
 from google.cloud.run_v2 import types
-from google.protobuf import duration_pb2, json_format, timestamp_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 
 from dropforge_local.base.errors import ApiError
 
-Message = TypeVar("Message", bound=Any)
+from ..kit.operations import Json, pack
+from .store import new_uid
 
-# "Required." and "Output only." stand in the API's prose alone (a test compares these tables with it).
+# Only the prose of the API says "Required." and "Output only."; a test compares these tables with the prose.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "CloudStorageSource": ("bucket", "object_"),
     "Container": ("image",),
@@ -46,37 +46,20 @@ OUTPUT_ONLY: dict[str, tuple[str, ...]] = {
 }
 
 
-def parse(body: bytes, message_type: type[Message], at: str, *, partial: bool = False) -> Message:
-    """Read a JSON body; unknown names, wrong types and missing required fields (unless partial) are INVALID_ARGUMENT.
+def accept(message_type: Any, message: Any, at: str, *, partial: bool = False) -> Any:
+    """A resource of a request, as proto-plus. Raises INVALID_ARGUMENT for a missing required field (unless partial).
 
-    Output-only fields are dropped, as in every read-modify-write.
+    Output-only fields are dropped: clients send them in every read-modify-write.
     """
-    try:
-        data = json.loads(body or b"{}")
-    except ValueError as error:
-        raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
-    if not isinstance(data, dict):
-        raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. Expected an object, got {data!r}")
-    message = message_type()
-    try:
-        json_format.ParseDict(data, message_type.pb(message), ignore_unknown_fields=False)
-    except (json_format.ParseError, TypeError, AttributeError) as error:
-        reason = str(error).split(" Available Fields")[0]
-        raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {reason}") from error
-    _drop_output_fields(message_type.pb(message))
-    if not partial and (missing := next(_missing(message_type.pb(message), at), None)):
+    _drop_output_fields(message)
+    if not partial and (missing := next(_missing(message, at), None)):
         raise ApiError("INVALID_ARGUMENT", f"{missing}: Required field not provided.")
-    return cast(Message, message)
+    return message_type.wrap(message)
 
 
-def render(message: Any) -> dict[str, Any]:
-    """The JSON that the API answers: enum names, no default values."""
-    return cast(dict[str, Any], json_format.MessageToDict(type(message).pb(message)))
-
-
-def pack(message: Any) -> dict[str, Any]:
-    """The JSON of a google.protobuf.Any."""
-    return {"@type": f"type.googleapis.com/{type(message).pb(message).DESCRIPTOR.full_name}", **render(message)}
+def packed(resource: Any) -> Json:
+    """The JSON of a google.protobuf.Any that holds a proto-plus message."""
+    return pack(type(resource).pb(resource))
 
 
 def timestamp(when: float) -> timestamp_pb2.Timestamp:
@@ -85,7 +68,7 @@ def timestamp(when: float) -> timestamp_pb2.Timestamp:
 
 
 def seconds(duration: Any) -> float:
-    """A Duration field as seconds; proto-plus hands it out as a timedelta."""
+    """A Duration field as seconds; proto-plus reads it as a timedelta."""
     return cast(float, duration.total_seconds())
 
 
@@ -95,6 +78,25 @@ def duration(value: float) -> duration_pb2.Duration:
 
 def has(message: Any, field: str) -> bool:
     return field in message
+
+
+def given(message: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    """The fields that a message has."""
+    return {field: getattr(message, field) for field in fields if has(message, field)}
+
+
+def made_from(template: Any, name: str, now: float, first: types.Condition) -> dict[str, Any]:
+    """The annotations and output fields of a new execution, task or revision, with its first condition."""
+    return {
+        "name": name,
+        "uid": new_uid(),
+        "generation": 1,
+        "annotations": template.annotations,
+        "create_time": timestamp(now),
+        "update_time": timestamp(now),
+        "reconciling": True,
+        "conditions": [first],
+    }
 
 
 def condition(
@@ -107,7 +109,7 @@ def condition(
     revision_reason: str = "",
     execution_reason: str = "",
 ) -> types.Condition:
-    """One status condition; `state` is SUCCEEDED, FAILED, RECONCILING or PENDING."""
+    """A status condition; `state` is SUCCEEDED, FAILED, RECONCILING or PENDING."""
     made = run_v2.Condition(
         type_=kind,
         state=run_v2.Condition.State[f"CONDITION_{state}"],
@@ -124,7 +126,7 @@ def condition(
 
 
 def set_condition(conditions: Any, new: types.Condition) -> None:
-    """Replace the condition of the same type, keeping its time if the state is the same."""
+    """Replace the condition of the same type; keep its time if the state is the same."""
     for index, old in enumerate(conditions):
         if old.type_ == new.type_:
             if old.state == new.state:

@@ -1,11 +1,10 @@
-"""A service's own address: checks the caller and streams requests to an instance and answers back."""
+"""The address of a service: it checks the caller, and streams requests to an instance and answers back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -14,27 +13,18 @@ from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
+from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
 from .instances import Instance, Pool
 from .workloads import Unready
 
 log = logging.getLogger(__name__)
 
-HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
 HEAD_SENT = web.RequestKey("head_sent", bool)
 LARGEST_REQUEST = 32 * 2**20  # HTTP/1; https://cloud.google.com/run/quotas
 
 
 class Listener:
-    """One port of one service (or of one of its traffic tags)."""
+    """A port of a service or of a traffic tag."""
 
     def __init__(
         self,
@@ -50,7 +40,7 @@ class Listener:
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
-        # Cancelled with the caller: an answer that nobody reads must not keep an instance busy.
+        # A caller that disconnects cancels its request: an unread answer must not keep an instance busy.
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.5)
         await self._runner.setup()
@@ -85,7 +75,7 @@ class Listener:
             try:
                 return await self._forward(request, instance)
             except aiohttp.ClientConnectorError:
-                # Nothing was sent, so another try is safe: the instance has just ended, and nobody has noticed yet.
+                # No byte was sent, so a second try is safe. The instance has just ended, before `_watch` noticed.
                 await pool.suspect(instance)
                 log.info("instance %s refuses connections (%d)", instance.container.id, attempt)
             except aiohttp.ClientConnectionError as error:
@@ -96,47 +86,27 @@ class Listener:
         return _refuse(503, "Service Unavailable: the instance could not be reached, or it ended.")
 
     async def _forward(self, request: web.BaseRequest, instance: Instance) -> web.StreamResponse:
-        upstream = await self._session.request(
-            request.method,
-            URL(f"{instance.url}{request.raw_path}", encoded=True),
-            headers=_forwarded_headers(request),
-            data=request.content if request.body_exists else None,
-            allow_redirects=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
-        async with upstream:
-            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-            for name, value in _end_to_end(upstream.headers).items():
-                response.headers.add(name, value)
+        url = URL(f"{instance.url}{request.raw_path}", encoded=True)
+        async with await request_upstream(self._session, request, url, _forwarded_headers(request)) as upstream:
+            response = response_for(upstream)
             request[HEAD_SENT] = True
             await response.prepare(request)
             try:
-                async for chunk in upstream.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
+                await copy_body(upstream, response)
             except (aiohttp.ClientError, ConnectionError):
                 return _cut(request)
             return response
 
 
 def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:
-    headers = _end_to_end(request.headers)
-    headers.popall("X-Serverless-Authorization", None)
+    headers = end_to_end(request.headers, ["x-serverless-authorization"])
     headers.add("X-Forwarded-For", request.remote or HOST)
     headers["X-Forwarded-Proto"] = request.scheme
     return headers
 
 
-def _end_to_end(headers: Any) -> CIMultiDict[str]:
-    """Headers without those that are about one connection."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
-    )
-
-
 def _cut(request: web.BaseRequest) -> web.Response:
-    """Once the head is out, a cut connection is the only way left to say that an answer is not whole."""
+    """Close the connection: after the head, nothing else tells the client that an answer is incomplete."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=502)

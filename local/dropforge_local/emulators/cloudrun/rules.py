@@ -1,4 +1,4 @@
-"""What Cloud Run refuses before it does anything: names, labels, limits, GPU rules, quota.
+"""The checks of requests: names, labels, limits, GPU rules, quota.
 
 Sources: https://cloud.google.com/run/docs/reference/rest/v2 and .../docs/configuring/{memory-limits,cpu,jobs/gpu}.
 """
@@ -13,6 +13,7 @@ from google.cloud import run_v2
 
 from dropforge_local.base.errors import ApiError
 
+from ..kit.names import LABEL_KEY, LABEL_VALUE
 from .capacity import GpuKind
 from .config import GIB, CloudRunConfig
 from .faults import Faults
@@ -20,8 +21,6 @@ from .messages import has, seconds
 
 IDENTIFIER = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 TOKEN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-LABEL_VALUE = re.compile(r"[a-z0-9_-]{0,63}")
 ANNOTATION_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 SYSTEM_NAMESPACES = ("run.googleapis.com", "cloud.googleapis.com", "serving.knative.dev", "autoscaling.knative.dev")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -45,8 +44,8 @@ NOT_EMULATED_VOLUMES = {
     "gcs": "a bucket cannot be mounted without FUSE; read it with the storage client",
     "nfs": "there is no NFS server",
     "cloud_sql_instance": "there is no Cloud SQL",
-    "secret": "a container's absolute paths are not its own here; take the secret as an environment variable",
-    "empty_dir": "a container's absolute paths are not its own here; use TMPDIR",
+    "secret": "containers share this machine's absolute paths; use an environment variable for the secret",
+    "empty_dir": "containers share this machine's absolute paths; use TMPDIR",
 }
 
 
@@ -60,7 +59,7 @@ def check_region(region: str, config: CloudRunConfig) -> None:
 
 
 def check_job(job: Any, region: str, config: CloudRunConfig) -> None:
-    """Refuse a job that Cloud Run would refuse, or that the emulator cannot honour (UNIMPLEMENTED)."""
+    """Refuse a job that Cloud Run would refuse, or that the emulator does not support (UNIMPLEMENTED)."""
     _check_labels("job", job)
     _check_labels("job.template", job.template)
     _check_job_token(job)
@@ -84,7 +83,7 @@ def check_task_timeout(field: str, value: float, gpu: bool) -> None:
 
 
 def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
-    """As `check_job`, for a service."""
+    """Refuse a service that Cloud Run would refuse, or that the emulator does not support (UNIMPLEMENTED)."""
     _check_labels("service", service)
     _check_labels("service.template", service.template)
     for field in ("binary_authorization", "build_config", "multi_region_settings", "iap_enabled"):
@@ -121,7 +120,7 @@ def check_traffic(service: Any) -> None:
 
 
 def check_gpu_quota(kind: GpuKind | None, wanted: int, faults: Faults, config: CloudRunConfig) -> None:
-    """More instances than the quota allows is refused when a resource is written, not when it runs."""
+    """Refuse more instances than the quota allows. Cloud Run checks this when a client writes the resource."""
     if kind is None or wanted <= (allowed := faults.gpu_quota(kind.region, kind.accelerator)):
         return
     redundancy = "with" if kind.redundant else "without"
@@ -205,7 +204,7 @@ def _check_emulated(at: str, message: Any, field: str) -> None:
 
 
 def _check_workload(at: str, template: Any, region: str, config: CloudRunConfig) -> bool:
-    """What task and revision templates have in common; whether it has a GPU."""
+    """Check the common part of task and revision templates; return whether the template has a GPU."""
     if len(template.containers) != 1:
         if not template.containers:
             raise refuse(f"{at}.containers", "is empty; expected one container")

@@ -1,4 +1,4 @@
-"""The tables: resources as serialised messages, and what the emulator must remember besides them."""
+"""The tables: resources as serialised messages, and the facts that the messages have no fields for."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from google.cloud import run_v2
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
+from ..kit.paging import Paging, cut, read_token
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS cloudrun_resources (
   name TEXT PRIMARY KEY, kind TEXT NOT NULL, parent TEXT NOT NULL, created REAL NOT NULL, body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS cloudrun_resources_by_parent ON cloudrun_resources (kind, parent, created, name);
-CREATE TABLE IF NOT EXISTS cloudrun_operations (
-  name TEXT PRIMARY KEY, parent TEXT NOT NULL, created REAL NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL,
-  generation INTEGER NOT NULL, waits_for TEXT, metadata TEXT NOT NULL, response TEXT, error TEXT
-);
-CREATE INDEX IF NOT EXISTS cloudrun_operations_waiting ON cloudrun_operations (waits_for) WHERE waits_for IS NOT NULL;
 CREATE TABLE IF NOT EXISTS cloudrun_tokens (
   job_uid TEXT NOT NULL, token TEXT NOT NULL, execution TEXT NOT NULL, PRIMARY KEY (job_uid, token)
 );
@@ -44,7 +41,7 @@ TYPES: dict[str, Any] = {
     "services": run_v2.Service,
     "revisions": run_v2.Revision,
 }
-LARGEST_PAGE = 1000
+PAGES = Paging(default=100, largest=1000)
 
 
 class Store:
@@ -72,7 +69,7 @@ class Store:
         return resource
 
     def put(self, resource: Any, created: float = 0.0) -> None:
-        """Write a resource, new or not; `created` orders the listing and counts only for a new one."""
+        """Write a resource, new or not; `created` orders the listing and counts only for a new resource."""
         resource.etag = etag_of(resource)
         body = type(resource).serialize(resource)
         with self.db.transaction() as connection:
@@ -82,7 +79,7 @@ class Store:
             )
 
     def delete(self, name: str) -> None:
-        """Remove a resource and all below it."""
+        """Delete a resource and all resources below it."""
         with self.db.transaction() as connection:
             connection.execute(
                 "DELETE FROM cloudrun_resources WHERE name = ? OR name >= ? AND name < ?",
@@ -101,7 +98,7 @@ class Store:
         return [TYPES[kind].deserialize(row["body"]) for row in rows]
 
     def names(self) -> list[str]:
-        """Every job, execution and service."""
+        """The names of all jobs, executions and services."""
         kinds = ("jobs", "executions", "services")
         rows = self.db.connection.execute(
             "SELECT name FROM cloudrun_resources WHERE kind IN (?, ?, ?) ORDER BY name", kinds
@@ -109,22 +106,20 @@ class Store:
         return [row["name"] for row in rows]
 
     def ports(self) -> list[int]:
-        """Where the services listen."""
+        """The ports of the services."""
         return [int(row["port"]) for row in self.db.connection.execute("SELECT port FROM cloudrun_ports")]
 
     def page(self, kind: str, parent: str, size: int, token: str) -> tuple[list[Any], str]:
-        """Newest first; "-" in the parent stands for any one segment."""
-        if size < 0:
-            raise ApiError("INVALID_ARGUMENT", f"page_size is {size}; expected 0 or more")
-        size = min(size or 100, LARGEST_PAGE)
+        """A page, newest first, and the next page's token; "-" in the parent stands for any segment."""
+        size = PAGES.size(size)
         pattern = "/".join("*" if part == "-" else part for part in parent.split("/"))
         rows = self.db.connection.execute(
             "SELECT rowid, body FROM cloudrun_resources WHERE kind = ? AND parent GLOB ? AND rowid < ?"
             " ORDER BY rowid DESC LIMIT ?",
-            [kind, pattern, _read_token(token), size + 1],
+            [kind, pattern, *read_token(token, [2**62]), size + 1],
         ).fetchall()
-        following = _write_token(rows[size - 1]["rowid"]) if len(rows) > size else ""
-        return [TYPES[kind].deserialize(row["body"]) for row in rows[:size]], following
+        page, following = cut(rows, size, lambda row: [row["rowid"]])
+        return [TYPES[kind].deserialize(row["body"]) for row in page], following
 
     def setting(self, key: str, default: Any) -> Any:
         row = self.db.connection.execute("SELECT value FROM cloudrun_settings WHERE key = ?", [key]).fetchone()
@@ -158,24 +153,12 @@ def new_uid() -> str:
 
 
 def etag_of(resource: Any) -> str:
-    """Changes with every desired state and with no status, so that a read-modify-write survives a status change."""
+    """Changes with the desired state but not with the status, so that status changes break no read-modify-write."""
     digest = hashlib.sha256(f"{resource.uid}/{resource.generation}".encode()).digest()[:9]
     return f'"{base64.urlsafe_b64encode(digest).decode()}"'
 
 
 def check_etag(given: str, resource: Any) -> None:
+    """Raise ABORTED if the client read another version of the resource."""
     if given and given != resource.etag:
         raise ApiError("ABORTED", f"etag is {given}; expected {resource.etag} of {resource.name!r}: read it again")
-
-
-def _read_token(token: str) -> int:
-    if not token:
-        return 2**62
-    try:
-        return int(base64.urlsafe_b64decode(token))
-    except ValueError as error:
-        raise ApiError("INVALID_ARGUMENT", f"page_token {token!r} is not one that this list has given") from error
-
-
-def _write_token(rowid: int) -> str:
-    return base64.urlsafe_b64encode(str(rowid).encode()).decode()

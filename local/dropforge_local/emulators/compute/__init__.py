@@ -1,4 +1,4 @@
-"""Compute Engine as far as TPU VMs need it: zonal persistent disks."""
+"""The part of Compute Engine that TPU VMs need: zonal persistent disks."""
 
 from .config import ComputeConfig
 from .emulator import ComputeEmulator

@@ -1,4 +1,4 @@
-"""What differs between projects and machines."""
+"""Timings and quota that differ between projects and machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GKE: Autopilot clusters whose Kubernetes API is the local one."""
+"""GKE: Autopilot clusters, each with the Kubernetes API of the local stack."""
 
 from .config import GkeConfig
 from .emulator import GkeEmulator

@@ -1,14 +1,10 @@
-"""The GKE API v1: clusters, their operations, node pools as far as Autopilot shows them, and server config.
-
-An Operation of this API is its own message, not a google.longrunning one, and its name is short.
-"""
+"""The GKE API v1: clusters, their operations, node pools as far as Autopilot shows them, and server config."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import logging
-from collections.abc import Callable, Coroutine, Sequence
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -17,51 +13,52 @@ from google.cloud import container_v1
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
-from dropforge_local.base.errors import RPC_CODE, ApiError
+from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST
 
-from ..faults import Faulty, Switches, parse_faults
 from ..kit import rpc
+from ..kit.faults import Faulty, Switches, names_of
+from ..kit.messages import Messages
+from ..kit.names import Named
+from ..kit.operations import EMPTY, Operation, Operations
+from ..kit.routing import Call, Route, mount
 from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules
 from .config import GkeConfig
-from .store import Cluster, Operation, Store
-
-log = logging.getLogger(__name__)
+from .wire import STOCKOUT, operation_message
 
 LOCATION = "projects/*/locations/*"
 SERVICE = "container.googleapis.com"
 CLUSTER = f"{LOCATION}/clusters/*"
+Cluster = container_v1.Cluster.pb()
 Status = container_v1.Cluster.Status
-OperationStatus = container_v1.Operation.Status
-OperationType = container_v1.Operation.Type
 
 
-def _method(name: str, response: str, *http: str, request: str = "") -> rpc.Method:
-    request_class, response_class = (getattr(container_v1, one).pb() for one in (request or f"{name}Request", response))
-    return rpc.Method(name, request_class, response_class, http)
-
-
-METHODS = (
-    _method("ListClusters", "ListClustersResponse", f"GET /v1/{{parent={LOCATION}}}/clusters"),
-    _method("GetCluster", "Cluster", f"GET /v1/{{name={CLUSTER}}}"),
-    _method("CreateCluster", "Operation", f"POST /v1/{{parent={LOCATION}}}/clusters *"),
-    _method("DeleteCluster", "Operation", f"DELETE /v1/{{name={CLUSTER}}}"),
-    _method("SetLabels", "Operation", f"POST /v1/{{name={CLUSTER}}}:setResourceLabels *"),
-    _method("ListOperations", "ListOperationsResponse", f"GET /v1/{{parent={LOCATION}}}/operations"),
-    _method("GetOperation", "Operation", f"GET /v1/{{name={LOCATION}/operations/*}}"),
-    _method("GetServerConfig", "ServerConfig", f"GET /v1/{{name={LOCATION}}}/serverConfig"),
-    _method("ListNodePools", "ListNodePoolsResponse", f"GET /v1/{{parent={CLUSTER}}}/nodePools"),
-    _method("CreateNodePool", "Operation", f"POST /v1/{{parent={CLUSTER}}}/nodePools *"),
+METHODS = rpc.methods(
+    container_v1,
+    f"""
+    ListClusters() ListClustersResponse GET /v1/{{parent={LOCATION}}}/clusters
+    GetCluster() Cluster GET /v1/{{name={CLUSTER}}}
+    CreateCluster() Operation POST /v1/{{parent={LOCATION}}}/clusters *
+    DeleteCluster() Operation DELETE /v1/{{name={CLUSTER}}}
+    SetLabels() Operation POST /v1/{{name={CLUSTER}}}:setResourceLabels *
+    ListOperations() ListOperationsResponse GET /v1/{{parent={LOCATION}}}/operations
+    GetOperation() Operation GET /v1/{{name={LOCATION}/operations/*}}
+    GetServerConfig() ServerConfig GET /v1/{{name={LOCATION}}}/serverConfig
+    ListNodePools() ListNodePoolsResponse GET /v1/{{parent={CLUSTER}}}/nodePools
+    CreateNodePool() Operation POST /v1/{{parent={CLUSTER}}}/nodePools *
+    """,
 )
 
 
-class GkeEmulator:
-    """GKE over REST and gRPC; `kubernetes` serves what the clusters are. Satisfies server.Emulator.
+class GkeEmulator(Named):
+    """GKE over REST and gRPC; `kubernetes` serves the clusters' Kubernetes APIs. Satisfies server.Emulator.
 
-    It must come after `kubernetes` in the server's list: that one opens the ports of the clusters that exist.
+    The server must start `kubernetes` first, because `kubernetes` opens the ports of the existing clusters.
     """
+
+    tables = ("container_clusters",)
 
     def __init__(
         self,
@@ -74,87 +71,82 @@ class GkeEmulator:
         self._clock = clock
         self._config = config
         self._kubernetes = kubernetes
-        self._store = Store(db)
-        self._faults = Switches(db, "container_settings", {"stockout": [], "quota": {}})
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._db = db
+        self._clusters = Messages(db, "container_clusters", Cluster, not_found="Not found: {name}.")
+        self._faults = Switches(db, "container_settings", {"stockout": [], "quota": {}}, methods=names_of(METHODS))
         self._service = rpc.Service("google.container.v1.ClusterManager", METHODS, Faulty(self, self._faults))
+        self._operations = Operations(db, clock, "GKE", "Not found: {name}.")
+        self._operations.carry_out(
+            {
+                "CREATE_CLUSTER": self._finish_create,
+                "DELETE_CLUSTER": self._finish_delete,
+                "SET_LABELS": self._finish_set_labels,
+            }
+        )
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return [
-            *rpc.routes([self._service]),
-            web.get(f"/v1/projects/{{project}}/services/{SERVICE}", self._service_state),
-            web.post("/_local/container/faults", self._set_faults),
-        ]
+        state = Route("GET", f"/v1/projects/{{project}}/services/{SERVICE}", self._service_state)
+        return [*rpc.routes([self._service]), *mount([state, self._faults.route("container")])]
 
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         return rpc.grpc_handlers([self._service])
 
     async def start(self) -> None:
         self._correct_endpoints()
-        for operation, target, created in self._store.unfinished():
-            self._spawn(self._carry_out(operation, target, created))
+        self._operations.start()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._operations.stop()
 
     def live(self) -> list[str]:
-        """Clusters that exist."""
-        return self.names_in(self._store.db)
-
-    @staticmethod
-    def names_in(db: Database) -> list[str]:
-        """Clusters in a state file; none when it has never had one."""
-        if not db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'container_clusters'").fetchone():
-            return []
-        return [row["name"] for row in db.connection.execute("SELECT name FROM container_clusters ORDER BY name")]
+        """The names of all clusters."""
+        return self.names_in(self._db)
 
     def ensure_cluster(self, name: str) -> None:
-        """Make an Autopilot cluster that runs, without waiting or an operation; nothing happens when it is there."""
-        if self._store.find_cluster(name) is not None:
+        """Create a running Autopilot cluster, without a wait or an operation; an existing cluster stays as it is."""
+        if self._clusters.find(name) is not None:
             return
         parent, short_name = name.split("/clusters/")
         addons = {"ray_operator_config": {"enabled": True}}  # as terraform/gke.tf has it
         cluster = Cluster(name=short_name, autopilot={"enabled": True}, addons_config=addons)
         rules.check_cluster(cluster, parent.rsplit("/", 1)[1])
         rules.complete(cluster, name, self._config, self._now())
-        with self._store.db.transaction():
+        with self._db.transaction():
             self._kubernetes.add_cluster(name)
             self._connect(cluster, name)
-            self._store.put_cluster(name, cluster, self._clock.now())
+            self._clusters.add(name, cluster, self._clock.now())
 
     def list_clusters(self, request: Any) -> Any:
-        return container_v1.ListClustersResponse.pb()(clusters=self._store.clusters(request.parent))
+        return container_v1.ListClustersResponse.pb()(clusters=self._clusters.list(request.parent))
 
     def get_cluster(self, request: Any) -> Any:
-        return self._store.get_cluster(request.name)
+        return self._clusters.get(request.name)
 
     def create_cluster(self, request: Any) -> Any:
         cluster, parent = request.cluster, request.parent
         location = parent.rsplit("/", 1)[1]
         rules.check_cluster(cluster, location)
         name = f"{parent}/clusters/{cluster.name}"
-        with self._store.db.transaction():
-            if self._store.find_cluster(name) is not None:
+        with self._db.transaction():
+            if self._clusters.find(name) is not None:
                 raise ApiError("ALREADY_EXISTS", f"Already exists: {name}.")
             self._check_quota(parent, location)
             rules.complete(cluster, name, self._config, self._now())
             cluster.status = Status.PROVISIONING
-            self._store.put_cluster(name, cluster, self._clock.now())
-            return self._begin(OperationType.CREATE_CLUSTER, name)
+            self._clusters.add(name, cluster, self._clock.now())
+            return self._begin("CREATE_CLUSTER", name)
 
     def delete_cluster(self, request: Any) -> Any:
-        with self._store.db.transaction():
-            cluster = self._store.get_cluster(request.name)
+        with self._db.transaction():
+            cluster = self._clusters.get(request.name)
             self._check_idle(request.name)
             cluster.status = Status.STOPPING
-            self._store.put_cluster(request.name, cluster)
-            return self._begin(OperationType.DELETE_CLUSTER, request.name)
+            self._clusters.put(request.name, cluster)
+            return self._begin("DELETE_CLUSTER", request.name)
 
     def set_labels(self, request: Any) -> Any:
-        with self._store.db.transaction():
-            cluster = self._store.get_cluster(request.name)
+        with self._db.transaction():
+            cluster = self._clusters.get(request.name)
             self._check_idle(request.name)
             if request.label_fingerprint != cluster.label_fingerprint:
                 raise ApiError("FAILED_PRECONDITION", "Labels could not be set due to fingerprint mismatch.")
@@ -163,14 +155,15 @@ class GkeEmulator:
             cluster.resource_labels.clear()
             cluster.resource_labels.update(labels)
             cluster.label_fingerprint = rules.fingerprint(labels)
-            self._store.put_cluster(request.name, cluster)
-            return self._begin(OperationType.SET_LABELS, request.name)
+            self._clusters.put(request.name, cluster)
+            return self._begin("SET_LABELS", request.name)
 
     def list_operations(self, request: Any) -> Any:
-        return container_v1.ListOperationsResponse.pb()(operations=self._store.operations(request.parent))
+        operations, _ = self._operations.page(request.parent)
+        return container_v1.ListOperationsResponse.pb()(operations=map(operation_message, operations))
 
     def get_operation(self, request: Any) -> Any:
-        return self._store.get_operation(request.name)
+        return operation_message(self._operations.get(request.name))
 
     def get_server_config(self, request: Any) -> Any:
         rules.check_location(request.name.rsplit("/", 1)[1])
@@ -190,16 +183,16 @@ class GkeEmulator:
         )
 
     def list_node_pools(self, request: Any) -> Any:
-        self._store.get_cluster(request.parent)
+        self._clusters.get(request.parent)
         return container_v1.ListNodePoolsResponse.pb()()
 
     def create_node_pool(self, request: Any) -> Any:
-        self._store.get_cluster(request.parent)
+        self._clusters.get(request.parent)
         raise ApiError("INVALID_ARGUMENT", "Autopilot clusters do not support mutating node pools.")
 
     def _check_quota(self, parent: str, location: str) -> None:
         quota = self._faults.get("quota").get(location, self._config.clusters_per_location)
-        used = len(self._store.clusters(parent))
+        used = len(self._clusters.list(parent))
         if used >= quota:
             raise ApiError(
                 "PERMISSION_DENIED",
@@ -208,55 +201,55 @@ class GkeEmulator:
             )
 
     def _check_idle(self, name: str) -> None:
-        """One operation at a time, as GKE has it."""
-        for operation, _, _ in self._store.unfinished(name):
-            short = operation.rsplit("/", 1)[1]
+        """Refuse a second operation on a cluster, as GKE does."""
+        for operation in self._operations.unfinished(name):
+            short = operation.name.rsplit("/", 1)[1]
             raise ApiError("FAILED_PRECONDITION", f"Cluster is running incompatible operation {short}.")
 
-    def _begin(self, kind: Any, target: str) -> Any:
-        parent = target.rsplit("/clusters/", 1)[0]
-        location = parent.rsplit("/", 1)[1]
-        operation = Operation(
-            operation_type=kind,
-            status=OperationStatus.RUNNING,
-            location=location,
-            zone=location,
-            start_time=self._now(),
-            target_link=f"https://container.googleapis.com/v1/{target}",
-        )
-        created = self._clock.now()
-        name = self._store.add_operation(operation, parent, target, created)
-        operation.self_link = f"https://container.googleapis.com/v1/{name}"
-        self._store.put_operation(name, operation)
-        self._store.db.after_commit(lambda: self._spawn(self._carry_out(name, target, created)))
-        return operation
+    def _begin(self, verb: str, target: str) -> Any:
+        operation_id = f"operation-{int(self._clock.now() * 1000)}-{uuid.uuid4()}"
+        return operation_message(self._operations.begin(operation_id, verb, target))
 
-    async def _carry_out(self, name: str, target: str, created: float) -> None:
-        """What an operation stands for; every step may be done again after a restart."""
-        operation = self._store.get_operation(name)
-        steps: dict[int, tuple[float, Callable[[Any, str], Coroutine[Any, Any, None]]]] = {
-            OperationType.CREATE_CLUSTER: (self._config.create_seconds, self._create),
-            OperationType.DELETE_CLUSTER: (self._config.delete_seconds, self._delete),
-            OperationType.SET_LABELS: (self._config.label_seconds, self._set_labels),
-        }
-        delay, step = steps[operation.operation_type]
-        await self._clock.sleep_until(created + delay)
-        await step(operation, target)
-        operation.status, operation.end_time = OperationStatus.DONE, self._now()
-        self._store.put_operation(name, operation)
-
-    async def _create(self, operation: Any, name: str) -> None:
-        cluster = self._store.get_cluster(name)
+    async def _finish_create(self, operation: Operation) -> None:
+        await self._clock.sleep_until(operation.created + self._config.create_seconds)
+        name = operation.target
+        cluster = self._clusters.get(name)
         if cluster.location in self._faults.get("stockout"):
-            self._fail(operation, cluster, name)
+            self._fail_create(operation, cluster)
             return
         self._kubernetes.add_cluster(name)
         await self._kubernetes.open_cluster(name)
         self._connect(cluster, name)
-        self._store.put_cluster(name, cluster)
+        with self._db.transaction():
+            self._clusters.put(name, cluster)
+            self._operations.finish(operation, EMPTY)
+
+    async def _finish_delete(self, operation: Operation) -> None:
+        await self._clock.sleep_until(operation.created + self._config.delete_seconds)
+        await self._kubernetes.remove_cluster(operation.target)
+        with self._db.transaction():
+            self._clusters.delete(operation.target)
+            self._operations.finish(operation, EMPTY)
+
+    async def _finish_set_labels(self, operation: Operation) -> None:
+        """The cluster has its labels since the request; GKE reports the end of the operation later."""
+        await self._clock.sleep_until(operation.created + self._config.label_seconds)
+        self._operations.finish(operation, EMPTY)
+
+    def _fail_create(self, operation: Operation, cluster: Any) -> None:
+        """Fail a create for want of machines: the cluster stays, in ERROR, until a user deletes it."""
+        message = (
+            f"All cluster resources were brought up, but: only 0 nodes out of 1 have registered; GCE_STOCKOUT: "
+            f"ZONE_RESOURCE_POOL_EXHAUSTED in {cluster.location}: does not have enough resources available."
+        )
+        cluster.status, cluster.status_message = Status.ERROR, message
+        cluster.conditions.add(**STOCKOUT, message=message)
+        with self._db.transaction():
+            self._clusters.put(operation.target, cluster)
+            self._operations.fail(operation, "RESOURCE_EXHAUSTED", message)
 
     def _connect(self, cluster: Any, name: str) -> None:
-        """Say where a cluster's Kubernetes API is."""
+        """Write the address of a cluster's Kubernetes API into the cluster."""
         cluster.status = Status.RUNNING
         cluster.endpoint = f"{HOST}:{self._kubernetes.port_of(name)}"
         cluster.control_plane_endpoints_config.ip_endpoints_config.enabled = True
@@ -265,55 +258,17 @@ class GkeEmulator:
         cluster.master_auth.cluster_ca_certificate = base64.b64encode(authority.encode()).decode()
 
     def _correct_endpoints(self) -> None:
-        """Clusters move to another port when somebody else took theirs while no stack ran."""
+        """Update clusters whose Kubernetes API moved because another program took the port while no stack ran."""
         for name in self.live():
-            cluster = self._store.get_cluster(name)
+            cluster = self._clusters.get(name)
             if cluster.status == Status.RUNNING and cluster.endpoint != f"{HOST}:{self._kubernetes.port_of(name)}":
                 self._connect(cluster, name)
-                self._store.put_cluster(name, cluster)
+                self._clusters.put(name, cluster)
 
-    async def _delete(self, operation: Any, name: str) -> None:
-        await self._kubernetes.remove_cluster(name)
-        self._store.delete_cluster(name)
-
-    async def _set_labels(self, operation: Any, name: str) -> None:
-        """The labels are there already; GKE takes a while to tell."""
-
-    def _fail(self, operation: Any, cluster: Any, name: str) -> None:
-        """A create that found no machines: the cluster stays, in ERROR, until it is deleted."""
-        message = (
-            f"All cluster resources were brought up, but: only 0 nodes out of 1 have registered; GCE_STOCKOUT: "
-            f"ZONE_RESOURCE_POOL_EXHAUSTED in {cluster.location}: does not have enough resources available."
-        )
-        code = container_v1.StatusCondition.Code.GCE_STOCKOUT
-        condition = {"code": code, "message": message, "canonical_code": RPC_CODE["RESOURCE_EXHAUSTED"]}
-        cluster.status, cluster.status_message = Status.ERROR, message
-        cluster.conditions.add(**condition)
-        operation.cluster_conditions.add(**condition)
-        operation.status_message = message
-        operation.error.code, operation.error.message = RPC_CODE["RESOURCE_EXHAUSTED"], message
-        self._store.put_cluster(name, cluster)
-
-    async def _service_state(self, request: web.Request) -> web.Response:
-        """Service Usage's answer to gcloud, which asks whether the API is enabled before it creates a cluster."""
-        project = request.match_info["project"]
-        name = f"projects/{project}/services/{SERVICE}"
-        return web.json_response({"name": name, "parent": f"projects/{project}", "state": "ENABLED"})
-
-    async def _set_faults(self, request: web.Request) -> web.Response:
-        body = parse_faults(await request.read())
-        return web.json_response(self._faults.configure(body, {rpc.snake_case(one.name) for one in METHODS}))
+    def _service_state(self, call: Call) -> dict[str, str]:
+        """Service Usage's answer to gcloud, which checks that the API is enabled before it creates a cluster."""
+        project = f"projects/{call.names['project']}"
+        return {"name": f"{project}/services/{SERVICE}", "parent": project, "state": "ENABLED"}
 
     def _now(self) -> str:
         return timestamp(self._clock.now())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("an operation of GKE failed; it is tried again at the next start", exc_info=error)

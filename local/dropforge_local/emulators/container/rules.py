@@ -1,4 +1,4 @@
-"""What GKE refuses in a cluster, and what it fills in. This GKE has Autopilot clusters only."""
+"""Checks and defaults of clusters. This GKE has Autopilot clusters only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 
 from dropforge_local.base.errors import ApiError
 
+from ..kit.names import REGION, ZONE, invalid_label
 from .config import GkeConfig
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-REGION = re.compile(r"[a-z]+-[a-z]+\d+")
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
-LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
-LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 # Autopilot manages nodes itself: https://cloud.google.com/kubernetes-engine/docs/resources/autopilot-standard-feature-comparison
 NODE_FIELDS = ("node_pools", "node_config", "initial_node_count", "instance_group_urls")
 GCLOUD_POOL = "default-pool"  # gcloud sends it with Autopilot clusters too
 
 
 def check_cluster(cluster: Any, location: str) -> None:
-    """Raise INVALID_ARGUMENT for a new cluster that GKE would refuse, UNIMPLEMENTED for a Standard one."""
+    """Raise INVALID_ARGUMENT for a new cluster that GKE would refuse, UNIMPLEMENTED for a Standard cluster."""
     if not NAME.fullmatch(cluster.name):
         raise _refuse(
             f"cluster.name is {cluster.name!r}; expected lowercase letters, numbers and hyphens, a letter first, "
@@ -51,18 +48,17 @@ def check_location(location: str) -> None:
 
 
 def check_labels(labels: dict[str, str]) -> None:
-    for key, value in labels.items():
-        if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
-            raise _refuse(
-                f"resource label {key!r}: {value!r} is not valid; expected at most 63 lowercase letters, numbers, "
-                "hyphens and underscores, a letter first in the key"
-            )
+    if wrong := invalid_label(labels):
+        raise _refuse(
+            f"resource label {wrong[0]!r}: {wrong[1]!r} is not valid; expected at most 63 lowercase letters, numbers, "
+            "hyphens and underscores, a letter first in the key"
+        )
     if len(labels) > 64:
         raise _refuse(f"there are {len(labels)} resource labels; expected at most 64")
 
 
 def complete(cluster: Any, name: str, config: GkeConfig, now: str) -> None:
-    """Fill in what the server knows."""
+    """Fill in the fields that the server sets."""
     _, project, _, location, _, _ = name.split("/")
     cluster.location = cluster.zone = location
     cluster.id = hashlib.sha256(f"{name}{now}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Triggers, and which of them Eventarc refuses."""
+"""Triggers, and the triggers that Eventarc refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..pubsub.push import MESSAGE_PUBLISHED
 
 STORAGE_EVENT = "google.cloud.storage.object.v1."
 STORAGE_EVENTS = ("finalized", "deleted", "archived", "metadataUpdated")
-# The one attribute that an event type is filtered by.
+# The attribute that a trigger of this event type must filter on.
 FILTERS = {MESSAGE_PUBLISHED: "topic"} | {STORAGE_EVENT + event: "bucket" for event in STORAGE_EVENTS}
 
 

@@ -1,4 +1,4 @@
-"""What an emulator does unless it says otherwise: it has no gRPC services and no background work."""
+"""The default emulator: without gRPC services and without background work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import grpc
 
 
 class PassiveEmulator:
-    """The defaults of base/server's Emulator; a subclass adds `routes`."""
+    """Defaults for base/server's Emulator. A subclass adds `routes`."""
 
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         return ()

@@ -43,7 +43,7 @@ class Call:
         try:
             return parse_object(self.body)
         except ValueError as error:
-            raise ApiError("INVALID_ARGUMENT", str(error)) from error
+            raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received: {error}") from error
 
     def text(self, parameter: str) -> str:
         """A query parameter, "" when it is absent."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from aiohttp import web
+from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format
 from google.rpc import status_pb2
 
@@ -25,9 +26,11 @@ log = logging.getLogger(__name__)
 
 Message = Any  # a protobuf message; the generated classes carry no types
 SYSTEM_PARAMETERS = frozenset(
-    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "prettyPrint", "quotaUser", "uploadType")
-)
+    ("$alt", "alt", "$.xgafv", "access_token", "callback", "fields", "key", "quotaUser", "uploadType")
+) | {"prettyPrint", "$prettyPrint"}
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_METHOD = re.compile(r"(\w+)\((\w*)\) (\w+)(?: (.+))?")
+_COMMON = {"Empty": empty_pb2.Empty, "Operation": operations_pb2.Operation}
 GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -44,10 +47,13 @@ class Method:
     http: tuple[str, ...] = ()
 
 
-def method(types: Any, name: str, response: str, *http: str, request: str = "") -> Method:
-    """A method whose messages are proto-plus classes of the module `types`; the response may also be "Empty"."""
-    answer = empty_pb2.Empty if response == "Empty" else getattr(types, response).pb()
-    return Method(name, getattr(types, request or f"{name}Request").pb(), answer, http)
+def methods(types: Any, table: str) -> tuple[Method, ...]:
+    """Methods from a table with a line for each: `CreateTopic(Topic) Topic PUT /v1/{name=projects/*/topics/*} *`.
+
+    The request's class is NAMERequest for empty parentheses. The classes are proto-plus classes of the module `types`,
+    or Empty and google.longrunning's Operation. The HTTP rule may be absent.
+    """
+    return tuple(_method(types, line.strip()) for line in table.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,20 @@ def parse_dict(body: dict[str, Any], message: Message) -> Message:
     try:
         return json_format.ParseDict(body, message)
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ApiError("INVALID_ARGUMENT", f"invalid request: {error}") from error
+        raise ApiError("INVALID_ARGUMENT", f"Invalid JSON payload received. {error}") from error
+
+
+def _method(types: Any, line: str) -> Method:
+    match = _METHOD.fullmatch(line)
+    assert match, f"{line!r} is not NAME(REQUEST) RESPONSE [VERB PATH [BODY]]"
+    name, request, response, rule = match.groups()
+    request_class, response_class = (_message_class(types, text) for text in (request or f"{name}Request", response))
+    return Method(name, request_class, response_class, (rule,) if rule else ())
+
+
+def _message_class(types: Any, name: str) -> Any:
+    message = getattr(types, name, None) or _COMMON[name]
+    return message.pb() if hasattr(message, "pb") else message
 
 
 def _grpc_method(handler: Callable[[Message], Any], method: Method) -> grpc.RpcMethodHandler:
@@ -165,7 +184,7 @@ def _query(call: Call) -> dict[str, Any]:
 
 
 def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
-    """Convert texts to booleans where the message has booleans: clients write true, True and 1."""
+    """Convert texts to booleans where the message has booleans (clients write true, True and 1), and field masks."""
     fields = {name: field for field in descriptor.fields for name in (field.name, field.json_name)}
     for name, value in query.items():
         field = fields.get(name)
@@ -173,6 +192,9 @@ def _with_booleans(query: dict[str, Any], descriptor: Any) -> dict[str, Any]:
             _with_booleans(value, field.message_type)
         elif field is not None and field.type == field.TYPE_BOOL and isinstance(value, str):
             query[name] = BOOLEANS.get(value.lower(), value)
+        elif field is not None and field.message_type is not None and field.message_type.name == "FieldMask":
+            # JSON has masks in lowerCamelCase; the APIs accept the fields' own names too.
+            query[name] = re.sub("_([a-z])", lambda letter: letter[1].upper(), value)
     return query
 
 

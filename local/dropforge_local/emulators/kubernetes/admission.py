@@ -1,4 +1,4 @@
-"""What admission refuses that validation does not: service accounts that are not there, Autopilot's constraints."""
+"""Refusals by admission, after validation: missing service accounts, Autopilot's constraints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPUTE_CLASS = "cloud.google.com/compute-class"
 
 
 def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Object | None = None) -> None:
-    """Raise the refusal of a plugin that objects."""
+    """Raise the refusal of the first admission plugin that rejects the object."""
     if kind == POD and old is None:
         _check_service_account(item, store)
     if autopilot and kind in (POD, JOB, DEPLOYMENT, REPLICA_SET):
@@ -26,15 +26,18 @@ def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Objec
 
 
 def gpus(spec: Mapping[str, Any]) -> int:
-    """How many GPUs a pod asks for."""
+    """The number of GPUs that a pod requests."""
     return devices(spec, GPU)
 
 
 def devices(spec: Mapping[str, Any], resource: str) -> int:
-    """How many devices of a kind a pod asks for: init containers run one by one before the others."""
-    wanted = [int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in spec["containers"]]
+    """The number of devices that a pod requests: init containers run in order before the other containers."""
+    wanted = [
+        int(container.get("resources", {}).get("limits", {}).get(resource, 0)) for container in spec["containers"]
+    ]
     before = [
-        int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in spec.get("initContainers", ())
+        int(container.get("resources", {}).get("limits", {}).get(resource, 0))
+        for container in spec.get("initContainers", ())
     ]
     return max([sum(wanted), *before])
 
@@ -47,7 +50,7 @@ def _check_service_account(pod: Object, store: Store) -> None:
 
 
 def _check_accelerator(spec: Mapping[str, Any]) -> None:
-    """https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus"""
+    """Autopilot's rule for GPUs: https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus"""
     selector = spec.get("nodeSelector", {})
     if gpus(spec) and ACCELERATOR not in selector and COMPUTE_CLASS not in selector:
         raise Refusal(

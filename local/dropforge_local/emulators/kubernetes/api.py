@@ -1,4 +1,4 @@
-"""One cluster's API server: a loopback port that speaks what kubectl and the official client speak."""
+"""A cluster's API server: a loopback port for kubectl and the official client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.ports import HOST
 
 from . import discovery
-from .faults import Faults, suffer
+from .faults import Faults
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
@@ -29,25 +29,25 @@ from .watches import Page, Scope, read_page, watch
 
 log = logging.getLogger(__name__)
 
-RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE answers the object itself; for other kinds a Status
+RETURNED = (POD, SERVICE, SERVICE_ACCOUNT)  # a DELETE returns the object itself; for other kinds it returns a Status
 ORPHANS = (
     "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or "
     "set propagationPolicy=Orphan to suppress this warning"
 )
 
 
-# Of each request that is let in: its headers, cluster and verb, and what it is about as a Role names that (batch/jobs).
+# Receives each authorized request: headers, cluster, verb, and the resource as a Role names it (batch/jobs).
 Note = Callable[[Mapping[str, str], str, str, str], None]
 
 
 class Node(Protocol):
-    """What the API server asks of the pods that run."""
+    """The API server's access to running pods."""
 
     def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
-        """A container's output; refuses what cannot be read."""
+        """A container's output. Refuses if it cannot be read."""
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
-        """Send a request on to a pod, or to a pod of a service."""
+        """Forward a request to a pod, or to a pod of a service."""
 
 
 class LogOptions:
@@ -72,7 +72,7 @@ class LogOptions:
 
 
 class ApiServer:
-    """HTTPS in front of one cluster's objects."""
+    """Serves a cluster's objects over HTTPS."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ApiServer:
         self._note = note
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the port is taken."""
+        """Listen. Raises OSError if the port is taken."""
         self._server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=0.2)
         await self._runner.setup()
@@ -141,13 +141,13 @@ class ApiServer:
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._clock.now())
         self._note(request.headers, self._cluster, call.verb, call.target.resource)
-        rule = self._faults.take(self._cluster, call.verb, call.target.kind.plural)
-        await suffer(rule, after_effect=False)
+        rule = self._faults.take_for(self._cluster, call.verb, call.target.kind.plural)
+        await self._faults.suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):
             return await self._stream(call)
         answer = self._act(call, await _read_body(request))
         await self._store.db.durable()
-        await suffer(rule, after_effect=True)
+        await self._faults.suffer(rule, after_effect=True)
         return answer
 
     def _act(self, call: Call, data: bytes) -> web.Response:
@@ -213,7 +213,7 @@ class ApiServer:
         )
 
     def _finalize(self, call: Call, item: Object) -> Object:
-        """Namespaces alone: their finalizers are in the spec and change through this subresource only."""
+        """Change a namespace's finalizers: they are in the spec, and only this subresource changes them."""
 
         def work() -> Object:
             namespace = self._objects.read(*call.key)
@@ -244,10 +244,10 @@ class ApiServer:
         options = parse_delete(body, call.query)
         if target.kind == JOB and not options.propagation:
             call.warnings.append(ORPHANS)
-        item, gone = self._write(
+        item, is_deleted = self._write(
             call, lambda: self._objects.delete(target.kind, target.namespace, target.name, options), body
         )
-        if not gone or target.kind in RETURNED:
+        if not is_deleted or target.kind in RETURNED:
             return call.respond(item)
         details = {"name": target.name, "kind": target.kind.plural, "uid": item["metadata"]["uid"]}
         if target.kind.group:
@@ -280,7 +280,7 @@ class ApiServer:
             if call.verb == "get":
                 return _scale_of(item)
             body = parse_body(data, call.content_type)
-            # A Scale has no lists, so a strategic merge is the plain one.
+            # A Scale has no lists, so a strategic merge equals a JSON merge.
             kind = MERGE_PATCH if call.content_type == STRATEGIC_PATCH else call.content_type
             scale = body if call.verb == "update" else apply_patch(kind, _scale_of(item), body, "")
             replicas = (scale.get("spec") or {}).get("replicas", 0)
@@ -293,7 +293,7 @@ class ApiServer:
         return call.respond(self._write(call, work))
 
     def _parse(self, call: Call, body: Any) -> Object:
-        """The manifest. Fields that are not known are refused unless the client asks for a warning or nothing."""
+        """The parsed manifest. Refuses unknown fields unless the client asks for a warning or for nothing."""
         mode = call.query.get("fieldValidation", "Strict")
         item, unknown = self._objects.parse(call.target.kind, body)
         if unknown and mode not in ("Warn", "Ignore"):
@@ -310,7 +310,7 @@ class ApiServer:
 
 
 class Call:
-    """One request: what it is about, and how to answer it."""
+    """A request: its target, and how to answer it."""
 
     def __init__(self, request: web.BaseRequest, target: Target, now: float) -> None:
         self.request = request
@@ -333,7 +333,7 @@ class Call:
     @property
     def scope(self) -> Scope:
         fields = self.query.get("fieldSelector", "")
-        if self.target.name:  # a watch of one object, as old clients write it
+        if self.target.name:  # a watch of a single object, as old clients request it
             fields = f"metadata.name={self.target.name}"
         selector = parse_selector(self.target.kind, self.query.get("labelSelector", ""), fields)
         return Scope(self.target.kind, self.target.namespace, selector)
@@ -355,8 +355,8 @@ class Call:
         if self._wants_table:
             return web.json_response(render_table(kind, page.items, self._now, metadata))
         items = page.items
-        if kind.schema:  # as the real one does: a typed list's items do not repeat their type
-            items = [{key: one[key] for key in one if key not in ("kind", "apiVersion")} for one in items]
+        if kind.schema:  # as in the real API, the items of a typed list do not repeat their type
+            items = [{key: item[key] for key in item if key not in ("kind", "apiVersion")} for item in items]
         body = {"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": items}
         return web.json_response(body, headers=self._headers())
 
@@ -369,11 +369,11 @@ class Call:
             yield json.dumps(event).encode() + b"\n"
 
     async def stream(self, chunks: AsyncIterator[bytes], content_type: str) -> web.StreamResponse:
-        """Refusals before the first chunk are ordinary answers; afterwards the stream just ends."""
+        """Stream `chunks`. A refusal before the first chunk is an ordinary answer; a later error ends the stream."""
         response = web.StreamResponse(headers={"Content-Type": content_type, **self._headers()})
         first = asyncio.ensure_future(_first(chunks))
         try:
-            # A watch of nothing has no first event: its head must go out all the same.
+            # An empty watch has no first event, but the client must receive the response's head.
             await asyncio.wait([first], timeout=0.05)
             if first.done():
                 first.result()
@@ -384,7 +384,7 @@ class Call:
                     await response.write(chunk)
             await response.write_eof()
         except ConnectionResetError:
-            pass  # the client has gone: nobody is left to tell
+            pass  # the client has disconnected
         finally:
             first.cancel()
         return response
@@ -437,7 +437,7 @@ def _names_version(patch: Object) -> bool:
 
 
 def _without_version(patched: Object) -> Object:
-    """For a patch that was made against no version in particular; a copy, for it may share parts with the original."""
+    """A copy without resourceVersion, for a patch without a version; `patched` may share parts with the original."""
     metadata = patched.get("metadata")
     return {**patched, "metadata": {**metadata, "resourceVersion": None}} if isinstance(metadata, dict) else patched
 

@@ -30,7 +30,7 @@ def server_context(certificates: Certificates) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with tempfile.NamedTemporaryFile(
         "w", suffix=".pem"
-    ) as file:  # ssl reads files only; nobody else can read this file
+    ) as file:  # ssl reads only files; other users cannot read this file
         file.write(certificates.server)
         file.flush()
         context.load_cert_chain(file.name)

@@ -1,10 +1,9 @@
-"""One cluster: its API server, controllers, kubelet and services over one store."""
+"""A cluster: API server, controllers, kubelet and services over a store."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import aiohttp
@@ -14,6 +13,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
+from ..kit.background import stop_all
 from .api import ApiServer, LogOptions, Note
 from .certificates import Certificates, server_context
 from .config import KubernetesConfig
@@ -45,7 +45,7 @@ OWN_NAMESPACES = [
 
 @dataclass(frozen=True)
 class Shared:
-    """What all clusters of one emulator share."""
+    """What all clusters of an emulator share."""
 
     db: Database
     clock: Clock
@@ -58,7 +58,7 @@ class Shared:
 
 
 class Cluster:
-    """A cluster that is served."""
+    """A cluster with a running API server."""
 
     def __init__(self, shared: Shared, name: str, port: int, certificates: Certificates) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class Cluster:
             shared.db,
             shared.clock,
             [
-                JobController(self._tools),  # before the collector, which takes away the references it goes by
+                JobController(self._tools),  # before the collector, which removes the references that it reads
                 DeploymentController(self._tools),
                 ReplicaSetController(self._tools),
                 RayClusterController(self._tools, shared.ports),
@@ -86,7 +86,7 @@ class Cluster:
         )
 
     async def start(self) -> None:
-        """Serve, and go on with what an earlier stack left. Raises OSError when the port is taken."""
+        """Serve, and continue the work of an earlier stack. Raises OSError if the port is taken."""
         shared = self._shared
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
@@ -113,20 +113,17 @@ class Cluster:
         await self._api.start()
 
     async def stop(self) -> None:
-        """Stop serving; containers continue. Every part is stopped, also after another one raises."""
-        async with AsyncExitStack() as stack:  # calls the last one first
-            for stop in (self._session.close, self.services.stop, self.kubelet.stop, self._ray_jobs.stop):
-                stack.push_async_callback(stop)
-            stack.push_async_callback(self._stop_loop)
-            stack.push_async_callback(self._api.stop)
+        """Stop serving; containers continue. Every part stops, also after another part raises."""
+        parts = (self._ray_jobs.stop, self.kubelet.stop, self.services.stop, self._session.close)
+        await stop_all(self._api.stop, self._stop_loop, *parts)
 
-    def look_for_nodes(self) -> None:
+    def retry_pending_pods(self) -> None:
         """Try again to place pending pods: stock or quota has changed."""
-        self._loop.look_again(self._scheduler)
+        self._loop.reconcile_all(self._scheduler)
 
-    def preempt(self, what: Mapping[str, str]) -> None:
-        """Take a node away, given by its name or by a pod ("namespace/name") on it."""
-        name = what.get("node") or str(self._bound_pod(what.get("pod", ""))["spec"]["nodeName"])
+    def preempt(self, target: Mapping[str, str]) -> None:
+        """Remove a node; `target` names the node, or a pod ("namespace/name") on it."""
+        name = target.get("node") or str(self._bound_pod(target.get("pod", ""))["spec"]["nodeName"])
         with self.store.db.transaction():
             node = self.store.find(NODE, "", name)
             if node is None:
@@ -139,7 +136,7 @@ class Cluster:
                     self.kubelet.preempt(pod)
 
     def evict(self, pod_name: str) -> None:
-        """End a pod ("namespace/name") as a node that is short of memory does."""
+        """End a pod ("namespace/name") as a node under memory pressure does."""
         with self.store.db.transaction():
             self.kubelet.evict(self._bound_pod(pod_name))
 
@@ -178,7 +175,7 @@ class Cluster:
 
 
 def ensure_objects(objects: Objects, manifests: Iterable[Object]) -> None:
-    """Create what is not there yet."""
+    """Create the objects that do not exist yet."""
     for manifest in manifests:
         kind = BY_NAME[manifest["apiVersion"], manifest["kind"]]
         item, _ = objects.parse(kind, manifest)

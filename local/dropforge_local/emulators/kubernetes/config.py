@@ -1,4 +1,4 @@
-"""What differs between machines and tests: timings, capacity, ports."""
+"""Settings that differ between machines and tests: timings, capacity, ports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A type of GPU or TPU: how many one node has at most, and how many a cluster can have in all."""
+    """A type of GPU or TPU: the maximum per node, and the maximum per cluster."""
 
     per_node: int
     total: int
@@ -30,7 +30,7 @@ ACCELERATORS = MappingProxyType(
     }
 )
 
-# By the label gke-tpu-accelerator, chips of a host (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
+# Chips of a host by the label gke-tpu-accelerator (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
 TPUS = MappingProxyType(
     {
         "tpu-v4-podslice": Accelerator(4, 256),
@@ -44,25 +44,25 @@ TPUS = MappingProxyType(
 
 @dataclass(frozen=True)
 class KubernetesConfig:
-    """Timings and capacity of the emulated clusters; seconds that are minutes in the cloud are short here."""
+    """Timings and capacity of the emulated clusters; times of minutes in the cloud are short here."""
 
     accelerators: Mapping[str, Accelerator] = field(default_factory=lambda: ACCELERATORS)
     tpus: Mapping[str, Accelerator] = field(default_factory=lambda: TPUS)
-    reservations: frozenset[str] | None = None  # names that exist; None: every name does
-    node_seconds: float = 0.5  # until a node that the autoscaler adds is ready
-    node_idle_seconds: float = 60.0  # an empty node is taken away after this
+    reservations: frozenset[str] | None = None  # existing names; None: every name exists
+    node_seconds: float = 0.5  # until a new node is ready
+    node_idle_seconds: float = 60.0  # until an empty node is removed
     job_backoff_seconds: float = 10.0  # before a job's failed pod is replaced; doubles up to six minutes
     restart_seconds: float = 10.0  # CrashLoopBackOff's first delay; doubles up to five minutes
     pull_retry_seconds: float = 10.0  # ImagePullBackOff's first delay; doubles up to five minutes
-    probe_seconds: float = 0.25  # a container that is not ready yet is probed this often, whatever its period
-    preemption_grace_seconds: float = 15.0  # what a spot node's shutdown leaves to its pods at most
+    probe_seconds: float = 0.25  # period of probes until a container is ready, whatever its own period
+    preemption_grace_seconds: float = 15.0  # maximum grace time of pods when a spot node shuts down
     autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
-    watch_history: int = 2000  # changes that a watch can start from; older ones are 410 Gone
-    ray_probe_seconds: int = 10  # before a Ray pod is first asked whether it is ready, as in KubeRay
-    ray_poll_seconds: float = 1.0  # between two looks at a Ray job; 3 in KubeRay
-    ray_status_seconds: float = 30.0  # a Ray head that does not answer fails its job after this; 300 in KubeRay
-    event_seconds: float = 3600.0  # events are forgotten after this, as in Kubernetes
-    kept_logs: int = 200  # ended containers whose output is kept while their pod exists or existed
+    watch_history: int = 2000  # changes kept for watches; a watch from an older change gets 410 Gone
+    ray_probe_seconds: int = 10  # before the first readiness probe of a Ray pod, as in KubeRay
+    ray_poll_seconds: float = 1.0  # between two polls of a Ray job; 3 in KubeRay
+    ray_status_seconds: float = 30.0  # until a silent Ray head fails its job; 300 in KubeRay
+    event_seconds: float = 3600.0  # until an event is deleted, as in Kubernetes
+    kept_logs: int = 200  # ended containers whose output is kept, also after the deletion of their pods
     api_ports: range = range(16000, 17000)
     pod_ports: range = range(17000, 19000)
     service_ports: range = range(19000, 20000)

@@ -1,4 +1,4 @@
-"""What the API server fills in before it validates and stores an object (pkg/apis/*/v1/defaults.go)."""
+"""Defaults that the API server sets before it validates and stores an object (pkg/apis/*/v1/defaults.go)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .kinds import Kind
-from .ray.rules import set_cluster_defaults, set_job_defaults
+from .rayrules import set_cluster_defaults, set_job_defaults
 
 Object = dict[str, Any]
 TRACKING = "batch.kubernetes.io/job-tracking"
@@ -18,13 +18,13 @@ COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 def set_defaults(kind: Kind, item: Object) -> None:
-    """Fill in `item` in place; idempotent, as it runs at every write."""
+    """Set the defaults of `item` in place. Idempotent, because it runs at every write."""
     if default := DEFAULTS.get(kind.key):
         default(item)
 
 
 def set_create_defaults(kind: Kind, item: Object) -> None:
-    """What only a new object gets: initial status, generated labels and selectors."""
+    """Set the defaults of new objects only: initial status, generated labels and selectors."""
     if kind.key == "jobs.batch":
         _label_job(item)
     if kind.key == "namespaces":
@@ -45,14 +45,15 @@ def qos_class(spec: Mapping[str, Any]) -> str:
     """BestEffort, Burstable or Guaranteed, by cpu and memory alone."""
     resources = [container.get("resources", {}) for container in spec["containers"]]
     wanted = [
-        {key: one.get(part, {}).get(key) for part in ("limits", "requests") for key in ("cpu", "memory")}
-        for one in resources
+        {key: requirements.get(part, {}).get(key) for part in ("limits", "requests") for key in ("cpu", "memory")}
+        for requirements in resources
     ]
-    if not any(value for one in wanted for value in one.values()):
+    if not any(value for requirements in wanted for value in requirements.values()):
         return "BestEffort"
     complete = all(
-        one.get("limits", {}).get(key) and one["limits"][key] == one.get("requests", {}).get(key)
-        for one in resources
+        requirements.get("limits", {}).get(key)
+        and requirements["limits"][key] == requirements.get("requests", {}).get(key)
+        for requirements in resources
         for key in ("cpu", "memory")
     )
     return "Guaranteed" if complete else "Burstable"
@@ -135,7 +136,7 @@ def _job(item: Object) -> None:
 
 
 def _label_job(item: Object) -> None:
-    """A job's pods are its own by its uid, unless the user selects them himself."""
+    """Label a job's pods with its uid and select them by it, unless the user gives a selector."""
     spec, metadata = item["spec"], item["metadata"]
     if spec.get("manualSelector") or "template" not in spec:
         return

@@ -1,4 +1,4 @@
-"""What the server can do, told to clients: groups, resources, version and OpenAPI documents."""
+"""Discovery documents for clients: groups, resources, version and OpenAPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUBRESOURCE_VERBS = {"log": ["get"], "proxy": ["create", "get", "update"], "fina
 
 
 def document(path: str) -> dict[str, Any] | None:
-    """The discovery document at `path`; None when there is none."""
+    """The discovery document at `path`; None if no document is there."""
     steps = path.strip("/").split("/")
     if path == "/version":
         return VERSION
@@ -38,7 +38,7 @@ def document(path: str) -> dict[str, Any] | None:
     if steps[0] == "apis" and len(steps) == 3 and (steps[1], steps[2]) in _versions():
         return _resources(steps[1], steps[2])
     if path == "/openapi/v3":
-        return {"paths": {one: {"serverRelativeURL": f"/openapi/v3/{one}?hash=1"} for one in map(_root, KINDS)}}
+        return {"paths": {root: {"serverRelativeURL": f"/openapi/v3/{root}?hash=1"} for root in map(_root, KINDS)}}
     if path.startswith("/openapi/v3/"):
         return _openapi(path.removeprefix("/openapi/v3/"))
     return None
@@ -65,7 +65,7 @@ def _group(name: str) -> dict[str, Any]:
 
 def _resources(group: str, version: str) -> dict[str, Any]:
     resources = []
-    for kind in (one for one in KINDS if (one.group, one.version) == (group, version)):
+    for kind in (known for known in KINDS if (known.group, known.version) == (group, version)):
         resources.append(
             {
                 "name": kind.plural,
@@ -96,7 +96,7 @@ def _resources(group: str, version: str) -> dict[str, Any]:
 
 
 def _openapi(root: str) -> dict[str, Any] | None:
-    """kubectl reads from it what fields there are, and that the server validates (the parameter fieldValidation)."""
+    """For kubectl: the known fields, and that the server validates them (the parameter fieldValidation)."""
     kinds = [kind for kind in KINDS if _root(kind) == root]
     if not kinds:
         return None

@@ -1,10 +1,9 @@
-"""Kubernetes clusters on loopback ports, and the switches for what goes wrong in them."""
+"""Kubernetes clusters on loopback ports, and the switches for their faults."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -17,7 +16,8 @@ from dropforge_local.base.ports import HOST, free_port, is_listening
 
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
-from ..faults import parse_faults
+from ..kit.background import stop_all
+from ..kit.faults import parse_faults
 from .api import Note
 from .certificates import Certificates, make_certificates
 from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
@@ -29,13 +29,13 @@ from .kubelet.runner import Runner
 from .ports import Ports
 from .store import SCHEMA, Object
 
-# What counts as left over: workloads and what they are reached by.
+# Objects that count as leftovers: workloads and the objects through which clients reach them.
 COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER)
 LOGS = "/_local/logs/{cluster:projects/[^/]+/locations/[^/]+/clusters/[^/]+}/k8s/{workload:.+}"
 
 
 class KubernetesEmulator:
-    """Every cluster's Kubernetes API, each on its own port. Satisfies server.Emulator."""
+    """The Kubernetes API of every cluster, each on a separate port. Satisfies server.Emulator."""
 
     def __init__(
         self,
@@ -73,14 +73,12 @@ class KubernetesEmulator:
             await self.open_cluster(row["name"])
 
     async def stop(self) -> None:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._runtime.stop)
-            for cluster in self._clusters.values():
-                stack.push_async_callback(cluster.stop)
-            self._clusters.clear()
+        clusters = [cluster.stop for cluster in self._clusters.values()]
+        self._clusters.clear()
+        await stop_all(*clusters, self._runtime.stop)
 
     def add_cluster(self, name: str) -> int:
-        """Found a cluster, or find it: the port of its API, the same one for ever. Served once it is opened."""
+        """Create a cluster unless it exists; return its API's port, which never changes. `open_cluster` serves it."""
         with self._db.transaction() as connection:
             if (port := self.port_of(name)) is None:
                 taken = {row["port"] for row in connection.execute("SELECT port FROM kubernetes_clusters")}
@@ -94,12 +92,12 @@ class KubernetesEmulator:
             return port
 
     def ensure_objects(self, name: str, manifests: Iterable[Object]) -> None:
-        """Create those of `manifests` that are not there, in a cluster that is not served yet."""
+        """Create the missing objects of `manifests` in a cluster that is not served yet."""
         with self._db.transaction():
             ensure_objects(self._make(name).objects, manifests)
 
     async def open_cluster(self, name: str) -> None:
-        """Serve a cluster that was added; nothing happens when it is served. Raises OSError: its port is taken."""
+        """Serve an added cluster, unless it is served already. Raises OSError if its port is taken."""
         if name in self._clusters:
             return
         cluster = self._make(name)
@@ -107,7 +105,7 @@ class KubernetesEmulator:
         self._clusters[name] = cluster
 
     async def remove_cluster(self, name: str) -> None:
-        """End everything that runs in a cluster and forget it; nothing happens when there is none."""
+        """End everything that runs in a cluster and delete it; do nothing if it does not exist."""
         if cluster := self._clusters.pop(name, None):
             await cluster.stop()
         runner = self._shared.runner
@@ -125,7 +123,7 @@ class KubernetesEmulator:
             connection.execute("DELETE FROM kubernetes_clusters WHERE name = ?", [name])
 
     def authority_of(self, name: str) -> str:
-        """The certificate (PEM) by which clients know the cluster's API."""
+        """The certificate (PEM) with which clients verify the cluster's API."""
         return str(self._row(name)["authority"])
 
     def port_of(self, name: str) -> int | None:
@@ -133,7 +131,7 @@ class KubernetesEmulator:
         return int(row["port"]) if row else None
 
     def live(self) -> list[str]:
-        """Workloads that exist, by cluster, open ports, and containers that have a process."""
+        """The names of existing workloads, open ports, and containers with a process."""
         ports = [f"port/{cluster.port}" for cluster in self._clusters.values()]
         for cluster in self._clusters.values():
             ports += [f"port/{port}" for port in cluster.services.listening()]
@@ -142,7 +140,7 @@ class KubernetesEmulator:
 
     @staticmethod
     def names_in(db: Database) -> list[str]:
-        """Workloads in a state file: CLUSTER/KIND/NAMESPACE/NAME. None when it has never had a cluster."""
+        """Workloads in a state file: CLUSTER/KIND/NAMESPACE/NAME. Empty if it never had a cluster."""
         if not _has_table(db, "kubernetes_objects"):
             return []
         marks = ", ".join("?" for _ in COUNTED)
@@ -164,10 +162,10 @@ class KubernetesEmulator:
         return [int(row["port"]) for row in rows]
 
     async def _list_clusters(self, request: web.Request) -> web.Response:
-        return web.json_response({name: f"https://{HOST}:{one.port}" for name, one in self._clusters.items()})
+        return web.json_response({name: f"https://{HOST}:{cluster.port}" for name, cluster in self._clusters.items()})
 
     async def _read_log(self, request: web.Request) -> web.Response:
-        """By the names that Cloud Asset Inventory has for jobs, deployments and pods."""
+        """The output of a job, deployment or pod, by its name in Cloud Asset Inventory."""
         tail = request.query.get("tail")
         if tail is not None and not tail.isdigit():
             raise ApiError("INVALID_ARGUMENT", f"tail is {tail!r}; expected a number of lines")
@@ -185,11 +183,11 @@ class KubernetesEmulator:
         if evicted := body.get("evict"):
             self._cluster(evicted.get("cluster", "")).evict(evicted.get("pod", ""))
         for cluster in self._clusters.values():
-            cluster.look_for_nodes()
+            cluster.retry_pending_pods()
         return web.json_response(switches)
 
     def _leave_taken_port(self, name: str, port: int) -> None:
-        """Move a cluster's API when somebody else has taken its port while no stack ran."""
+        """Move a cluster's API to another port if another process took its port while no stack ran."""
         if not is_listening(port):
             return
         with self._db.transaction() as connection:
@@ -205,15 +203,15 @@ class KubernetesEmulator:
         row = self._db.connection.execute("SELECT * FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
         if row is None:
             raise LookupError(f"there is no cluster {name!r}; add_cluster makes one")
-        found: sqlite3.Row = row
-        return found
+        cluster: sqlite3.Row = row
+        return cluster
 
     def _cluster(self, part: str) -> Cluster:
-        """The one cluster whose name contains `part`."""
-        found = [cluster for name, cluster in self._clusters.items() if part in name]
-        if len(found) != 1:
-            raise ApiError("NOT_FOUND", f"{len(found)} clusters are called {part!r}; expected one")
-        return found[0]
+        """The only cluster whose name contains `part`. Raises ApiError unless exactly one matches."""
+        matches = [cluster for name, cluster in self._clusters.items() if part in name]
+        if len(matches) != 1:
+            raise ApiError("NOT_FOUND", f"{len(matches)} clusters are called {part!r}; expected one")
+        return matches[0]
 
 
 def _has_table(db: Database, name: str) -> bool:

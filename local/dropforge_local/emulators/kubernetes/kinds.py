@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """One resource type. `schema` names its table in types.py; custom resources have none and are stored as given."""
+    """A resource type. `schema` names its table in types.py; a custom resource without schema is stored as given."""
 
     group: str
     version: str
@@ -21,7 +21,7 @@ class Kind:
 
     @property
     def key(self) -> str:
-        """What error messages and the database call it: `jobs.batch`, `pods`."""
+        """The name in error messages and in the database: `jobs.batch`, `pods`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property

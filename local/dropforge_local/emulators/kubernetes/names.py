@@ -1,4 +1,4 @@
-"""The API's rules for names and labels (k8s.io/apimachinery/pkg/util/validation); each answers what is wrong, or ""."""
+"""The API's rules for names and labels (k8s.io/apimachinery/pkg/util/validation); each returns the problem, or ""."""
 
 from __future__ import annotations
 
@@ -13,42 +13,33 @@ KEY = re.compile(r"[-._a-zA-Z0-9]+")
 PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
+LABEL_RULE = (
+    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with "
+    "an alphanumeric character (e.g. 'my-name'"
+)
+SUBDOMAIN_RULE = (
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and "
+    "end with an alphanumeric character (e.g. 'example.com'"
+)
+SERVICE_RULE = (
+    "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic character, "
+    "and end with an alphanumeric character (e.g. 'my-name'"
+)
+
+
 def label_problem(name: str) -> str:
     """RFC 1123 label: names of containers, volumes, namespaces; hostnames."""
-    if len(name) > 63:
-        return "must be no more than 63 characters"
-    if not LABEL.fullmatch(name):
-        return (
-            "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and "
-            f"end with an alphanumeric character (e.g. 'my-name', regex used for validation is '{LABEL.pattern}')"
-        )
-    return ""
+    return _problem(name, 63, LABEL, LABEL_RULE)
 
 
 def subdomain_problem(name: str) -> str:
     """RFC 1123 subdomain: names of most objects."""
-    if len(name) > 253:
-        return "must be no more than 253 characters"
-    if not SUBDOMAIN.fullmatch(name):
-        return (
-            "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must "
-            f"start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is "
-            f"'{SUBDOMAIN.pattern}')"
-        )
-    return ""
+    return _problem(name, 253, SUBDOMAIN, SUBDOMAIN_RULE)
 
 
 def service_problem(name: str) -> str:
     """RFC 1035 label: names of services."""
-    if len(name) > 63:
-        return "must be no more than 63 characters"
-    if not SERVICE_NAME.fullmatch(name):
-        return (
-            "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic "
-            "character, and end with an alphanumeric character (e.g. 'my-name', regex used for validation is "
-            f"'{SERVICE_NAME.pattern}')"
-        )
-    return ""
+    return _problem(name, 63, SERVICE_NAME, SERVICE_RULE)
 
 
 def label_key_problem(key: str) -> str:
@@ -73,3 +64,9 @@ def label_value_problem(value: str) -> str:
             f"start and end with an alphanumeric character (regex used for validation is '({QUALIFIED.pattern})?')"
         )
     return ""
+
+
+def _problem(name: str, longest: int, pattern: re.Pattern[str], text: str) -> str:
+    if len(name) > longest:
+        return f"must be no more than {longest} characters"
+    return "" if pattern.fullmatch(name) else f"{text}, regex used for validation is '{pattern.pattern}')"

@@ -1,4 +1,4 @@
-"""What the API does with objects, whoever asks: create, update, delete, with defaults, validation and finalizers."""
+"""Create, update and delete objects by the API's rules: defaults, admission, validation and finalizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .schema import check
 from .store import Object, Store
 from .times import timestamp
 
-ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so that no words come out
+ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so that no words appear
 SYSTEM_METADATA = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation")
 ORPHAN, FOREGROUND = "orphan", "foregroundDeletion"
 POLICIES = ("Background", "Foreground", "Orphan")
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DeleteOptions:
-    """What a DELETE may say; `propagation` is one of POLICIES or empty for the kind's default."""
+    """Options of a DELETE; `propagation` is an entry of POLICIES, or empty for the kind's default."""
 
     propagation: str = ""
     grace_seconds: int | None = None
@@ -47,11 +47,11 @@ class DeleteOptions:
 
 
 class _Undo(Exception):
-    """Rolls a dry run back."""
+    """Rolls back a dry run."""
 
 
 class Objects:
-    """One cluster's objects, by the API's rules."""
+    """A cluster's objects, by the API's rules."""
 
     def __init__(self, store: Store, clock: Clock, *, autopilot: bool) -> None:
         self.store = store
@@ -59,7 +59,7 @@ class Objects:
         self._autopilot = autopilot
 
     def parse(self, kind: Kind, item: Any) -> tuple[Object, list[str]]:
-        """A manifest as an object without what the kind does not have, and the names of that."""
+        """A manifest as an object without unknown fields, and the names of the unknown fields."""
         if not isinstance(item, dict):
             raise bad_request(f"the body is a JSON {type(item).__name__}; expected an object")
         given = (item.get("apiVersion", kind.api_version), item.get("kind", kind.name))
@@ -74,13 +74,13 @@ class Objects:
             metadata, findings = check("ObjectMeta", body.get("metadata") or {})
             clean = {**body, "metadata": metadata}
             findings.unknown = [f"metadata.{name}" for name in findings.unknown]
-        # What is empty is not there: a write that only says so changes nothing.
+        # An empty field counts as missing, so that a write that only adds empty fields changes nothing.
         clean["metadata"] = {key: value for key, value in clean.get("metadata", {}).items() if value not in ({}, [])}
         self._refuse(kind, clean, findings.causes)
         return {"apiVersion": kind.api_version, "kind": kind.name, **clean}, findings.unknown
 
     def read(self, kind: Kind, namespace: str, name: str) -> Object:
-        """404 when it is not there."""
+        """The object. Refuses with 404 if it does not exist."""
         if (item := self.store.find(kind, namespace, name)) is None:
             raise not_found(kind, name)
         return item
@@ -115,13 +115,13 @@ class Objects:
                 self._allocate_address(item)
             created = self.store.insert(kind, item)
             if kind == NAMESPACE:
-                # The real controller makes it a moment later; pods that come sooner are refused there.
+                # The real controller creates the account a moment later, and the real API refuses earlier pods.
                 account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
                 self.create(SERVICE_ACCOUNT, metadata["name"], account)
             return created
 
     def update(self, kind: Kind, namespace: str, name: str, item: Object, *, status: bool = False) -> Object:
-        """Replace an object's desired state, or with `status` its status; 409 when `item` is not the latest."""
+        """Replace an object's desired state, or with `status` its status; 409 if `item` is not the latest version."""
         with self.store.db.transaction():
             old = self.read(kind, namespace, name)
             self._check_same(kind, name, item, old)
@@ -139,7 +139,7 @@ class Objects:
             return self.settle(kind, new)
 
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
-        """Delete an object, or begin to. Answers it, and whether it is gone."""
+        """Delete an object or begin its deletion; return the object and whether it no longer exists."""
         with self.store.db.transaction():
             item = self.read(kind, namespace, name)
             _check_preconditions(kind, name, item, options)
@@ -159,8 +159,19 @@ class Objects:
             settled = self.settle(kind, item)
             return settled, self.store.find(kind, namespace, name) is None
 
+    def delete_item(self, kind: Kind, item: Object, options: DeleteOptions) -> tuple[Object, bool]:
+        """Like `delete`, for an object that the caller has read."""
+        return self.delete(kind, item["metadata"].get("namespace", ""), item["metadata"]["name"], options)
+
+    def remove_finalizer(self, kind: Kind, item: Object, finalizer: str) -> None:
+        """Remove a finalizer from an object, and the object too if only this finalizer prevented its deletion."""
+        finalizers = item["metadata"].get("finalizers", [])
+        if finalizer in finalizers:
+            item["metadata"]["finalizers"] = [kept for kept in finalizers if kept != finalizer]
+            self.settle(kind, item)
+
     def settle(self, kind: Kind, item: Object) -> Object:
-        """Write an object back, or remove it if it is being deleted and nothing holds it any more."""
+        """Write an object back, or remove it if it is being deleted and no finalizer or grace time holds it."""
         metadata = item["metadata"]
         if not metadata.get("finalizers"):
             metadata.pop("finalizers", None)
@@ -173,7 +184,7 @@ class Objects:
         return self.store.replace(kind, item)
 
     def dry_run(self, work: Callable[[], T]) -> T:
-        """Do something, answer its result, and leave no trace of it."""
+        """Return the result of `work` and roll back everything that it wrote."""
         results: list[T] = []
         try:
             with self.store.db.transaction():
@@ -191,14 +202,14 @@ class Objects:
                 f"the namespace of the provided object does not match the namespace sent on the request ({given!r},"
                 f" {namespace!r})"
             )
-        found = self.read(NAMESPACE, "", namespace)
-        if found["status"]["phase"] == "Terminating":
+        stored = self.read(NAMESPACE, "", namespace)
+        if stored["status"]["phase"] == "Terminating":
             why = f"unable to create new content in namespace {namespace} because it is being terminated"
             raise forbidden(kind, metadata.get("name", ""), why)
 
     def _complete(self, kind: Kind, item: Object, old: Object | None = None) -> None:
         if kind == SERVICE and old is not None:
-            for field in ("clusterIP", "clusterIPs"):  # a client that never saw them cannot send them
+            for field in ("clusterIP", "clusterIPs"):  # clients may omit them: the server assigned them
                 if not item["spec"].get(field) and field in old["spec"]:
                     item["spec"][field] = old["spec"][field]
         if kind == JOB and old is not None and "selector" in old["spec"]:
@@ -224,14 +235,14 @@ class Objects:
             raise conflict(kind, name)
 
     def _check_finalizers(self, kind: Kind, new: Object, old: Object) -> None:
-        before, after = (one["metadata"].get("finalizers", []) for one in (old, new))
-        added = [one for one in after if one not in before]
+        before, after = (item["metadata"].get("finalizers", []) for item in (old, new))
+        added = [finalizer for finalizer in after if finalizer not in before]
         if added and "deletionTimestamp" in old["metadata"]:
             text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added!r}"
             raise invalid(kind, old["metadata"]["name"], [forbidden_field("metadata.finalizers", text)])
 
     def _grace(self, kind: Kind, item: Object, options: DeleteOptions) -> int:
-        """Only pods are given time; none that was never scheduled or has ended already needs any."""
+        """Seconds until removal. Only pods get a grace time, unless they were never scheduled or have ended."""
         if kind != POD:
             return 0
         if not item["spec"].get("nodeName") or item["status"]["phase"] in ("Succeeded", "Failed"):
@@ -240,19 +251,19 @@ class Objects:
         return max(0, default if options.grace_seconds is None else options.grace_seconds)
 
     def _set_propagation(self, kind: Kind, item: Object, policy: str) -> None:
-        """Orphan and Foreground are finalizers that the garbage collector takes away when it is done."""
+        """Add the finalizer of the policies Orphan and Foreground; the garbage collector removes it at its end."""
         if policy not in ("", *POLICIES):
             raise Refusal(422, f"DeleteOptions.meta.k8s.io is invalid: propagationPolicy: {policy!r}")
-        # Jobs' pods survive unless the caller says otherwise: a default kept from before garbage collection.
+        # By default the pods of a job survive its deletion: a default from before garbage collection existed.
         policy = policy or ("Orphan" if kind == JOB else "")
         if not policy:
             return
-        finalizers = [one for one in item["metadata"].get("finalizers", ()) if one not in (ORPHAN, FOREGROUND)]
+        finalizers = [kept for kept in item["metadata"].get("finalizers", ()) if kept not in (ORPHAN, FOREGROUND)]
         extra = {"Orphan": ORPHAN, "Foreground": FOREGROUND}.get(policy)
         item["metadata"]["finalizers"] = [*finalizers, extra] if extra else finalizers
 
     def _allocate_address(self, item: Object) -> None:
-        """An address that looks like GKE's; nothing listens there (services.py says where something does)."""
+        """Assign an address like GKE's; no process listens there (services.py annotates the real local address)."""
         spec = item["spec"]
         if not spec.get("clusterIP"):
             number = self.store.revision() + 1
@@ -265,7 +276,7 @@ def random_suffix() -> str:
 
 
 def strict_error(kind: Kind, unknown: list[str]) -> Refusal:
-    """fieldValidation=Strict's answer to fields that the kind does not have."""
+    """The refusal of unknown fields under fieldValidation=Strict."""
     listed = ", ".join(f'unknown field "{name}"' for name in unknown)
     return bad_request(
         f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: strict decoding error: {listed}'
@@ -273,7 +284,7 @@ def strict_error(kind: Kind, unknown: list[str]) -> Refusal:
 
 
 def _merged(kind: Kind, item: Object, old: Object) -> Object:
-    """A client's new version, with what only the server may write taken from the old one."""
+    """A client's new version, with the fields that only the server may write taken from the old version."""
     metadata = {key: value for key, value in item["metadata"].items() if key not in SYSTEM_METADATA}
     for field in ("name", "namespace", *SYSTEM_METADATA):
         if field in old["metadata"]:

@@ -20,7 +20,7 @@ ORDER, REMOVE, RETAIN, DIRECTIVE = "$setElementOrder/", "$deleteFromPrimitiveLis
 
 
 def apply_patch(content_type: str, current: dict[str, Any], patch: Any, schema: str) -> dict[str, Any]:
-    """A patched copy. Refuses malformed patches with 400, other formats with 415 and ones that do not fit with 422."""
+    """A patched copy. Refuses a malformed patch with 400, an unknown format with 415, a failing patch with 422."""
     if content_type in APPLY_PATCH:
         raise Refusal(501, "server-side apply is not emulated by the local stack: use client-side apply")
     if content_type == JSON_PATCH:
@@ -96,24 +96,24 @@ def _merge_value(current: Any, value: Any, schema: str, path: tuple[str, ...]) -
         return value
     present = current if isinstance(current, list) else []
     if not key:
-        return present + [one for one in value if one not in present]
+        return present + [element for element in value if element not in present]
     return _merge_list(present, value, key, schema, path)
 
 
 def _merge_list(current: list[Any], patch: list[Any], key: str, schema: str, path: tuple[str, ...]) -> list[Any]:
-    if any(isinstance(one, dict) and one.get(DIRECTIVE) == "replace" for one in patch):
-        return [one for one in patch if not (isinstance(one, dict) and one.get(DIRECTIVE) == "replace")]
+    if any(isinstance(element, dict) and element.get(DIRECTIVE) == "replace" for element in patch):
+        return [element for element in patch if not (isinstance(element, dict) and element.get(DIRECTIVE) == "replace")]
     result = list(current)
-    for one in patch:
-        if not isinstance(one, dict) or key not in one:
-            raise bad_request(f"map: {one!r} does not contain declared merge key: {key}")
-        at = next((i for i, old in enumerate(result) if isinstance(old, dict) and old.get(key) == one[key]), None)
-        if one.get(DIRECTIVE) == "delete":
-            result = [old for old in result if not (isinstance(old, dict) and old.get(key) == one[key])]
+    for element in patch:
+        if not isinstance(element, dict) or key not in element:
+            raise bad_request(f"map: {element!r} does not contain declared merge key: {key}")
+        at = next((i for i, old in enumerate(result) if isinstance(old, dict) and old.get(key) == element[key]), None)
+        if element.get(DIRECTIVE) == "delete":
+            result = [old for old in result if not (isinstance(old, dict) and old.get(key) == element[key])]
         elif at is None:
-            result.append(_merge_object({}, one, schema, path))
+            result.append(_merge_object({}, element, schema, path))
         else:
-            result[at] = _merge_object(result[at], one, schema, path)
+            result[at] = _merge_object(result[at], element, schema, path)
     return result
 
 
@@ -121,7 +121,7 @@ def _list_directive(result: dict[str, Any], key: str, value: Any, schema: str, p
     if key.startswith(REMOVE):
         name = key.removeprefix(REMOVE)
         if isinstance(result.get(name), list) and isinstance(value, list):
-            result[name] = [one for one in result[name] if one not in value]
+            result[name] = [element for element in result[name] if element not in value]
     elif key.startswith(ORDER):
         name = key.removeprefix(ORDER)
         if isinstance(result.get(name), list) and isinstance(value, list):
@@ -129,13 +129,13 @@ def _list_directive(result: dict[str, Any], key: str, value: Any, schema: str, p
 
 
 def _ordered(items: list[Any], order: list[Any], key: str) -> list[Any]:
-    """Elements that the order names come in its order; those that it does not know (another writer's) come last."""
+    """Sort by `order`; elements missing from it (added by another writer) come last."""
 
-    def identity(one: Any) -> Any:
-        return json.dumps(one.get(key) if key and isinstance(one, dict) else one, sort_keys=True)
+    def identity(element: Any) -> Any:
+        return json.dumps(element.get(key) if key and isinstance(element, dict) else element, sort_keys=True)
 
-    ranks = {identity(one): rank for rank, one in reversed(list(enumerate(order)))}
-    return sorted(items, key=lambda one: ranks.get(identity(one), len(ranks) + 1))
+    ranks = {identity(element): rank for rank, element in reversed(list(enumerate(order)))}
+    return sorted(items, key=lambda element: ranks.get(identity(element), len(ranks) + 1))
 
 
 def _expect_object(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The API's paths and bodies: which object a request is about, and what it sends."""
+"""Parses the API's paths and bodies: the target object of a request, and its content."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .kinds import BY_PATH, NAMESPACE, Kind
 from .objects import POLICIES, DeleteOptions
 from .refusals import Refusal, bad_request
 
-LARGEST_BODY = 3 * 2**20  # as the API server's own limit
+LARGEST_BODY = 3 * 2**20  # the API server's limit
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a path names: a collection when `name` is empty. `rest` is what follows a proxy subresource."""
+    """The target of a path: a collection if `name` is empty. `rest` is the path after a proxy subresource."""
 
     kind: Kind
     namespace: str = ""
@@ -29,12 +29,12 @@ class Target:
 
     @property
     def resource(self) -> str:
-        """As a Role has it, with its group before it: `batch/jobs`, `pods/log`."""
+        """The resource as a Role names it, with its group: `batch/jobs`, `pods/log`."""
         return "/".join(part for part in (self.kind.group, self.kind.plural, self.subresource) if part)
 
 
 def parse_path(path: str) -> Target:
-    """404 for what this server has no resource for."""
+    """The target of a path. Refuses with 404 if the server has no such resource."""
     steps = path.split("/")[1:]
     if steps[:1] == ["api"] and len(steps) >= 3:
         group, version, rest = "", steps[1], steps[2:]
@@ -57,9 +57,9 @@ def parse_path(path: str) -> Target:
 
 
 def parse_body(data: bytes, content_type: str) -> Any:
-    """JSON (no key twice) or YAML; 415 for what is in another format.
+    """A body in JSON (without duplicate keys) or YAML. Refuses other formats with 415.
 
-    Protobuf, which `kubectl create secret` and its like send, is one of those: there is no schema here to read it by.
+    Protobuf, which commands such as `kubectl create secret` send, is refused too: this server has no protobuf schema.
     """
     try:
         if content_type in ("application/yaml", "application/apply-patch+yaml"):
@@ -78,7 +78,7 @@ def parse_body(data: bytes, content_type: str) -> Any:
 
 
 def parse_delete(body: Any, query: Mapping[str, str]) -> DeleteOptions:
-    """Options of a DELETE: in its body, or in its query."""
+    """Options of a DELETE, from its body or its query."""
     body = body or {}
     if not isinstance(body, dict) or body.get("kind", "DeleteOptions") != "DeleteOptions":
         raise bad_request("the body of a DELETE is a DeleteOptions object")
@@ -114,7 +114,7 @@ def flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def number(query: Mapping[str, str], name: str) -> int | None:
-    """None when it is not given."""
+    """A number of the query; None if it is missing."""
     if not (text := query.get(name, "")):
         return None
     if not text.isdigit():

@@ -1,4 +1,4 @@
-"""What the API server refuses in a pod's spec, alone or inside a template."""
+"""Rules of the API server for a pod's spec, in a pod or in a template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pod_problems(spec: Object, at: str) -> Iterator[Cause]:
 
 
 def port_problems(port: Any, at: str) -> Iterator[Cause]:
-    """A number or, where allowed, a name of a port."""
+    """Problems of a port, given by number or by name."""
     if isinstance(port, int) and not 1 <= port <= 65535:
         yield wrong(at, port, "must be between 1 and 65535, inclusive")
     if isinstance(port, str) and (len(port) > 15 or not names.PORT_NAME.fullmatch(port)):

@@ -1,4 +1,4 @@
-"""Ports of this machine that stand for ports of pods and services; the same ones after a restart."""
+"""Ports of this machine for the ports of pods and services; a restart keeps them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dropforge_local.base.ports import free_port
 
 
 class Ports:
-    """Who has which port; `owner` is a pod's uid or a service's name."""
+    """The owner of each local port; `owner` is a pod's uid or a service's NAMESPACE/NAME."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def take(self, cluster: str, owner: str, port: int, among: range) -> int:
-        """The local port for an owner's port, found once. Raises OSError when all are taken."""
+        """The local port for an owner's port, assigned at the first call. Raises OSError if all are taken."""
         if (known := self.find(cluster, owner, port)) is not None:
             return known
         with self._db.transaction() as connection:

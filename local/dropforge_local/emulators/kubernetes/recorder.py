@@ -1,4 +1,4 @@
-"""Events: what controllers, scheduler and kubelet tell about an object. Repetitions are counted, not repeated."""
+"""Events that controllers, scheduler and kubelet record about objects. A repeated event only raises its count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .times import timestamp
 
 
 class Recorder:
-    """Writes one cluster's events."""
+    """Writes a cluster's events."""
 
     def __init__(self, store: Store, clock: Clock, kept_seconds: float) -> None:
         self._store = store
@@ -21,7 +21,7 @@ class Recorder:
         self._kept_seconds = kept_seconds
 
     def record(self, kind: Kind, item: Object, event_type: str, reason: str, message: str, component: str) -> None:
-        """Tell something about `item`; `event_type` is Normal or Warning."""
+        """Record an event about `item`; `event_type` is Normal or Warning."""
         now = timestamp(self._clock.now())
         metadata = item["metadata"]
         namespace = metadata.get("namespace", "default")
@@ -31,7 +31,7 @@ class Recorder:
                 known["lastTimestamp"] = now
                 self._store.replace(EVENT, known)
                 return
-            self._forget_old(namespace)
+            self._delete_old(namespace)
             event = {"reason": reason, "message": message, "type": event_type, "source": {"component": component}}
             self._store.insert(EVENT, {**_about(kind, item, namespace, now), **event, "reportingComponent": component})
 
@@ -44,7 +44,7 @@ class Recorder:
         ).fetchone()
         return json.loads(row["body"]) if row else None
 
-    def _forget_old(self, namespace: str) -> None:
+    def _delete_old(self, namespace: str) -> None:
         rows = self._store.db.connection.execute(
             "SELECT body FROM kubernetes_objects WHERE cluster = ? AND kind = 'events' AND namespace = ?"
             " AND json_extract(body, '$.lastTimestamp') < ?",
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def _about(kind: Kind, item: Object, namespace: str, now: str) -> Object:
-    """A new event about `item`, short of what it says."""
+    """A new event about `item`, without reason and message."""
     metadata = item["metadata"]
     reference = {
         "kind": kind.name,

@@ -1,4 +1,4 @@
-"""Refusals as the Kubernetes API gives them: a Status object with a code, a reason and the causes.
+"""Refusals in the shape of the Kubernetes API: a Status object with a code, a reason and the causes.
 
 Wording: k8s.io/apimachinery/pkg/api/errors.
 """
@@ -64,7 +64,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing wrong with an object; `reason` is one of the FieldValue… constants below."""
+    """A problem of an object; `reason` is a FieldValue… value, as in the functions below."""
 
     field: str
     reason: str
@@ -83,7 +83,7 @@ def wrong(field: str, value: object, message: str) -> Cause:
 
 
 def unsupported(field: str, value: object, supported: Sequence[str]) -> Cause:
-    values = ", ".join(f'"{one}"' for one in supported)
+    values = ", ".join(f'"{name}"' for name in supported)
     return Cause(field, "FieldValueNotSupported", f"Unsupported value: {_shown(value)}: supported values: {values}")
 
 
@@ -126,8 +126,8 @@ def bad_request(message: str) -> Refusal:
     return Refusal(400, message)
 
 
-def not_emulated(what: str) -> Refusal:
-    return Refusal(501, f"{what} is not emulated by the local stack")
+def not_emulated(feature: str) -> Refusal:
+    return Refusal(501, f"{feature} is not emulated by the local stack")
 
 
 def _details(kind: Kind, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the API server refuses although the types are right (pkg/apis/*/validation): 422 with one cause for each."""
+"""Validation by the API server (pkg/apis/*/validation) after the check of types: 422 with a cause per problem."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import names, podrules
+from . import rayrules as ray
 from .kinds import Kind
 from .podrules import at_least
 from .quantities import parse_quantity
-from .ray import rules as ray
 from .refusals import Cause, duplicate, forbidden_field, not_emulated, required, unsupported, wrong
 from .selectors import select
 
@@ -23,14 +23,14 @@ PROMETHEUS_DURATION = re.compile(r"(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d
 
 
 def problems(kind: Kind, item: Object) -> Iterator[Cause]:
-    """What is wrong with an object, new or not."""
+    """The problems of an object, at creation and at updates."""
     yield from _metadata(kind, item["metadata"])
     if rule := RULES.get(kind.key):
         yield from rule(item)
 
 
 def update_problems(kind: Kind, item: Object, old: Object) -> Iterator[Cause]:
-    """What may not change."""
+    """The problems of a change to an object."""
     for field in ("uid", "creationTimestamp", "generateName"):
         if item["metadata"].get(field) != old["metadata"].get(field):
             yield wrong(f"metadata.{field}", item["metadata"].get(field, ""), IMMUTABLE)
@@ -55,7 +55,7 @@ def _metadata(kind: Kind, metadata: Object) -> Iterator[Cause]:
     for index, finalizer in enumerate(metadata.get("finalizers", ())):
         if problem := names.label_key_problem(finalizer):
             yield wrong(f"metadata.finalizers[{index}]", finalizer, problem)
-    controllers = [one for one in metadata.get("ownerReferences", ()) if one.get("controller")]
+    controllers = [reference for reference in metadata.get("ownerReferences", ()) if reference.get("controller")]
     if len(controllers) > 1:
         yield wrong("metadata.ownerReferences", controllers, "only one reference can have controller set to true")
 
@@ -122,7 +122,7 @@ def _failure_policy(spec: Object, pod: Object) -> Iterator[Cause]:
     rules = spec["podFailurePolicy"].get("rules", [])
     if len(rules) > 20:
         yield Cause(at, "FieldValueTooMany", f"Too many: {len(rules)}: must have at most 20 items")
-    containers = {one.get("name") for part in ("containers", "initContainers") for one in pod.get(part, ())}
+    containers = {container.get("name") for part in ("containers", "initContainers") for container in pod.get(part, ())}
     for index, rule in enumerate(rules):
         yield from _failure_rule(rule, containers, f"{at}[{index}]")
 
@@ -156,18 +156,18 @@ def _failure_rule(rule: Object, containers: set[Any], at: str) -> Iterator[Cause
 
 
 def _selected(item: Object) -> Iterator[Cause]:
-    """A workload's selector must be one, and select the pods that it makes."""
+    """Problems of a workload's selector: it must be valid and match the labels of the template."""
     selector = item["spec"].get("selector", {})
     labels = item["spec"].get("template", {}).get("metadata", {}).get("labels", {})
     if not selector.get("matchLabels") and not selector.get("matchExpressions"):
         yield wrong("spec.selector", selector, "empty selector is invalid for deployment")
         return
     yield from label_problems(selector.get("matchLabels", {}), "spec.selector.matchLabels")
-    for index, one in enumerate(selector.get("matchExpressions", ())):
+    for index, expression in enumerate(selector.get("matchExpressions", ())):
         at = f"spec.selector.matchExpressions[{index}].values"
-        if one.get("operator") in ("In", "NotIn") and not one.get("values"):
+        if expression.get("operator") in ("In", "NotIn") and not expression.get("values"):
             yield required(at, "must be specified when `operator` is 'In' or 'NotIn'")
-        if one.get("operator") in ("Exists", "DoesNotExist") and one.get("values"):
+        if expression.get("operator") in ("Exists", "DoesNotExist") and expression.get("values"):
             yield forbidden_field(at, "may not be specified when `operator` is 'Exists' or 'DoesNotExist'")
     if not select(selector, labels):
         yield wrong("spec.template.metadata.labels", labels, "`selector` does not match template `labels`")
@@ -278,7 +278,7 @@ def _metric_target(target: Object, at: str) -> Iterator[Cause]:
 
 
 def _pod_monitoring(item: Object) -> Iterator[Cause]:
-    """As far as the CRD demands it: https://github.com/GoogleCloudPlatform/prometheus-engine/blob/main/doc/api.md"""
+    """The rules of the CRD: https://github.com/GoogleCloudPlatform/prometheus-engine/blob/main/doc/api.md"""
     spec = item.get("spec")
     if not isinstance(spec, Mapping):
         yield required("spec")
@@ -313,7 +313,7 @@ def _replicated_update(item: Object, old: Object) -> Iterator[Cause]:
 
 
 def _pod_update(item: Object, old: Object) -> Iterator[Cause]:
-    """Of a pod's spec only images, tolerations and its deadline may change (and nodeName, by the scheduler)."""
+    """Only images, tolerations and the deadline of a pod's spec may change (and nodeName, by the scheduler)."""
     if _frozen(item["spec"]) != _frozen(old["spec"]):
         yield forbidden_field(
             "spec",
@@ -327,7 +327,9 @@ def _frozen(spec: Object) -> dict[str, Any]:
     frozen = {key: value for key, value in spec.items() if key not in ("activeDeadlineSeconds", "tolerations")}
     for part in ("containers", "initContainers"):
         if part in frozen:
-            frozen[part] = [{key: value for key, value in one.items() if key != "image"} for one in frozen[part]]
+            frozen[part] = [
+                {key: value for key, value in container.items() if key != "image"} for container in frozen[part]
+            ]
     return frozen
 
 

@@ -1,4 +1,4 @@
-"""Reads the tables of types.py; checks manifests against them, strictly, and renders them as OpenAPI."""
+"""Reads the tables of types.py, checks manifests strictly against them, and renders them as OpenAPI."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class Field:
 
 @dataclass
 class Findings:
-    """What is wrong with an object, short of what cannot be read at all."""
+    """Unknown fields and problems of an object that could be parsed."""
 
     unknown: list[str] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
 
 
 def check(type_name: str, value: Mapping[str, Any]) -> tuple[dict[str, Any], Findings]:
-    """A copy without unknown fields and nulls, and what was wrong. 400 for wrong JSON types, 501 for fields that the
-    real API has and this one has not."""
+    """(copy without unknown fields and nulls, problems). Refuses wrong JSON types with 400, and fields that only the
+    real API supports with 501."""
     findings = Findings()
     return _object(type_name, value, "", findings), findings
 
 
 def merge_key(type_name: str, path: tuple[str, ...]) -> str | None:
     """The key by which a strategic merge patch merges the list at `path`; "" for a set, None for a list that it
-    replaces. List indices do not count as steps."""
-    found = type_at(type_name, path)
-    return found.merge_key if found is not None and found.form == "list" else None
+    replaces. `path` has no list indices."""
+    list_type = type_at(type_name, path)
+    return list_type.merge_key if list_type is not None and list_type.form == "list" else None
 
 
 def type_at(type_name: str, path: tuple[str, ...]) -> Type | None:
@@ -74,10 +74,10 @@ def type_at(type_name: str, path: tuple[str, ...]) -> Type | None:
 
 
 def openapi(type_name: str) -> dict[str, Any]:
-    """One type as an OpenAPI v3 schema."""
-    properties = {name: _openapi_type(one.type) for name, one in FIELDS[type_name].items()}
+    """A type as an OpenAPI v3 schema."""
+    properties = {name: _openapi_type(known.type) for name, known in FIELDS[type_name].items()}
     schema: dict[str, Any] = {"type": "object", "properties": properties}
-    needed = [name for name, one in FIELDS[type_name].items() if one.required]
+    needed = [name for name, known in FIELDS[type_name].items() if known.required]
     return {**schema, "required": needed} if needed else schema
 
 
@@ -103,7 +103,7 @@ def _read_type(text: str) -> Type:
 
 FIELDS = {name: _read_fields(text) for name, text in TYPES.items()}
 UNSUPPORTED = {name: set(text.split()) for name, text in NOT_EMULATED.items()}
-# Statuses are stored as they come; these are the lists in them that patches merge.
+# Statuses are stored unchecked; patches merge these lists in them.
 STATUS_LISTS = {"conditions": Type("list", item=Type("any"), merge_key="type")}
 
 
@@ -121,9 +121,9 @@ def _object(type_name: str, value: object, path: str, findings: Findings) -> dic
             raise not_emulated(f"{at} ({type_name}.{name})")
         else:
             findings.unknown.append(at)
-    for name, one in known.items():
-        # Go's zero values: an empty string or list is as good as none.
-        if one.required and clean.get(name) in (None, "", []):
+    for name, definition in known.items():
+        # As Go's zero values, an empty string or list counts as missing.
+        if definition.required and clean.get(name) in (None, "", []):
             findings.causes.append(required(f"{path}.{name}" if path else name))
     return clean
 
@@ -137,10 +137,10 @@ def _value(expected: Type, value: Any, path: str, findings: Findings) -> Any:
         if not isinstance(value, Mapping):
             raise _mismatch(path, value, "map")
         assert expected.item is not None
-        # A null in a map of strings is its zero value.
+        # A null in a map of strings becomes the zero value.
         return {
-            key: _value(expected.item, "" if one is None else one, f"{path}[{key}]", findings)
-            for key, one in value.items()
+            key: _value(expected.item, "" if entry is None else entry, f"{path}[{key}]", findings)
+            for key, entry in value.items()
         }
     if expected.form == "enum":
         if not isinstance(value, str):
@@ -155,11 +155,11 @@ def _items(expected: Type, value: Any, path: str, findings: Findings) -> Iterato
     assert expected.item is not None
     if not isinstance(value, list):
         raise _mismatch(path, value, "array")
-    for index, one in enumerate(value):
+    for index, element in enumerate(value):
         at = f"{path}[{index}]"
-        if one is None and expected.item.form != "object":
-            raise _mismatch(at, one, expected.item.form)
-        yield _value(expected.item, {} if one is None else one, at, findings)
+        if element is None and expected.item.form != "object":
+            raise _mismatch(at, element, expected.item.form)
+        yield _value(expected.item, {} if element is None else element, at, findings)
 
 
 def _scalar(form: str, value: Any, path: str) -> Any:
@@ -202,22 +202,22 @@ def _mismatch(path: str, value: object, expected: str) -> Exception:
     return bad_request(f"json: cannot unmarshal {given} into field {path or '.'} of type {expected}")
 
 
-def _openapi_type(one: Type) -> dict[str, Any]:
-    if one.form == "list":
-        assert one.item is not None
-        schema: dict[str, Any] = {"type": "array", "items": _openapi_type(one.item)}
-        if one.merge_key is not None:
+def _openapi_type(shape: Type) -> dict[str, Any]:
+    if shape.form == "list":
+        assert shape.item is not None
+        schema: dict[str, Any] = {"type": "array", "items": _openapi_type(shape.item)}
+        if shape.merge_key is not None:
             schema["x-kubernetes-patch-strategy"] = "merge"
-        if one.merge_key:
-            schema["x-kubernetes-patch-merge-key"] = one.merge_key
+        if shape.merge_key:
+            schema["x-kubernetes-patch-merge-key"] = shape.merge_key
         return schema
-    if one.form == "map":
-        assert one.item is not None
-        return {"type": "object", "additionalProperties": _openapi_type(one.item)}
-    if one.form == "object":
-        return {"allOf": [{"$ref": f"#/components/schemas/{one.name}"}], "default": {}}
-    if one.form == "enum":
-        return {"type": "string", "enum": list(one.values)}
+    if shape.form == "map":
+        assert shape.item is not None
+        return {"type": "object", "additionalProperties": _openapi_type(shape.item)}
+    if shape.form == "object":
+        return {"allOf": [{"$ref": f"#/components/schemas/{shape.name}"}], "default": {}}
+    if shape.form == "enum":
+        return {"type": "string", "enum": list(shape.values)}
     simple: dict[str, dict[str, Any]] = {
         "int": {"type": "integer", "format": "int64"},
         "bool": {"type": "boolean"},
@@ -227,4 +227,4 @@ def _openapi_type(one: Type) -> dict[str, Any]:
         "quantity": {"oneOf": [{"type": "string"}, {"type": "number"}]},
         "any": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
     }
-    return simple.get(one.form, {"type": "string"})
+    return simple.get(shape.form, {"type": "string"})

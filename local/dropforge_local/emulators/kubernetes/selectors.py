@@ -36,14 +36,14 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Selector:
-    """All of the requirements on labels, and all of (path, wanted, equal) on fields."""
+    """Requirements on labels, and (path, value, whether equal) on fields; an object must satisfy all of them."""
 
     labels: tuple[Requirement, ...] = ()
     fields: tuple[tuple[str, str, bool], ...] = ()
 
     def matches(self, kind: Kind, item: Mapping[str, Any]) -> bool:
         labels = item["metadata"].get("labels", {})
-        return all(one.matches(labels) for one in self.labels) and all(
+        return all(requirement.matches(labels) for requirement in self.labels) and all(
             (_field(kind, item, path) == wanted) is equal for path, wanted, equal in self.fields
         )
 
@@ -52,7 +52,7 @@ class Selector:
 
 
 def parse_selector(kind: Kind, labels: str, fields: str) -> Selector:
-    """The query parameters labelSelector and fieldSelector. 400 when malformed, or for a field that has no index."""
+    """A selector from labelSelector and fieldSelector. Refuses malformed ones, and fields without index, with 400."""
     return Selector(parse_labels(labels), tuple(_parse_fields(kind, fields)))
 
 
@@ -70,17 +70,17 @@ def parse_labels(text: str) -> tuple[Requirement, ...]:
 
 
 def from_label_selector(selector: Mapping[str, Any]) -> tuple[Requirement, ...]:
-    """A LabelSelector object that has been validated; the empty one selects everything."""
+    """The requirements of a validated LabelSelector object; an empty selector selects everything."""
     equal = [Requirement(key, "In", frozenset([value])) for key, value in selector.get("matchLabels", {}).items()]
     sets = [
-        Requirement(one["key"], one["operator"], frozenset(one.get("values", ())))
-        for one in selector.get("matchExpressions", ())
+        Requirement(expression["key"], expression["operator"], frozenset(expression.get("values", ())))
+        for expression in selector.get("matchExpressions", ())
     ]
     return (*equal, *sets)
 
 
 def select(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    return all(one.matches(labels) for one in from_label_selector(selector))
+    return all(requirement.matches(labels) for requirement in from_label_selector(selector))
 
 
 def _requirement(match: re.Match[str]) -> Requirement:
@@ -98,7 +98,7 @@ def _requirement(match: re.Match[str]) -> Requirement:
 
 def _checked(requirement: Requirement) -> Requirement:
     problem = label_key_problem(requirement.key) or next(
-        (found for value in requirement.values if (found := label_value_problem(value))), ""
+        (wrong for value in requirement.values if (wrong := label_value_problem(value))), ""
     )
     if problem:
         raise bad_request(f"unable to parse requirement: {problem}")
@@ -137,7 +137,7 @@ def _paths(*paths: str) -> dict[str, Callable[[Mapping[str, Any]], str]]:
     return {path: _path(*path.split(".")) for path in paths}
 
 
-# The fields that the real API server can select by, per resource.
+# The selectable fields of the real API server, by resource.
 FIELDS = {
     "": _paths("metadata.name", "metadata.namespace"),
     "pods": _paths(

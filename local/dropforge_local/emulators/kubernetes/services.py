@@ -1,4 +1,4 @@
-"""Services: a local port for each of a service's, connected to a ready pod; and the API server's proxy paths."""
+"""Services: a local port for each port of a service, connected to a ready pod; and the API server's proxy paths."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
+from ..kit.background import Background
+from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
 from .config import KubernetesConfig
 from .controllers.owned import is_finished, is_ready
 from .kinds import POD, SERVICE
@@ -29,14 +29,10 @@ from .store import Change, Object, Store
 log = logging.getLogger(__name__)
 
 URLS = "local.dropforge/urls"  # annotation: {"8000": "http://127.0.0.1:19000"}
-HOP_BY_HOP = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "host", "authorization",
-}  # fmt: skip
 
 
 class Services:
-    """One cluster's services. A cluster IP is only a name here; the annotation says where the service listens."""
+    """A cluster's services. A cluster IP is only a name here; an annotation gives the service's local address."""
 
     def __init__(self, store: Store, ports: Ports, config: KubernetesConfig, session: aiohttp.ClientSession) -> None:
         self._store = store
@@ -45,31 +41,32 @@ class Services:
         self._session = session
         self._turns = itertools.count()
         self._servers: dict[tuple[str, int], asyncio.Server] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("services")
         self._connections: set[asyncio.Task[Any]] = set()
         self._lock = asyncio.Lock()
 
     def start(self) -> None:
-        self._spawn(self._align())
+        self._background.spawn(self._align())
 
     async def stop(self) -> None:
-        for task in [*self._tasks, *self._connections]:
+        await self._background.stop()
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._connections, return_exceptions=True)
+        await asyncio.gather(*self._connections, return_exceptions=True)
         for server in self._servers.values():
             server.close()
         self._servers.clear()
 
     def on_change(self, change: Change) -> None:
         if change.kind == SERVICE:
-            self._spawn(self._align())
+            self._background.spawn(self._align())
 
     def listening(self) -> list[int]:
-        """The local ports that are open."""
+        """The open local ports."""
         return sorted(server.sockets[0].getsockname()[1] for server in self._servers.values() if server.sockets)
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
-        """…/services/NAME[:PORT]/proxy/… and …/pods/NAME[:PORT]/proxy/…"""
+        """Serve …/services/NAME[:PORT]/proxy/… and …/pods/NAME[:PORT]/proxy/…."""
         name, _, port = target.name.removeprefix("http:").partition(":")
         item = self._store.find(target.kind, target.namespace, name)
         if item is None:
@@ -85,7 +82,7 @@ class Services:
             raise Refusal(503, f"error trying to reach service: {error}") from error
 
     async def _align(self) -> None:
-        """Listen for every service that is there, and for none that is not."""
+        """Listen for exactly the services that exist."""
         async with self._lock:
             wanted: dict[tuple[str, int], Object] = {}
             services = self._store.items(SERVICE)
@@ -95,7 +92,7 @@ class Services:
             for key in [key for key in self._servers if key not in wanted]:
                 self._servers.pop(key).close()
             for owner in self._ports.owners(self._store.cluster) - {_owner(service) for service in services}:
-                if "/" in owner:  # a service's; pods go by their uid
+                if "/" in owner:  # the owner is a service; pods are owners by uid
                     self._ports.release(self._store.cluster, owner)
             for key, service in wanted.items():
                 if key not in self._servers:
@@ -116,18 +113,17 @@ class Services:
         self._annotate(service)
 
     def _annotate(self, service: Object) -> None:
-        """Say where the service listens; for a load balancer in its status as well."""
-        metadata = service["metadata"]
-        found = self._store.find(SERVICE, metadata["namespace"], metadata["name"])
-        if found is None or found["metadata"]["uid"] != metadata["uid"]:
+        """Write the service's local address into its annotation; for a load balancer, also into its status."""
+        latest = self._store.latest(SERVICE, service)
+        if latest is None:
             return
         local = self._ports.of(self._store.cluster, _owner(service))
         urls = {str(port): f"http://{HOST}:{number}" for port, number in sorted(local.items())}
-        found["metadata"].setdefault("annotations", {})[URLS] = json.dumps(urls)
-        if found["spec"]["type"] == "LoadBalancer":
+        latest["metadata"].setdefault("annotations", {})[URLS] = json.dumps(urls)
+        if latest["spec"]["type"] == "LoadBalancer":
             ports = [{"port": number, "protocol": "TCP"} for _, number in sorted(local.items())]
-            found["status"] = {"loadBalancer": {"ingress": [{"ip": HOST, "ipMode": "VIP", "ports": ports}]}}
-        self._store.replace(SERVICE, found)
+            latest["status"] = {"loadBalancer": {"ingress": [{"ip": HOST, "ipMode": "VIP", "ports": ports}]}}
+        self._store.replace(SERVICE, latest)
 
     async def _connect(self, key: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -147,13 +143,13 @@ class Services:
             await _close(writer)
 
     def _service_port(self, service: Object, port: str) -> int | None:
-        """A local port of one of the service's pods, in turn; None when none is ready."""
+        """A local port of the service's pods, which take turns; None while no pod is ready."""
         ports = service["spec"].get("ports", [])
-        chosen = [one for one in ports if port in ("", str(one["port"]), one.get("name"))]
+        chosen = [entry for entry in ports if port in ("", str(entry["port"]), entry.get("name"))]
         if not chosen:
             raise Refusal(503, f'no endpoints available for service "{service["metadata"]["name"]}:{port}"')
-        found = [self._pod_port(pod, str(chosen[0]["targetPort"])) for pod in self._endpoints(service)]
-        local = [one for one in found if one is not None]
+        candidates = [self._pod_port(pod, str(chosen[0]["targetPort"])) for pod in self._endpoints(service)]
+        local = [number for number in candidates if number is not None]
         return local[next(self._turns) % len(local)] if local else None
 
     def _endpoints(self, service: Object) -> list[Object]:
@@ -168,10 +164,10 @@ class Services:
         ]
 
     def _pod_port(self, pod: Object, port: str) -> int | None:
-        """The local port of a pod's port, given by number or name; its first one when none is given."""
+        """The local port for a pod's port, given by number or name; for the pod's first port if `port` is empty."""
         for container in pod["spec"]["containers"]:
             ports = container.get("ports", [])
-            number = port_number(container, port) if port else next((one["containerPort"] for one in ports), None)
+            number = port_number(container, port) if port else next((entry["containerPort"] for entry in ports), None)
             if number is not None:
                 local = self._ports.find(self._store.cluster, pod["metadata"]["uid"], number)
                 if local is not None:
@@ -179,28 +175,13 @@ class Services:
         return None
 
     async def _relay(self, request: web.BaseRequest, url: URL) -> web.StreamResponse:
-        upstream = await self._session.request(
-            request.method,
-            url,
-            headers=_end_to_end(request.headers),
-            data=request.content if request.body_exists else None,
-            allow_redirects=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
-        async with upstream:
-            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-            for name, value in _end_to_end(upstream.headers).items():
-                response.headers.add(name, value)
+        # The Authorization header is for the API server, not for the pod.
+        headers = end_to_end(request.headers, dropped=["authorization", "host"])
+        async with await request_upstream(self._session, request, url, headers) as upstream:
+            response = response_for(upstream)
             await response.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
+            await copy_body(upstream, response)
             return response
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _owner(service: Object) -> str:
@@ -208,7 +189,7 @@ def _owner(service: Object) -> str:
 
 
 async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, local: int) -> None:
-    """Pass bytes both ways until both sides have said their last."""
+    """Copy bytes in both directions until both sides have ended."""
     upstream_reader, upstream_writer = await asyncio.open_connection(HOST, local)
     try:
         await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream_reader, writer))
@@ -229,11 +210,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
-
-
-def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Headers without those that are about one connection, or about the API server."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
-    )

@@ -1,4 +1,4 @@
-"""Objects of every cluster in SQLite, with the history of changes that watches and consistent lists read."""
+"""Objects of all clusters in SQLite, with the history of changes for watches and consistent lists."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One write: `body` is None after a removal, `previous` before a creation."""
+    """A write of an object: `body` is None after a removal, `previous` is None for a creation."""
 
     revision: int
     kind: Kind
@@ -74,7 +74,7 @@ class Change:
 
 
 class Store:
-    """One cluster's objects. Writes are transactions of their own, or join the one that is open."""
+    """A cluster's objects. Each write is a transaction, or joins the open transaction."""
 
     def __init__(self, db: Database, cluster: str, history: int) -> None:
         self.db = db
@@ -87,7 +87,7 @@ class Store:
         return int(self._row()["revision"])
 
     def compacted(self) -> int:
-        """The newest revision that has been forgotten: nothing can be read as of it or before."""
+        """The newest deleted revision: reads as of this revision or an earlier revision are impossible."""
         return int(self._row()["compacted"])
 
     def find(self, kind: Kind, namespace: str, name: str) -> Object | None:
@@ -97,8 +97,13 @@ class Store:
         ).fetchone()
         return json.loads(row["body"]) if row else None
 
+    def latest(self, kind: Kind, item: Object) -> Object | None:
+        """The stored state of `item`; None if it was deleted, also if another object has its name now."""
+        stored = self.find(kind, item["metadata"].get("namespace", ""), item["metadata"]["name"])
+        return stored if stored and stored["metadata"]["uid"] == item["metadata"]["uid"] else None
+
     def items(self, kind: Kind, namespace: str = "", at: int | None = None) -> list[Object]:
-        """By namespace and name; of all namespaces when none is given; as they were at revision `at`."""
+        """Objects ordered by namespace and name: of all namespaces if `namespace` is empty; as of revision `at`."""
         rows = self.db.connection.execute(
             "SELECT namespace, name, body FROM kubernetes_objects WHERE cluster = ? AND kind = ?"
             " AND ? IN ('', namespace)",
@@ -113,7 +118,7 @@ class Store:
         return self._write(kind, item, None)
 
     def replace(self, kind: Kind, item: Object) -> Object:
-        """Write an object that exists; nothing happens when nothing changes."""
+        """Write an existing object; do nothing if its content is unchanged."""
         metadata = item["metadata"]
         previous = self.find(kind, metadata.get("namespace", ""), metadata["name"])
         assert previous is not None
@@ -150,7 +155,7 @@ class Store:
         return [(BY_KEY[row["kind"]], json.loads(row["body"])) for row in rows]
 
     def owners(self) -> list[str]:
-        """Every uid that some object calls its owner."""
+        """The uids that owner references of any object name."""
         rows = self.db.connection.execute(
             "SELECT DISTINCT owner FROM kubernetes_owners WHERE cluster = ?", [self.cluster]
         )
@@ -165,7 +170,7 @@ class Store:
         return [_change(row) for row in rows]
 
     def changed(self) -> Awaitable[object]:
-        """Done after the next commit; counted from this call, not from the await."""
+        """Wait for the first commit after this call, even if the caller awaits the result later."""
         return self._changed.wait()
 
     def _row(self) -> sqlite3.Row:

@@ -1,4 +1,4 @@
-"""Objects as the tables that `kubectl get` prints (meta.k8s.io/v1 Table)."""
+"""Renders objects as the tables that `kubectl get` prints (meta.k8s.io/v1 Table)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cells = Callable[[Object, float], list[Any]]
 
 
 def render_table(kind: Kind, items: Sequence[Object], now: float, metadata: Object) -> dict[str, Any]:
-    """A Table with one row per object; each row carries the object's metadata."""
+    """A Table with a row per object; each row carries the object's metadata."""
     headers, cells = COLUMNS.get(kind.key, DEFAULT)
     columns = [
         {
@@ -50,7 +50,7 @@ def age(since: str | None, now: float) -> str:
 
 
 def duration(passed: float) -> str:
-    """As kubectl writes it: 45s, 3m20s, 25m, 4h10m, 2d3h, 40d."""
+    """A duration as kubectl writes it: 45s, 3m20s, 25m, 4h10m, 2d3h, 40d."""
     whole = max(0, int(passed))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if whole < 120:
@@ -67,15 +67,15 @@ def duration(passed: float) -> str:
 
 
 def pod_status(pod: Object) -> str:
-    """The STATUS column: a container's reason where it says more than the phase."""
+    """The STATUS column: a container's reason if it says more than the phase."""
     status = pod.get("status", {})
     text = status.get("reason") or status.get("phase", "Unknown")
-    for one in reversed(status.get("containerStatuses", ())):
-        state = one.get("state", {})
+    for container in reversed(status.get("containerStatuses", ())):
+        state = container.get("state", {})
         if reason := state.get("waiting", {}).get("reason") or state.get("terminated", {}).get("reason"):
             text = reason
-    for one in status.get("initContainerStatuses", ()):
-        state = one.get("state", {})
+    for container in status.get("initContainerStatuses", ()):
+        state = container.get("state", {})
         reason = state.get("waiting", {}).get("reason") or state.get("terminated", {}).get("reason")
         if reason and reason != "Completed" and status.get("phase") == "Pending":
             text = f"Init:{reason}"
@@ -92,15 +92,15 @@ def _age(item: Object, now: float) -> str:
 
 def _pod(pod: Object, now: float) -> list[Any]:
     statuses = pod.get("status", {}).get("containerStatuses", [])
-    ready = sum(1 for one in statuses if one.get("ready"))
-    restarts = sum(one.get("restartCount", 0) for one in statuses)
+    ready = sum(1 for container in statuses if container.get("ready"))
+    restarts = sum(container.get("restartCount", 0) for container in statuses)
     where = [pod.get("status", {}).get("podIP") or "<none>", pod["spec"].get("nodeName") or "<none>"]
     return [_name(pod), f"{ready}/{len(pod['spec']['containers'])}", pod_status(pod), restarts, _age(pod, now), *where]
 
 
 def _job(job: Object, now: float) -> list[Any]:
     status = job.get("status", {})
-    ended = {one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"}
+    ended = {entry["type"]: entry for entry in status.get("conditions", ()) if entry["status"] == "True"}
     state = next((name for name in ("Complete", "Failed", "Suspended") if name in ended), "Running")
     if "deletionTimestamp" in job["metadata"] and state == "Running":
         state = "Terminating"
@@ -129,7 +129,7 @@ def _service(item: Object, now: float) -> list[Any]:
     spec = item["spec"]
     ports = ",".join(f"{port['port']}/{port['protocol']}" for port in spec.get("ports", ())) or "<none>"
     ingress = item.get("status", {}).get("loadBalancer", {}).get("ingress", [])
-    external = ",".join(one.get("ip", "") for one in ingress) or "<none>"
+    external = ",".join(address.get("ip", "") for address in ingress) or "<none>"
     return [_name(item), spec["type"], spec.get("clusterIP", "<none>"), external, ports, _age(item, now)]
 
 

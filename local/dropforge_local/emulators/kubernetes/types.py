@@ -1,8 +1,8 @@
-"""The fields that this API server knows, type by type: what dropforge and its users may put into a manifest.
+"""The known fields of each type: what manifests of dropforge and its users may contain.
 
 "name:type", "!" for required. Types: str int bool quantity port (int or string) time any map (of strings) bytes (a map
 of base64) quantities (a map), A|B (an enumeration), another type's name, [T] a list, [T/key] a list that a strategic
-merge patch merges by `key` ("[str/]": as a set), {T} a map. A field that is not here is refused, never dropped.
+merge patch merges by `key` ("[str/]": as a set), {T} a map. A field outside of these tables is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ TYPES = {
     "EventSource": "component:str host:str",
 }
 
-# Fields that the API has and this server will not pretend to honour: 501 instead of "unknown".
+# Fields that the real API supports and this server does not: refused with 501 instead of "unknown".
 NOT_EMULATED = {
     "PodSpec": """
         affinity topologySpreadConstraints ephemeralContainers resourceClaims schedulingGates readinessGates overhead

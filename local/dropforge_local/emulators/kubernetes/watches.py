@@ -1,4 +1,4 @@
-"""Lists in pages and watches: what changed since a revision, as a stream."""
+"""Lists in pages, and watches: the changes since a revision, as a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INITIAL_END = "k8s.io/initial-events-end"
 
 @dataclass(frozen=True)
 class Scope:
-    """Which objects a list or a watch is about."""
+    """The objects that a list or a watch selects."""
 
     kind: Kind
     namespace: str
@@ -37,14 +37,15 @@ class Page:
 
 
 def read_page(store: Store, scope: Scope, limit: int, token: str, version: str) -> Page:
-    """One page; later ones show the objects as they were at the first. 410 when that is forgotten."""
+    """A page of objects; all pages show the state at the first page. Refuses with 410 once that state is compacted."""
     revision, start = (store.revision(), None) if not token else _read_token(token)
     if token and revision < store.compacted():
         raise expired(revision, store.compacted(), "The provided continue parameter is too old")
     if version not in ("", "0") and (wanted := read_version(version)) > store.revision():
         raise _too_new(wanted, store.revision())
     items = store.items(scope.kind, scope.namespace, at=revision if token else None)
-    items = [one for one in items if (start is None or _key(one) > start) and scope.selector.matches(scope.kind, one)]
+    items = [item for item in items if start is None or _key(item) > start]
+    items = [item for item in items if scope.selector.matches(scope.kind, item)]
     if not limit or len(items) <= limit:
         return Page(items, revision)
     remaining = None if scope.selector else len(items) - limit
@@ -54,7 +55,7 @@ def read_page(store: Store, scope: Scope, limit: int, token: str, version: str) 
 async def watch(
     store: Store, scope: Scope, version: str, timeout_seconds: float, *, bookmarks: bool, initial: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Events after `version`; from "" and "0", or with `initial`, the present objects come first as ADDED."""
+    """Events after `version`; for "" and "0", or with `initial`, the present objects come first as ADDED."""
     loop = asyncio.get_running_loop()
     end = loop.time() + min(timeout_seconds or LONGEST_WATCH_SECONDS, LONGEST_WATCH_SECONDS)
     next_bookmark = loop.time() + BOOKMARK_SECONDS
@@ -113,7 +114,7 @@ async def _wait(store: Store, seconds: float) -> None:
 
 
 def _event(change: Change, selector: Selector) -> dict[str, Any] | None:
-    """How a change looks through a selector: an object can enter and leave what it selects."""
+    """The event of a change for a selector: an object can start or stop matching the selector."""
     before = change.previous is not None and selector.matches(change.kind, change.previous)
     after = change.body is not None and selector.matches(change.kind, change.body)
     if after:
@@ -121,8 +122,8 @@ def _event(change: Change, selector: Selector) -> dict[str, Any] | None:
     if not before:
         return None
     assert change.previous is not None
-    gone = {**change.previous, "metadata": {**change.previous["metadata"], "resourceVersion": str(change.revision)}}
-    return {"type": "DELETED", "object": gone}
+    deleted = {**change.previous, "metadata": {**change.previous["metadata"], "resourceVersion": str(change.revision)}}
+    return {"type": "DELETED", "object": deleted}
 
 
 def _bookmark(kind: Kind, revision: int, annotations: dict[str, str] | None = None) -> dict[str, Any]:

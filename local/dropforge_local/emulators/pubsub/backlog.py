@@ -47,7 +47,7 @@ SELECT d.subscription, d.message, d.failures, d.due, d.lease, d.ordering_key, m.
 FROM pubsub_deliveries d JOIN pubsub_messages m ON m.id = d.message
 WHERE d.subscription = :subscription AND NOT d.acked AND d.lease IS NULL AND d.due <= :now
 """
-# In an ordered subscription a key's messages wait while an earlier one of the key is leased or backing off.
+# In an ordered subscription a message waits while an earlier message of its key is leased or delayed.
 HEAD_OF_KEY = """
 AND NOT EXISTS (
     SELECT 1 FROM pubsub_deliveries e WHERE e.subscription = d.subscription AND e.ordering_key = d.ordering_key

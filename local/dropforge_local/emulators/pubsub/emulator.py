@@ -14,6 +14,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
 from ..kit import rpc
+from ..kit.background import Background, stop_all
 from .backlog import Backlog, Content
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
@@ -37,7 +38,7 @@ class PubSubEmulator:
         self._pusher = Pusher(self._backlog, self._resources, self._wakes, clock, token)
         self._service = PubSubService(self._resources, self._backlog, self._puller, self._subscription_changed)
         self._services = services(self._service)
-        self._timer: asyncio.Task[None] | None = None
+        self._background = Background("Pub/Sub")
         self._timer_target: float | None = None
         self._timer_moved = asyncio.Event()
         self._backlog.wake = self._wakes.wake
@@ -57,7 +58,7 @@ class PubSubEmulator:
         """Create the topic unless it exists."""
         topic = Topic(name=name)
         check_topic(topic)
-        if not self._resources.has_topic(name):
+        if not self._resources.exists("topics", name):
             self._service.create_topic(topic)
 
     def create_subscription(
@@ -70,7 +71,7 @@ class PubSubEmulator:
         """
         wanted = rpc.parse_dict({**(config or {}), "name": name, "topic": topic}, SubscriptionConfig())
         with self.db.transaction():
-            if not self._resources.has_subscription(name):
+            if not self._resources.exists("subscriptions", name):
                 self._service.create_subscription(wanted, cloud_event)
                 return
             current = self._resources.subscription(name)
@@ -84,7 +85,7 @@ class PubSubEmulator:
 
     def delete_subscription(self, name: str) -> None:
         """Delete the subscription if it exists."""
-        if self._resources.has_subscription(name):
+        if self._resources.exists("subscriptions", name):
             self._service.delete_subscription(types.DeleteSubscriptionRequest.pb()(subscription=name))
 
     def publish(self, topic: str, data: bytes, attributes: Mapping[str, str] | None = None) -> str:
@@ -110,17 +111,13 @@ class PubSubEmulator:
         return [stream, *rpc.grpc_handlers(self._services)]
 
     async def start(self) -> None:
-        self._puller.stopping = False
         self._backlog.recover()
         await self._pusher.start()
-        self._timer = asyncio.create_task(supervise("the Pub/Sub timer", self._run_timer))
+        self._background.spawn(supervise("the Pub/Sub timer", self._run_timer))
 
     async def stop(self) -> None:
         self._puller.stop()
-        if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.gather(self._timer, return_exceptions=True)
-        await self._pusher.stop()
+        await stop_all(self._background.stop, self._pusher.stop)
 
     def _subscription_changed(self, subscription: Subscription) -> None:
         self._pusher.ensure_pump(subscription)

@@ -87,13 +87,12 @@ class Resources:
         db.connection.executescript(SCHEMA)
 
     def topic(self, name: str) -> Message:
-        row = self.db.connection.execute("SELECT config FROM pubsub_topics WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise not_found(name)
-        return Topic.FromString(row["config"])
+        return Topic.FromString(self._row("topics", name)["config"])
 
-    def has_topic(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_topics WHERE name = ?", (name,)).fetchone())
+    def exists(self, collection: str, name: str) -> bool:
+        """Whether one of the topics, subscriptions or snapshots has this name."""
+        query = f"SELECT 1 FROM pubsub_{collection} WHERE name = ?"
+        return self.db.connection.execute(query, (name,)).fetchone() is not None
 
     def save_topic(self, topic: Message) -> None:
         with self.db.transaction() as sql:
@@ -117,13 +116,7 @@ class Resources:
             sql.execute("DELETE FROM pubsub_topics WHERE name = ?", (name,))
 
     def subscription(self, name: str) -> Subscription:
-        row = self.db.connection.execute("SELECT * FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise not_found(name)
-        return _subscription(row)
-
-    def has_subscription(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_subscriptions WHERE name = ?", (name,)).fetchone())
+        return _subscription(self._row("subscriptions", name))
 
     def subscription_by_id(self, subscription_id: int) -> Subscription | None:
         row = self.db.connection.execute(
@@ -154,12 +147,7 @@ class Resources:
             sql.execute("DELETE FROM pubsub_subscriptions WHERE id = ?", (subscription.id,))
 
     def snapshot(self, name: str) -> Message:
-        for snapshot in self._snapshots("name = ?", name):
-            return snapshot
-        raise not_found(name)
-
-    def has_snapshot(self, name: str) -> bool:
-        return bool(self.db.connection.execute("SELECT 1 FROM pubsub_snapshots WHERE name = ?", (name,)).fetchone())
+        return Snapshot.FromString(self._row("snapshots", name)["config"])
 
     def save_snapshot(self, snapshot: Message, last_message: int, expires: float) -> None:
         with self.db.transaction() as sql:
@@ -175,9 +163,8 @@ class Resources:
             sql.execute("DELETE FROM pubsub_snapshot_messages WHERE snapshot = ?", (name,))
 
     def expire_snapshots(self, now: float) -> None:
-        for row in self.db.connection.execute(
-            "SELECT name FROM pubsub_snapshots WHERE expires <= ?", (now,)
-        ).fetchall():
+        expired = "SELECT name FROM pubsub_snapshots WHERE expires <= ?"
+        for row in self.db.connection.execute(expired, (now,)).fetchall():
             self.delete_snapshot(row["name"])
 
     def snapshots_of(self, topic: str) -> list[str]:
@@ -196,6 +183,13 @@ class Resources:
         page, token = cut(rows, size, lambda row: [row["name"]])
         return [kind.FromString(row["config"]) for row in page], token
 
+    def _row(self, collection: str, name: str) -> sqlite3.Row:
+        query = f"SELECT * FROM pubsub_{collection} WHERE name = ?"
+        row: sqlite3.Row | None = self.db.connection.execute(query, (name,)).fetchone()
+        if row is None:
+            raise not_found(name)
+        return row
+
     def _snapshots(self, where: str, value: str) -> Iterator[Message]:
         rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()
         return (Snapshot.FromString(row["config"]) for row in rows)
@@ -206,7 +200,7 @@ def describe(subscription: Subscription, resources: Resources) -> Message:
     answer = SubscriptionConfig()
     answer.CopyFrom(subscription.config)
     answer.state = 1  # ACTIVE
-    if resources.has_topic(subscription.topic):
+    if resources.exists("topics", subscription.topic):
         topic = resources.topic(subscription.topic)
         if topic.HasField("message_retention_duration"):
             answer.topic_message_retention_duration.CopyFrom(topic.message_retention_duration)

@@ -11,7 +11,7 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit import masks
 from ..kit.paging import cut, read_token
-from ..kit.rpc import Message, Method, Service, method
+from ..kit.rpc import Message, Service, methods
 from .backlog import Backlog, Content
 from .pull import Puller, received_message
 from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
@@ -57,8 +57,7 @@ class PubSubService:
 
     def create_topic(self, topic: Message) -> Message:
         check_topic(topic)
-        if self.resources.has_topic(topic.name):
-            raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={topic.name}).")
+        self._check_new("topics", topic.name)
         topic.state = 1  # ACTIVE
         self.resources.save_topic(topic)
         return topic
@@ -115,8 +114,7 @@ class PubSubService:
         check_name(config.topic, "topics")
         with self.db.transaction():
             self._check_topics(config)
-            if self.resources.has_subscription(config.name):
-                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={config.name}).")
+            self._check_new("subscriptions", config.name)
             config.ClearField("detached")
             subscription = self.resources.save_subscription(config, cloud_event)
             self.db.after_commit(lambda: self.pushes(subscription))
@@ -192,8 +190,7 @@ class PubSubService:
         check_name(request.name, "snapshots")
         with self.db.transaction():
             subscription = self.resources.subscription(request.subscription)
-            if self.resources.has_snapshot(request.name):
-                raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={request.name}).")
+            self._check_new("snapshots", request.name)
             newest, expires = self.replay.take_snapshot(request.name, subscription)
             if expires < self.backlog.now() + MINIMUM_SNAPSHOT_SECONDS:
                 raise ApiError(
@@ -230,12 +227,16 @@ class PubSubService:
         check_project(request.project)
         return self.resources.page(collection, request)
 
+    def _check_new(self, collection: str, name: str) -> None:
+        if self.resources.exists(collection, name):
+            raise ApiError("ALREADY_EXISTS", f"Resource already exists in the project (resource={name}).")
+
     def _check_topics(self, config: Message, dead_letter_only: bool = False) -> None:
         names = [] if dead_letter_only else [config.topic]
         if config.HasField("dead_letter_policy"):
             names.append(config.dead_letter_policy.dead_letter_topic)
         for name in names:
-            if not self.resources.has_topic(name):
+            if not self.resources.exists("topics", name):
                 raise not_found(name)
 
     def _save(self, subscription: Subscription) -> None:
@@ -274,40 +275,37 @@ def _refuse_ack_ids(refused: Sequence[str]) -> None:
         raise ApiError("FAILED_PRECONDITION", "some acknowledgement ids were invalid: they have expired", [detail])
 
 
-def _method(name: str, response: str, *http: str, request: str = "") -> Method:
-    return method(types, name, response, *http, request=request)
-
-
-_TOPIC = "topic=projects/*/topics/*"
-_SUBSCRIPTION = "subscription=projects/*/subscriptions/*"
-_SNAPSHOT = "snapshot=projects/*/snapshots/*"
-PUBLISHER = (
-    _method("CreateTopic", "Topic", "PUT /v1/{name=projects/*/topics/*} *", request="Topic"),
-    _method("UpdateTopic", "Topic", "PATCH /v1/{topic.name=projects/*/topics/*} *"),
-    _method("Publish", "PublishResponse", f"POST /v1/{{{_TOPIC}}}:publish *"),
-    _method("GetTopic", "Topic", f"GET /v1/{{{_TOPIC}}}"),
-    _method("ListTopics", "ListTopicsResponse", "GET /v1/{project=projects/*}/topics"),
-    _method("ListTopicSubscriptions", "ListTopicSubscriptionsResponse", f"GET /v1/{{{_TOPIC}}}/subscriptions"),
-    _method("ListTopicSnapshots", "ListTopicSnapshotsResponse", f"GET /v1/{{{_TOPIC}}}/snapshots"),
-    _method("DeleteTopic", "Empty", f"DELETE /v1/{{{_TOPIC}}}"),
-    _method("DetachSubscription", "DetachSubscriptionResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:detach"),
+PUBLISHER = methods(
+    types,
+    """
+    CreateTopic(Topic) Topic PUT /v1/{name=projects/*/topics/*} *
+    UpdateTopic() Topic PATCH /v1/{topic.name=projects/*/topics/*} *
+    Publish() PublishResponse POST /v1/{topic=projects/*/topics/*}:publish *
+    GetTopic() Topic GET /v1/{topic=projects/*/topics/*}
+    ListTopics() ListTopicsResponse GET /v1/{project=projects/*}/topics
+    ListTopicSubscriptions() ListTopicSubscriptionsResponse GET /v1/{topic=projects/*/topics/*}/subscriptions
+    ListTopicSnapshots() ListTopicSnapshotsResponse GET /v1/{topic=projects/*/topics/*}/snapshots
+    DeleteTopic() Empty DELETE /v1/{topic=projects/*/topics/*}
+    DetachSubscription() DetachSubscriptionResponse POST /v1/{subscription=projects/*/subscriptions/*}:detach
+    """,
 )
-SUBSCRIBER = (
-    _method(
-        "CreateSubscription", "Subscription", "PUT /v1/{name=projects/*/subscriptions/*} *", request="Subscription"
-    ),
-    _method("GetSubscription", "Subscription", f"GET /v1/{{{_SUBSCRIPTION}}}"),
-    _method("UpdateSubscription", "Subscription", "PATCH /v1/{subscription.name=projects/*/subscriptions/*} *"),
-    _method("ListSubscriptions", "ListSubscriptionsResponse", "GET /v1/{project=projects/*}/subscriptions"),
-    _method("DeleteSubscription", "Empty", f"DELETE /v1/{{{_SUBSCRIPTION}}}"),
-    _method("ModifyAckDeadline", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyAckDeadline *"),
-    _method("Acknowledge", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:acknowledge *"),
-    _method("Pull", "PullResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:pull *"),
-    _method("ModifyPushConfig", "Empty", f"POST /v1/{{{_SUBSCRIPTION}}}:modifyPushConfig *"),
-    _method("GetSnapshot", "Snapshot", f"GET /v1/{{{_SNAPSHOT}}}"),
-    _method("ListSnapshots", "ListSnapshotsResponse", "GET /v1/{project=projects/*}/snapshots"),
-    _method("CreateSnapshot", "Snapshot", "PUT /v1/{name=projects/*/snapshots/*} *"),
-    _method("UpdateSnapshot", "Snapshot", "PATCH /v1/{snapshot.name=projects/*/snapshots/*} *"),
-    _method("DeleteSnapshot", "Empty", f"DELETE /v1/{{{_SNAPSHOT}}}"),
-    _method("Seek", "SeekResponse", f"POST /v1/{{{_SUBSCRIPTION}}}:seek *"),
+SUBSCRIBER = methods(
+    types,
+    """
+    CreateSubscription(Subscription) Subscription PUT /v1/{name=projects/*/subscriptions/*} *
+    GetSubscription() Subscription GET /v1/{subscription=projects/*/subscriptions/*}
+    UpdateSubscription() Subscription PATCH /v1/{subscription.name=projects/*/subscriptions/*} *
+    ListSubscriptions() ListSubscriptionsResponse GET /v1/{project=projects/*}/subscriptions
+    DeleteSubscription() Empty DELETE /v1/{subscription=projects/*/subscriptions/*}
+    ModifyAckDeadline() Empty POST /v1/{subscription=projects/*/subscriptions/*}:modifyAckDeadline *
+    Acknowledge() Empty POST /v1/{subscription=projects/*/subscriptions/*}:acknowledge *
+    Pull() PullResponse POST /v1/{subscription=projects/*/subscriptions/*}:pull *
+    ModifyPushConfig() Empty POST /v1/{subscription=projects/*/subscriptions/*}:modifyPushConfig *
+    GetSnapshot() Snapshot GET /v1/{snapshot=projects/*/snapshots/*}
+    ListSnapshots() ListSnapshotsResponse GET /v1/{project=projects/*}/snapshots
+    CreateSnapshot() Snapshot PUT /v1/{name=projects/*/snapshots/*} *
+    UpdateSnapshot() Snapshot PATCH /v1/{snapshot.name=projects/*/snapshots/*} *
+    DeleteSnapshot() Empty DELETE /v1/{snapshot=projects/*/snapshots/*}
+    Seek() SeekResponse POST /v1/{subscription=projects/*/subscriptions/*}:seek *
+    """,
 )

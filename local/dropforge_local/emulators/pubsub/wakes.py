@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from dropforge_local.base.clock import Clock
 
+from ..kit.background import first
+
 log = logging.getLogger(__name__)
 
 DATABASE_RETRY_SECONDS = 1.0
@@ -48,13 +50,7 @@ async def wait(event: asyncio.Event, clock: Clock, until: float | None) -> None:
     if until is None:
         await event.wait()
         return
-    tasks = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep_until(until))]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await first(event.wait(), clock.sleep_until(until))
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -20,7 +20,7 @@ from dropforge_local.base.errors import ApiError
 from ..kit import masks, rpc
 from ..kit.emulator import PassiveEmulator
 from ..kit.paging import Paging
-from ..kit.rpc import Message, Service, method
+from ..kit.rpc import Message, Service, methods
 from . import rules
 from .rules import DESTROYED, DISABLED, ENABLED
 from .store import Secret, SecretVersion, Store
@@ -165,20 +165,20 @@ def _page(resources: list[Message], request: Message) -> tuple[Sequence[Message]
     return PAGING.page(resources, request.page_size, request.page_token)
 
 
-_SECRETS = "/v1/{parent=projects/*}/secrets"
-_SECRET = "/v1/{name=projects/*/secrets/*}"
-_VERSION = "/v1/{name=projects/*/secrets/*/versions/*}"
-METHODS = (
-    method(api, "ListSecrets", "ListSecretsResponse", f"GET {_SECRETS}"),
-    method(api, "CreateSecret", "Secret", f"POST {_SECRETS} secret"),
-    method(api, "GetSecret", "Secret", f"GET {_SECRET}"),
-    method(api, "UpdateSecret", "Secret", "PATCH /v1/{secret.name=projects/*/secrets/*} secret"),
-    method(api, "DeleteSecret", "Empty", f"DELETE {_SECRET}"),
-    method(api, "AddSecretVersion", "SecretVersion", "POST /v1/{parent=projects/*/secrets/*}:addVersion *"),
-    method(api, "ListSecretVersions", "ListSecretVersionsResponse", "GET /v1/{parent=projects/*/secrets/*}/versions"),
-    method(api, "GetSecretVersion", "SecretVersion", f"GET {_VERSION}"),
-    method(api, "AccessSecretVersion", "AccessSecretVersionResponse", f"GET {_VERSION}:access"),
-    method(api, "EnableSecretVersion", "SecretVersion", f"POST {_VERSION}:enable *"),
-    method(api, "DisableSecretVersion", "SecretVersion", f"POST {_VERSION}:disable *"),
-    method(api, "DestroySecretVersion", "SecretVersion", f"POST {_VERSION}:destroy *"),
+METHODS = methods(
+    api,
+    """
+    ListSecrets() ListSecretsResponse GET /v1/{parent=projects/*}/secrets
+    CreateSecret() Secret POST /v1/{parent=projects/*}/secrets secret
+    GetSecret() Secret GET /v1/{name=projects/*/secrets/*}
+    UpdateSecret() Secret PATCH /v1/{secret.name=projects/*/secrets/*} secret
+    DeleteSecret() Empty DELETE /v1/{name=projects/*/secrets/*}
+    AddSecretVersion() SecretVersion POST /v1/{parent=projects/*/secrets/*}:addVersion *
+    ListSecretVersions() ListSecretVersionsResponse GET /v1/{parent=projects/*/secrets/*}/versions
+    GetSecretVersion() SecretVersion GET /v1/{name=projects/*/secrets/*/versions/*}
+    AccessSecretVersion() AccessSecretVersionResponse GET /v1/{name=projects/*/secrets/*/versions/*}:access
+    EnableSecretVersion() SecretVersion POST /v1/{name=projects/*/secrets/*/versions/*}:enable *
+    DisableSecretVersion() SecretVersion POST /v1/{name=projects/*/secrets/*/versions/*}:disable *
+    DestroySecretVersion() SecretVersion POST /v1/{name=projects/*/secrets/*/versions/*}:destroy *
+    """,
 )

@@ -1,4 +1,4 @@
-"""Which secrets and payloads Secret Manager refuses."""
+"""The secrets and payloads that Secret Manager refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slack posts and what it refuses.
+"""The payloads that Slack accepts and those that it refuses.
 
 Limits: https://docs.slack.dev/reference/block-kit/blocks; error bodies:
 https://api.slack.com/changelog/2016-05-17-changes-to-errors-for-incoming-webhooks.

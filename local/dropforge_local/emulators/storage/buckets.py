@@ -99,7 +99,7 @@ class Buckets:
         with self._db.transaction() as connection:
             current = self.policy(name)["etag"]
             if policy.get("etag") not in (None, "", current):
-                raise precondition_failed(f"the policy's etag is {policy['etag']!r}, the current one is {current!r}.")
+                raise precondition_failed(f"the policy's etag is {policy['etag']!r}, the current etag is {current!r}.")
             kept = json.dumps({"bindings": bindings, "version": policy.get("version") or 1})
             connection.execute("UPDATE storage_buckets SET policy = ? WHERE name = ?", (kept, name))
             return self.policy(name)

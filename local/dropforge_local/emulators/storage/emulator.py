@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import grpc
 from aiohttp import web
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
+from ..kit.emulator import PassiveEmulator
 from ..kit.routing import Call, Reply, Route, Router
 from .batch import answer_batch
 from .blobs import BlobStore
@@ -35,7 +35,7 @@ _REFUSED_PARAMETERS = ("kmsKeyName", "destinationKmsKeyName", "restoreToken")
 _REFUSED_HEADERS = ("X-Goog-Encryption-Key", "X-Goog-Encryption-Algorithm", "X-Goog-Copy-Source-Encryption-Key")
 
 
-class StorageEmulator:
+class StorageEmulator(PassiveEmulator):
     """Cloud Storage's JSON API on a database and a directory of blobs.
 
     `on_change` is called inside the transaction that changes an object, so that its writes to the same database are
@@ -70,12 +70,6 @@ class StorageEmulator:
         # [\s\S] also matches a quoted line feed: the emulator refuses it as part of an object name, not of the path.
         everything = [web.route("*", root + r"{path:[\s\S]*}", self._serve) for root in (*API_ROOTS, *UPLOAD_ROOTS)]
         return [*everything, web.post(BATCH_PATH, self._serve)]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return ()
-
-    async def start(self) -> None:
-        """Nothing runs in the background."""
 
     async def stop(self) -> None:
         self._state.blobs.close()

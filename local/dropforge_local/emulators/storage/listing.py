@@ -1,4 +1,4 @@
-"""Listing objects by prefix, delimiter, offsets and glob; each step is a seek in the (bucket, name) index."""
+"""Listing objects by prefix, delimiter, offsets and glob; every step seeks in the (bucket, name) index."""
 
 from __future__ import annotations
 

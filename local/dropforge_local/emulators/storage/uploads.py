@@ -29,7 +29,10 @@ CREATE INDEX IF NOT EXISTS storage_uploads_blob ON storage_uploads (blob);
 
 @dataclass(frozen=True)
 class Upload:
-    """A session. A complete session has a `result`, the object resource, and no `blob`: the object owns the blob."""
+    """A session.
+
+    A complete session has a `result`, the object resource, and no `blob`: the object owns the blob.
+    """
 
     id: str
     received: int

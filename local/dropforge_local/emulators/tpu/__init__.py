@@ -1,4 +1,4 @@
-"""Cloud TPU: nodes and queued resources whose machines run their startup scripts as local processes."""
+"""Cloud TPU: nodes and queued resources. Their machines run startup scripts as local processes."""
 
 from .config import TpuConfig
 from .emulator import TpuEmulator

@@ -1,29 +1,31 @@
-"""Cloud TPU's fault switches, besides calls that fail next: stock-outs, quotas, and machines that are taken away."""
+"""Cloud TPU's fault switches: stock-outs, quotas, and faults that take machines away or damage them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ..faults import Switches
+from ..kit.faults import Switches
 
-ACTIONS = ("preempt", "reboot", "maintenance", "out_of_memory")  # each names a node, and acts at once
+# Each names a node, and happens at once.
+ACTIONS = {"preempt": str, "reboot": str, "maintenance": str, "out_of_memory": str}
 PREEMPT_NEXT = {"count", "after_seconds"}
 
 
 class Faults(Switches):
     """The fault switches of one emulator."""
 
-    def __init__(self, db: Database) -> None:
-        super().__init__(db, "tpu_settings", {"stockout": [], "quota": {}, "preempt_next": None}, ACTIONS)
+    def __init__(self, db: Database, methods: Collection[str]) -> None:
+        defaults: dict[str, Any] = {"stockout": [], "quota": {}, "preempt_next": None}
+        super().__init__(db, "tpu_settings", defaults, actions=ACTIONS, methods=methods)
 
-    def checked(self, key: str, value: Any, methods: set[str]) -> Any:
+    def checked(self, key: str, value: Any) -> Any:
         if key == "preempt_next" and value:
             return _checked_preemption(value)
-        return super().checked(key, value, methods)
+        return super().checked(key, value)
 
     def is_stocked_out(self, zone: str) -> bool:
         return zone in self.get("stockout")
@@ -33,7 +35,7 @@ class Faults(Switches):
         return int(self.get("quota").get(zone, default))
 
     def take_preemption(self) -> float | None:
-        """Seconds after which the machine that starts now is taken away; each rule is used as often as it says."""
+        """Seconds until the preemption of the machine that starts now, counted down; None without a rule."""
         rule = self.get("preempt_next")
         if rule is None:
             return None

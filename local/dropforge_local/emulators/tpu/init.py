@@ -1,7 +1,7 @@
-"""The first process of an emulated machine: runs the startup script, then idles until the machine is shut down.
+"""The first process of an emulated machine: runs the startup script, then waits for the machine's shutdown.
 
-Usage: python -I -S init.py [SCRIPT]. Ends at SIGTERM, which every process of the machine gets, once the script has
-ended too. Standard library only, and little of it.
+Usage: python -I -S init.py [SCRIPT]. A shutdown sends SIGTERM to every process of the machine; this process ends after
+the script. Imports only small modules of the standard library, to start fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 def main(script: str = "") -> int:
     with open(os.path.join(os.environ["DROPFORGE_ROOT"], "run/init.pid"), "w") as file:
         file.write(str(os.getpid()))
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler would not be kept for sigwait
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait misses SIGCHLD without a handler
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     child, stopping = start(script) if script else 0, False
     while child or not stopping:
@@ -36,7 +36,7 @@ def start(script: str) -> int:
 
 
 def collect() -> tuple[int, int] | None:
-    """The pid and exit code of an ended child; None when there is none."""
+    """The pid and exit code of an ended child; None without an ended child."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

@@ -1,11 +1,10 @@
 """A machine's metadata server, as https://cloud.google.com/compute/docs/metadata/querying-metadata describes it.
 
-The tree of values is asked for at each request; a leaf is text, or a function of the query for what must not be listed.
+Every request reads the tree of values anew. A leaf is a text, or a function of the query: listings leave functions out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -16,6 +15,8 @@ from aiohttp import web
 
 from dropforge_local.base.ports import HOST
 
+from ..kit.background import Changes
+
 ROOT = "/computeMetadata/v1"
 HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 LONGEST_WAIT_SECONDS = 300.0
@@ -24,12 +25,12 @@ Tree = dict[str, Any]
 
 
 class MetadataServer:
-    """One machine's server on one loopback port."""
+    """The metadata server of a machine, on a loopback port."""
 
     def __init__(self, port: int, tree: Callable[[], Tree]) -> None:
         self._port = port
         self._tree = tree
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
@@ -43,9 +44,8 @@ class MetadataServer:
         await self._runner.cleanup()
 
     def notify(self) -> None:
-        """Wake those who wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake the requests that wait for a change."""
+        self._changes.notify()
 
     async def _get(self, request: web.Request) -> web.Response:
         path = request.path
@@ -55,45 +55,41 @@ class MetadataServer:
             return web.Response(status=403, text="Missing required header: Metadata-Flavor: Google\n", headers=HEADERS)
         if path != ROOT and not path.startswith(f"{ROOT}/"):
             return web.Response(status=404, text=f"{path} was not found\n", headers=HEADERS)
-        found = find(self._tree(), path[len(ROOT) :])
-        if found is not None and request.query.get("wait_for_change") == "true":
-            found = await self._wait(path, request.query)
-        if found is None:
+        value = self._value(path)
+        if value is not None and request.query.get("wait_for_change") == "true":
+            value = await self._wait(path, value, request.query)
+        if value is None:
             return web.Response(status=404, text=f"{path} was not found\n", headers=HEADERS)
-        if isinstance(found, dict) and not path.endswith("/"):
+        if isinstance(value, dict) and not path.endswith("/"):
             raise web.HTTPMovedPermanently(f"{path}/")
-        text, kind = render(found, request.query, own_names=path.endswith("/attributes/"))
-        return web.Response(text=text, content_type=kind, headers={**HEADERS, "ETag": etag(found)})
+        text, kind = render(value, request.query, own_names=path.endswith("/attributes/"))
+        return web.Response(text=text, content_type=kind, headers={**HEADERS, "ETag": etag(value)})
 
-    async def _wait(self, path: str, query: Mapping[str, str]) -> Any:
-        """What is at a path once it differs from what the caller has, or as it is when the time is up."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(float(query.get("timeout_sec", LONGEST_WAIT_SECONDS)), LONGEST_WAIT_SECONDS)
-        found = find(self._tree(), path[len(ROOT) :])
-        known = query.get("last_etag") or etag(found)
-        while etag(found) == known and (left := deadline - loop.time()) > 0:
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                break
-            found = find(self._tree(), path[len(ROOT) :])
-        return found
+    async def _wait(self, path: str, value: Any, query: Mapping[str, str]) -> Any:
+        """The value at a path once its ETag differs from the caller's last ETag, or as it is after the timeout."""
+        known = query.get("last_etag") or etag(value)
+        seconds = min(float(query.get("timeout_sec", LONGEST_WAIT_SECONDS)), LONGEST_WAIT_SECONDS)
+        await self._changes.until(lambda: etag(self._value(path)) != known, seconds)
+        return self._value(path)
+
+    def _value(self, path: str) -> Any:
+        return find(self._tree(), path[len(ROOT) :])
 
 
 def find(tree: Tree, path: str) -> Any:
-    """The value at a path; None when there is none."""
-    here: Any = tree
+    """The value at a path; None for an unknown path."""
+    value: Any = tree
     for part in filter(None, path.split("/")):
-        if not isinstance(here, dict) or part not in here:
+        if not isinstance(value, dict) or part not in value:
             return None
-        here = here[part]
-    return here
+        value = value[part]
+    return value
 
 
 def render(value: Any, query: Mapping[str, str], *, own_names: bool) -> tuple[str, str]:
     """Text and content type of a value: a leaf as it is, a directory as a list of names or, recursively, as JSON.
 
-    `own_names` says that the names in it are users' and stay as they are.
+    `own_names`: users chose the names in the directory, so the JSON keeps their spelling.
     """
     if callable(value):
         return value(query), "application/json"
@@ -110,7 +106,7 @@ def etag(value: Any) -> str:
 
 
 def _plain(value: Any, *, own_names: bool = False) -> Any:
-    """A value as JSON: directories in camel case, except for what users named; functions are left out."""
+    """A value as JSON, without functions; names in camel case, except for names that users chose."""
     if not isinstance(value, dict):
         return "" if callable(value) else value
     if value and all(name.isdigit() for name in value):

@@ -1,119 +1,102 @@
-"""Queued resources: one driver each, from ACCEPTED to ACTIVE and on to SUSPENDED or FAILED.
+"""Queued resources: one driver each, from ACCEPTED to ACTIVE and then to SUSPENDED or FAILED.
 
-States: https://cloud.google.com/tpu/docs/queued-resources. A state is stored with what it stands for, so that the next
-stack's driver goes on from there.
+States: https://cloud.google.com/tpu/docs/queued-resources. A driver stores each state before it acts on the state, so
+that the driver of the next start continues from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from typing import Any
 
 from google.cloud import tpu_v2
-from google.rpc import status_pb2
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import RPC_CODE, ApiError
 
-from .config import TpuConfig
+from ..kit.background import Changes, first
+from .context import Context
 from .nodes import Nodes
 from .nodes import State as NodeState
-from .store import Store
-
-log = logging.getLogger(__name__)
 
 State = tpu_v2.QueuedResourceState.State
 Initiator = tpu_v2.QueuedResourceState.StateInitiator
 ENDED = (State.FAILED, State.SUSPENDED, State.DELETING)
+REMOVABLE = (State.ACCEPTED, State.FAILED, State.SUSPENDED)
 
 
 class QueuedResources:
     """The queued resources' states and their drivers."""
 
-    def __init__(self, store: Store, clock: Clock, nodes: Nodes, config: TpuConfig) -> None:
-        self._store = store
-        self._clock = clock
+    def __init__(self, context: Context, nodes: Nodes) -> None:
+        self._context = context
         self._nodes = nodes
-        self._config = config
         self._drivers: dict[str, asyncio.Task[None]] = {}
-        self.changed = asyncio.Event()  # a fault switch
+        self.switches = Changes()  # of the fault switches
 
     def start(self) -> None:
-        for queued in self._store.queued():
+        """Start the drivers of queued resources that an earlier stack left unfinished."""
+        for queued in self._context.queued.list():
             if queued.state.state not in (*ENDED, State.CREATING):
-                self.drive(queued.name)
-
-    async def stop(self) -> None:
-        drivers = list(self._drivers.values())
-        for driver in drivers:
-            driver.cancel()
-        await asyncio.gather(*drivers, return_exceptions=True)
+                self._start_driver(queued.name)
 
     def create(self, queued: Any, name: str) -> None:
-        """Store a queued resource that was checked; in the caller's transaction. Raises ApiError."""
-        if self._store.find_queued(name):
+        """Store a checked queued resource, in the caller's transaction. Raises ApiError."""
+        if self._context.queued.find(name):
             raise ApiError("ALREADY_EXISTS", f"Resource '{name}' already exists")
         node_name = _node_name(queued)
-        if self._store.find_node(node_name):
+        if self._context.nodes.find(node_name):
             raise ApiError("ALREADY_EXISTS", f"Resource '{node_name}' already exists")
         queued.name = name
-        now = self._clock.now()
+        now = self._context.clock.now()
         queued.create_time.FromMilliseconds(int(now * 1000))
         queued.state.state, queued.state.state_initiator = State.CREATING, Initiator.USER
-        self._store.add_queued(queued, now)
+        self._context.queued.add(name, queued, now, entered=now)
 
     async def accept(self, name: str) -> Any:
-        """The end of a creation: ACCEPTED, from where its driver takes it on."""
-        await self._clock.sleep_until(self._store.entered(name)[0] + self._config.queue_seconds)
-        queued = self._store.get_queued(name)
+        """Finish a creation: ACCEPTED, and the driver starts. Returns the queued resource."""
+        await self._wait_in_state(name)
+        queued = self._context.queued.get(name)
         if queued.state.state == State.CREATING:
             self._enter(queued, State.ACCEPTED)
-        self.drive(name)
-        return self._store.get_queued(name)
+        self._start_driver(name)
+        return self._context.queued.get(name)
 
     def begin_removal(self, name: str, *, force: bool) -> None:
-        """Mark as DELETING; in the caller's transaction. Raises ApiError when nodes are in the way."""
-        queued = self._store.get_queued(name)
-        if queued.state.state == State.DELETING:
+        """Mark as DELETING, in the caller's transaction. Raises ApiError if a node prevents the removal."""
+        queued = self._context.queued.get(name)
+        state = queued.state.state
+        if state == State.DELETING:
             raise ApiError("FAILED_PRECONDITION", f"{name} is being deleted")
-        removable = queued.state.state in (State.ACCEPTED, State.FAILED, State.SUSPENDED)
-        if not force and not removable and self._store.find_node(_node_name(queued)):
-            state = State(queued.state.state).name
-            raise ApiError("FAILED_PRECONDITION", f"{name} is {state} and has nodes; delete them first, or set force")
+        if not force and state not in REMOVABLE and self._context.nodes.find(_node_name(queued)):
+            raise ApiError(
+                "FAILED_PRECONDITION", f"{name} is {State(state).name} and has nodes; delete them first, or set force"
+            )
         self._enter(queued, State.DELETING)
 
     async def remove(self, name: str) -> None:
-        """Delete the nodes of a queued resource, and then itself."""
+        """Delete the node of a queued resource, then the queued resource."""
         if driver := self._drivers.pop(name, None):
             driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await driver
-        queued = self._store.find_queued(name)
+            await asyncio.wait([driver])
+        queued = self._context.queued.find(name)
         if queued is None:
             return
-        node = self._store.find_node(_node_name(queued))
+        node = self._context.nodes.find(_node_name(queued))
         if node is not None and node.queued_resource == name:
             node.state = NodeState.DELETING
-            self._store.put_node(node)
+            self._context.nodes.put(node.name, node)
             await self._nodes.remove(node.name)
-        self._store.delete_queued(name)
+        self._context.queued.delete(name)
 
-    def drive(self, name: str) -> None:
+    def _start_driver(self, name: str) -> None:
         if name not in self._drivers:
-            task = self._drivers[name] = asyncio.get_running_loop().create_task(self._drive(name))
-            task.add_done_callback(lambda task: self._done(name, task))
-
-    def notify(self) -> None:
-        """A fault switch has changed."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+            task = self._drivers[name] = self._context.background.spawn(self._drive(name))
+            task.add_done_callback(lambda task: self._drivers.pop(name) if self._drivers.get(name) is task else None)
 
     async def _drive(self, name: str) -> None:
-        while (queued := self._store.get_queued(name)).state.state not in ENDED:
+        while (queued := self._context.queued.get(name)).state.state not in ENDED:
             state = queued.state.state
-            await self._settle(name)
+            await self._wait_in_state(name)
             if state == State.ACCEPTED:
                 self._enter(queued, State.WAITING_FOR_RESOURCES)
             elif state == State.WAITING_FOR_RESOURCES:
@@ -126,24 +109,14 @@ class QueuedResources:
                 self._enter(queued, State.SUSPENDED)
 
     async def _wait_for_resources(self, queued: Any) -> None:
-        """Until there is capacity, or the time is up that the request is good for."""
+        """Wait for capacity, at the latest until the request's valid-until time."""
         until = self._valid_until(queued)
-        zone = queued.name.split("/")[3]
-        while self._nodes.is_stocked_out(zone):
-            changed = self.changed.wait()
-            if until is None:
-                await changed
-                continue
-            sleep = asyncio.ensure_future(self._clock.sleep_until(until))
-            waiting = asyncio.ensure_future(changed)
-            try:
-                await asyncio.wait({sleep, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                sleep.cancel()
-                waiting.cancel()
-            if self._clock.now() >= until:
+        expiry = [] if until is None else [until]
+        while self._nodes.is_stocked_out(queued.name.split("/")[3]):
+            await first(self.switches.wait(), *map(self._context.clock.sleep_until, expiry))
+            if until is not None and self._context.clock.now() >= until:
                 message = f"{queued.name} expired: no resources became available before its valid-until time"
-                self._fail(queued, status_pb2.Status(code=RPC_CODE["DEADLINE_EXCEEDED"], message=message))
+                self._fail(queued, ApiError("DEADLINE_EXCEEDED", message))
                 return
         self._begin_provisioning(queued)
 
@@ -157,47 +130,49 @@ class QueuedResources:
         if queued.reservation_name:
             node.scheduling_config.reserved = True
         try:
-            with self._store.db.transaction():
+            with self._context.db.transaction():
                 self._nodes.create(node, _node_name(queued))
                 self._enter(queued, State.PROVISIONING)
         except ApiError as error:
-            self._fail(queued, status_pb2.Status(code=RPC_CODE[error.status], message=error.message))
+            self._fail(queued, error)
 
     async def _provision(self, queued: Any) -> None:
-        if (reason := await self._nodes.provision(_node_name(queued))) is not None:
-            self._fail(queued, reason)
+        try:
+            await self._nodes.provision(_node_name(queued))
+        except ApiError as error:
+            self._fail(queued, error)
         else:
             self._enter(queued, State.ACTIVE)
 
     async def _watch(self, queued: Any) -> None:
-        """Until the node is taken away or deleted."""
+        """Wait until the node is preempted or deleted."""
         name = _node_name(queued)
-        while True:
-            changed = self._nodes.changed
-            node = self._store.find_node(name)
-            if node is None or node.state in (NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING):
-                break
-            await changed.wait()
+        lost = (NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING)
+        while (node := self._context.nodes.find(name)) is not None and node.state not in lost:
+            await self._nodes.changes.wait()
         queued.state.state_initiator = Initiator.USER if node is None else Initiator.SERVICE
         self._enter(queued, State.SUSPENDING)
 
-    async def _settle(self, name: str) -> None:
-        """Let pass the time that a state takes at least."""
-        await self._clock.sleep_until(self._store.entered(name)[1] + self._config.queue_seconds)
+    async def _wait_in_state(self, name: str) -> None:
+        """Wait the time that every state takes at least."""
+        row = self._context.queued.row(name)
+        if row is not None:
+            await self._context.clock.sleep_until(row["entered"] + self._context.config.queue_seconds)
 
     def _valid_until(self, queued: Any) -> float | None:
         policy = queued.queueing_policy
         match policy.WhichOneof("start_timing_constraints"):
             case "valid_until_duration":
-                duration = policy.valid_until_duration.ToMilliseconds() / 1000
-                return self._store.entered(queued.name)[0] + float(duration)
+                created = queued.create_time.ToMilliseconds() / 1000
+                return float(created + policy.valid_until_duration.ToMilliseconds() / 1000)
             case "valid_until_time":
                 return float(policy.valid_until_time.ToMilliseconds() / 1000)
         return None
 
-    def _fail(self, queued: Any, error: status_pb2.Status) -> None:
+    def _fail(self, queued: Any, error: ApiError) -> None:
         queued.state.state_initiator = Initiator.SERVICE
-        queued.state.failed_data.error.CopyFrom(error)
+        queued.state.failed_data.error.code = RPC_CODE[error.status]
+        queued.state.failed_data.error.message = error.message
         self._enter(queued, State.FAILED)
 
     def _enter(self, queued: Any, state: Any) -> None:
@@ -206,14 +181,7 @@ class QueuedResources:
             data = f"{State(state).name.lower()}_data"
             if data in queued.state.DESCRIPTOR.fields_by_name:  # WAITING_FOR_RESOURCES has none
                 getattr(queued.state, data).SetInParent()
-        self._store.put_queued(queued, self._clock.now())
-
-    def _done(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._drivers.get(name) is task:
-            del self._drivers[name]
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("%s stopped; it goes on at the next start", name, exc_info=error)
+        self._context.queued.put(queued.name, queued, entered=self._context.clock.now())
 
 
 def _node_name(queued: Any) -> str:

@@ -1,4 +1,4 @@
-"""What Cloud TPU refuses in nodes and queued resources, and what it fills in."""
+"""Checks and defaults of nodes and queued resources."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from google.cloud import tpu_v2
 
 from dropforge_local.base.errors import ApiError
 
+from ..kit.names import ID, invalid_label
 from .config import ANY_RUNTIME, Generation, TpuConfig
 
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 DISK = re.compile(r"projects/([^/]+)/zones/([^/]+)/disks/([^/]+)")
-LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
-LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 METADATA_KEY = re.compile(r"[-_a-zA-Z0-9]{1,128}")
 # https://cloud.google.com/compute/docs/metadata/setting-custom-metadata#limitations
 MAX_VALUE_BYTES, MAX_METADATA_BYTES = 256 * 2**10, 512 * 2**10
@@ -27,7 +24,7 @@ READ_WRITE = tpu_v2.AttachedDisk.DiskMode.READ_WRITE
 
 @dataclass(frozen=True)
 class Slice:
-    """What an accelerator type stands for."""
+    """The chips behind an accelerator type."""
 
     generation: Generation
     chips: int
@@ -50,7 +47,7 @@ def slices(config: TpuConfig, zone: str) -> Iterable[Slice]:
 
 def runtimes(config: TpuConfig, zone: str) -> list[str]:
     """Every runtime version of a zone."""
-    own = [version for one in config.generations if zone in one.zones for version in one.runtimes]
+    own = [version for generation in config.generations if zone in generation.zones for version in generation.runtimes]
     return sorted([*own, *ANY_RUNTIME]) if own else []
 
 
@@ -66,7 +63,7 @@ def check_zone(zone: str, config: TpuConfig) -> None:
 
 
 def check_id(field: str, value: str) -> None:
-    if not NAME.fullmatch(value):
+    if not ID.fullmatch(value):
         raise _refuse(
             f"{field} is {value!r}; expected lowercase letters, numbers and hyphens, a letter first, no hyphen last, "
             "at most 63 in all"
@@ -74,16 +71,16 @@ def check_id(field: str, value: str) -> None:
 
 
 def check_node(node: Any, project: str, zone: str, config: TpuConfig) -> None:
-    """Raise INVALID_ARGUMENT for a node that Cloud TPU would refuse, UNIMPLEMENTED for what is not emulated."""
-    found = slice_of(node, zone, config)
-    if node.runtime_version not in (*found.generation.runtimes, *ANY_RUNTIME):
-        # Stricter than the cloud, where a machine with the wrong runtime comes up and finds no TPU.
+    """Raise INVALID_ARGUMENT for a node that Cloud TPU would refuse, UNIMPLEMENTED for a node that is not emulated."""
+    wanted = slice_of(node, zone, config)
+    if node.runtime_version not in (*wanted.generation.runtimes, *ANY_RUNTIME):
+        # Stricter than the cloud, where a machine with the wrong runtime boots and detects no TPU.
         raise _refuse(
-            f"Runtime version {node.runtime_version!r} does not fit {found.name}; "
-            f"expected one of {[*found.generation.runtimes, *ANY_RUNTIME]!r}"
+            f"Runtime version {node.runtime_version!r} does not fit {wanted.name}; "
+            f"expected one of {[*wanted.generation.runtimes, *ANY_RUNTIME]!r}"
         )
-    if found.chips > found.generation.chips_per_host:
-        raise ApiError("UNIMPLEMENTED", f"{found.name} has several machines; the local stack emulates one per node")
+    if wanted.chips > wanted.generation.chips_per_host:
+        raise ApiError("UNIMPLEMENTED", f"{wanted.name} has several machines; the local stack emulates one per node")
     scheduling = node.scheduling_config
     if sum([scheduling.preemptible, scheduling.spot, scheduling.reserved]) > 1:
         raise _refuse("scheduling_config: at most one of preemptible, spot and reserved can be set")
@@ -98,16 +95,16 @@ def check_node(node: Any, project: str, zone: str, config: TpuConfig) -> None:
 
 
 def slice_of(node: Any, zone: str, config: TpuConfig) -> Slice:
-    """The slice that a node asks for, by accelerator_type or accelerator_config."""
-    known = {one.name: one for one in slices(config, zone)}
+    """The slice that a node requests by accelerator_type or accelerator_config. Raises INVALID_ARGUMENT."""
+    known = {part.name: part for part in slices(config, zone)}
     if node.HasField("accelerator_config"):
         wanted = node.accelerator_config
         if node.accelerator_type:
             raise _refuse("only one of accelerator_type and accelerator_config can be set")
         kind = tpu_v2.AcceleratorConfig.Type(wanted.type_).name
-        for one in known.values():
-            if (one.generation.config_type, one.topology) == (kind, wanted.topology):
-                return one
+        for part in known.values():
+            if (part.generation.config_type, part.topology) == (kind, wanted.topology):
+                return part
         raise _refuse(f"accelerator_config {kind} {wanted.topology!r} is not available in zone {zone}")
     if node.accelerator_type not in known:
         raise _refuse(
@@ -118,20 +115,20 @@ def slice_of(node: Any, zone: str, config: TpuConfig) -> Slice:
 
 
 def slice_of_existing(node: Any, zone: str, config: TpuConfig) -> Slice:
-    """The slice of a node that was completed, which has both ways to say it."""
-    return next(one for one in slices(config, zone) if one.name == node.accelerator_type)
+    """The slice of a stored node."""
+    return next(part for part in slices(config, zone) if part.name == node.accelerator_type)
 
 
 def complete(node: Any, name: str, config: TpuConfig) -> None:
-    """Fill in what the server knows of a new node, and drop what only it may say."""
+    """Set the fields that the server sets in a new node, and clear the output-only fields."""
     _, project, _, zone, _, _ = name.split("/")
     for field in OUTPUT_ONLY:
         node.ClearField(field)
-    found = slice_of(node, zone, config)
+    wanted = slice_of(node, zone, config)
     node.name = name
-    node.accelerator_type = found.name
-    node.accelerator_config.type_ = tpu_v2.AcceleratorConfig.Type[found.generation.config_type]
-    node.accelerator_config.topology = found.topology
+    node.accelerator_type = wanted.name
+    node.accelerator_config.type_ = tpu_v2.AcceleratorConfig.Type[wanted.generation.config_type]
+    node.accelerator_config.topology = wanted.topology
     network = node.network_config
     network.network = network.network or f"projects/{project}/global/networks/default"
     region = zone.rsplit("-", 1)[0]
@@ -145,7 +142,7 @@ def complete(node: Any, name: str, config: TpuConfig) -> None:
 
 
 def check_queued(queued: Any, parent: str, config: TpuConfig) -> None:
-    """Raise for a queued resource that Cloud TPU would refuse, or that is not emulated."""
+    """Raise INVALID_ARGUMENT for a queued resource that Cloud TPU would refuse, or UNIMPLEMENTED."""
     _, project, _, zone = parent.split("/")
     specs = queued.tpu.node_spec
     if len(specs) != 1:
@@ -165,12 +162,11 @@ def check_queued(queued: Any, parent: str, config: TpuConfig) -> None:
 
 
 def _check_labels(labels: dict[str, str]) -> None:
-    for key, value in labels.items():
-        if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
-            raise _refuse(
-                f"label {key!r}: {value!r} is not valid; expected at most 63 lowercase letters, numbers, hyphens and "
-                "underscores, a letter first in the key"
-            )
+    if wrong := invalid_label(labels):
+        raise _refuse(
+            f"label {wrong[0]!r}: {wrong[1]!r} is not valid; expected at most 63 lowercase letters, numbers, hyphens "
+            "and underscores, a letter first in the key"
+        )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from workflows_engine import DeployError, Engine, EngineError, Revision, Workflo
 
 from ..kit.paging import Paging
 from ..kit.routing import Call, Route
-from ..kit.rpc import Message, Method, method
+from ..kit.rpc import Message, methods
 
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
@@ -23,8 +23,6 @@ Operation = operations_pb2.Operation
 OPERATION_PREFIX = "operation-workflows-"
 KEPT_OPERATIONS = 1000
 PAGING = Paging(default=500, largest=1000)
-PARENT = "projects/*/locations/*"
-NAME = f"{PARENT}/workflows/*"
 SETTINGS = ("description", "service_account", "crypto_key_name", "call_log_level", "execution_history_level")
 ENUMS: dict[str, Any] = {
     "call_log_level": api.Workflow.CallLogLevel,
@@ -32,22 +30,21 @@ ENUMS: dict[str, Any] = {
 }
 
 
-def _changing(name: str, rule: str) -> Method:
-    return Method(f"{name}Workflow", getattr(api, f"{name}WorkflowRequest").pb(), Operation, (rule,))
-
-
-METHODS = (
-    method(api, "ListWorkflows", "ListWorkflowsResponse", f"GET /v1/{{parent={PARENT}}}/workflows"),
-    method(api, "GetWorkflow", "Workflow", f"GET /v1/{{name={NAME}}}"),
-    _changing("Create", f"POST /v1/{{parent={PARENT}}}/workflows workflow"),
-    _changing("Delete", f"DELETE /v1/{{name={NAME}}}"),
-    _changing("Update", f"PATCH /v1/{{workflow.name={NAME}}} workflow"),
-    method(api, "ListWorkflowRevisions", "ListWorkflowRevisionsResponse", f"GET /v1/{{name={NAME}}}:listRevisions"),
+METHODS = methods(
+    api,
+    """
+ListWorkflows() ListWorkflowsResponse GET /v1/{parent=projects/*/locations/*}/workflows
+GetWorkflow() Workflow GET /v1/{name=projects/*/locations/*/workflows/*}
+CreateWorkflow() Operation POST /v1/{parent=projects/*/locations/*}/workflows workflow
+DeleteWorkflow() Operation DELETE /v1/{name=projects/*/locations/*/workflows/*}
+UpdateWorkflow() Operation PATCH /v1/{workflow.name=projects/*/locations/*/workflows/*} workflow
+ListWorkflowRevisions() ListWorkflowRevisionsResponse GET /v1/{name=projects/*/locations/*/workflows/*}:listRevisions
+    """,
 )
 
 
 def refusing(call: Callable[[], T]) -> T:
-    """Call the engine; turn its refusals into those of the API."""
+    """Call the engine; turn its refusals into refusals of the API."""
     try:
         return call()
     except DeployError as error:
@@ -70,7 +67,7 @@ class Workflows:
 
     def routes(self) -> list[Route]:
         """The operations that gcloud reads after a deployment."""
-        return [Route("GET", f"/v1/{{name={PARENT}/operations/{OPERATION_PREFIX}*}}", self.get_operation)]
+        return [Route("GET", f"/v1/{{name=projects/*/locations/*/operations/{OPERATION_PREFIX}*}}", self.get_operation)]
 
     def list_workflows(self, request: Message) -> Message:
         records = self._engine.list_workflows(request.parent)

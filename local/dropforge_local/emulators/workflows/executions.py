@@ -11,17 +11,20 @@ from google.protobuf import json_format
 from workflows_engine import Engine, ExecutionRecord
 
 from ..kit.paging import Paging, read_token, write_token
-from ..kit.rpc import Message, method
+from ..kit.rpc import Message, methods
 from ..kit.times import rfc3339
 from .admin import refusing
 from .filter import field_of, parse_filter, parse_order
 
 PAGING = Paging(default=100, largest=1000)
-METHODS = (
-    method(api, "ListExecutions", "ListExecutionsResponse"),
-    method(api, "CreateExecution", "Execution"),
-    method(api, "GetExecution", "Execution"),
-    method(api, "CancelExecution", "Execution"),
+METHODS = methods(
+    api,
+    """
+    ListExecutions() ListExecutionsResponse
+    CreateExecution() Execution
+    GetExecution() Execution
+    CancelExecution() Execution
+    """,
 )
 
 

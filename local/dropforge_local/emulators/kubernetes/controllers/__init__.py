@@ -1,1 +1,1 @@
-"""What keeps the cluster as its objects say: jobs, deployments, the scheduler, garbage collection."""
+"""Controllers, which make the cluster match its objects: jobs, deployments, scheduler, garbage collection."""

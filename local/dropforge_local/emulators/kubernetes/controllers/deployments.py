@@ -1,4 +1,4 @@
-"""Deployments and ReplicaSets: a number of equal pods, replaced step by step when the template changes."""
+"""Deployments and ReplicaSets: a number of equal pods, which a new template replaces step by step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ..store import Change, Object
 from ..times import seconds
 from .loop import Key
 from .owned import (
-    Tools,
-    all_keys,
+    OwnerController,
     condition,
     controller_of,
     delete_pod,
@@ -33,17 +32,10 @@ HASH = "pod-template-hash"
 REVISION = "deployment.kubernetes.io/revision"
 
 
-class ReplicaSetController:
-    """Keeps as many pods as a ReplicaSet says. Pods are its own by owner reference; it adopts none by labels."""
+class ReplicaSetController(OwnerController):
+    """Keeps the number of pods that a ReplicaSet wants. It owns pods by owner reference; it adopts none by labels."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-
-    def keys(self, change: Change) -> Iterator[Key]:
-        return own_keys(REPLICA_SET, change)
-
-    def all_keys(self) -> list[Key]:
-        return all_keys(self._tools.store, REPLICA_SET)
+    kind = REPLICA_SET
 
     def reconcile(self, key: Key) -> float | None:
         item = self._tools.store.find(REPLICA_SET, *key)
@@ -69,7 +61,7 @@ class ReplicaSetController:
         return None
 
     def _write(self, item: Object, pods: list[Object]) -> float | None:
-        """The counts; answers when the next pod has been ready for long enough."""
+        """Write the counts; return when the next pod becomes available by having been ready long enough."""
         patience = item["spec"].get("minReadySeconds", 0)
         ready_since = [seconds((condition(pod, "Ready") or {})["lastTransitionTime"]) for pod in pods if is_ready(pod)]
         available = [since for since in ready_since if since + patience <= self._tools.now()]
@@ -85,21 +77,17 @@ class ReplicaSetController:
         return min((since + patience for since in ready_since if since not in available), default=None)
 
 
-class DeploymentController:
-    """Rolls a deployment's ReplicaSets over."""
+class DeploymentController(OwnerController):
+    """Replaces a deployment's old ReplicaSets by the ReplicaSet of its present template."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    kind = DEPLOYMENT
 
     def keys(self, change: Change) -> Iterator[Key]:
         yield from own_keys(DEPLOYMENT, change)
         owner = controller_of(change.item) if change.kind == POD and change.body is None else None
-        if owner and (found := self._tools.store.find(REPLICA_SET, change.namespace, owner["name"])):
-            # A recreation waits for the last old pod, whose ReplicaSet had stopped counting it.
-            yield from own_keys(DEPLOYMENT, Change(change.revision, REPLICA_SET, change.namespace, "", found, None))
-
-    def all_keys(self) -> list[Key]:
-        return all_keys(self._tools.store, DEPLOYMENT)
+        if owner and (replicas := self._tools.store.find(REPLICA_SET, change.namespace, owner["name"])):
+            # A recreation waits for the end of the last old pod, which its ReplicaSet no longer counts.
+            yield from own_keys(DEPLOYMENT, Change(change.revision, REPLICA_SET, change.namespace, "", replicas, None))
 
     def reconcile(self, key: Key) -> float | None:
         item = self._tools.store.find(DEPLOYMENT, *key)
@@ -107,8 +95,8 @@ class DeploymentController:
             return None
         name = f"{item['metadata']['name']}-{template_hash(item['spec']['template'])}"
         sets = owned(self._tools.store, REPLICA_SET, item)
-        new = next((one for one in sets if one["metadata"]["name"] == name), None)
-        old = [one for one in sets if one is not new]
+        new = next((replica_set for replica_set in sets if replica_set["metadata"]["name"] == name), None)
+        old = [replica_set for replica_set in sets if replica_set is not new]
         if not item["spec"].get("paused"):
             new = self._ensure_new(item, name, new, old)
             if item["spec"]["strategy"]["type"] == "Recreate":
@@ -117,12 +105,14 @@ class DeploymentController:
                 self._roll(item, new, old)
             self._forget_old(item, old)
         elif new is not None:
-            self._scale(item, new, item["spec"]["replicas"] - sum(one["spec"]["replicas"] for one in old))
+            self._scale(
+                item, new, item["spec"]["replicas"] - sum(replica_set["spec"]["replicas"] for replica_set in old)
+            )
         return self._write(item, new, old)
 
     def _ensure_new(self, item: Object, name: str, new: Object | None, old: list[Object]) -> Object:
-        """The ReplicaSet of the present template, with the highest revision."""
-        revision = max((_revision(one) for one in old), default=0) + 1
+        """The ReplicaSet of the present template, created if missing, with the highest revision."""
+        revision = max((_revision(replica_set) for replica_set in old), default=0) + 1
         if new is None:
             new = self._create(item, name, revision)
         elif _revision(new) < revision:
@@ -161,54 +151,55 @@ class DeploymentController:
         )
 
     def _recreate(self, item: Object, new: Object, old: list[Object]) -> None:
-        for one in old:
-            self._scale(item, one, 0)
-        if not any(owned(self._tools.store, POD, one) for one in old):
+        for replica_set in old:
+            self._scale(item, replica_set, 0)
+        if not any(owned(self._tools.store, POD, replica_set) for replica_set in old):
             self._scale(item, new, item["spec"]["replicas"])
 
     def _roll(self, item: Object, new: Object, old: list[Object]) -> None:
-        """Up within the surge, then down as far as enough pods stay available."""
+        """Scale the new ReplicaSet up within the surge, then the old ones down while enough pods stay available."""
         wanted = item["spec"]["replicas"]
         surge, unavailable = rollout_bounds(item["spec"])
-        present = sum(one["spec"]["replicas"] for one in [new, *old])
+        present = sum(replica_set["spec"]["replicas"] for replica_set in [new, *old])
         grown = min(wanted, new["spec"]["replicas"] + max(0, wanted + surge - present))
         self._scale(item, new, grown)
-        present = sum(one["spec"]["replicas"] for one in [new, *old])
+        present = sum(replica_set["spec"]["replicas"] for replica_set in [new, *old])
         missing = new["spec"]["replicas"] - new["status"].get("availableReplicas", 0)
         spare = present - (wanted - unavailable) - missing
-        # What is not available anyway goes first: it costs nothing.
+        # Remove unavailable pods first: their end costs no availability.
         for healthy in (False, True):
-            for one in old:
-                available = one["status"].get("availableReplicas", 0)
-                expendable = one["spec"]["replicas"] if healthy else one["spec"]["replicas"] - available
+            for replica_set in old:
+                available = replica_set["status"].get("availableReplicas", 0)
+                expendable = replica_set["spec"]["replicas"] if healthy else replica_set["spec"]["replicas"] - available
                 cut = max(0, min(expendable, spare))
-                self._scale(item, one, one["spec"]["replicas"] - cut)
+                self._scale(item, replica_set, replica_set["spec"]["replicas"] - cut)
                 spare -= cut
 
-    def _scale(self, item: Object, one: Object, replicas: int) -> None:
-        if one["spec"]["replicas"] == replicas:
+    def _scale(self, item: Object, replica_set: Object, replicas: int) -> None:
+        if replica_set["spec"]["replicas"] == replicas:
             return
-        direction = "up" if replicas > one["spec"]["replicas"] else "down"
-        text = f"Scaled {direction} replica set {one['metadata']['name']} from {one['spec']['replicas']} to {replicas}"
-        one["spec"]["replicas"] = replicas
-        one["metadata"]["generation"] += 1
-        self._tools.store.replace(REPLICA_SET, one)
+        before, name = replica_set["spec"]["replicas"], replica_set["metadata"]["name"]
+        text = f"Scaled {'up' if replicas > before else 'down'} replica set {name} from {before} to {replicas}"
+        replica_set["spec"]["replicas"] = replicas
+        replica_set["metadata"]["generation"] += 1
+        self._tools.store.replace(REPLICA_SET, replica_set)
         self._tools.recorder.record(DEPLOYMENT, item, "Normal", "ScalingReplicaSet", text, "deployment-controller")
 
     def _forget_old(self, item: Object, old: list[Object]) -> None:
-        empty = [one for one in old if not one["spec"]["replicas"] and not one["status"].get("replicas")]
+        empty = [
+            replica_set
+            for replica_set in old
+            if not replica_set["spec"]["replicas"] and not replica_set["status"].get("replicas")
+        ]
         empty.sort(key=_revision)
-        for one in empty[: max(0, len(empty) - item["spec"]["revisionHistoryLimit"])]:
-            metadata = one["metadata"]
-            self._tools.objects.delete(
-                REPLICA_SET, metadata["namespace"], metadata["name"], DeleteOptions("Background")
-            )
+        for replica_set in empty[: max(0, len(empty) - item["spec"]["revisionHistoryLimit"])]:
+            self._tools.objects.delete_item(REPLICA_SET, replica_set, DeleteOptions("Background"))
 
     def _write(self, item: Object, new: Object | None, old: list[Object]) -> float | None:
-        """The counts and conditions; answers when a rollout that makes no progress has failed."""
-        everyone = [*old, *([new] if new else [])]
+        """Write the counts and conditions; return when the rollout fails unless it makes progress."""
+        all_sets = [*old, *([new] if new else [])]
         total = {
-            field: sum(one["status"].get(field, 0) for one in everyone)
+            field: sum(replica_set["status"].get(field, 0) for replica_set in all_sets)
             for field in ("replicas", "readyReplicas", "availableReplicas")
         }
         updated = new["status"].get("replicas", 0) if new else 0
@@ -226,8 +217,8 @@ class DeploymentController:
         enough = total["availableReplicas"] >= wanted - rollout_bounds(item["spec"])[1]
         reason = "MinimumReplicasAvailable" if enough else "MinimumReplicasUnavailable"
         text = f"Deployment {'has' if enough else 'does not have'} minimum availability."
-        old_one = condition({"status": status}, "Available") or {}
-        moved = now if old_one.get("status") != str(enough) else old_one.get("lastUpdateTime", now)
+        available = condition({"status": status}, "Available") or {}
+        moved = now if available.get("status") != str(enough) else available.get("lastUpdateTime", now)
         set_condition(status, "Available", str(enough), reason, text, now, lastUpdateTime=moved)
         done = updated == wanted == total["replicas"] == total["availableReplicas"] and new is not None
         progressed = any(counts[field] != value for field, value in before.items())
@@ -251,7 +242,7 @@ class DeploymentController:
         updated = old.get("lastUpdateTime", now)
         about_this = f'"{name}"' in old.get("message", "")
         if about_this and old.get("reason") == "NewReplicaSetAvailable":
-            return None  # rolled out: pods that end later are no rollout
+            return None  # the rollout is complete: the end of a pod is not a new rollout
         changed = progressed or not about_this
         due: float = seconds(now if changed else updated) + item["spec"]["progressDeadlineSeconds"]
         if not changed and self._tools.now() >= due:
@@ -271,14 +262,14 @@ def template_hash(template: Object) -> str:
 
 
 def rollout_bounds(spec: Object) -> tuple[int, int]:
-    """(surge, unavailable) as numbers of pods; a recreation may have all of them unavailable."""
+    """(surge, unavailable) as numbers of pods; a recreation allows all pods to be unavailable."""
     wanted = spec["replicas"]
     rolling = spec["strategy"].get("rollingUpdate")
     if rolling is None:
         return 0, wanted
     surge = _resolve(rolling["maxSurge"], wanted, math.ceil)
     unavailable = min(_resolve(rolling["maxUnavailable"], wanted, math.floor), wanted)
-    return surge, unavailable if surge or unavailable else 1  # both round to none: then nothing would ever move
+    return surge, unavailable if surge or unavailable else 1  # both round down to 0: then no pod could ever be replaced
 
 
 def _resolve(value: int | str, wanted: int, rounding: Any) -> int:

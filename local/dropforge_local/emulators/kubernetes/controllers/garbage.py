@@ -1,4 +1,4 @@
-"""Garbage collection by owner references, and the emptying of namespaces that are deleted."""
+"""Garbage collection by owner references, and the deletion of a deleted namespace's objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .owned import Tools, all_keys
 
 
 class GarbageCollector:
-    """Its keys are ("", uid): an object that is gone or going, and has or had dependents."""
+    """Its keys are ("", uid) of deleted objects, or objects in deletion, that have or had dependents."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -35,32 +35,32 @@ class GarbageCollector:
 
     def reconcile(self, key: Key) -> None:
         uid = key[1]
-        found = self._find(uid)
-        if found is None:
+        stored = self._find(uid)
+        if stored is None:
             for kind, dependent in self._tools.store.dependents(uid):
                 self._drop_owner(kind, dependent, uid)
             return
-        kind, owner = found
+        kind, owner = stored
         finalizers = owner["metadata"].get("finalizers", [])
         if "deletionTimestamp" not in owner["metadata"]:
             return
         if ORPHAN in finalizers:
-            for one, dependent in self._tools.store.dependents(uid):
-                self._strip(one, dependent, uid)
-            self._finish(kind, owner, ORPHAN)
+            for dependent_kind, dependent in self._tools.store.dependents(uid):
+                self._strip(dependent_kind, dependent, uid)
+            self._tools.objects.remove_finalizer(kind, owner, ORPHAN)
         elif FOREGROUND in finalizers and not self._delete_blocking(uid):
-            self._finish(kind, owner, FOREGROUND)
+            self._tools.objects.remove_finalizer(kind, owner, FOREGROUND)
 
     def _drop_owner(self, kind: Kind, item: Object, uid: str) -> None:
-        """Delete what has no owner left; otherwise forget the one that is gone."""
-        others = [one["uid"] for one in item["metadata"]["ownerReferences"] if one["uid"] != uid]
-        if any(self._tools.store.exists(other) for other in others):
+        """Delete an object without remaining owners; otherwise remove its reference to the deleted owner."""
+        others = {reference["uid"] for reference in item["metadata"]["ownerReferences"]} - {uid}
+        if any(map(self._tools.store.exists, others)):
             self._strip(kind, item, uid)
         elif "deletionTimestamp" not in item["metadata"]:
             self._delete(kind, item, "Background")
 
     def _delete_blocking(self, uid: str) -> bool:
-        """Delete the dependents; whether some that block the owner's end are still there."""
+        """Delete the dependents; return whether a dependent that blocks the owner's deletion still exists."""
         for kind, dependent in self._tools.store.dependents(uid):
             if "deletionTimestamp" not in dependent["metadata"]:
                 self._delete(kind, dependent, "Foreground")
@@ -72,20 +72,14 @@ class GarbageCollector:
         )
 
     def _strip(self, kind: Kind, item: Object, uid: str) -> None:
-        left = [one for one in item["metadata"]["ownerReferences"] if one["uid"] != uid]
+        left = [reference for reference in item["metadata"]["ownerReferences"] if reference["uid"] != uid]
         item["metadata"]["ownerReferences"] = left
         if not left:
             del item["metadata"]["ownerReferences"]
         self._tools.store.replace(kind, item)
 
     def _delete(self, kind: Kind, item: Object, policy: str) -> None:
-        metadata = item["metadata"]
-        options = DeleteOptions(policy, uid=metadata["uid"])
-        self._tools.objects.delete(kind, metadata.get("namespace", ""), metadata["name"], options)
-
-    def _finish(self, kind: Kind, owner: Object, finalizer: str) -> None:
-        owner["metadata"]["finalizers"] = [one for one in owner["metadata"]["finalizers"] if one != finalizer]
-        self._tools.objects.settle(kind, owner)
+        self._tools.objects.delete_item(kind, item, DeleteOptions(policy, uid=item["metadata"]["uid"]))
 
     def _find(self, uid: str) -> tuple[Kind, Object] | None:
         row = self._tools.store.db.connection.execute(
@@ -95,7 +89,7 @@ class GarbageCollector:
 
 
 class NamespaceController:
-    """Deletes what is in a namespace that is being deleted, then lets the namespace go."""
+    """Deletes the objects of a namespace that is being deleted, then the namespace itself."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -114,14 +108,12 @@ class NamespaceController:
         if namespace is None or "deletionTimestamp" not in namespace["metadata"]:
             return
         left = 0
-        for kind in (one for one in KINDS if one.namespaced):
+        for kind in (known for known in KINDS if known.namespaced):
             for item in self._tools.store.items(kind, key[1]):
                 left += 1
                 if "deletionTimestamp" not in item["metadata"]:
-                    _, gone = self._tools.objects.delete(
-                        kind, key[1], item["metadata"]["name"], DeleteOptions("Background")
-                    )
-                    left -= gone
+                    _, is_deleted = self._tools.objects.delete_item(kind, item, DeleteOptions("Background"))
+                    left -= is_deleted
         if not left:
             namespace["spec"]["finalizers"] = []
             self._tools.objects.settle(NAMESPACE, namespace)

@@ -1,25 +1,24 @@
-"""Jobs: pods until enough have succeeded or too many have failed.
+"""Jobs: pods until enough pods have succeeded or too many have failed.
 
-Pods carry a finalizer until they are counted; counting a pod and taking its finalizer away is one transaction here,
-so no pod is counted twice or lost, whoever deletes it and whenever the stack is killed.
+Pods carry a finalizer until they are counted. Counting a pod and removing its finalizer is a single transaction, so no
+pod is lost or counted twice, whoever deletes it and whenever the stack is killed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..defaults import COMPLETION_INDEX, TRACKING
 from ..kinds import JOB, POD
 from ..objects import DeleteOptions
-from ..store import Change, Object
+from ..store import Object
 from ..times import seconds, timestamp
 from .loop import Key
 from .owned import (
-    Tools,
-    all_keys,
+    OwnerController,
+    condition,
     condition_status,
     controller_of,
     delete_pod,
@@ -27,7 +26,6 @@ from .owned import (
     is_finished,
     is_ready,
     make_pod,
-    own_keys,
     owned,
     set_condition,
 )
@@ -37,13 +35,13 @@ COMPONENT = "job-controller"
 
 
 @dataclass
-class Look:
-    """One look at a job: its pods, and the status that will be written."""
+class JobState:
+    """The state of a job during a reconciliation: its pods, the status to write, and when to reconcile again."""
 
     job: Object
     pods: list[Object]
     status: Object
-    again: list[float] = field(default_factory=list)
+    due: list[float] = field(default_factory=list)
 
     @property
     def spec(self) -> Object:
@@ -62,17 +60,13 @@ class Look:
         return condition_status({"status": self.status}, condition) == "True"
 
 
-class JobController:
-    """Reconciles one cluster's jobs."""
+class JobController(OwnerController):
+    """Reconciles a cluster's jobs."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-
-    def keys(self, change: Change) -> Iterator[Key]:
-        return own_keys(JOB, change)
+    kind = JOB
 
     def all_keys(self) -> list[Key]:
-        return all_keys(self._tools.store, JOB) + [
+        return super().all_keys() + [
             (pod["metadata"]["namespace"], owner["name"])
             for pod in self._tools.store.items(POD)
             if (owner := controller_of(pod)) and owner["kind"] == "Job"
@@ -83,18 +77,18 @@ class JobController:
         self._release_strays(key, job)
         if job is None or "deletionTimestamp" in job["metadata"]:
             return None
-        look = Look(job, owned(self._tools.store, POD, job), copy.deepcopy(job.get("status", {})))
-        if look.holds("Complete") or look.holds("Failed"):
-            return self._finished(look)
-        self._start(look)
-        self._count(look)
-        self._judge(look)
-        self._act(look)
-        self._write(look)
-        return min(look.again, default=None)
+        state = JobState(job, owned(self._tools.store, POD, job), copy.deepcopy(job.get("status", {})))
+        if state.holds("Complete") or state.holds("Failed"):
+            return self._finished(state)
+        self._start(state)
+        self._count(state)
+        self._judge(state)
+        self._act(state)
+        self._write(state)
+        return min(state.due, default=None)
 
     def _release_strays(self, key: Key, job: Object | None) -> None:
-        """Pods of a job that is gone or going have nobody to be counted by."""
+        """Remove the finalizer from pods of a deleted job, or a job in deletion: no controller will count them."""
         for pod in self._tools.store.items(POD, key[0]):
             owner = controller_of(pod)
             if not owner or (owner["kind"], owner["name"]) != ("Job", key[1]):
@@ -102,81 +96,80 @@ class JobController:
             if job is None or owner["uid"] != job["metadata"]["uid"] or "deletionTimestamp" in job["metadata"]:
                 self._release(pod)
 
-    def _finished(self, look: Look) -> float | None:
-        """Release what is left, and delete the job itself when its time to live is over."""
-        for pod in look.pods:
+    def _finished(self, state: JobState) -> float | None:
+        """Release the remaining pods, and delete the job itself when its time to live has passed."""
+        for pod in state.pods:
             self._release(pod)
-        status = {**look.status, "active": 0, "ready": 0, "terminating": len(look.terminating)}
-        look.status = {key: value for key, value in status.items() if key != "active" or value}
-        self._write(look)
-        if (ttl := look.spec.get("ttlSecondsAfterFinished")) is None:
+        status = {**state.status, "active": 0, "ready": 0, "terminating": len(state.terminating)}
+        state.status = {key: value for key, value in status.items() if key != "active" or value}
+        self._write(state)
+        if (ttl := state.spec.get("ttlSecondsAfterFinished")) is None:
             return None
-        ended = next(one for one in look.status["conditions"] if one["type"] in ("Complete", "Failed"))
+        ended = next(entry for entry in state.status["conditions"] if entry["type"] in ("Complete", "Failed"))
         due = seconds(ended["lastTransitionTime"]) + float(ttl)
         if due > self._tools.now():
             return due
-        metadata = look.job["metadata"]
-        self._tools.objects.delete(JOB, metadata["namespace"], metadata["name"], DeleteOptions("Foreground"))
+        self._tools.objects.delete_item(JOB, state.job, DeleteOptions("Foreground"))
         return None
 
-    def _start(self, look: Look) -> None:
-        if not look.spec["suspend"]:
-            look.status.setdefault("startTime", self._tools.stamp())
-        look.status.setdefault("uncountedTerminatedPods", {})
+    def _start(self, state: JobState) -> None:
+        if not state.spec["suspend"]:
+            state.status.setdefault("startTime", self._tools.stamp())
+        state.status.setdefault("uncountedTerminatedPods", {})
 
-    def _count(self, look: Look) -> None:
-        """Take every pod that has ended into the counts, once."""
-        completed = parse_indexes(look.status.get("completedIndexes", ""))
-        for pod in look.pods:
+    def _count(self, state: JobState) -> None:
+        """Count every ended pod once."""
+        completed = parse_indexes(state.status.get("completedIndexes", ""))
+        for pod in state.pods:
             if TRACKING not in pod["metadata"].get("finalizers", ()):
                 continue
             if pod["status"]["phase"] == "Succeeded":
-                self._count_success(look, pod, completed)
-            elif self._has_failed(look, pod):
-                self._count_failure(look, pod)
+                self._count_success(state, pod, completed)
+            elif self._has_failed(state, pod):
+                self._count_failure(state, pod)
             else:
                 continue
             self._release(pod)
-        if look.spec["completionMode"] == "Indexed":
-            completed = {index for index in completed if index < look.spec["completions"]}
-            look.status["completedIndexes"] = format_indexes(completed)
-            look.status["succeeded"] = len(completed)
-        look.pods = owned(self._tools.store, POD, look.job)
+        if state.spec["completionMode"] == "Indexed":
+            completed = {index for index in completed if index < state.spec["completions"]}
+            state.status["completedIndexes"] = format_indexes(completed)
+            state.status["succeeded"] = len(completed)
+        state.pods = owned(self._tools.store, POD, state.job)
 
-    def _has_failed(self, look: Look, pod: Object) -> bool:
+    def _has_failed(self, state: JobState, pod: Object) -> bool:
         if pod["status"]["phase"] == "Failed":
             return True
-        # Under the policy Failed a pod counts when it has ended; otherwise already when somebody deletes it.
-        return look.spec["podReplacementPolicy"] != "Failed" and "deletionTimestamp" in pod["metadata"]
+        # Under the policy Failed, a pod counts when it has ended; otherwise as soon as it is being deleted.
+        return state.spec["podReplacementPolicy"] != "Failed" and "deletionTimestamp" in pod["metadata"]
 
-    def _count_success(self, look: Look, pod: Object, completed: set[int]) -> None:
-        if look.spec["completionMode"] == "Indexed":
+    def _count_success(self, state: JobState, pod: Object, completed: set[int]) -> None:
+        if state.spec["completionMode"] == "Indexed":
             completed.add(index_of(pod))
         else:
-            look.status["succeeded"] = look.status.get("succeeded", 0) + 1
+            state.status["succeeded"] = state.status.get("succeeded", 0) + 1
 
-    def _count_failure(self, look: Look, pod: Object) -> None:
-        number, rule, message = match_rule(look.spec.get("podFailurePolicy", {}).get("rules", []), pod)
+    def _count_failure(self, state: JobState, pod: Object) -> None:
+        number, rule, message = match_rule(state.spec.get("podFailurePolicy", {}).get("rules", []), pod)
         if rule is not None and rule["action"] == "Ignore":
             return
-        look.status["failed"] = look.status.get("failed", 0) + 1
-        if rule is not None and rule["action"] == "FailJob" and not look.holds("FailureTarget"):
-            self._set_target(look, "PodFailurePolicy", f"{message} matching FailJob rule at index {number}")
+        state.status["failed"] = state.status.get("failed", 0) + 1
+        if rule is not None and rule["action"] == "FailJob" and not state.holds("FailureTarget"):
+            self._set_target(state, "PodFailurePolicy", f"{message} matching FailJob rule at index {number}")
 
-    def _judge(self, look: Look) -> None:
-        """Decide whether the job has failed or succeeded; its pods are ended first, the last word comes after."""
-        if look.holds("FailureTarget") or look.holds("SuccessCriteriaMet"):
+    def _judge(self, state: JobState) -> None:
+        """Decide whether the job has failed or succeeded; its final condition follows once its pods have ended."""
+        if state.holds("FailureTarget") or state.holds("SuccessCriteriaMet"):
             return
-        limit = look.spec["backoffLimit"]
-        restarts = sum(one["restartCount"] for pod in look.active for one in _statuses(pod))
-        on_failure = look.spec["template"]["spec"]["restartPolicy"] == "OnFailure"
-        if look.status.get("failed", 0) > limit or (on_failure and restarts and restarts >= limit):
-            self._set_target(look, "BackoffLimitExceeded", "Job has reached the specified backoff limit")
-        elif self._is_late(look):
-            self._set_target(look, "DeadlineExceeded", "Job was active longer than specified deadline")
-        elif self._is_complete(look):
+        limit = state.spec["backoffLimit"]
+        restarts = sum(container["restartCount"] for pod in state.active for container in _statuses(pod))
+        on_failure = state.spec["template"]["spec"]["restartPolicy"] == "OnFailure"
+        if state.status.get("failed", 0) > limit or (on_failure and restarts and restarts >= limit):
+            self._set_target(state, "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+        elif self._is_late(state):
+            self._set_target(state, "DeadlineExceeded", "Job was active longer than specified deadline")
+        elif self._is_complete(state):
             set_condition(
-                look.status,
+                state.status,
                 "SuccessCriteriaMet",
                 "True",
                 "CompletionsReached",
@@ -185,90 +178,90 @@ class JobController:
                 lastProbeTime=self._tools.stamp(),
             )
 
-    def _is_late(self, look: Look) -> bool:
-        allowed = look.spec.get("activeDeadlineSeconds")
-        if allowed is None or look.spec["suspend"]:
+    def _is_late(self, state: JobState) -> bool:
+        allowed = state.spec.get("activeDeadlineSeconds")
+        if allowed is None or state.spec["suspend"]:
             return False
-        due = seconds(look.status["startTime"]) + allowed
-        look.again.append(due)
+        due = seconds(state.status["startTime"]) + allowed
+        state.due.append(due)
         return bool(self._tools.now() >= due)
 
-    def _is_complete(self, look: Look) -> bool:
-        succeeded, wanted = look.status.get("succeeded", 0), look.spec.get("completions")
+    def _is_complete(self, state: JobState) -> bool:
+        succeeded, wanted = state.status.get("succeeded", 0), state.spec.get("completions")
         if wanted is None:
-            return succeeded > 0 and not look.active
+            return succeeded > 0 and not state.active
         return bool(succeeded >= wanted)
 
-    def _act(self, look: Look) -> None:
-        if look.holds("FailureTarget") or look.holds("SuccessCriteriaMet"):
-            self._delete(look, look.active)
-            if not look.terminating:
-                self._conclude(look)
-        elif look.spec["suspend"]:
-            self._suspend(look)
+    def _act(self, state: JobState) -> None:
+        if state.holds("FailureTarget") or state.holds("SuccessCriteriaMet"):
+            self._delete(state, state.active)
+            if not state.terminating:
+                self._conclude(state)
+        elif state.spec["suspend"]:
+            self._suspend(state)
         else:
-            self._resume(look)
-            self._fill(look)
+            self._resume(state)
+            self._fill(state)
 
-    def _conclude(self, look: Look) -> None:
+    def _conclude(self, state: JobState) -> None:
         now = self._tools.stamp()
-        target = "FailureTarget" if look.holds("FailureTarget") else "SuccessCriteriaMet"
-        why = next(one for one in look.status["conditions"] if one["type"] == target)
+        target = "FailureTarget" if state.holds("FailureTarget") else "SuccessCriteriaMet"
+        why = condition({"status": state.status}, target) or {}
         kind = "Failed" if target == "FailureTarget" else "Complete"
-        set_condition(look.status, kind, "True", why["reason"], why["message"], now, lastProbeTime=now)
-        look.again = [self._tools.now()] if "ttlSecondsAfterFinished" in look.spec else []
+        set_condition(state.status, kind, "True", why["reason"], why["message"], now, lastProbeTime=now)
+        state.due = [self._tools.now()] if "ttlSecondsAfterFinished" in state.spec else []
         if kind == "Complete":
-            look.status["completionTime"] = now
-            self._tell(look, "Normal", "Completed", "Job completed")
+            state.status["completionTime"] = now
+            self._tell(state, "Normal", "Completed", "Job completed")
         else:
-            self._tell(look, "Warning", why["reason"], why["message"])
+            self._tell(state, "Warning", why["reason"], why["message"])
 
-    def _suspend(self, look: Look) -> None:
-        self._delete(look, look.active)
-        look.status.pop("startTime", None)
-        if not look.holds("Suspended"):
+    def _suspend(self, state: JobState) -> None:
+        self._delete(state, state.active)
+        state.status.pop("startTime", None)
+        if not state.holds("Suspended"):
             now = self._tools.stamp()
-            set_condition(look.status, "Suspended", "True", "JobSuspended", "Job suspended", now, lastProbeTime=now)
-            self._tell(look, "Normal", "Suspended", "Job suspended")
+            set_condition(state.status, "Suspended", "True", "JobSuspended", "Job suspended", now, lastProbeTime=now)
+            self._tell(state, "Normal", "Suspended", "Job suspended")
 
-    def _resume(self, look: Look) -> None:
-        if look.holds("Suspended"):
+    def _resume(self, state: JobState) -> None:
+        if state.holds("Suspended"):
             now = self._tools.stamp()
-            set_condition(look.status, "Suspended", "False", "JobResumed", "Job resumed", now, lastProbeTime=now)
-            look.status["startTime"] = now
-            self._tell(look, "Normal", "Resumed", "Job resumed")
+            set_condition(state.status, "Suspended", "False", "JobResumed", "Job resumed", now, lastProbeTime=now)
+            state.status["startTime"] = now
+            self._tell(state, "Normal", "Resumed", "Job resumed")
 
-    def _fill(self, look: Look) -> None:
-        """Create the pods that are missing, delete those that are too many."""
-        wanted = self._wanted(look)
-        active = look.active
+    def _fill(self, state: JobState) -> None:
+        """Create missing pods and delete surplus pods."""
+        wanted = self._wanted(state)
+        active = state.active
         if len(active) > wanted:
             surplus = sorted(active, key=lambda pod: (is_ready(pod), pod["status"]["phase"] == "Running"))
-            self._delete(look, surplus[: len(active) - wanted])
+            self._delete(state, surplus[: len(active) - wanted])
             return
         missing = wanted - len(active)
-        if look.spec["podReplacementPolicy"] == "Failed":
-            missing -= len(look.terminating)
+        if state.spec["podReplacementPolicy"] == "Failed":
+            missing -= len(state.terminating)
         if missing <= 0:
             return
-        if (due := self._next_start(look)) > self._tools.now():
-            look.again.append(due)
+        if (due := self._next_start(state)) > self._tools.now():
+            state.due.append(due)
             return
-        for index in self._free_indexes(look, missing):
-            if self._create(look, index) is None:
-                look.again.append(self._tools.now() + self._tools.config.job_backoff_seconds)
+        for index in self._free_indexes(state, missing):
+            if self._create(state, index) is None:
+                state.due.append(self._tools.now() + self._tools.config.job_backoff_seconds)
                 return
 
-    def _wanted(self, look: Look) -> int:
-        parallelism, completions = look.spec["parallelism"], look.spec.get("completions")
-        succeeded = look.status.get("succeeded", 0)
+    def _wanted(self, state: JobState) -> int:
+        parallelism, completions = state.spec["parallelism"], state.spec.get("completions")
+        succeeded = state.status.get("succeeded", 0)
         if completions is None:
-            return len(look.active) if succeeded else int(parallelism)
+            return len(state.active) if succeeded else int(parallelism)
         return int(min(parallelism, completions - succeeded))
 
-    def _next_start(self, look: Look) -> float:
-        """Failed pods are replaced after a delay that doubles with each failure since the last success."""
-        ends = [(_ended_at(pod), pod["status"]["phase"] == "Failed") for pod in look.pods if is_finished(pod)]
+    def _next_start(self, state: JobState) -> float:
+        """When the next pod may start: after a delay that doubles with each failure since the last success."""
+        ends = [(_ended_at(pod), pod["status"]["phase"] == "Failed") for pod in state.pods if is_finished(pod)]
         last_success = max((at for at, failed in ends if not failed), default=0.0)
         failures = [at for at, failed in ends if failed and at >= last_success]
         if not failures:
@@ -276,61 +269,58 @@ class JobController:
         delay = self._tools.config.job_backoff_seconds * 2.0 ** min(len(failures) - 1, 20)
         return max(failures) + min(delay, LONGEST_BACKOFF_SECONDS)
 
-    def _free_indexes(self, look: Look, count: int) -> list[int | None]:
-        if look.spec["completionMode"] != "Indexed":
+    def _free_indexes(self, state: JobState, count: int) -> list[int | None]:
+        if state.spec["completionMode"] != "Indexed":
             return [None] * count
-        taken = parse_indexes(look.status.get("completedIndexes", ""))
-        busy = look.active + (look.terminating if look.spec["podReplacementPolicy"] == "Failed" else [])
+        taken = parse_indexes(state.status.get("completedIndexes", ""))
+        busy = state.active + (state.terminating if state.spec["podReplacementPolicy"] == "Failed" else [])
         taken |= {index_of(pod) for pod in busy}
-        free: list[int | None] = [index for index in range(look.spec["completions"]) if index not in taken]
+        free: list[int | None] = [index for index in range(state.spec["completions"]) if index not in taken]
         return free[:count]
 
-    def _create(self, look: Look, index: int | None) -> Object | None:
-        name = look.job["metadata"]["name"]
-        template = look.spec["template"]
+    def _create(self, state: JobState, index: int | None) -> Object | None:
+        name = state.job["metadata"]["name"]
+        template = state.spec["template"]
         metadata: dict[str, Any] = {"generateName": f"{name}-", "finalizers": [TRACKING]}
         if index is not None:
             metadata["generateName"] = f"{name}-{index}-"
             metadata["labels"] = metadata["annotations"] = {COMPLETION_INDEX: str(index)}
             template = _indexed(template, f"{name}-{index}")
-        pod = make_pod(self._tools, JOB, look.job, template, metadata)
+        pod = make_pod(self._tools, JOB, state.job, template, metadata)
         if pod is not None:
-            look.pods.append(pod)
+            state.pods.append(pod)
         return pod
 
-    def _delete(self, look: Look, pods: list[Object]) -> None:
-        """Pods that the job itself ends are not failures, so their finalizer goes first."""
+    def _delete(self, state: JobState, pods: list[Object]) -> None:
+        """Delete pods. Their finalizer is removed first, because a pod that the job itself ends is not a failure."""
         for pod in pods:
             self._release(pod)
-            delete_pod(self._tools, JOB, look.job, pod)
+            delete_pod(self._tools, JOB, state.job, pod)
         if pods:
-            look.pods = owned(self._tools.store, POD, look.job)
+            state.pods = owned(self._tools.store, POD, state.job)
 
     def _release(self, pod: Object) -> None:
-        finalizers = pod["metadata"].get("finalizers", [])
-        if TRACKING in finalizers:
-            pod["metadata"]["finalizers"] = [one for one in finalizers if one != TRACKING]
-            self._tools.objects.settle(POD, pod)
+        self._tools.objects.remove_finalizer(POD, pod, TRACKING)
 
-    def _set_target(self, look: Look, reason: str, message: str) -> None:
+    def _set_target(self, state: JobState, reason: str, message: str) -> None:
         now = self._tools.stamp()
-        set_condition(look.status, "FailureTarget", "True", reason, message, now, lastProbeTime=now)
+        set_condition(state.status, "FailureTarget", "True", reason, message, now, lastProbeTime=now)
 
-    def _tell(self, look: Look, event_type: str, reason: str, message: str) -> None:
-        self._tools.recorder.record(JOB, look.job, event_type, reason, message, COMPONENT)
+    def _tell(self, state: JobState, event_type: str, reason: str, message: str) -> None:
+        self._tools.recorder.record(JOB, state.job, event_type, reason, message, COMPONENT)
 
-    def _write(self, look: Look) -> None:
-        active = look.active
-        look.status["ready"] = sum(1 for pod in active if is_ready(pod))
-        look.status["terminating"] = len(look.terminating)
-        look.status.pop("active", None)
+    def _write(self, state: JobState) -> None:
+        active = state.active
+        state.status["ready"] = sum(1 for pod in active if is_ready(pod))
+        state.status["terminating"] = len(state.terminating)
+        state.status.pop("active", None)
         if active:
-            look.status["active"] = len(active)
-        self._tools.store.replace(JOB, {**look.job, "status": look.status})
+            state.status["active"] = len(active)
+        self._tools.store.replace(JOB, {**state.job, "status": state.status})
 
 
 def match_rule(rules: list[Object], pod: Object) -> tuple[int, Object | None, str]:
-    """The first rule of a pod failure policy that a failed pod matches: its index, itself, and why."""
+    """(index, rule, reason) of the first rule of a pod failure policy that a failed pod matches, or (-1, None, "")."""
     name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
     for number, rule in enumerate(rules):
         for pattern in rule.get("onPodConditions", ()):
@@ -359,7 +349,7 @@ def parse_indexes(text: str) -> set[int]:
 
 
 def format_indexes(indexes: set[int]) -> str:
-    """The inverse of `parse_indexes`: three and more in a row become a range, two do not."""
+    """The inverse of `parse_indexes`: three or more consecutive indexes become a range."""
     parts: list[list[int]] = []
     for index in sorted(indexes):
         if parts and index == parts[-1][1] + 1:
@@ -378,13 +368,13 @@ def _statuses(pod: Object) -> list[Object]:
 
 
 def _ended_at(pod: Object) -> float:
-    ends = [one.get("state", {}).get("terminated", {}).get("finishedAt") for one in _statuses(pod)]
+    ends = [container.get("state", {}).get("terminated", {}).get("finishedAt") for container in _statuses(pod)]
     times = [seconds(end) for end in ends if end]
     return max(times, default=seconds(pod["metadata"].get("creationTimestamp") or timestamp(0)))
 
 
 def _indexed(template: Object, hostname: str) -> Object:
-    """The template of one index: its containers learn which they are, and have a name of their own."""
+    """The template for an index: its containers get JOB_COMPLETION_INDEX, its pod a separate hostname."""
     template = copy.deepcopy(template)
     template["spec"].setdefault("hostname", hostname)
     variable = {
@@ -393,6 +383,6 @@ def _indexed(template: Object, hostname: str) -> Object:
     }
     for container in [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]:
         env = container.setdefault("env", [])
-        if all(one["name"] != variable["name"] for one in env):
+        if all(entry["name"] != variable["name"] for entry in env):
             env.append(variable)
     return template

@@ -1,4 +1,4 @@
-"""The control loop: a change makes keys dirty, a dirty key is reconciled, a reconciliation may ask to be repeated."""
+"""The control loop: a change makes keys dirty; the loop reconciles dirty keys, again when a reconciliation is due."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
+from ...kit.background import first
 from ..store import Change
 
 log = logging.getLogger(__name__)
@@ -20,20 +21,20 @@ FAILURE_SECONDS = 5.0
 
 
 class Controller(Protocol):
-    """Level-triggered: `reconcile` looks at what is, whatever happened before."""
+    """Level-triggered: `reconcile` reads the present state, not the changes that led to it."""
 
     def keys(self, change: Change) -> Iterable[Key]:
-        """Which objects a change makes worth a look, as (namespace, name) or what the controller uses as such."""
+        """The keys that a change makes dirty, as (namespace, name) or another pair that the controller defines."""
 
     def all_keys(self) -> Iterable[Key]:
-        """Every object; looked at once at each start."""
+        """The keys of all objects: each start reconciles all of them."""
 
     def reconcile(self, key: Key) -> float | None:
-        """Do what is due, inside a transaction; answers when to look again whatever happens."""
+        """Do what is due, inside a transaction; return when to reconcile again even without a change, or None."""
 
 
 class ControlLoop:
-    """Runs one cluster's controllers, one key after the other; asleep while nothing is dirty and nothing due."""
+    """Runs a cluster's controllers, one key after the other; sleeps while no key is dirty or due."""
 
     def __init__(self, db: Database, clock: Clock, controllers: Iterable[Controller]) -> None:
         self._db = db
@@ -47,8 +48,8 @@ class ControlLoop:
         for index, controller in enumerate(self._controllers):
             self._mark(index, controller.keys(change))
 
-    def look_again(self, controller: Controller) -> None:
-        """Reconcile everything of one controller: something that it depends on changed outside the objects."""
+    def reconcile_all(self, controller: Controller) -> None:
+        """Reconcile all keys of a controller: a condition outside of the objects has changed."""
         self._mark(self._controllers.index(controller), controller.all_keys())
 
     async def run(self) -> None:
@@ -72,25 +73,17 @@ class ControlLoop:
             with self._db.transaction():
                 again = self._controllers[index].reconcile(key)
         except Exception:
-            # One object that cannot be handled must not stop the others.
+            # A failed object must not stop the reconciliation of the others.
             log.exception("%s of %s failed", type(self._controllers[index]).__name__, key)
             again = self._clock.now() + FAILURE_SECONDS
         if again is not None:
             heapq.heappush(self._timers, (again, index, key))
 
     async def _sleep(self) -> None:
-        """Until something is dirty or due."""
+        """Sleep until a key is dirty or due."""
         self._wake.clear()
-        if self._timers:
-            timer = asyncio.ensure_future(self._clock.sleep_until(self._timers[0][0]))
-            wake = asyncio.ensure_future(self._wake.wait())
-            try:
-                await asyncio.wait([timer, wake], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                timer.cancel()
-                wake.cancel()
-        else:
-            await self._wake.wait()
+        timers = [self._clock.sleep_until(self._timers[0][0])] if self._timers else []
+        await first(self._wake.wait(), *timers)
         while self._timers and self._timers[0][0] <= self._clock.now():
             _, index, key = heapq.heappop(self._timers)
             self._dirty[index, key] = None

@@ -1,11 +1,11 @@
-"""What controllers that own pods have in common: finding, making and deleting them, and conditions."""
+"""Common parts of controllers: keys by owner, finding, creating and deleting owned pods, and conditions."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dropforge_local.base.clock import Clock
 
@@ -21,7 +21,7 @@ from .loop import Key
 
 @dataclass(frozen=True)
 class Tools:
-    """What a controller of one cluster works with."""
+    """What the controllers of a cluster work with."""
 
     objects: Objects
     recorder: Recorder
@@ -39,8 +39,23 @@ class Tools:
         return timestamp(self.clock.now())
 
 
+class OwnerController:
+    """A controller of one kind of objects. A change of such an object, or of an object that it owns, wakes it."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def keys(self, change: Change) -> Iterator[Key]:
+        return own_keys(self.kind, change)
+
+    def all_keys(self) -> list[Key]:
+        return all_keys(self._tools.store, self.kind)
+
+
 def own_keys(kind: Kind, change: Change) -> Iterator[Key]:
-    """The changed object itself, or the controller of a kind that the changed object belongs to."""
+    """The key of the changed object, or of its controlling owner, if that is an object of `kind`."""
     if change.kind == kind:
         yield change.namespace, change.name
         return
@@ -56,18 +71,18 @@ def all_keys(store: Store, kind: Kind) -> list[Key]:
 
 def controller_of(item: Object) -> Object | None:
     references: Iterable[Object] = item["metadata"].get("ownerReferences", ())
-    return next((one for one in references if one.get("controller")), None)
+    return next((reference for reference in references if reference.get("controller")), None)
 
 
 def owned(store: Store, kind: Kind, owner: Object) -> list[Object]:
-    """Oldest first."""
+    """The objects of `kind` that `owner` controls, oldest first."""
     uid = owner["metadata"]["uid"]
-    found = [
-        item for one, item in store.dependents(uid) if one == kind and (controller_of(item) or {}).get("uid") == uid
-    ]
-    return sorted(
-        found, key=lambda one: (one["metadata"]["creationTimestamp"], int(one["metadata"]["resourceVersion"]))
-    )
+    items = [item for own_kind, item in store.dependents(uid) if own_kind == kind]
+    return sorted((item for item in items if (controller_of(item) or {}).get("uid") == uid), key=_age)
+
+
+def _age(item: Object) -> tuple[str, int]:
+    return item["metadata"]["creationTimestamp"], int(item["metadata"]["resourceVersion"])
 
 
 def owner_reference(kind: Kind, owner: Object) -> Object:
@@ -83,7 +98,7 @@ def owner_reference(kind: Kind, owner: Object) -> Object:
 
 
 def make_pod(tools: Tools, kind: Kind, owner: Object, template: Object, metadata: Object) -> Object | None:
-    """Create a pod from a template; None, with an event, when it is refused."""
+    """Create a pod from a template; if the API refuses it, record an event and return None."""
     own = template.get("metadata", {})
     pod = {
         "apiVersion": "v1",
@@ -109,9 +124,8 @@ def make_pod(tools: Tools, kind: Kind, owner: Object, template: Object, metadata
 
 
 def delete_pod(tools: Tools, kind: Kind, owner: Object, pod: Object) -> None:
-    metadata = pod["metadata"]
-    tools.objects.delete(POD, metadata["namespace"], metadata["name"], DeleteOptions("Background"))
-    text = f"Deleted pod: {metadata['name']}"
+    tools.objects.delete_item(POD, pod, DeleteOptions("Background"))
+    text = f"Deleted pod: {pod['metadata']['name']}"
     tools.recorder.record(kind, owner, "Normal", "SuccessfulDelete", text, f"{kind.name.lower()}-controller")
 
 
@@ -128,7 +142,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def condition(item: Object, kind: str) -> Object | None:
-    return next((one for one in item.get("status", {}).get("conditions", ()) if one["type"] == kind), None)
+    return next((entry for entry in item.get("status", {}).get("conditions", ()) if entry["type"] == kind), None)
 
 
 def condition_status(item: Object, kind: str) -> str:
@@ -136,9 +150,9 @@ def condition_status(item: Object, kind: str) -> str:
 
 
 def set_condition(status: Object, kind: str, value: str, reason: str, message: str, now: str, **more: Any) -> None:
-    """Set one condition; its transition time moves only with its status."""
+    """Set a condition; its transition time changes only with its status."""
     conditions = status.setdefault("conditions", [])
-    old = next((one for one in conditions if one["type"] == kind), None)
+    old = condition({"status": status}, kind)
     since = old["lastTransitionTime"] if old and old["status"] == value else now
     new = {"type": kind, "status": value, "lastTransitionTime": since, **more}
     if reason:

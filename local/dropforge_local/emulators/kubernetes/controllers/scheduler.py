@@ -1,7 +1,7 @@
-"""The scheduler and Autopilot's autoscaler: pods to nodes, and nodes that exist as long as pods need them.
+"""The scheduler and Autopilot's autoscaler: they bind pods to nodes and keep nodes as long as pods need them.
 
-A node is virtual: a name with labels and a number of GPUs or TPU chips. What a real cluster runs out of (stock, quota,
-a reservation that is not there) shows here as there: the pod stays Pending, with a condition and events that say why.
+A node is virtual: a name with labels and a number of GPUs or TPU chips. A shortage (stock, quota, a missing
+reservation) shows as in a real cluster: the pod stays Pending, with a condition and events that state the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .owned import Tools, all_keys, is_finished, set_condition
 READY_AT = "local.dropforge/ready-at"
 PREEMPTED = "local.dropforge/preempted"
 RESERVATION = "cloud.google.com/reservation-name"
-# Labels that Autopilot's nodes can be asked to have; a selector for another one matches no node that will ever be.
+# Labels that selectors can request of Autopilot's nodes; a selector for another label never matches a node.
 KNOWN_LABELS = {
     ACCELERATOR,
     TPU_ACCELERATOR,
@@ -47,26 +47,26 @@ KNOWN_LABELS = {
     "topology.kubernetes.io/zone",
 }
 BASE_LABELS = {"kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux"}
-LARGEST = {"cpu": 222, "memory": 1024 * 2**30}  # what the largest Autopilot pod may ask for
+LARGEST = {"cpu": 222, "memory": 1024 * 2**30}  # the largest requests of an Autopilot pod
 PODS_PER_NODE = 32
 NO_MATCH = "node(s) didn't match Pod's node affinity/selector"
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a pod has no node: `why` for the scheduler's event, `scale_up` for the autoscaler's, if it tried."""
+    """Why a pod has no node: `why` for the scheduler's event, `scale_up` for the autoscaler's event, if it tried."""
 
     why: str
     scale_up: str = ""
 
 
 class Scheduler:
-    """Binds pods and adds nodes. Keys are pods."""
+    """Binds pods and adds nodes. Its keys are pods."""
 
     def __init__(self, tools: Tools, faults: Faults) -> None:
         self._tools = tools
         self._faults = faults
-        self._claims: dict[str, str] = {}  # pod uid -> the node it waits for; forgotten at a restart, which costs time
+        self._claims: dict[str, str] = {}  # pod uid -> the node it waits for; lost at a restart, which only costs time
 
     def is_claimed(self, node: str) -> bool:
         """Whether a pod waits for the node."""
@@ -76,7 +76,7 @@ class Scheduler:
         if change.kind == POD and change.body and _is_pending(change.body):
             yield change.namespace, change.name
         if (change.kind == POD and (change.body is None or is_finished(change.body))) or change.kind == NODE:
-            yield from self.all_keys()  # room may have become free
+            yield from self.all_keys()  # the change may have freed a node
 
     def all_keys(self) -> list[Key]:
         pods = [pod for pod in self._tools.store.items(POD) if _is_pending(pod)]
@@ -102,7 +102,7 @@ class Scheduler:
         return None
 
     def _find_node(self, pod: Object) -> Object | None:
-        """A node with the pod's labels and room for it; one that is ready before one that is not."""
+        """A node with the pod's labels and enough free devices; ready nodes come first."""
         selector, (resource, wanted) = pod["spec"].get("nodeSelector", {}), _wanted(pod["spec"])
         fitting = []
         for node in self._tools.store.items(NODE):
@@ -118,7 +118,7 @@ class Scheduler:
         return min(fitting, key=lambda node: float(node["metadata"]["annotations"][READY_AT]), default=None)
 
     def _used(self, node: Object, resource: str) -> tuple[int, int]:
-        """Devices of one kind and pods on a node, with those that wait for it."""
+        """(devices of a kind, pods) in use on a node, including the pods that wait for it."""
         name = node["metadata"]["name"]
         there = [
             pod for pod in self._tools.store.items(POD) if pod["spec"].get("nodeName") == name and not is_finished(pod)
@@ -126,7 +126,7 @@ class Scheduler:
         return sum(devices(pod["spec"], resource) for pod in there), len(there)
 
     def _impossible(self, pod: Object) -> Obstacle | None:
-        """Why no node, old or new, can ever run a pod; None if one could."""
+        """Why no node, old or new, can ever run a pod; None if a node could."""
         spec = pod["spec"]
         selector, (resource, wanted) = spec.get("nodeSelector", {}), _wanted(spec)
         count = len(self._tools.store.items(NODE))
@@ -134,10 +134,9 @@ class Scheduler:
         if set(selector) - KNOWN_LABELS or any(selector.get(key, value) != value for key, value in BASE_LABELS.items()):
             return Obstacle(f"{prefix}{count} {NO_MATCH}.")
         for name, largest in LARGEST.items():
-            asked = sum(
-                parse_quantity(one.get("resources", {}).get("requests", {}).get(name, 0)) for one in spec["containers"]
-            )
-            if asked > largest:
+            requests = [container.get("resources", {}).get("requests", {}) for container in spec["containers"]]
+            requested = sum(parse_quantity(request.get(name, 0)) for request in requests)
+            if requested > largest:
                 return Obstacle(f"{prefix}{count} Insufficient {name}.")
         if foreign := _foreign_resources(spec):
             return Obstacle(f"{prefix}{count} Insufficient {foreign[0]}.")
@@ -154,7 +153,7 @@ class Scheduler:
         return known.get(name)
 
     def _shortage(self, pod: Object) -> Obstacle | None:
-        """Why no node can be added for a pod now; None if one can."""
+        """Why no node can be added for a pod now; None if a node can be added."""
         selector = pod["spec"].get("nodeSelector", {})
         label, accelerator = _accelerator(selector)
         kind = self._kind(label, accelerator)
@@ -198,8 +197,8 @@ class Scheduler:
 
     def _mark_waiting(self, pod: Object) -> None:
         resource, wanted = _wanted(pod["spec"])
-        what = f"Insufficient {resource}" if wanted else NO_MATCH
-        self._set_unscheduled(pod, f"0/{len(self._tools.store.items(NODE))} nodes are available: {what}.")
+        shortage = f"Insufficient {resource}" if wanted else NO_MATCH
+        self._set_unscheduled(pod, f"0/{len(self._tools.store.items(NODE))} nodes are available: {shortage}.")
 
     def _set_unscheduled(self, pod: Object, message: str) -> None:
         set_condition(
@@ -233,7 +232,7 @@ class Scheduler:
 
 
 class NodeController:
-    """Makes nodes ready, and takes away those that stand empty. Keys are nodes."""
+    """Makes nodes ready and removes empty nodes. Its keys are nodes."""
 
     def __init__(self, tools: Tools, is_claimed: Callable[[str], bool]) -> None:
         self._tools = tools
@@ -283,13 +282,13 @@ def _is_pending(pod: Object) -> bool:
 
 
 def _wanted(spec: Object) -> tuple[str, int]:
-    """The devices that a pod asks for: TPU chips, or else GPUs."""
+    """The devices that a pod requests: (resource, number) of TPU chips, or else of GPUs."""
     chips = devices(spec, TPU)
     return (TPU, chips) if chips else (GPU, devices(spec, GPU))
 
 
 def _accelerator(selector: dict[str, str]) -> tuple[str, str]:
-    """The label that selects a type of accelerator, and the type; two empty strings when there is none."""
+    """(label, type) of the accelerator that a selector names; two empty strings if it names none."""
     return next(((label, selector[label]) for label in (TPU_ACCELERATOR, ACCELERATOR) if label in selector), ("", ""))
 
 
@@ -298,7 +297,7 @@ def _capacity(node: Object, resource: str) -> int:
 
 
 def _machine_size(resource: str, wanted: int, per_node: int) -> int:
-    """GPUs come in machines of 1, 2, 4, 8 and 16; a pod has all the chips of a TPU host."""
+    """Devices of the smallest machine for a pod: 1, 2, 4, 8 or 16 GPUs; all chips of a TPU host."""
     if resource == TPU:
         return wanted
     return min(per_node, next(size for size in (1, 2, 4, 8, 16, wanted) if size >= wanted))

@@ -1,1 +1,1 @@
-"""What runs pods on this machine: containers as process groups, their environment, volumes and probes."""
+"""Runs pods on this machine: containers as process groups, with environment, volumes and probes."""

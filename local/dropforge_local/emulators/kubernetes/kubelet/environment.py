@@ -1,7 +1,7 @@
-"""What a container sees: its environment, its command with references resolved, and where its volumes are.
+"""A container's environment and its command with references resolved.
 
-Processes are not isolated here, so names and ports of the cluster become ports of this machine in the values that the
-manifest passes: PORT and --port become the pod's local port, names of a headless service's pods become 127.0.0.1.
+Processes are not isolated here. In the values of the manifest, the cluster's names and ports therefore become ports of
+this machine: PORT and --port become the pod's local port, and names of a headless service's pods become 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True)
 class Sources:
-    """Where values come from."""
+    """The sources of a container's values."""
 
     store: Store
     ports: Ports
@@ -53,12 +53,12 @@ def environment(sources: Sources, pod: Object, container: Object) -> dict[str, s
     ports = [port["containerPort"] for port in container.get("ports", ())]
     if ports:
         env["PORT"] = str(local.get(int(env["PORT"]) if env.get("PORT", "").isdigit() else ports[0], local[ports[0]]))
-        env.setdefault("HOST", LOOPBACK)  # ours: a laptop's neighbours are none of a pod's clients
+        env.setdefault("HOST", LOOPBACK)  # local only: other machines in a laptop's network are no clients of a pod
     return env
 
 
 def words(sources: Sources, pod: Object, container: Object, part: str, env: Mapping[str, str]) -> list[str]:
-    """The manifest's command or args with $(VARIABLES) filled in and ports made local."""
+    """The manifest's command or args, with $(VARIABLES) expanded and ports replaced by local ports."""
     local = sources.local_ports(pod)
     result: list[str] = []
     for word in container.get(part, ()):
@@ -73,7 +73,7 @@ def words(sources: Sources, pod: Object, container: Object, part: str, env: Mapp
 
 
 def read_data(store: Store, kind: Kind, namespace: str, name: str, *, optional: bool) -> dict[str, bytes]:
-    """All values of a Secret or ConfigMap. Raises ConfigError when it is not there."""
+    """All values of a Secret or ConfigMap. Raises ConfigError if it does not exist and is not `optional`."""
     item = store.find(kind, namespace, name)
     if item is None:
         if optional:
@@ -132,7 +132,7 @@ def _text(value: bytes, where: str) -> str:
 
 def _read_resource(pod: Object, container: Object, reference: Object) -> str:
     named = reference.get("containerName", container["name"])
-    target = next((one for one in pod["spec"]["containers"] if one["name"] == named), container)
+    target = next((item for item in pod["spec"]["containers"] if item["name"] == named), container)
     part, _, name = reference["resource"].partition(".")
     amount = parse_quantity(target.get("resources", {}).get(part, {}).get(name, "0"))
     divisor = parse_quantity(reference.get("divisor") or "1") or 1
@@ -148,7 +148,7 @@ def _whole_source(store: Store, pod: Object, source: Object) -> dict[str, str]:
 
 
 def _service_links(sources: Sources, pod: Object) -> dict[str, str]:
-    """NAME_SERVICE_HOST and NAME_SERVICE_PORT: here they name the service's port on this machine."""
+    """NAME_SERVICE_HOST and NAME_SERVICE_PORT: the service's port on this machine."""
     namespace = pod["metadata"]["namespace"]
     links: dict[str, str] = {}
     for service in sources.store.items(SERVICE, namespace):
@@ -163,7 +163,7 @@ def _service_links(sources: Sources, pod: Object) -> dict[str, str]:
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:
-    """$(NAME) is replaced if the variable is known, $$ is a dollar sign."""
+    """Replace $(NAME) if the variable is known, and $$ by a dollar sign."""
 
     def replace(match: re.Match[str]) -> str:
         if match[1] == "$":
@@ -174,9 +174,9 @@ def _expand(text: str, env: Mapping[str, str]) -> str:
 
 
 def _localise(sources: Sources, text: str, pod: Object) -> str:
-    """A headless service's names of pods (job-0.service.namespace.svc.cluster.local) all are this machine.
+    """Replace the pod names of a headless service (job-0.service.namespace.svc.cluster.local) by 127.0.0.1.
 
-    With a port behind it, the port becomes one of this machine that is the service's own: jobs run side by side here.
+    A port after the name becomes a local port reserved for the service, because several jobs share this machine.
     """
     subdomain = pod["spec"].get("subdomain")
     if not subdomain or subdomain not in text:
@@ -196,7 +196,7 @@ def _localise(sources: Sources, text: str, pod: Object) -> str:
 
 
 def declared_ports(pod: Object) -> Iterator[int]:
-    """Every port that the manifest names by number: containers' ports, and probes' that are no container's port."""
+    """Every port that the manifest gives by number: containers' ports, and probes' ports outside of these."""
     for container in pod["spec"]["containers"]:
         yield from (port["containerPort"] for port in container.get("ports", ()))
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -207,8 +207,8 @@ def declared_ports(pod: Object) -> Iterator[int]:
 
 
 def port_number(container: Object, port: int | str) -> int | None:
-    """A port by its number or name; None when no container port has the name."""
+    """The number of a port given by number or name; None if no container port has the name."""
     if isinstance(port, int):
         return port
-    found = (one["containerPort"] for one in container.get("ports", ()) if one.get("name") == port)
-    return next(found, int(port) if port.isdigit() else None)
+    numbers = (entry["containerPort"] for entry in container.get("ports", ()) if entry.get("name") == port)
+    return next(numbers, int(port) if port.isdigit() else None)

@@ -1,4 +1,4 @@
-"""Containers' output as the API serves it: from a time or line on, and followed until the container ends."""
+"""Containers' output as the API serves it: from a given time or line, and followed until the container ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..times import timestamp
 from . import status
 from .runner import id_of
 
-FOLLOW_SECONDS = 0.2  # how often a file is looked at while somebody follows it
+FOLLOW_SECONDS = 0.2  # how often a followed file is read
 
 
 @dataclass(frozen=True)
 class LogRequest:
-    """What of the output is wanted; `since` is a Unix time."""
+    """The requested part of the output; `since` is a Unix time."""
 
     follow: bool = False
     timestamps: bool = False
@@ -33,12 +33,12 @@ class LogRequest:
 
 
 async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """The output in pieces. Lines have the time at which their piece was written, half a second more or less."""
-    ended = has_ended()  # asked before reading: what is read afterwards is all there is
-    lines = [one for name in (f"{LOG}.1", LOG) for one in _read_lines(directory, name)]
+    """The output in pieces. A line's time is the time of the write that contained it, accurate to half a second."""
+    ended = has_ended()  # checked before reading: after the end, the read returns all output
+    lines = _read_all(directory)
     position = (directory / LOG).stat().st_size if (directory / LOG).exists() else 0
     if request.since is not None:
-        lines = [one for one in lines if one[0] >= request.since]
+        lines = [line for line in lines if line[0] >= request.since]
     if request.tail_lines is not None:
         lines = lines[-request.tail_lines :] if request.tail_lines else []
     data = b"".join(_stamped(at) + line if request.timestamps else line for at, line in lines)
@@ -56,7 +56,7 @@ async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[],
 
 
 def read_workload_log(db: Database, directory: Path, cluster: str, workload: str, tail: int | None) -> str | None:
-    """What all containers of a workload wrote, in order of time; also after its deletion. None if none has run.
+    """The output of all containers of a workload by time, also after its deletion. None if no container has run.
 
     `workload` is as Cloud Asset Inventory names it below its cluster: namespaces/NAMESPACE/batch/jobs/NAME.
     """
@@ -65,13 +65,12 @@ def read_workload_log(db: Database, directory: Path, cluster: str, workload: str
     ).fetchall()
     if not rows:
         return None
-    outputs = [[one for name in (f"{LOG}.1", LOG) for one in _read_lines(directory / row["id"], name)] for row in rows]
-    lines = heapq.merge(*outputs, key=lambda one: one[0])
+    lines = heapq.merge(*(_read_all(directory / row["id"]) for row in rows), key=lambda line: line[0])
     return last_lines(b"".join(line for _, line in lines).decode("utf-8", errors="replace"), tail)
 
 
 def _read_new(directory: Path, position: int) -> tuple[list[tuple[float, bytes]], int]:
-    """Lines written since `position`; the file may have been rotated since."""
+    """(lines written since `position`, new position); the file may have been rotated meanwhile."""
     path = directory / LOG
     size = path.stat().st_size if path.exists() else 0
     pieces = []
@@ -81,8 +80,12 @@ def _read_new(directory: Path, position: int) -> tuple[list[tuple[float, bytes]]
     return pieces + _read_lines(directory, LOG, position), size
 
 
+def _read_all(directory: Path) -> list[tuple[float, bytes]]:
+    return [*_read_lines(directory, f"{LOG}.1"), *_read_lines(directory, LOG)]
+
+
 def _read_lines(directory: Path, name: str, start: int = 0) -> list[tuple[float, bytes]]:
-    """(time, line) of one file from an offset on."""
+    """(time, line) of a file, from an offset."""
     try:
         data = (directory / name).read_bytes()[start:]
     except FileNotFoundError:
@@ -110,28 +113,28 @@ def _stamped(at: float) -> bytes:
 
 
 def container_of(pod: Object, name: str) -> str:
-    """The container that a log request means. Refuses when it does not say which of several."""
-    names = [one["name"] for one in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]]
+    """The container of a log request. Refuses a request without a name if the pod has several containers."""
+    names = [item["name"] for item in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]]
     if name and name not in names:
         raise Refusal(400, f"container {name} is not valid for pod {pod['metadata']['name']}")
     if not name and len(pod["spec"]["containers"]) > 1:
-        choices = [one["name"] for one in pod["spec"]["containers"]]
-        text = f"a container name must be specified for pod {pod['metadata']['name']}, choose one of: {choices}"
+        choices = [item["name"] for item in pod["spec"]["containers"]]
+        text = f"a container name must be specified for pod {pod['metadata']['name']}, choose entry of: {choices}"
         raise Refusal(400, text)
     return name or str(pod["spec"]["containers"][0]["name"])
 
 
 def log_id(pod: Object, name: str, *, previous: bool) -> str:
-    """The container whose output is wanted. Refuses while there is none."""
-    one = next((one for one in status.all_entries(pod) if one["name"] == name), None)
-    attempt = one["restartCount"] if one else 0
+    """The id of the container whose output is requested. Refuses while that container has no output."""
+    entry = status.find_entry(pod, name)
+    attempt = entry["restartCount"] if entry else 0
     if previous:
-        if not one or not one.get("lastState"):
+        if not entry or not entry.get("lastState"):
             raise Refusal(400, f'previous terminated container "{name}" in pod "{pod["metadata"]["name"]}" not found')
-        waiting = "waiting" in one["state"] and one["state"]["waiting"].get("reason") == status.BACK_OFF
+        waiting = "waiting" in entry["state"] and entry["state"]["waiting"].get("reason") == status.BACK_OFF
         return id_of(pod, name, attempt if waiting else attempt - 1)
-    state = one["state"] if one else {"waiting": {"reason": "ContainerCreating"}}
-    if "waiting" in state and not (one and one.get("lastState")):
+    state = entry["state"] if entry else {"waiting": {"reason": "ContainerCreating"}}
+    if "waiting" in state and not (entry and entry.get("lastState")):
         why = state["waiting"].get("reason", "ContainerCreating")
         text = f'container "{name}" in pod "{pod["metadata"]["name"]}" is waiting to start: {why}'
         raise Refusal(400, text)

@@ -1,7 +1,7 @@
-"""The kubelet: one worker per pod that is bound to a node, from its volumes to its containers' last exit code.
+"""The kubelet: a worker for each pod on a node, from the mount of its volumes to its containers' last exit code.
 
-A worker writes down what it does before it does it, under names that follow from the pod's uid, so the next stack's
-worker goes on from there: containers outlive the stack and are found again by id.
+A worker records each step before it acts, under names derived from the pod's uid, so that the worker of the next stack
+continues from there: containers outlive the stack and are found by id.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from ....containers.processes import Container, Exit
+from ...kit.background import Background, Changes, first
 from ..controllers.owned import Tools, condition, condition_status, is_finished, set_condition
 from ..kinds import CONFIG_MAP, POD, SECRET
 from ..objects import DeleteOptions
@@ -39,14 +40,14 @@ SHUTDOWN = "Pod was terminated in response to imminent node shutdown."
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a pod's containers have to end, and how long they are given."""
+    """Why a pod's containers must end, and their grace time."""
 
     why: str  # deleted, preempted, evicted, deadline
     grace_seconds: float
 
 
 class Kubelet:
-    """The workers of one cluster's pods."""
+    """The workers of a cluster's pods."""
 
     def __init__(self, tools: Tools, runner: Runner, ports: Ports, session: aiohttp.ClientSession) -> None:
         self.tools = tools
@@ -55,40 +56,38 @@ class Kubelet:
         self.session = session
         self.sources = Sources(tools.store, ports, tools.config.pod_ports)
         self._workers: dict[str, PodWorker] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("pods")
 
     def start(self) -> None:
-        """Take over every pod that has a node; end containers whose pod has gone meanwhile."""
+        """Take over every pod on a node; end containers whose pod was deleted meanwhile."""
         pods = self.tools.store.items(POD)
         for pod in pods:
-            self._look_at(pod)
+            self._ensure_worker(pod)
         known = {pod["metadata"]["uid"] for pod in pods}
         for container_id, cluster, uid in self.runner.unended():
             if cluster == self.tools.store.cluster and uid not in known:
-                self._spawn(self._end_stray(container_id))
+                self._background.spawn(self._end_stray(container_id))
 
     async def stop(self) -> None:
-        """Stop watching; the containers go on."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Stop watching; the containers continue."""
+        await self._background.stop()
 
     def on_change(self, change: Change) -> None:
         if change.kind == POD:
             if change.body is not None:
-                self._look_at(change.body)
+                self._ensure_worker(change.body)
             if worker := self._workers.get(change.item["metadata"]["uid"]):
-                worker.poke()
+                worker.pod_changes.notify()
         elif change.kind in (SECRET, CONFIG_MAP):
             for worker in self._workers.values():
-                worker.poke_sources()
+                worker.source_changes.notify()
 
     def preempt(self, pod: Object) -> None:
-        """Take a pod's machine away: it is told, given a moment, and has failed."""
+        """Take away a pod's machine: the pod gets SIGTERM and a grace time, then fails."""
         self._disrupt(pod, SHUTDOWN)
 
     def evict(self, pod: Object) -> None:
-        """End a pod for the sake of its node."""
+        """End a pod because its node is short of memory."""
         self._disrupt(pod, PRESSURE)
         self.tools.recorder.record(POD, pod, "Warning", "Evicted", PRESSURE, "kubelet")
 
@@ -97,19 +96,18 @@ class Kubelet:
         set_condition(pod["status"], DISRUPTION, "True", reason, message, now, lastProbeTime=None)
         self.tools.store.replace(POD, pod)
 
-    def _look_at(self, pod: Object) -> None:
+    def _ensure_worker(self, pod: Object) -> None:
         uid = pod["metadata"]["uid"]
-        over = is_finished(pod) and "deletionTimestamp" not in pod["metadata"]
-        if uid in self._workers or not pod["spec"].get("nodeName") or over:
+        is_over = is_finished(pod) and "deletionTimestamp" not in pod["metadata"]
+        if uid in self._workers or not pod["spec"].get("nodeName") or is_over:
             return
         worker = self._workers[uid] = PodWorker(self, pod)
-        self._spawn(self._work(uid, worker))
+        self._background.spawn(self._work(uid, worker))
 
     async def _work(self, uid: str, worker: PodWorker) -> None:
         try:
             await worker.run()
         except Exception:
-            # One pod that cannot be handled must not stop the others.
             log.exception("pod %s failed", worker.name)
         finally:
             del self._workers[uid]
@@ -119,37 +117,22 @@ class Kubelet:
             await container.terminate(0)
             self.runner.ended(container)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 class PodWorker:
-    """Runs one pod to its end."""
+    """Runs a pod to its end."""
 
     def __init__(self, kubelet: Kubelet, pod: Object) -> None:
         self._kubelet = kubelet
         self._tools = kubelet.tools
         self._runner = kubelet.runner
-        self._pod = pod  # as it was last seen: needed for names when it has gone
-        self._poked = asyncio.Event()
-        self._sources_changed = asyncio.Event()
+        self._pod = pod  # as last read: its names are needed after its deletion
+        self.pod_changes = Changes()  # of the pod, also by this worker, and its deletion
+        self.source_changes = Changes()  # of Secrets and ConfigMaps that the pod may wait for
         self._running: dict[str, Container] = {}
 
     @property
     def name(self) -> str:
         return f"{self._pod['metadata']['namespace']}/{self._pod['metadata']['name']}"
-
-    def poke(self) -> None:
-        """The pod has changed, or is gone; what the worker itself writes counts too."""
-        self._poked.set()
-        self._poked = asyncio.Event()
-
-    def poke_sources(self) -> None:
-        """A Secret or ConfigMap has changed that the pod may wait for."""
-        self._sources_changed.set()
-        self._sources_changed = asyncio.Event()
 
     async def run(self) -> None:
         self._adopt_running()
@@ -170,11 +153,11 @@ class PodWorker:
             await asyncio.gather(life, stop, return_exceptions=True)
 
     def _adopt_running(self) -> None:
-        """Containers that an earlier stack started: a pod that is being deleted must find them too."""
+        """Adopt the containers that an earlier stack started; a pod in deletion must end them."""
         for container in self._all_containers():
-            found = next((one for one in status.all_entries(self._pod) if one["name"] == container["name"]), None)
-            attempt = found["restartCount"] if found else 0
-            for number in (attempt, attempt + 1):  # the next one may have been started just before a kill
+            entry = status.find_entry(self._pod, container["name"])
+            attempt = entry["restartCount"] if entry else 0
+            for number in (attempt, attempt + 1):  # the next attempt may have started just before a kill
                 if (adopted := self._runner.adopt(self._pod, container["name"], number)) and adopted.exit is None:
                     self._running[container["name"]] = adopted
 
@@ -182,7 +165,7 @@ class PodWorker:
         return [*self._pod["spec"].get("initContainers", ()), *self._pod["spec"]["containers"]]
 
     async def _live(self) -> None:
-        """Volumes, init containers one by one, then all containers; the phase when the last has ended."""
+        """Mount volumes, run init containers in order, then all containers; set the phase when the last has ended."""
         if is_finished(self._pod):
             return
         self._update(lambda pod: status.begin(pod, self._tools.stamp()))
@@ -200,19 +183,18 @@ class PodWorker:
         self._finish(status.verdict(self._pod))
 
     async def _mount(self) -> None:
-        """Wait for the volumes' sources; every retry is told."""
+        """Mount the volumes; wait while a source is missing, with an event for each retry."""
         while True:
-            changed = self._sources_changed
             try:
                 volumes.mount(self._tools.store, self._pod, self._runner.volume_directory(self._pod))
                 return
             except volumes.MountError as error:
                 self._tell("Warning", "FailedMount", str(error))
                 self._set_waiting_all("ContainerCreating")
-            await changed.wait()
+            await self.source_changes.wait()
 
     async def _keep(self, container: Object, *, init: bool = False) -> int:
-        """Run a container as often as its pod's policy wants; the last exit code."""
+        """Run a container as often as the pod's restart policy requires; return the last exit code."""
         name = container["name"]
         while True:
             code = self._known_exit(name)
@@ -224,11 +206,11 @@ class PodWorker:
             await self._back_off(name)
 
     def _known_exit(self, name: str) -> int | None:
-        """The exit code of the attempt that the status is at, if it has ended already."""
-        one = status.entry(self._pod, name)
-        state = one["state"].get("terminated")
-        if one["state"].get("waiting", {}).get("reason") == status.BACK_OFF:
-            state = one.get("lastState", {}).get("terminated")
+        """The exit code of the status's current attempt; None while it has not ended."""
+        entry = status.entry(self._pod, name)
+        state = entry["state"].get("terminated")
+        if entry["state"].get("waiting", {}).get("reason") == status.BACK_OFF:
+            state = entry.get("lastState", {}).get("terminated")
         return int(state["exitCode"]) if state else None
 
     async def _attempt(self, container: Object, *, init: bool) -> int:
@@ -246,10 +228,9 @@ class PodWorker:
         return ended.code
 
     async def _start(self, container: Object) -> Container:
-        """Start the present attempt, however long its image or configuration is missing."""
+        """Start the current attempt; wait as long as its image or configuration is missing."""
         name, delay = container["name"], self._tools.config.pull_retry_seconds
         while True:
-            changed = self._sources_changed
             attempt = status.entry(self._pod, name)["restartCount"]
             try:
                 if self._runner.adopt(self._pod, name, attempt) is None:
@@ -258,7 +239,7 @@ class PodWorker:
             except ConfigError as error:
                 self._set_waiting(name, "CreateContainerConfigError", str(error))
                 self._tell("Warning", "Failed", f"Error: {error}", name)
-                await changed.wait()
+                await self.source_changes.wait()
                 continue
             except StartError as error:
                 self._tell("Warning", "Failed", error.message, name)
@@ -284,10 +265,10 @@ class PodWorker:
         self._update(change)
 
     async def _back_off(self, name: str) -> None:
-        """Wait before the next attempt: not at all the first time, then longer and longer."""
-        one = status.entry(self._pod, name)
-        count = one["restartCount"]
-        last = one["state"].get("terminated") or one["lastState"]["terminated"]
+        """Wait before the next attempt: 0 s the first time, then with a doubling delay."""
+        entry = status.entry(self._pod, name)
+        count = entry["restartCount"]
+        last = entry["state"].get("terminated") or entry["lastState"]["terminated"]
         delay = min(self._tools.config.restart_seconds * 2.0 ** min(count - 1, 20), LONGEST_BACKOFF_SECONDS)
         if count:
             text = f"back-off {delay:g}s restarting failed container={name} pod={self._pod['metadata']['name']}"
@@ -305,28 +286,28 @@ class PodWorker:
         self._update(change)
 
     async def _probe(self, container: Object, running: Container) -> None:
-        """Ready and alive, as far as the container has probes that say so."""
+        """Run the container's probes: set readiness, and kill it when its startup or liveness probe fails."""
         name = container["name"]
         prober = Prober(
             self._kubelet.session, self._tools.config.probe_seconds, lambda port: self._resolve(container, port)
         )
         startup, readiness, liveness = (container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
-        one = status.entry(self._pod, name)  # of an earlier stack, when this one took the container over
+        entry = status.entry(self._pod, name)  # from an earlier stack, if this stack took over the container
         if (
             startup
-            and not one["started"]
+            and not entry["started"]
             and not await prober.until_success(startup, partial(self._unhealthy, name, "Startup"))
         ):
             await self._kill(name, running, f"Container {name} failed startup probe, will be restarted", startup)
             return
-        self._set_ready(name, ready=readiness is None or one["ready"], started=True)
+        self._set_ready(name, ready=readiness is None or entry["ready"], started=True)
         watching: list[Coroutine[Any, Any, None]] = []
         dead = asyncio.Event()
 
         if readiness:
             ready = partial(self._set_ready, name, started=True)
             unready = partial(self._unhealthy, name, "Readiness")
-            watching.append(prober.watch(readiness, lambda value: ready(ready=value), unready, first=one["ready"]))
+            watching.append(prober.watch(readiness, lambda value: ready(ready=value), unready, first=entry["ready"]))
         if liveness:
             sick = partial(self._unhealthy, name, "Liveness")
             watching.append(prober.watch(liveness, lambda alive: None if alive else dead.set(), sick, first=True))
@@ -350,9 +331,8 @@ class PodWorker:
         return local if local is not None else number
 
     async def _wait_for_stop(self) -> Stop:
-        """Until the pod is deleted, preempted or out of time."""
+        """Return when the pod is deleted, preempted, evicted or past its deadline."""
         while True:
-            poked = self._poked
             pod = self._read()
             if pod is None:
                 return Stop("deleted", 0)
@@ -369,10 +349,10 @@ class PodWorker:
             due_at = seconds(started) + allowed if allowed is not None and started else None
             if due_at is not None and due_at <= now:
                 return Stop("deadline", grace)
-            await self._first(poked.wait(), *([self._tools.clock.sleep_until(due_at)] if due_at else []))
+            await self._change_until(due_at)
 
     async def _end(self, stop: Stop) -> None:
-        """End every container, and write how each and the pod as a whole ended."""
+        """End every container, and record how each container and the pod ended."""
         for name in self._running:
             self._tell("Normal", "Killing", f"Stopping container {name}", name)
         ending = [asyncio.ensure_future(self._terminate(name, stop.grace_seconds)) for name in self._running]
@@ -404,42 +384,40 @@ class PodWorker:
             self._mark_ended(name, container, ended)
 
     async def _hurry(self) -> None:
-        """Kill at once what was given time, when somebody deletes the pod with less of it."""
+        """Kill the containers when a new deletion of the pod shortens the grace time."""
         while True:
-            poked = self._poked
             pod = self._read()
             due = pod["metadata"].get("deletionTimestamp") if pod else None
             if pod is None or (due and seconds(due) <= self._tools.now()):
                 break
-            await self._first(poked.wait(), *([self._tools.clock.sleep_until(seconds(due))] if due else []))
+            await self._change_until(seconds(due) if due else None)
         await asyncio.gather(*(container.terminate(0) for container in self._running.values()))
 
     async def _leave(self) -> None:
-        """Give back ports and volumes; wait to be deleted if the pod was not, then let it go."""
+        """Release ports and volumes; complete the deletion of a pod in deletion."""
         self._kubelet.ports.release(self._tools.store.cluster, self._pod["metadata"]["uid"])
         self._runner.unmount(self._pod)
-        metadata = self._pod["metadata"]
         pod = self._read()
         if pod is not None and "deletionTimestamp" in pod["metadata"]:
             with contextlib.suppress(Refusal):
-                options = DeleteOptions(grace_seconds=0, uid=metadata["uid"])
-                self._tools.objects.delete(POD, metadata["namespace"], metadata["name"], options)
+                options = DeleteOptions(grace_seconds=0, uid=pod["metadata"]["uid"])
+                self._tools.objects.delete_item(POD, pod, options)
 
     def _mark_running(self, container: Object, running: Container, *, init: bool) -> None:
         name, now = container["name"], self._tools.stamp()
-        first = status.entry(self._pod, name)["state"].get("running") is None
+        is_new = status.entry(self._pod, name)["state"].get("running") is None
 
         def change(pod: Object) -> None:
-            one = status.entry(pod, name)
-            if "running" not in one["state"]:
-                one["state"] = {"running": {"startedAt": timestamp(running.created or self._tools.now())}}
-            one["containerID"] = f"dropforge://{running.id}"
+            entry = status.entry(pod, name)
+            if "running" not in entry["state"]:
+                entry["state"] = {"running": {"startedAt": timestamp(running.created or self._tools.now())}}
+            entry["containerID"] = f"dropforge://{running.id}"
             if init:
-                one["started"] = True
+                entry["started"] = True
             status.settle(pod, now)
 
         self._update(change)
-        if first:
+        if is_new:
             self._tell("Normal", "Started", f"Started container {name}", name)
 
     def _mark_ended(self, name: str, container: Container, ended: Exit) -> None:
@@ -447,9 +425,9 @@ class PodWorker:
         message = self._last_words(name, container, ended)
 
         def change(pod: Object) -> None:
-            one = status.entry(pod, name)
-            started = one["state"].get("running", {}).get("startedAt")
-            one.update(
+            entry = status.entry(pod, name)
+            started = entry["state"].get("running", {}).get("startedAt")
+            entry.update(
                 state={"terminated": status.terminated(container.id, ended, started, message)},
                 ready=False,
                 started=False,
@@ -460,7 +438,7 @@ class PodWorker:
         self._runner.ended(container)
 
     def _last_words(self, name: str, container: Container, ended: Exit) -> str:
-        spec = next(one for one in self._all_containers() if one["name"] == name)
+        spec = next(item for item in self._all_containers() if item["name"] == name)
         if not ended.code or spec["terminationMessagePolicy"] != "FallbackToLogsOnError":
             return ""
         return self._runner.runtime.output(container.id, 80)[-2048:]
@@ -476,10 +454,10 @@ class PodWorker:
         waiting = {"reason": reason, **({"message": message} if message else {})}
 
         def change(pod: Object) -> None:
-            one = status.entry(pod, name)
-            one["state"] = {"waiting": waiting}
+            entry = status.entry(pod, name)
+            entry["state"] = {"waiting": waiting}
             if last is not None:
-                one["lastState"] = {"terminated": last}
+                entry["lastState"] = {"terminated": last}
             status.settle(pod, self._tools.stamp())
 
         self._update(change)
@@ -499,12 +477,10 @@ class PodWorker:
         self._tell("Warning", "Unhealthy", f"{probe} probe failed: {why}", name)
 
     def _read(self) -> Object | None:
-        metadata = self._pod["metadata"]
-        pod = self._tools.store.find(POD, metadata["namespace"], metadata["name"])
-        return pod if pod and pod["metadata"]["uid"] == metadata["uid"] else None
+        return self._tools.store.latest(POD, self._pod)
 
     def _update(self, change: Callable[[Object], None]) -> None:
-        """Change the pod's status; in memory only when the pod is gone."""
+        """Change the pod's status; only in memory after the pod's deletion."""
         with self._tools.store.db.transaction():
             pod = self._read()
             change(pod or self._pod)
@@ -518,11 +494,7 @@ class PodWorker:
     async def _sleep(self, duration: float) -> None:
         await self._tools.clock.sleep_until(self._tools.now() + max(0.0, duration))
 
-    async def _first(self, *waiting: Coroutine[Any, Any, Any]) -> None:
-        tasks = [asyncio.ensure_future(one) for one in waiting]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _change_until(self, due: float | None) -> None:
+        """Return after the next change of the pod, or at `due`."""
+        timers = [] if due is None else [self._tools.clock.sleep_until(due)]
+        await first(self.pod_changes.wait(), *timers)

@@ -1,4 +1,4 @@
-"""Probes: http and tcp, by their periods and thresholds."""
+"""HTTP and TCP probes, by their periods and thresholds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..store import Object
 
 @dataclass(frozen=True)
 class Prober:
-    """Asks one container; `resolve` turns a probe's port into one of this machine (None: no such port)."""
+    """Probes a container; `resolve` maps a probe's port to a port of this machine, or None if it does not exist."""
 
     session: aiohttp.ClientSession
     fast_seconds: float
     resolve: Callable[[int | str], int | None]
 
     async def until_success(self, probe: Object, on_failure: Callable[[str], None]) -> bool:
-        """For startup probes: True at success, False when failureThreshold periods have passed without one."""
+        """For startup probes: True at success, False after failureThreshold periods without success."""
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
         loop = asyncio.get_running_loop()
         end = loop.time() + probe["failureThreshold"] * probe["periodSeconds"]
-        tell = _Throttle(on_failure, probe["periodSeconds"])
+        report = _Throttle(on_failure, probe["periodSeconds"])
         while problem := await self.ask(probe):
-            tell(problem)
+            report(problem)
             if loop.time() >= end:
                 return False
             await asyncio.sleep(min(self.fast_seconds, probe["periodSeconds"]))
@@ -37,13 +37,13 @@ class Prober:
     async def watch(
         self, probe: Object, on_change: Callable[[bool], None], on_failure: Callable[[str], None], *, first: bool
     ) -> None:
-        """Tell failures, and each change between working and not by the thresholds; `first` is what holds at first."""
+        """Report failures, and each change of state by the thresholds; `first` is the state at the start."""
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
-        tell = _Throttle(on_failure, probe["periodSeconds"])
+        report = _Throttle(on_failure, probe["periodSeconds"])
         state, streak = first, 0
         while True:
             if problem := await self.ask(probe):
-                tell(problem)
+                report(problem)
             streak = streak + 1 if bool(problem) is state else 0
             if streak >= probe["failureThreshold" if problem else "successThreshold"]:
                 state, streak = not problem, 0
@@ -51,7 +51,7 @@ class Prober:
             await asyncio.sleep(probe["periodSeconds"] if state else min(self.fast_seconds, probe["periodSeconds"]))
 
     async def ask(self, probe: Object) -> str:
-        """One probe: what was wrong, or ""."""
+        """Probe once; return the problem, or ""."""
         handler = probe.get("httpGet") or probe["tcpSocket"]
         port = self.resolve(handler["port"])
         if port is None:
@@ -71,7 +71,7 @@ class Prober:
 
     async def _get(self, handler: Object, port: int) -> str:
         url = f"{handler['scheme'].lower()}://{HOST}:{port}/{handler['path'].lstrip('/')}"
-        headers = {one["name"]: one["value"] for one in handler.get("httpHeaders", ())}
+        headers = {header["name"]: header["value"] for header in handler.get("httpHeaders", ())}
         async with self.session.get(url, headers=headers, allow_redirects=False, ssl=False) as response:
             if 200 <= response.status < 400:
                 return ""
@@ -79,10 +79,10 @@ class Prober:
 
 
 class _Throttle:
-    """Tells a problem when it is new, and then once a period, however often it is looked for."""
+    """Reports a new problem at once, and the same problem at most once per period."""
 
-    def __init__(self, tell: Callable[[str], None], seconds: float) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None], seconds: float) -> None:
+        self._report = report
         self._seconds = seconds
         self._last = ("", 0.0)
 
@@ -90,4 +90,4 @@ class _Throttle:
         now = asyncio.get_running_loop().time()
         if problem != self._last[0] or now - self._last[1] >= self._seconds:
             self._last = (problem, now)
-            self._tell(problem)
+            self._report(problem)

@@ -1,16 +1,17 @@
-"""Pods' containers on this machine: started by images and process groups, found again after a restart."""
+"""Pods' containers on this machine: starts them from images as process groups, and finds them after a restart."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 
-from .... import fsdp_shim, ray_shim
+from .... import shims
 from ....containers.images import ImageNotFound, ImageStore
 from ....containers.processes import Container, ContainerSpec, Runtime
 from ..admission import GPU
@@ -24,7 +25,7 @@ from .environment import Sources, environment, words
 
 
 class StartError(Exception):
-    """A container cannot be started: `reason` is the state that Kubernetes shows."""
+    """A container cannot start; `reason` is the state that Kubernetes shows."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -32,42 +33,37 @@ class StartError(Exception):
         self.message = message
 
 
+@dataclass(frozen=True)
 class Runner:
-    """Starts containers of all clusters; remembers which pod each belongs to and keeps their output."""
+    """Starts containers of all clusters; records the pod of each container and keeps its output.
 
-    def __init__(
-        self,
-        db: Database,
-        clock: Clock,
-        runtime: Runtime,
-        images: ImageStore,
-        platform_env: Callable[[str], Mapping[str, str]],
-        kept_logs: int,
-    ) -> None:
-        self._db = db
-        self._clock = clock
-        self.runtime = runtime
-        self._images = images
-        self._platform_env = platform_env
-        self._kept_logs = kept_logs
+    `platform_env` returns the environment that the platform gives to containers of a service account.
+    """
+
+    db: Database
+    clock: Clock
+    runtime: Runtime
+    images: ImageStore
+    platform_env: Callable[[str], Mapping[str, str]]
+    kept_logs: int
 
     def volume_directory(self, pod: Object) -> Path:
         return self.runtime.directory / ".volumes" / str(pod["metadata"]["uid"])
 
     def image_digest(self, uri: str) -> str:
-        """Raises StartError when there is no such image."""
+        """The digest of an image. Raises StartError if the image does not exist."""
         try:
-            return self._images.resolve(uri).digest
+            return self.images.resolve(uri).digest
         except ImageNotFound as error:
             raise StartError("ErrImagePull", f'failed to pull and unpack image "{uri}": {error}') from error
 
     def start(self, sources: Sources, pod: Object, container: Object, attempt: int) -> Container:
-        """Start one attempt, or find it if it was ever started. Raises StartError or ConfigError."""
+        """Start an attempt, or return it if it was ever started. Raises StartError or ConfigError."""
         container_id = id_of(pod, container["name"], attempt)
-        if found := self.runtime.adopt(container_id):
-            return found
+        if started := self.runtime.adopt(container_id):
+            return started
         account = pod["spec"].get("serviceAccountName", "")
-        env = {**self._platform_env(account), **environment(sources, pod, container)}
+        env = {**self.platform_env(account), **environment(sources, pod, container)}
         self._remember(container_id, sources.store, pod, container["name"], attempt)
 
         def prepare(directory: Path) -> ContainerSpec:
@@ -84,21 +80,21 @@ class Runner:
         return self.runtime.adopt(id_of(pod, name, attempt))
 
     def ended(self, container: Container) -> None:
-        """Forget a container that has no process any more, except for its output."""
+        """Release an ended container; keep its output until `kept_logs` newer containers have ended."""
         container.release()
-        with self._db.transaction() as connection:
+        with self.db.transaction() as connection:
             connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
             rows = connection.execute(
                 "SELECT id FROM kubernetes_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
-                [self._kept_logs],
+                [self.kept_logs],
             ).fetchall()
             for row in rows:
                 self.runtime.forget(row["id"])
                 connection.execute("DELETE FROM kubernetes_containers WHERE id = ?", [row["id"]])
 
     def unended(self) -> list[tuple[str, str, str]]:
-        """(id, cluster, pod uid) of the containers that were not seen to end."""
-        rows = self._db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
+        """(id, cluster, pod uid) of the containers whose end is not recorded."""
+        rows = self.db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
         return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
 
     def unmount(self, pod: Object) -> None:
@@ -107,19 +103,19 @@ class Runner:
     def _prepare(
         self, directory: Path, sources: Sources, pod: Object, container: Object, env: Mapping[str, str]
     ) -> ContainerSpec:
-        image = self._images.resolve(container["image"])
+        image = self.images.resolve(container["image"])
         points = volumes.mount_points(pod, container, self.volume_directory(pod))
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
         limits = container.get("resources", {}).get("limits", {})
-        seen = dict(process.env)
+        variables = dict(process.env)
         if gpus := whole(limits.get(GPU, "0")):
-            seen = fsdp_shim.environment(seen, gpus)
+            variables = shims.fsdp_environment(variables, gpus)
         if ray.CLUSTER in pod["metadata"].get("labels", {}):
-            seen = ray_shim.environment(seen, sources.local_ports(pod), *ray_head(sources, pod))
+            variables = shims.ray_environment(variables, sources.local_ports(pod), *ray_head(sources, pod))
         return ContainerSpec(
             process.argv,
-            seen,
+            variables,
             process.workdir,
             whole(limits["memory"]) if "memory" in limits else None,
             search_path=process.search_path,
@@ -127,7 +123,7 @@ class Runner:
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]
-        with self._db.transaction() as connection:
+        with self.db.transaction() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 [
@@ -139,19 +135,19 @@ class Runner:
                     name,
                     attempt,
                     workload_of(store, pod),
-                    self._clock.now(),
+                    self.clock.now(),
                 ],
             )
 
 
 def id_of(pod: Object, name: str, attempt: int) -> str:
-    """The uid, because a pod of the same name may come again."""
+    """A container's id. It contains the uid, because a later pod may have the same name."""
     metadata = pod["metadata"]
     return f"{metadata['name'][:40]}-{metadata['uid'][:8]}-{name}-{attempt}"
 
 
 def ray_head(sources: Sources, pod: Object) -> tuple[str, str]:
-    """Where GCS and agent of a Ray node's head listen. Raises StartError while the cluster has no head."""
+    """Addresses of GCS and agent of a Ray node's head. Raises StartError while the cluster has no head."""
     metadata = pod["metadata"]
     cluster = metadata["labels"][ray.CLUSTER]
     for other in sources.store.items(POD, metadata["namespace"]):
@@ -164,7 +160,7 @@ def ray_head(sources: Sources, pod: Object) -> tuple[str, str]:
 
 
 def workload_of(store: Store, pod: Object) -> str:
-    """What a pod belongs to in the end, under the name that Cloud Asset Inventory has for it below the cluster."""
+    """The top-level owner of a pod, by its Cloud Asset Inventory name below the cluster."""
     kind, name, namespace = POD, pod["metadata"]["name"], pod["metadata"]["namespace"]
     item: Object | None = pod
     while item is not None and (owner := controller_of(item)):

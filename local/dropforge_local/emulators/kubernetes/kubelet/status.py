@@ -1,4 +1,4 @@
-"""A pod's status: what its containers' states add up to."""
+"""A pod's status, derived from the states of its containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST_TEXT = "The container could not be located when the pod was looked at: it w
 
 
 def begin(pod: Object, now: str) -> None:
-    """The status of a pod that has just come to its node; keeps what is there already."""
+    """Set the initial status of a pod on its node; keep an existing status."""
     status = pod["status"]
     status.setdefault("startTime", now)
     for key in ("podIP", "hostIP"):
@@ -29,13 +29,19 @@ def begin(pod: Object, now: str) -> None:
 
 
 def entry(pod: Object, name: str) -> Object:
-    """The status of one container."""
-    found: Object = next(one for field in PARTS.values() for one in pod["status"].get(field, ()) if one["name"] == name)
-    return found
+    """The status of a container that the pod's status contains."""
+    status_entry = find_entry(pod, name)
+    assert status_entry is not None
+    return status_entry
+
+
+def find_entry(pod: Object, name: str) -> Object | None:
+    """The status of a container; None if the pod's status does not contain it yet."""
+    return next((item for item in all_entries(pod) if item["name"] == name), None)
 
 
 def all_entries(pod: Object) -> list[Object]:
-    return [one for field in PARTS.values() for one in pod["status"].get(field, ())]
+    return [item for field in PARTS.values() for item in pod.get("status", {}).get(field, ())]
 
 
 def terminated(container_id: str, ended: Exit, started_at: str | None, message: str = "") -> Object:
@@ -51,23 +57,23 @@ def terminated(container_id: str, ended: Exit, started_at: str | None, message: 
 
 
 def settle(pod: Object, now: str, *, phase: str = "", reason: str = "", message: str = "") -> None:
-    """Bring phase and conditions in line with the containers' states; `phase` is a last word."""
+    """Derive phase and conditions from the containers' states; `phase` is a final phase."""
     status = pod["status"]
     own = status.get("containerStatuses", [])
     initialised = all(
-        one.get("state", {}).get("terminated", {}).get("exitCode") == 0
-        for one in status.get("initContainerStatuses", ())
+        item.get("state", {}).get("terminated", {}).get("exitCode") == 0
+        for item in status.get("initContainerStatuses", ())
     )
-    begun = any(one["state"].keys() & {"running", "terminated"} or one.get("lastState") for one in own)
+    begun = any(item["state"].keys() & {"running", "terminated"} or item.get("lastState") for item in own)
     status["phase"] = phase or ("Running" if begun and initialised else "Pending")
     for key, value in (("reason", reason), ("message", message)):
         if value:
             status[key] = value
-    unready = [one["name"] for one in own if not one["ready"]]
+    unready = [item["name"] for item in own if not item["ready"]]
     ended = status["phase"] if status["phase"] in ("Succeeded", "Failed") else ""
     why = {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(ended, "ContainersNotReady")
     text = "" if ended else f"containers with unready status: [{' '.join(unready)}]"
-    waiting = [one["name"] for one in status.get("initContainerStatuses", ()) if not _succeeded(one)]
+    waiting = [item["name"] for item in status.get("initContainerStatuses", ()) if not _succeeded(item)]
     if initialised:
         _set(status, "Initialized", True, "PodCompleted" if ended == "Succeeded" else "", "", now)
     else:
@@ -79,12 +85,12 @@ def settle(pod: Object, now: str, *, phase: str = "", reason: str = "", message:
 
 
 def verdict(pod: Object) -> str:
-    """The phase that a pod without running containers ends in."""
-    return "Succeeded" if all(_succeeded(one) for one in pod["status"].get("containerStatuses", ())) else "Failed"
+    """The final phase of a pod without running containers."""
+    return "Succeeded" if all(_succeeded(item) for item in pod["status"].get("containerStatuses", ())) else "Failed"
 
 
-def _succeeded(one: Mapping[str, Any]) -> bool:
-    return bool(one.get("state", {}).get("terminated", {}).get("exitCode") == 0)
+def _succeeded(item: Mapping[str, Any]) -> bool:
+    return bool(item.get("state", {}).get("terminated", {}).get("exitCode") == 0)
 
 
 def _new_status(container: Object) -> Object:

@@ -1,4 +1,4 @@
-"""Volumes as directories: emptyDir, Secret, ConfigMap; what cannot be one keeps the pod waiting, as a failed mount."""
+"""Volumes as directories: emptyDir, Secret, ConfigMap. Other volumes keep the pod waiting, as a failed mount does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MountError(Exception):
 
 
 def mount(store: Store, pod: Object, directory: Path) -> None:
-    """Make the pod's volumes below `directory`; again does no harm. Raises MountError."""
+    """Create the pod's volumes below `directory`. Idempotent. Raises MountError."""
     for volume in pod["spec"].get("volumes", ()):
         path = directory / volume["name"]
         if "emptyDir" in volume:
@@ -43,12 +43,12 @@ def mount(store: Store, pod: Object, directory: Path) -> None:
 
 
 def mount_points(pod: Object, container: Object, directory: Path) -> dict[str, Path]:
-    """Where each of the container's mount paths is on this machine."""
+    """This machine's directories by the container's mount paths."""
     points = {}
-    for one in container.get("volumeMounts", ()):
-        path = "/" + one["mountPath"].strip("/")
-        target = directory / one["name"] / one.get("subPath", "")
-        if one.get("subPath") and not target.exists():
+    for mount_entry in container.get("volumeMounts", ()):
+        path = "/" + mount_entry["mountPath"].strip("/")
+        target = directory / mount_entry["name"] / mount_entry.get("subPath", "")
+        if mount_entry.get("subPath") and not target.exists():
             target.mkdir(parents=True)
         points[path] = Path(SHARED_MEMORY) if path == SHARED_MEMORY else target
     return points
@@ -56,7 +56,7 @@ def mount_points(pod: Object, container: Object, directory: Path) -> dict[str, P
 
 def _write_files(path: Path, reference: Object, data: dict[str, bytes], optional: bool) -> None:
     items = reference.get("items")
-    names = {key: key for key in data} if items is None else {one["key"]: one["path"] for one in items}
+    names = {key: key for key in data} if items is None else {item["key"]: item["path"] for item in items}
     path.mkdir(parents=True, exist_ok=True)
     for key, name in names.items():
         if key not in data:

@@ -1,23 +1,21 @@
-"""RayClusters: a head, its services and token, and the worker groups' hosts, replaced when they end."""
+"""RayClusters: a head, its services and token, and the hosts of worker groups; ended pods are replaced."""
 
 from __future__ import annotations
 
 import base64
 import copy
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 from ..admission import GPU, TPU
 from ..controllers.loop import Key
 from ..controllers.owned import (
+    OwnerController,
     Tools,
-    all_keys,
     condition_status,
     is_finished,
     is_ready,
     make_pod,
-    own_keys,
     owned,
     owner_reference,
     set_condition,
@@ -26,25 +24,21 @@ from ..kinds import POD, RAY_CLUSTER, SECRET, SERVICE, Kind
 from ..objects import DeleteOptions
 from ..ports import Ports
 from ..quantities import parse_quantity, whole
-from ..store import Change, Object
+from ..rayrules import cluster_problem
+from ..store import Object
 from . import pods
-from .rules import cluster_problem
 
 COMPONENT = "raycluster-controller"
 
 
-class RayClusterController:
-    """Reconciles one cluster's RayClusters."""
+class RayClusterController(OwnerController):
+    """Reconciles a cluster's RayClusters."""
+
+    kind = RAY_CLUSTER
 
     def __init__(self, tools: Tools, ports: Ports) -> None:
-        self._tools = tools
+        super().__init__(tools)
         self._ports = ports
-
-    def keys(self, change: Change) -> Iterator[Key]:
-        return own_keys(RAY_CLUSTER, change)
-
-    def all_keys(self) -> list[Key]:
-        return all_keys(self._tools.store, RAY_CLUSTER)
 
     def reconcile(self, key: Key) -> float | None:
         cluster = self._tools.store.find(RAY_CLUSTER, *key)
@@ -63,7 +57,7 @@ class RayClusterController:
         return self._tools.now() + self._tools.config.ray_poll_seconds if failure else None
 
     def _ensure_parts(self, cluster: Object) -> None:
-        """Services of the head and of the hosts, and the token that every request to Ray has to bear."""
+        """Create the services of the head and of the hosts, and the token that every request to Ray must carry."""
         metadata = cluster["metadata"]
         name = metadata["name"]
         labels = {pods.CLUSTER: name, "app.kubernetes.io/created-by": "kuberay-operator"}
@@ -98,23 +92,22 @@ class RayClusterController:
         self._tools.objects.create(kind, namespace, manifest)
 
     def _fill(self, cluster: Object) -> str:
-        """Replace pods that have ended, make those that are missing; why one could not be made."""
-        there = owned(self._tools.store, POD, cluster)
-        over = [pod for pod in there if is_finished(pod)]
-        self._delete(cluster, over)
-        there = [pod for pod in there if pod not in over]
+        """Replace ended pods and create missing pods; return why a pod could not be created, or ""."""
+        present = owned(self._tools.store, POD, cluster)
+        ended = [pod for pod in present if is_finished(pod)]
+        self._delete(cluster, ended)
+        present = [pod for pod in present if pod not in ended]
         failure = ""
-        heads = [pod for pod in there if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD]
-        if not heads:
+        if _head_of(present) is None:
             failure = self._make(cluster, *pods.head_pod(cluster, self._tools.config.ray_probe_seconds))
         for group in cluster["spec"].get("workerGroupSpecs", ()):
-            failure = self._fill_group(cluster, group, there) or failure
+            failure = self._fill_group(cluster, group, present) or failure
         return failure
 
-    def _fill_group(self, cluster: Object, group: Object, there: list[Object]) -> str:
-        """Each replica has all of its hosts or none: when one is lost, the others go with it."""
-        wanted = 0 if group.get("suspend") else max(group["replicas"], group["minReplicas"])
-        of_group = [pod for pod in there if pod["metadata"]["labels"][pods.GROUP] == group["groupName"]]
+    def _fill_group(self, cluster: Object, group: Object, present: list[Object]) -> str:
+        """Keep each replica with all of its hosts or none: when a host is lost, delete its other hosts too."""
+        wanted = 0 if group.get("suspend") else _replicas(group)
+        of_group = [pod for pod in present if pod["metadata"]["labels"][pods.GROUP] == group["groupName"]]
         failure = ""
         hosts = group["numOfHosts"]
         for replica in range(wanted):
@@ -134,41 +127,41 @@ class RayClusterController:
         if pod is None:
             return f"failed to create a {metadata['labels'][pods.NODE_TYPE]} pod; events say why"
         if metadata["labels"][pods.NODE_TYPE] == pods.HEAD:
-            # Workers are told of the head's ports before the head has started.
+            # Workers learn the head's ports before the head has started.
             among = self._tools.config.pod_ports
             for port in (pods.GCS, pods.AGENT):
                 self._ports.take(self._tools.store.cluster, pod["metadata"]["uid"], port, among)
         return ""
 
-    def _delete(self, cluster: Object, found: list[Object]) -> None:
-        for pod in found:
-            if "deletionTimestamp" in pod["metadata"]:
-                continue
+    def _delete(self, cluster: Object, surplus: list[Object]) -> None:
+        for pod in surplus:
             metadata = pod["metadata"]
-            self._tools.objects.delete(POD, metadata["namespace"], metadata["name"], DeleteOptions("Background"))
+            if "deletionTimestamp" in metadata:
+                continue
+            self._tools.objects.delete_item(POD, pod, DeleteOptions("Background"))
             self._tell(cluster, "Normal", "DeletedPod", f"Deleted pod {metadata['namespace']}/{metadata['name']}")
 
     def _write(self, cluster: Object, failure: str) -> None:
-        found = owned(self._tools.store, POD, cluster)
+        members = owned(self._tools.store, POD, cluster)
         status = copy.deepcopy(cluster.get("status", {}))
         before = status.get("state")
-        workers = [pod for pod in found if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.WORKER]
+        workers = [pod for pod in members if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.WORKER]
         desired = desired_workers(cluster)
         status |= {
             "desiredWorkerReplicas": desired,
             "readyWorkerReplicas": sum(map(is_ready, workers)),
             "availableWorkerReplicas": sum(pod["status"].get("phase") == "Running" for pod in workers),
             "observedGeneration": cluster["metadata"]["generation"],
-            "head": self._head(cluster, found),
+            "head": self._head(cluster, members),
             "endpoints": {"gcs-server": str(pods.GCS), "dashboard": str(pods.DASHBOARD)},
             **desired_resources(cluster),
         }
-        everything = len(found) == desired + 1 and all(map(is_ready, found))
+        everything = len(members) == desired + 1 and all(map(is_ready, members))
         if cluster["spec"].get("suspend"):
-            status["state"] = "suspended" if not found else before or ""
+            status["state"] = "suspended" if not members else before or ""
         elif everything and not failure:
             status["state"] = "ready"
-        self._set_conditions(status, cluster, found, failure, everything=everything)
+        self._set_conditions(status, cluster, members, failure, everything=everything)
         if status.get("state") != before:
             status.setdefault("stateTransitionTimes", {})[status["state"]] = self._tools.stamp()
         status = {key: value for key, value in status.items() if value not in ("", {})}
@@ -176,16 +169,16 @@ class RayClusterController:
             status["lastUpdateTime"] = self._tools.stamp()
             self._tools.store.replace(RAY_CLUSTER, {**cluster, "status": status})
 
-    def _head(self, cluster: Object, found: list[Object]) -> Object:
-        head = next((pod for pod in found if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD), None)
+    def _head(self, cluster: Object, members: list[Object]) -> Object:
+        head = _head_of(members)
         name = pods.head_service_name(cluster["metadata"]["name"])
         return {"serviceName": name, **({"podName": head["metadata"]["name"]} if head else {})}
 
     def _set_conditions(
-        self, status: Object, cluster: Object, found: list[Object], failure: str, *, everything: bool
+        self, status: Object, cluster: Object, members: list[Object], failure: str, *, everything: bool
     ) -> None:
         now = self._tools.stamp()
-        head = next((pod for pod in found if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD), None)
+        head = _head_of(members)
         ready = "True" if head and is_ready(head) else "False"
         reason = (
             "HeadPodRunningAndReady" if ready == "True" else "HeadPodNotFound" if head is None else "HeadPodNotReady"
@@ -198,9 +191,9 @@ class RayClusterController:
         elif not provisioned:
             text = "RayCluster Pods are being provisioned for first time"
             set_condition(status, "RayClusterProvisioned", "False", "RayClusterPodsProvisioning", text, now)
-        suspended = "True" if cluster["spec"].get("suspend") and not found else "False"
+        suspended = "True" if cluster["spec"].get("suspend") and not members else "False"
         set_condition(status, "RayClusterSuspended", suspended, "RayClusterSuspended", "", now)
-        status["conditions"] = [one for one in status["conditions"] if one["type"] != "ReplicaFailure" or failure]
+        status["conditions"] = [entry for entry in status["conditions"] if entry["type"] != "ReplicaFailure" or failure]
         if failure:
             set_condition(status, "ReplicaFailure", "True", "FailedCreatePod", failure, now)
 
@@ -210,16 +203,14 @@ class RayClusterController:
 
 def desired_workers(cluster: Object) -> int:
     groups = cluster["spec"].get("workerGroupSpecs", ())
-    return sum(max(one["replicas"], one["minReplicas"]) * one["numOfHosts"] for one in groups if not one.get("suspend"))
+    return sum(_replicas(group) * group["numOfHosts"] for group in groups if not group.get("suspend"))
 
 
 def desired_resources(cluster: Object) -> dict[str, str]:
-    """What all pods together ask for."""
+    """The sums of all pods' requests."""
     spec = cluster["spec"]
     groups = [(1, spec["headGroupSpec"])]
-    groups += [
-        (max(one["replicas"], one["minReplicas"]) * one["numOfHosts"], one) for one in spec.get("workerGroupSpecs", ())
-    ]
+    groups += [(_replicas(group) * group["numOfHosts"], group) for group in spec.get("workerGroupSpecs", ())]
     names = {"desiredCPU": "cpu", "desiredMemory": "memory", "desiredGPU": GPU, "desiredTPU": TPU}
     totals = {}
     for field, resource in names.items():
@@ -231,3 +222,11 @@ def desired_resources(cluster: Object) -> dict[str, str]:
                 total += count * parse_quantity(amount)
         totals[field] = str(whole(str(float(total)))) if total.denominator != 1 else str(total)
     return totals
+
+
+def _replicas(group: Object) -> int:
+    return max(int(group["replicas"]), int(group["minReplicas"]))
+
+
+def _head_of(members: list[Object]) -> Object | None:
+    return next((pod for pod in members if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD), None)

@@ -1,7 +1,7 @@
-"""RayJobs: a cluster for the job, the job in it, and the cluster's end with the job's (KubeRay's rayjob_controller.go).
+"""RayJobs: create a cluster for the job, run the job in it, delete the cluster afterwards (rayjob_controller.go).
 
-One worker per RayJob, because it has to wait for Ray's answers; a worker writes down what it will do before it does it,
-so that the next stack's worker goes on from there.
+Each RayJob has a worker, because it must wait for Ray's answers. A worker records each step before it acts, so that the
+worker of the next stack continues from there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any
 import aiohttp
 import yaml
 
+from ...kit.background import Background, first
 from ..controllers.owned import Tools, owned, owner_reference
 from ..kinds import POD, RAY_CLUSTER, RAY_JOB, SECRET
 from ..objects import DeleteOptions, random_suffix
 from ..ports import Ports
+from ..rayrules import job_problem
 from ..refusals import Refusal
 from ..store import Change, Object
 from ..times import seconds, timestamp
 from . import pods
 from .dashboard import Dashboard, DashboardError
-from .rules import job_problem
 
 log = logging.getLogger(__name__)
 
@@ -36,34 +37,37 @@ FINALIZER = "ray.io/rayjob-finalizer"
 JOB_ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 ENDED = ("Complete", "Failed")
 DEADLINE, UNREACHABLE = "DeadlineExceeded", "JobStatusCheckTimeoutExceeded"
-FINAL = (DEADLINE, UNREACHABLE)  # reasons for which a job is not retried
+FINAL = (DEADLINE, UNREACHABLE)  # a job that failed for these reasons is not retried
 FAILURE_SECONDS = 5.0
+# Fields of a status that belong to one attempt.
+ATTEMPT_FIELDS = (
+    "rayClusterStatus", "rayClusterName", "dashboardURL", "jobId", "message", "reason", "rayJobInfo",
+    "jobStatusCheckFailureStartTime",
+)  # fmt: skip
 
 
 class RayJobs:
-    """The workers of one cluster's RayJobs."""
+    """The workers of a cluster's RayJobs."""
 
     def __init__(self, tools: Tools, ports: Ports, session: aiohttp.ClientSession) -> None:
         self.tools = tools
         self.ports = ports
         self.session = session
         self._workers: dict[str, RayJobWorker] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("RayJobs")
 
     def start(self) -> None:
         for job in self.tools.store.items(RAY_JOB):
-            self._look_at(job)
+            self._ensure_worker(job)
 
     async def stop(self) -> None:
-        """Stop watching; the jobs go on."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Stop watching; the jobs continue."""
+        await self._background.stop()
 
     def on_change(self, change: Change) -> None:
         if change.kind == RAY_JOB:
             if change.body is not None:
-                self._look_at(change.body)
+                self._ensure_worker(change.body)
             self._poke(change.item["metadata"]["uid"])
         elif change.kind == RAY_CLUSTER:
             for reference in change.item["metadata"].get("ownerReferences", ()):
@@ -73,14 +77,12 @@ class RayJobs:
         if worker := self._workers.get(uid):
             worker.poked.set()
 
-    def _look_at(self, job: Object) -> None:
+    def _ensure_worker(self, job: Object) -> None:
         uid = job["metadata"]["uid"]
         if uid in self._workers:
             return
         worker = self._workers[uid] = RayJobWorker(self, job)
-        task = asyncio.get_running_loop().create_task(self._work(uid, worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.spawn(self._work(uid, worker))
 
     async def _work(self, uid: str, worker: RayJobWorker) -> None:
         try:
@@ -90,35 +92,34 @@ class RayJobs:
 
 
 class RayJobWorker:
-    """Takes one RayJob from state to state until it is gone."""
+    """Takes a RayJob from state to state until it is deleted."""
 
     def __init__(self, jobs: RayJobs, job: Object) -> None:
         self._tools = jobs.tools
         self._ports = jobs.ports
         self._session = jobs.session
-        self._job = job  # as it was last seen
+        self._job = job  # as last read
         self.poked = asyncio.Event()
 
     async def run(self) -> None:
         while True:
             self.poked.clear()
-            metadata = self._job["metadata"]
-            job = self._tools.store.find(RAY_JOB, metadata["namespace"], metadata["name"])
-            if job is None or job["metadata"]["uid"] != metadata["uid"]:
+            job = self._tools.store.latest(RAY_JOB, self._job)
+            if job is None:
                 return
             self._job = job
             try:
                 again = await self._reconcile()
             except Exception:
-                # One job that cannot be handled must not stop the others.
-                log.exception("RayJob %s failed", metadata["name"])
+                log.exception("RayJob %s failed; trying again", job["metadata"]["name"])
                 again = self._tools.now() + FAILURE_SECONDS
-            await self._sleep(again)
+            timers = [] if again is None else [self._tools.clock.sleep_until(again)]
+            await first(self.poked.wait(), *timers)
 
     async def _reconcile(self) -> float | None:
-        """One step; when to look again whatever happens."""
+        """Do the next step; return when to continue even without a change, or None."""
         if "deletionTimestamp" in self._job["metadata"]:
-            await self._let_go()
+            await self._release_job()
             return None
         status = copy.deepcopy(self._job.get("status", {}))
         state = status.get("jobDeploymentStatus", "")
@@ -138,7 +139,7 @@ class RayJobWorker:
         elif state == "Running":
             await self._follow(status)
         elif state in ("Suspending", "Retrying"):
-            self._release(status)
+            self._restart(status)
         elif state == "Suspended":
             status |= {"jobStatus": "", "jobDeploymentStatus": ""}
         self._count(status)
@@ -151,7 +152,7 @@ class RayJobWorker:
         return spec
 
     def _begin(self, status: Object) -> None:
-        """Names first, so that no job is submitted and no cluster made twice."""
+        """Record the names first, so that no job is submitted and no cluster created twice."""
         finalizers = self._job["metadata"].get("finalizers", [])
         if FINALIZER not in finalizers:
             metadata = {**self._job["metadata"], "finalizers": [*finalizers, FINALIZER]}
@@ -162,7 +163,7 @@ class RayJobWorker:
         status |= {"jobStatus": "", "jobDeploymentStatus": "Initializing", "startTime": self._tools.stamp()}
 
     def _initialize(self, status: Object) -> None:
-        """Make the cluster, and wait until all of it is ready."""
+        """Create the cluster and wait until all of its pods are ready."""
         if self._suspends(status) or self._is_late(status) or self._is_late_to_run(status):
             return
         cluster = self._cluster(status) or self._make_cluster(status)
@@ -175,7 +176,7 @@ class RayJobWorker:
             status |= {"dashboardURL": f"{host}:{pods.DASHBOARD}", "jobDeploymentStatus": "Running"}
 
     async def _follow(self, status: Object) -> None:
-        """Submit the job, unless Ray knows it, and copy its status."""
+        """Submit the job unless Ray knows it, and copy its status."""
         if self._suspends(status) or self._is_late(status) or self._is_unreachable(status):
             return
         cluster = self._cluster(status) or self._make_cluster(status)
@@ -184,41 +185,39 @@ class RayJobWorker:
         status["rayClusterStatus"] = cluster.get("status", {})
         try:
             dashboard = self._dashboard(cluster)
-            found = await dashboard.job(status["jobId"])
-            if found is None:
+            record = await dashboard.job(status["jobId"])
+            if record is None:
                 await dashboard.submit(self._request(status))
         except DashboardError as error:
             log.info("RayJob %s: %s", self._job["metadata"]["name"], error)
             status.setdefault("jobStatusCheckFailureStartTime", self._tools.stamp())
             return
         status.pop("jobStatusCheckFailureStartTime", None)
-        if found is not None:
-            self._copy(status, found)
+        if record is not None:
+            self._copy(status, record)
 
-    def _copy(self, status: Object, found: Object) -> None:
-        ended = found["status"] in JOB_ENDED
-        failed = found["status"] == "FAILED"
+    def _copy(self, status: Object, record: Object) -> None:
+        ended = record["status"] in JOB_ENDED
+        failed = record["status"] == "FAILED"
         status |= {
-            "jobStatus": found["status"],
+            "jobStatus": record["status"],
             "jobDeploymentStatus": ("Failed" if failed else "Complete") if ended else "Running",
             "reason": "AppFailed" if failed else "",
-            "message": found.get("message") or "",
+            "message": record.get("message") or "",
         }
-        times = {"startTime": found.get("start_time"), "endTime": found.get("end_time")}
+        times = {"startTime": record.get("start_time"), "endTime": record.get("end_time")}
         status["rayJobInfo"] = {name: timestamp(at / 1000) for name, at in times.items() if at}
 
-    def _release(self, status: Object) -> None:
-        """Delete the cluster, and only then start anew or stay suspended."""
+    def _restart(self, status: Object) -> None:
+        """Delete the cluster, then start again or stay suspended."""
         if self._delete_cluster(status):
             suspended = status["jobDeploymentStatus"] == "Suspending"
-            for field in ("rayClusterStatus", "rayClusterName", "dashboardURL", "jobId", "message", "reason"):
-                status.pop(field, None)
-            for field in ("rayJobInfo", "jobStatusCheckFailureStartTime"):
+            for field in ATTEMPT_FIELDS:
                 status.pop(field, None)
             status |= {"jobStatus": "", "jobDeploymentStatus": "Suspended" if suspended else ""}
 
     def _shut_down(self, status: Object) -> float | None:
-        """The cluster's end, when its time is over; the RayJob stays."""
+        """Delete the cluster when its time to live has passed; the RayJob stays."""
         if not self._spec["shutdownAfterJobFinishes"]:
             return None
         due = seconds(status["endTime"]) + float(self._spec["ttlSecondsAfterFinished"])
@@ -255,7 +254,7 @@ class RayJobWorker:
         return True
 
     def _count(self, status: Object) -> None:
-        """Failures and successes; a failure that may be retried begins anew with another cluster."""
+        """Count failures and successes; a failure that may be retried starts again with a new cluster."""
         state = status["jobDeploymentStatus"]
         status["failed"] = status.get("failed", 0) + (state == "Failed")
         status["succeeded"] = status.get("succeeded", 0) + (state == "Complete" and status["jobStatus"] == "SUCCEEDED")
@@ -266,7 +265,7 @@ class RayJobWorker:
         return self._tools.store.find(RAY_CLUSTER, self._job["metadata"]["namespace"], status["rayClusterName"])
 
     def _make_cluster(self, status: Object) -> Object | None:
-        """The cluster; None, with an event, when the API server refuses it."""
+        """Create the cluster; if the API server refuses it, record an event and return None."""
         metadata = self._job["metadata"]
         labels = {
             **metadata.get("labels", {}),
@@ -297,19 +296,19 @@ class RayJobWorker:
         return made
 
     def _delete_cluster(self, status: Object) -> bool:
-        """True once it is gone."""
+        """Whether the cluster no longer exists; delete it otherwise."""
         cluster = self._cluster(status)
         if cluster is None:
             return True
         if "deletionTimestamp" not in cluster["metadata"]:
             metadata = cluster["metadata"]
-            options = DeleteOptions("Foreground")  # its pods first, so that gone means that nothing runs
-            self._tools.objects.delete(RAY_CLUSTER, metadata["namespace"], metadata["name"], options)
+            # Foreground deletes the pods first: once the cluster no longer exists, no pod runs.
+            self._tools.objects.delete_item(RAY_CLUSTER, cluster, DeleteOptions("Foreground"))
             self._tell("Normal", "DeletedRayCluster", f"Deleted cluster {metadata['namespace']}/{metadata['name']}")
         return False
 
     def _dashboard(self, cluster: Object) -> Dashboard:
-        """Raises DashboardError while the cluster has no head."""
+        """The API of the cluster's head. Raises DashboardError while the cluster has no head."""
         for pod in owned(self._tools.store, POD, cluster):
             if pod["metadata"]["labels"][pods.NODE_TYPE] == pods.HEAD:
                 port = self._ports.find(self._tools.store.cluster, pod["metadata"]["uid"], pods.DASHBOARD)
@@ -324,7 +323,7 @@ class RayJobWorker:
         return b64decode((secret or {}).get("data", {}).get(pods.TOKEN_KEY, "")).decode()
 
     def _request(self, status: Object) -> dict[str, Any]:
-        """As ConvertRayJobToReq makes it."""
+        """The submission request, as KubeRay's ConvertRayJobToReq creates it."""
         spec = self._spec
         request = {
             "entrypoint": spec.get("entrypoint", ""),
@@ -339,26 +338,21 @@ class RayJobWorker:
         }
         return {name: value for name, value in request.items() if value is not None}
 
-    async def _let_go(self) -> None:
-        """The RayJob is being deleted: stop the job if it may run, then no longer hold it."""
+    async def _release_job(self) -> None:
+        """For a RayJob in deletion: stop the job if it may run, then remove the finalizer."""
         status = self._job.get("status", {})
-        finalizers = self._job["metadata"].get("finalizers", [])
-        if FINALIZER not in finalizers:
+        if FINALIZER not in self._job["metadata"].get("finalizers", []):
             return
         cluster = self._cluster(status) if "rayClusterName" in status else None
         if cluster and status.get("jobStatus") not in JOB_ENDED:
             with contextlib.suppress(DashboardError):
                 await self._dashboard(cluster).stop(status["jobId"])
         with self._tools.store.db.transaction():
-            metadata = self._job["metadata"]
-            latest = self._tools.store.find(RAY_JOB, metadata["namespace"], metadata["name"])
-            if latest is not None and latest["metadata"]["uid"] == metadata["uid"]:
-                held = latest["metadata"]["finalizers"]
-                latest["metadata"]["finalizers"] = [one for one in held if one != FINALIZER]
-                self._tools.objects.settle(RAY_JOB, latest)
+            if latest := self._tools.store.latest(RAY_JOB, self._job):
+                self._tools.objects.remove_finalizer(RAY_JOB, latest, FINALIZER)
 
     def _write(self, status: Object) -> None:
-        """Only what somebody acts on makes a write: states, and the cluster's status."""
+        """Write the status if a field that callers use has changed: a state, or the cluster's state."""
         old = self._job.get("status", {})
         watched = ("jobStatus", "jobDeploymentStatus", "jobStatusCheckFailureStartTime")
         changed = any(old.get(field, "") != status.get(field, "") for field in watched)
@@ -367,27 +361,13 @@ class RayJobWorker:
         if status["jobDeploymentStatus"] in ENDED:
             status["endTime"] = self._tools.stamp()
         status["observedGeneration"] = self._job["metadata"]["generation"]
-        metadata = self._job["metadata"]
         with self._tools.store.db.transaction():
-            latest = self._tools.store.find(RAY_JOB, metadata["namespace"], metadata["name"])
-            if latest is not None and latest["metadata"]["uid"] == metadata["uid"]:
+            if latest := self._tools.store.latest(RAY_JOB, self._job):
                 kept = {name: value for name, value in status.items() if value != "" or name == "jobStatus"}
                 self._tools.store.replace(RAY_JOB, {**latest, "status": kept})
 
     def _tell(self, event_type: str, reason: str, message: str) -> None:
         self._tools.recorder.record(RAY_JOB, self._job, event_type, reason, message, COMPONENT)
-
-    async def _sleep(self, until: float | None) -> None:
-        """Until something has changed, or the time has come."""
-        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self.poked.wait())]
-        if until is not None:
-            waiting.append(asyncio.ensure_future(self._tools.clock.sleep_until(until)))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _state(status: Object) -> str:

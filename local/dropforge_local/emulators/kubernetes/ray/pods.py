@@ -1,4 +1,4 @@
-"""The pods of a RayCluster: `ray start` around the template's container, as KubeRay's common/pod.go makes them."""
+"""The pods of a RayCluster: the template's container with `ray start`, as KubeRay's common/pod.go creates them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-from ....ray_shim import HEAD_AGENT
+from ....shims import HEAD_AGENT
 from ..admission import GPU, TPU
 from ..quantities import whole
 from ..store import Object
@@ -18,7 +18,7 @@ GCS, DASHBOARD, CLIENT, METRICS, AGENT = 6379, 8265, 10001, 8080, 52365
 TOKEN_KEY = "auth_token"
 LIVENESS = {"initialDelaySeconds": 30, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 120}
 READINESS = {"timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 10}
-# What `ray start` calls the accelerators that a container is limited to.
+# The option of `ray start` for each accelerator in a container's limits.
 GPU_OPTION, TPU_RESOURCE = "num-gpus", "TPU"
 
 
@@ -35,7 +35,7 @@ def service_host(name: str, namespace: str) -> str:
 
 
 def head_pod(cluster: Object, probe_seconds: int) -> tuple[Object, Object]:
-    """Template and metadata of the head's pod."""
+    """(template, metadata) of the head's pod."""
     group = cluster["spec"]["headGroupSpec"]
     template = copy.deepcopy(group["template"])
     name = cluster["metadata"]["name"]
@@ -49,7 +49,7 @@ def head_pod(cluster: Object, probe_seconds: int) -> tuple[Object, Object]:
 
 
 def worker_pod(cluster: Object, group: Object, replica: int, host: int, probe_seconds: int) -> tuple[Object, Object]:
-    """Template and metadata of one host of one replica of a worker group."""
+    """(template, metadata) of a host of a replica of a worker group."""
     template = copy.deepcopy(group["template"])
     metadata, spec = cluster["metadata"], template["spec"]
     name, namespace = metadata["name"], metadata["namespace"]
@@ -82,7 +82,7 @@ def _metadata(cluster: str, node_type: str, group: str, prefix: str) -> Object:
 
 def _add_ports(container: Object, ports: dict[str, int]) -> None:
     given = container.setdefault("ports", [])
-    taken = {one["containerPort"] for one in given} | {one.get("name") for one in given}
+    taken = {port["containerPort"] for port in given} | {port.get("name") for port in given}
     given += [
         {"name": name, "containerPort": port} for name, port in ports.items() if name not in taken and port not in taken
     ]
@@ -126,12 +126,12 @@ def _add_environment(container: Object, cluster: Object, address: str) -> None:
         reference = {"name": token_secret(cluster), "key": TOKEN_KEY}
         made.append({"name": "RAY_AUTH_MODE", "value": "token"})
         made.append({"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": reference}})
-    given = {one["name"] for one in container.get("env", ())}
-    container.setdefault("env", []).extend(one for one in made if one["name"] not in given)
+    given = {variable["name"] for variable in container.get("env", ())}
+    container.setdefault("env", []).extend(variable for variable in made if variable["name"] not in given)
 
 
 def has_token(cluster: Object) -> bool:
-    """Requests to Ray bear a token only where the cluster asks for it (IsAuthEnabled)."""
+    """Whether requests to Ray carry a token: only if the cluster enables it (IsAuthEnabled)."""
     return bool(cluster["spec"].get("authOptions", {}).get("mode") == "token")
 
 
@@ -147,7 +147,7 @@ def _add_probes(container: Object, probe_seconds: int) -> None:
 
 
 def _wait_for_head(container: Object, address: str) -> Object:
-    # Not only its GCS: three nodes that start at once take long, and a node gives up after 30 s.
+    # Wait for more than its GCS: three nodes that start together are slow, and a node gives up after 30 s.
     agent = f"${{{HEAD_AGENT}}}"
     loop = f"agent={agent}; until (exec 3<>/dev/tcp/${{agent%:*}}/${{agent##*:}}) 2>/dev/null; do sleep 1; done"
     limits = {"cpu": "200m", "memory": "256Mi"}
@@ -162,9 +162,9 @@ def _wait_for_head(container: Object, address: str) -> Object:
 
 
 def _add_tpu(template: Object, cluster: Object, group: Object, replica: int, host: int) -> None:
-    """What GKE's webhook for TPUs adds (https://github.com/ai-on-gke/kuberay-tpu-webhook): who is who in the slice."""
+    """Add each host's place in the slice, like GKE's webhook (https://github.com/ai-on-gke/kuberay-tpu-webhook)."""
     spec = template["spec"]
-    chips = [one for one in spec["containers"] if TPU in one.get("resources", {}).get("limits", {})]
+    chips = [item for item in spec["containers"] if TPU in item.get("resources", {}).get("limits", {})]
     if not chips:
         return
     hosts, name = group["numOfHosts"], group["groupName"]
@@ -175,5 +175,5 @@ def _add_tpu(template: Object, cluster: Object, group: Object, replica: int, hos
         values["TPU_WORKER_HOSTNAMES"] = ",".join(hostnames)
         spec |= {"hostname": f"{name}-{replica}-{host}", "subdomain": subdomain}
     for container in chips:
-        given = {one["name"] for one in container.setdefault("env", [])}
+        given = {variable["name"] for variable in container.setdefault("env", [])}
         container["env"] += [{"name": key, "value": value} for key, value in values.items() if key not in given]

@@ -1,19 +1,19 @@
-"""What KubeRay refuses of RayJobs and RayClusters (utils/validation.go), and what is not emulated here."""
+"""Rules for RayJobs and RayClusters: KubeRay's (utils/validation.go), and refusals of features not emulated here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import names
-from ..refusals import Cause, not_emulated
+from . import names
+from .refusals import Cause, not_emulated
 
 Object = Mapping[str, Any]
 LONGEST_CLUSTER_NAME = 53
-LONGEST_JOB_NAME = LONGEST_CLUSTER_NAME - 6  # its cluster's name has a suffix
+LONGEST_JOB_NAME = LONGEST_CLUSTER_NAME - 6  # the cluster's name adds a suffix
 CLUSTER_SELECTOR = "ray.io/cluster"
 INVALID = "The RayJob spec is invalid: "
-# Of RayJobs and of RayClusters: fields that the operator honours and this one does not.
+# Fields of RayJobs and RayClusters that the operator supports and this emulator does not.
 JOB_FIELDS = ("clusterSelector", "deletionStrategy", "managedBy", "submitterPodTemplate", "submitterConfig")
 CLUSTER_FIELDS = (
     "enableInTreeAutoscaling", "autoscalerOptions", "gcsFaultToleranceOptions", "managedBy", "headServiceAnnotations",
@@ -23,7 +23,7 @@ HEAD_FIELDS = ("headService", "enableIngress", "serviceType")
 
 
 def ray_job(item: Object) -> Iterator[Cause]:
-    """At the API server: nothing is refused that the operator would report, but what is not emulated is."""
+    """Refusals of the API server: only of features not emulated; the operator reports all other problems."""
     spec = item.get("spec", {})
     for field in JOB_FIELDS:
         if spec.get(field):
@@ -41,7 +41,7 @@ def ray_cluster(item: Object) -> Iterator[Cause]:
 
 
 def check_emulated(spec: Object, at: str) -> None:
-    """Raises the refusal of what is not emulated."""
+    """Raise the refusal of a feature that is not emulated."""
     for field in CLUSTER_FIELDS:
         if spec.get(field):
             raise not_emulated(f"{at}.{field}")
@@ -58,7 +58,7 @@ def check_emulated(spec: Object, at: str) -> None:
 
 
 def job_problem(item: Object) -> str:
-    """Why the operator fails a RayJob with ValidationFailed; "" when it does not."""
+    """Why the operator fails a RayJob with ValidationFailed; "" if the RayJob is valid."""
     name, spec = item["metadata"]["name"], item["spec"]
     if len(name) > LONGEST_JOB_NAME:
         return f"The RayJob metadata is invalid: RayJob name should be no more than {LONGEST_JOB_NAME} characters"
@@ -84,7 +84,7 @@ def job_problem(item: Object) -> str:
 
 
 def cluster_problem(spec: Object) -> str:
-    """Why the operator makes nothing of a RayClusterSpec; "" when it does."""
+    """Why the operator refuses a RayClusterSpec; "" if the spec is valid."""
     if not spec["headGroupSpec"]["template"]["spec"]["containers"]:
         return "headGroupSpec should have at least one container"
     for group in spec.get("workerGroupSpecs", ()):
@@ -101,7 +101,7 @@ def cluster_problem(spec: Object) -> str:
 
 
 def set_job_defaults(item: dict[str, Any]) -> None:
-    """As the CRD has them."""
+    """Set the defaults that the CRD defines."""
     spec = item["spec"]
     defaults: dict[str, Any] = {
         "submissionMode": "K8sJobMode",

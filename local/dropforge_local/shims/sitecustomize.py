@@ -2,6 +2,10 @@
 
 Ray listens on every interface unless its node is 127.0.0.1, and on Linux it replaces 127.0.0.1 by the machine's address
 (ray._private.services). `ray start` receives the ports of a pod, but here all pods share the ports of a machine.
+
+accelerate uses FSDP for several GPUs but silently runs DDP for several CPUs (AcceleratorState.__init__ checks for
+MULTI_GPU and similar types). FSDP2 itself works on gloo. In ranks that `accelerate launch` started with FSDP, this
+module reports CPU processes as GPU processes, so that containers train sharded models on a laptop.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,10 +36,10 @@ DASHBOARD_MODULES = "JobHead,NodeHead,StateHead"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds Ray's modules as usual and patches some of them once they are loaded."""
+    """Finds modules as usual and patches the modules of `patches` once they are loaded."""
 
-    def __init__(self) -> None:
-        self.patches = {"ray._private.services": make_small, "jax._src.lib": keep_jax_here}
+    def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
+        self.patches = patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -97,8 +101,22 @@ def local_start(words: list[str], local: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
 
 
+def call_cpus_gpus(state: Any) -> None:
+    """Wrap PartialState.__init__, which decides on the distributed type."""
+    initialise = state.PartialState.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        if self.distributed_type == state.DistributedType.MULTI_CPU:
+            self.distributed_type = state.DistributedType.MULTI_GPU
+
+    state.PartialState.__init__ = __init__
+
+
 if text := os.environ.get("DROPFORGE_LOCAL_RAY"):
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Finder({"ray._private.services": make_small, "jax._src.lib": keep_jax_here}))
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     if script == "ray" and sys.argv[1:2] == ["start"]:
         sys.argv[2:] = local_start(sys.argv[2:], json.loads(text))
+elif os.environ.get("DROPFORGE_LOCAL_GPUS") and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    sys.meta_path.insert(0, Finder({"accelerate.state": call_cpus_gpus}))

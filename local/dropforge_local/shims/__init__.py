@@ -1,6 +1,9 @@
-"""Lets the pods of a Ray cluster, which are processes of a single machine here, start and find each other.
+"""Patches for libraries in containers of the local stack, whose processes have neither GPUs nor isolated ports.
 
-`environment` puts this directory on PYTHONPATH, where Python finds sitecustomize.py.
+- accelerate shards models (FSDP2) on CPU processes.
+- The pods of a Ray cluster, which are processes of a single machine here, start and find each other.
+
+The functions below put this directory on PYTHONPATH, where Python finds sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -9,22 +12,27 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-DIRECTORY = Path(__file__).parent
+DIRECTORY = Path(__file__).resolve().parent
+LOCAL_GPUS = "DROPFORGE_LOCAL_GPUS"
 LOCAL_RAY = "DROPFORGE_LOCAL_RAY"
 HEAD_AGENT = "DROPFORGE_RAY_HEAD_AGENT"
 OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; by default it takes 30 % of the machine
 
 
-def environment(env: Mapping[str, str], ports: Mapping[int, int], head: str, agent: str = "") -> dict[str, str]:
+def fsdp_environment(env: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """`env` for a container that requests `gpus` GPUs and runs as many CPU processes instead."""
+    return {**env, "PYTHONPATH": _python_path(env), LOCAL_GPUS: str(gpus)}
+
+
+def ray_environment(env: Mapping[str, str], ports: Mapping[int, int], head: str, agent: str = "") -> dict[str, str]:
     """`env` for a Ray node; `ports` maps its pod's ports to ports of this machine.
 
     `head` is the address of the cluster's GCS; `agent` accepts connections once the head has started.
     """
-    path = [str(DIRECTORY), *filter(None, [env.get("PYTHONPATH", "")])]
     local = {"ports": ports, "head": head, "object_store_bytes": OBJECT_STORE_BYTES}
     return {
         **env,
-        "PYTHONPATH": ":".join(path),
+        "PYTHONPATH": _python_path(env),
         LOCAL_RAY: json.dumps(local),
         "RAY_ADDRESS": head,
         HEAD_AGENT: agent,
@@ -35,3 +43,7 @@ def environment(env: Mapping[str, str], ports: Mapping[int, int], head: str, age
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",
     }
+
+
+def _python_path(env: Mapping[str, str]) -> str:
+    return ":".join([str(DIRECTORY), *filter(None, [env.get("PYTHONPATH", "")])])

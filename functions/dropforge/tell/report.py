@@ -1,0 +1,39 @@
+"""The report of a finished run, and what the run has cost."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from dropforge.run.record import Record
+from dropforge.spec import JobSpec
+
+
+def report(record: Record, spec: JobSpec, now: datetime) -> dict[str, Any]:
+    """The content of report.json: the result of a run on one page, for people and for scripts."""
+    kept = record.model_dump(mode="json", include={"run", "name", "source", "state", "created", "attempts", "metrics"})
+    return {
+        **kept,
+        "ended": record.history[-1].time.isoformat(),
+        "seconds_per_stage": record.stage_seconds(now),
+        "cost_usd": cost(record, now),
+        "endpoint": record.endpoint.model_dump(mode="json") if record.endpoint else None,
+        "error": record.error.model_dump(mode="json") if record.error else None,
+        "spec": spec.model_dump(mode="json", by_alias=True),
+    }
+
+
+def cost(record: Record, now: datetime) -> dict[str, Any]:
+    """The cost of a run by part, in US dollars, and what the endpoint may still cost; null for an unknown price.
+
+    `endpoint_at_most` is the cost so far if all instances ran all the time; `endpoint_until_it_expires` is the same sum
+    at the endpoint's expiry.
+    """
+    lasts = record.endpoint.expires if record.endpoint and not record.endpoint.ended else now
+    return {
+        "attempts": [None if (usd := a.cost(now)) is None else round(usd, 6) for a in record.attempts],
+        "training": record.training_cost(now),
+        "endpoint_at_most": record.serving_cost(now),
+        "endpoint_until_it_expires": record.serving_cost(lasts),
+        "total_at_most": record.cost(lasts),
+    }

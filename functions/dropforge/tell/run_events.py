@@ -1,0 +1,85 @@
+"""Run events: publishes state changes and notices for other systems."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.cloud.classify import client_errors
+from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.context import Context
+from dropforge.run.events import RunEvent, run_event_message
+from dropforge.run.record import Notice, Record, RunState, Transition
+
+from .report import cost
+
+PUBLISH_TIMEOUT_SECONDS = 20
+
+
+def announce(context: Context, record: Record, state: RunState) -> None:
+    """Publish a run event for `state`, which the record has entered. A repeated event has the same id.
+
+    Raises CloudError for a terminal state only: a failed event must delay neither the training nor its teardown.
+    """
+    entered = next(t for t in reversed(record.history) if t.state is state)
+    event = RunEvent(
+        id=f"{record.run}/{entered.attempt}/{state.lower()}",
+        run=record.run,
+        state=state,
+        time=entered.time,
+        name=record.name,
+        details=_details(record, entered, context.now()),
+    )
+    problem = publish(context, event)
+    if problem and state.is_terminal:
+        raise CloudError(ErrorClass.TRANSIENT, problem)
+
+
+def announce_notice(context: Context, record: Record, notice: Notice) -> bool:
+    """Publish a run event for a notice; whether it was published."""
+    now = context.now()
+    event = RunEvent(
+        id=f"{record.run}/notice/{notice.key}",
+        run=record.run,
+        state=record.state,
+        time=now,
+        name=record.name,
+        notice=notice.key,
+        details={"text": notice.text, "cost_usd": record.cost(now)},
+    )
+    return not publish(context, event)
+
+
+def publish(context: Context, event: RunEvent) -> str:
+    """Publish a run event, unless this process has published it; return the problem, or "".
+
+    A stage announces its state at each call, every few seconds while it waits: `context.published` avoids the repeats.
+    """
+    if event.id in context.published:
+        return ""
+    data, attributes = run_event_message(event)
+    topic = context.settings.topic(context.settings.run_events_topic)
+    failures: tuple[type[Exception], ...] = (*client_errors(), TimeoutError)
+    publisher = context.cloud.clients.publisher()
+    try:
+        publisher.publish(topic, data, timeout=TIMEOUT_SECONDS, **attributes).result(PUBLISH_TIMEOUT_SECONDS)
+    except failures as error:
+        problem = f"the run event {event.id} could not be published: {error or type(error).__name__}"
+        context.log(problem, stage="notify", run=event.run, severity="ERROR")
+        return problem
+    context.published.add(event.id)
+    return ""
+
+
+def _details(record: Record, entered: Transition, now: datetime) -> dict[str, Any]:
+    details: dict[str, Any] = {"source": record.source}
+    if entered.attempt:
+        details["attempt"] = entered.attempt
+    if entered.state.is_terminal:
+        details["metrics"] = record.metrics
+        details["error"] = record.error.model_dump(mode="json") if record.error else None
+        details["problems"] = record.problems
+        details["endpoint"] = record.endpoint.model_dump(mode="json") if record.endpoint else None
+        details["cost_usd"] = cost(record, now)
+    return details

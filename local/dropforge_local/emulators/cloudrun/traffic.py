@@ -1,0 +1,133 @@
+"""The traffic of services: a port per service and per tag, and the instances behind the ports."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+from dropforge_local.base.ports import HOST, free_port
+
+from ..kit.background import stop_all
+from .context import Context
+from .instances import Pool
+from .messages import seconds
+from .proxy import Listener
+from .store import parent_of
+
+
+class Traffic:
+    """Listeners by service and tag (the tag of a service's own port is empty), pools of instances by revision."""
+
+    def __init__(self, context: Context, authorize: Callable[[Mapping[str, str]], bool]) -> None:
+        self._context = context
+        self._authorize = authorize
+        self._pools: dict[str, Pool] = {}
+        self._listeners: dict[tuple[str, str], Listener] = {}
+
+    async def start(self) -> None:
+        """Open the ports and take over the instances of an earlier stack. Raises OSError when a port is taken."""
+        # A connection per request: an instance may close an idle connection while a POST is sent on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        for row in self._context.store.db.connection.execute("SELECT * FROM cloudrun_ports").fetchall():
+            await self._listen(row["service"], row["tag"], row["port"])
+        for service in self._context.store.all("services"):
+            for revision in self._context.store.children("revisions", service.name):
+                if revision.name in _routed(service) or self._context.workloads.running(revision.name):
+                    self.pool(service, revision).resume()
+
+    async def stop(self) -> None:
+        """Close the ports; the instances continue to run."""
+        await stop_all(*(listener.stop for listener in self._listeners.values()), self._session.close)
+
+    def ports(self) -> list[int]:
+        """The open ports."""
+        return sorted(listener.port for listener in self._listeners.values())
+
+    def uri(self, name: str, tag: str = "") -> str:
+        return f"http://{HOST}:{self._listeners[name, tag].port}"
+
+    async def open_ports(self, service: Any) -> None:
+        """Open a port for the service and for each tag; close the ports of removed tags."""
+        tags = {"", *(target.tag for target in service.traffic if target.tag)}
+        connection = self._context.store.db.connection
+        for key in [key for key in self._listeners if key[0] == service.name and key[1] not in tags]:
+            await self._listeners.pop(key).stop()
+            connection.execute("DELETE FROM cloudrun_ports WHERE service = ? AND tag = ?", key)
+        for tag in sorted(tags):
+            if (service.name, tag) not in self._listeners:
+                taken = set(self._context.store.ports()) | self._context.workloads.ports()
+                port = free_port(self._context.config.service_ports, taken)
+                await self._listen(service.name, tag, port)
+                connection.execute("INSERT INTO cloudrun_ports VALUES (?, ?, ?)", [service.name, tag, port])
+
+    def pool(self, service: Any, revision: Any) -> Pool:
+        """The instances of a revision."""
+        if revision.name not in self._pools:
+            least = max(service.scaling.min_instance_count, revision.scaling.min_instance_count)
+            self._pools[revision.name] = Pool(self._context, self._session, revision, keep=least > 0)
+        return self._pools[revision.name]
+
+    def retire(self, name: str) -> None:
+        """End the instances of a service's revisions without traffic, once their requests are answered."""
+        routed = _routed(self._context.store.get(name))
+        for revision, pool in list(self._pools.items()):
+            if parent_of(revision) == name and revision not in routed:
+                del self._pools[revision]
+                self._context.background.spawn(pool.close(seconds(pool.revision.timeout)))
+
+    async def close_pool(self, revision: str) -> None:
+        """End the instances of a revision at once."""
+        if (pool := self._pools.pop(revision, None)) is not None:
+            await pool.close()
+
+    async def close(self, service: Any | None, name: str) -> None:
+        """Close the ports of a service and end all its instances, also those of an earlier stack."""
+        for key in [key for key in self._listeners if key[0] == name]:
+            await self._listeners.pop(key).stop()
+        for revision in self._context.store.children("revisions", name):
+            self.pool(service, revision)
+            await self.close_pool(revision.name)
+
+    async def _listen(self, name: str, tag: str, port: int) -> None:
+        listener = Listener(
+            port, self._session, lambda: self._route(name, tag), lambda headers: self._is_allowed(name, headers)
+        )
+        try:
+            await listener.start()
+        except OSError as error:
+            await listener.stop()
+            raise OSError(
+                f"port {port} of service {name!r} is taken: end the program that uses it, then start again"
+            ) from error
+        self._listeners[name, tag] = listener
+
+    def _route(self, name: str, tag: str) -> Pool | None:
+        """The pool that answers a request: by tag, or by the traffic's percents. None without a ready revision."""
+        service = self._context.store.find(name)
+        if service is None or service.delete_time:
+            return None
+        targets = [target for target in service.traffic if (target.tag == tag if tag else target.percent)]
+        if not targets:
+            return None
+        target = targets[0] if tag else random.choices(targets, [target.percent for target in targets])[0]
+        revision = self._context.store.find(name_of) if (name_of := _revision_of(service, target)) else None
+        return self.pool(service, revision) if revision is not None else None
+
+    def _is_allowed(self, name: str, headers: Mapping[str, str]) -> bool:
+        service = self._context.store.find(name)
+        return service is not None and (service.invoker_iam_disabled or self._authorize(headers))
+
+
+def _routed(service: Any) -> set[str]:
+    """The names of the revisions that may get a request."""
+    return {_revision_of(service, target) for target in service.traffic if target.percent or target.tag}
+
+
+def _revision_of(service: Any, target: Any) -> str:
+    """The name of a traffic target's revision; empty before the first revision is ready."""
+    return f"{service.name}/revisions/{target.revision}" if target.revision else str(service.latest_ready_revision)

@@ -1,0 +1,51 @@
+"""Relaying an HTTP request to a server on this machine, and its answer back to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+# Headers for a single connection: RFC 9110, section 7.6.1.
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade",
+})  # fmt: skip
+
+
+async def request_upstream(
+    session: aiohttp.ClientSession, request: web.BaseRequest, url: URL, headers: Mapping[str, str]
+) -> aiohttp.ClientResponse:
+    """Send the client's request with `headers` to `url`; return the upstream response, whose body is still unread."""
+    return await session.request(
+        request.method,
+        url,
+        headers=headers,
+        data=request.content if request.body_exists else None,
+        allow_redirects=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def response_for(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    """The unsent response to the client, with the status and the end-to-end headers of the upstream response."""
+    response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+    for name, value in end_to_end(upstream.headers).items():
+        response.headers.add(name, value)
+    return response
+
+
+async def copy_body(upstream: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
+    async for chunk in upstream.content.iter_any():
+        await response.write(chunk)
+    await response.write_eof()
+
+
+def end_to_end(headers: Mapping[str, str], dropped: Iterable[str] = ()) -> CIMultiDict[str]:
+    """Headers without hop-by-hop headers, headers that Connection names, and `dropped` (lower case)."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    removed = HOP_BY_HOP.union(named, dropped)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in removed)
