@@ -111,7 +111,6 @@ class Reporter:
             log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity=severity)
 
     def _publish_all(self) -> None:
-        clients = Clients()
         while (event := self._queue.get()) is not None:
             data, attributes = job_event_message(event)
             try:

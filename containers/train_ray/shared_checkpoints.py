@@ -18,7 +18,6 @@ from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, download_prefix, parse_gs_uri
 
-_CLIENTS = Clients()
 PREFIX = "maxtext"
 COMPLETE = "commit_success.txt"  # Orbax writes it last, where directories cannot be renamed
 KEEP = 2
