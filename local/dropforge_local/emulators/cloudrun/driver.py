@@ -46,6 +46,20 @@ class Driver:
         self._containers: dict[str, Container] = {}
 
     async def run(self) -> None:
+        """Run the tasks. `finished` is set also after a failure, because a deletion waits for it."""
+        try:
+            await self._run_tasks()
+            self._complete()
+        finally:
+            self.finished.set()
+
+    def terminate(self, fault: str) -> None:
+        preempted = self._context.config.grace_seconds, PREEMPTED
+        grace, reason = preempted if fault == "preempt" else (0, OUT_OF_MEMORY)
+        for container in self._containers.values():
+            self._context.background.spawn(container.terminate(grace, reason))
+
+    async def _run_tasks(self) -> None:
         store = self._context.store
         execution = store.get(self.name)
         if self._stop_reason():
@@ -54,18 +68,10 @@ class Driver:
         tasks = store.children("tasks", self.name)
         if any(state_of(task) == "failed" for task in tasks):
             self._stop_siblings.set()
-        unfinished = [task.name for task in tasks if not task.completion_time]
         async with asyncio.TaskGroup() as group:
-            for name in unfinished:
-                group.create_task(self._run_task(name, execution, slots))
-        self._complete()
-        self.finished.set()
-
-    def terminate(self, fault: str) -> None:
-        preempted = self._context.config.grace_seconds, PREEMPTED
-        grace, reason = preempted if fault == "preempt" else (0, OUT_OF_MEMORY)
-        for container in self._containers.values():
-            self._context.background.spawn(container.terminate(grace, reason))
+            for task in tasks:
+                if not task.completion_time:
+                    group.create_task(self._run_task(task.name, execution, slots))
 
     async def _run_task(self, name: str, execution: Any, slots: asyncio.Semaphore) -> None:
         async with slots:

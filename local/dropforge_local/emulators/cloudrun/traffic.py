@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,7 @@ class Traffic:
         self._authorize = authorize
         self._pools: dict[str, Pool] = {}
         self._listeners: dict[tuple[str, str], Listener] = {}
+        self._closers: list[Callable[[], Awaitable[None]]] = []
 
     async def start(self) -> None:
         """Open the ports and take over the instances of an earlier stack. Raises OSError when a port is taken."""
@@ -33,6 +34,7 @@ class Traffic:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self._closers.append(self._session.close)
         for row in self._context.store.db.connection.execute("SELECT * FROM cloudrun_ports").fetchall():
             await self._listen(row["service"], row["tag"], row["port"])
         for service in self._context.store.all("services"):
@@ -42,7 +44,7 @@ class Traffic:
 
     async def stop(self) -> None:
         """Close the ports; the instances continue to run."""
-        await stop_all(*(listener.stop for listener in self._listeners.values()), self._session.close)
+        await stop_all(*(listener.stop for listener in self._listeners.values()), *self._closers)
 
     def ports(self) -> list[int]:
         """The open ports."""
