@@ -16,9 +16,9 @@ import click
 
 from dropforge.base.errors import InvalidSpec
 from dropforge.base.settings import Settings
-from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.context import Cloud
 from dropforge.money import short_endpoint
 from dropforge.platforms import get_target, platform_of
 from dropforge.spec import JobSpec
@@ -65,8 +65,7 @@ class Finding(NamedTuple):
 def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
     """Ask a deployment whether specs could run there, before anything is spent; exit 1 if they could not."""
     jobs = {path.name: read_spec(path) for path in specs}
-    settings = connect(state).settings
-    found = list(findings(settings, jobs))
+    found = list(findings(connect(state).context.cloud, jobs))
     if as_json:
         click.echo(json.dumps([one._asdict() for one in found], indent=2))
     else:
@@ -75,26 +74,27 @@ def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None
         raise SystemExit(FAILED)
 
 
-def findings(settings: Settings, specs: dict[str, JobSpec]) -> Iterator[Finding]:
+def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
     """Everything there is to say of a deployment, and of specs by their names."""
+    settings = cloud.settings
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
     yield from _asked("project", lambda: _project_permissions(settings.project))
     yield from _asked("accounts", lambda: _accounts(settings, list(specs.values())))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
-        yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(bucket, needed))  # type: ignore[misc]
+        yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(cloud, bucket, needed))  # type: ignore[misc]
     for name, image in sorted(_images(settings).items()):
         yield from _asked(f"image {name}", lambda name=name, image=image: _image(name, image))  # type: ignore[misc]
     for name, spec in specs.items():
-        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(name, spec, settings))  # type: ignore[misc]
+        yield from _asked(f"spec {name}", lambda name=name, spec=spec: _admission(cloud, name, spec))  # type: ignore[misc]
         for wanted in demands(spec):
             if wanted.listed_by == "tpu":
                 what = f"{wanted.name} in {wanted.place}"
-                yield from _asked(what, lambda wanted=wanted: _tpu_type(settings.project, wanted))  # type: ignore[misc]
+                yield from _asked(what, lambda wanted=wanted: _tpu_type(cloud, wanted))  # type: ignore[misc]
             elif wanted.listed_by == "compute":
                 yield from _asked(f"{wanted}", lambda wanted=wanted: _gpu_region(settings.project, wanted))  # type: ignore[misc]
             yield from _asked(f"quota for {wanted}", lambda wanted=wanted: _quota(settings.project, wanted))  # type: ignore[misc]
-        yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(settings, spec))  # type: ignore[misc]
+        yield from _asked(f"spec {name}: data", lambda spec=spec: _locations(cloud, spec))  # type: ignore[misc]
 
 
 def demands(spec: JobSpec) -> list[Demand]:
@@ -160,11 +160,11 @@ def _accounts(settings: Settings, specs: list[JobSpec]) -> Iterator[Finding]:
             yield Finding(NOT_ASKED, what, f"{use.permission} on {use.scope}: {state}; ask as a security reviewer")
 
 
-def _bucket(name: str, needed: tuple[str, ...]) -> Iterator[Finding]:
+def _bucket(cloud: Cloud, name: str, needed: tuple[str, ...]) -> Iterator[Finding]:
     from google.api_core.exceptions import NotFound
 
     try:
-        held = clients.storage().bucket(name).test_iam_permissions(list(needed), timeout=TIMEOUT_SECONDS)
+        held = cloud.clients.storage().bucket(name).test_iam_permissions(list(needed), timeout=TIMEOUT_SECONDS)
     except NotFound:
         yield Finding(NO, f"bucket {name}", "it does not exist", "make deploy PROJECT_ID=… REGION=…")
         return
@@ -201,10 +201,10 @@ def _image(name: str, uri: str) -> Iterator[Finding]:
         yield Finding(OK, what, "its digest is there")
 
 
-def _admission(name: str, spec: JobSpec, settings: Settings) -> Iterator[Finding]:
+def _admission(cloud: Cloud, name: str, spec: JobSpec) -> Iterator[Finding]:
     """Everything that would have the spec rejected: images, clusters, secrets, sources, time and budget."""
     try:
-        check_admission(spec, settings)
+        check_admission(cloud, spec)
     except InvalidSpec as error:
         for problem in error.problems:
             yield Finding(NO, f"spec {name}", str(problem), problem.expected or "")
@@ -254,13 +254,14 @@ def _compute_quota(project: str, region: str, quota: Quota) -> tuple[float, floa
     )
 
 
-def _tpu_type(project: str, wanted: Demand) -> Iterator[Finding]:
+def _tpu_type(cloud: Cloud, wanted: Demand) -> Iterator[Finding]:
     from google.api_core.exceptions import NotFound
 
+    project = cloud.settings.project
     name = f"projects/{project}/locations/{wanted.place}/acceleratorTypes/{wanted.name}"
     what = f"{wanted.name} in {wanted.place}"
     try:
-        clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
+        cloud.clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
     except NotFound:
         mend = f"gcloud compute tpus accelerator-types list --zone={wanted.place} --project={project}"
         yield Finding(NO, what, "the zone has none", mend)
@@ -268,13 +269,13 @@ def _tpu_type(project: str, wanted: Demand) -> Iterator[Finding]:
         yield Finding(OK, what, "the zone has them")
 
 
-def _locations(settings: Settings, spec: JobSpec) -> Iterator[Finding]:
+def _locations(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
     """Whether the runs bucket and the spec's own are where it trains: elsewhere, every read crosses regions."""
     regions = {_region(place) for place in get_target(spec.target.type).regions(spec)}
     uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # synthetic data have no source
     sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
-    for name in dict.fromkeys([settings.runs_bucket, *sources]):
-        bucket = clients.storage().get_bucket(name, timeout=TIMEOUT_SECONDS)
+    for name in dict.fromkeys([cloud.settings.runs_bucket, *sources]):
+        bucket = cloud.clients.storage().get_bucket(name, timeout=TIMEOUT_SECONDS)
         place, what = str(bucket.location).lower(), f"bucket {name}"
         far = sorted(region for region in regions if bucket.location_type == "region" and place != region)
         if far:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest, manifest_uri
 from dropforge.run.events import (
     Checkpointed,
@@ -38,9 +38,8 @@ _QUEUE_EVENTS = 256
 class Reporter:
     """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent."""
 
-    def __init__(self, job: Job, redact: Redactor) -> None:
-        self._job = job
-        self._redact = redact
+    def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
+        self._job, self._redact, self._clients = job, redact, clients
         self._sequence = 0
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
@@ -115,7 +114,7 @@ class Reporter:
         while (event := self._queue.get()) is not None:
             data, attributes = job_event_message(event)
             try:
-                publisher = clients.publisher()
+                publisher = self._clients.publisher()
                 publisher.publish(self._job.topic, data, timeout=_PUBLISH_SECONDS, **attributes).result(
                     _PUBLISH_SECONDS
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from google.cloud import run_v2, tpu_v2
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients, pods
+from dropforge.cloud import pods
+from dropforge.cloud.clients import Clients
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
@@ -21,7 +21,7 @@ from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import deployment_problems
 
-from ..deployments import REQUIRED, settings_with
+from ..deployments import REQUIRED, cloud_with, settings_with
 from ..schemas import kubernetes
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
@@ -53,11 +53,11 @@ FULL: dict[str, Any] = {
 )
 def test_a_failed_service_is_classified(monkeypatch: pytest.MonkeyPatch, message: str, expected: ErrorClass) -> None:
     condition = run_v2.Condition(state=FAILED, message=message)
-    service = run_v2.Service(labels={"dropforge-run": "r"}, terminal_condition=condition)
+    service = run_v2.Service(labels={"dropforge-run": RUN}, terminal_condition=condition)
     monkeypatch.setattr(cloud_run, "service_name", lambda deployment: "s")
-    monkeypatch.setattr(cloud_run.CloudRunService, "_service", lambda self, name: service)
+    monkeypatch.setattr(cloud_run.CloudRunService, "_service", lambda self, cloud, name: service)
     with pytest.raises(CloudError) as failure:
-        cloud_run.CloudRunService().deploy(SimpleNamespace(run="r"))
+        cloud_run.CloudRunService().deploy(cloud_with(), deployment())
     assert failure.value.error_class is expected
     assert failure.value.hint
 
@@ -140,7 +140,7 @@ def test_the_url_is_the_load_balancer_s(ingress: Any, url: str | None) -> None:
 
 def test_an_endpoint_without_tls_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN", raising=False)
-    assert "Authorization" not in clients.endpoint("http://10.0.0.5:8000").headers
+    assert "Authorization" not in Clients().endpoint("http://10.0.0.5:8000").headers
 
 
 def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
@@ -244,7 +244,7 @@ def test_a_deployment_without_the_image_refuses_the_spec() -> None:
     assert deployment_problems(wanted.spec, complete) == []
     [problem] = deployment_problems(wanted.spec, replace(complete, serve_vllm_tpu_image=""))
     assert problem.pointer == "/serve/type"
-    assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in problem.expected
+    assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in str(problem.expected)
     on_gke = deployment()
     assert deployment_problems(on_gke.spec, replace(on_gke.settings, serve_vllm_tpu_image="")) == []
 

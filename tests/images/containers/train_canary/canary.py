@@ -17,7 +17,7 @@ from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import StopRequest
 from dropforge.base.names import spec_object
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.spec import parse_spec
 
@@ -29,18 +29,18 @@ class RequestException(Exception):
 
 
 def main() -> int:
-    job, redact, stop = Job.from_environment(), Redactor(), StopRequest()
-    reporter = Reporter(job, redact)
+    job, redact, stop, clients = Job.from_environment(), Redactor(), StopRequest(), Clients()
+    reporter = Reporter(job, redact, clients)
     try:
-        outcome = outcome_of(lambda: run(job, reporter, redact), job, stop, redact)
+        outcome = outcome_of(lambda: run(job, clients, reporter, redact), job, stop, redact)
         reporter.ended(outcome)
         return outcome.exit_code
     finally:
         reporter.close()
 
 
-def run(job: Job, reporter: Reporter, redact: Redactor) -> Outcome:
-    load_secrets(os.environ)
+def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Outcome:
+    load_secrets(clients, os.environ)
     bucket = clients.storage().bucket(job.bucket)
     spec = parse_spec(bucket.blob(spec_object(job.run)).download_as_bytes())
     redact.learn(spec.secrets)
