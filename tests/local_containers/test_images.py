@@ -95,9 +95,7 @@ def test_unpack_maps_only_paths_of_the_image(root: Path, store: ImageStore, tmp_
     assert process.workdir == fs / "app"
 
 
-def test_a_volume_may_be_mounted_where_this_machine_has_its_own_files(
-    root: Path, store: ImageStore, tmp_path: Path
-) -> None:
+def test_volume_hides_a_directory_of_this_machine(root: Path, store: ImageStore, tmp_path: Path) -> None:
     write(root, "FROM x\nWORKDIR /app\nCOPY train.py .\nENTRYPOINT /app/train.py", {"train.py": ""})
     mount, volume, fs = f"/{tmp_path.parts[1]}", tmp_path / "volume", tmp_path / "fs"
     volume.mkdir()
@@ -183,7 +181,7 @@ def test_unknown_image_is_refused(root: Path, store: ImageStore, uri: str, reaso
         ("FROM x\nCOPY secret.py /app/", "secret.py"),
     ],
 )
-def test_what_docker_would_refuse_is_refused(root: Path, text: str, reason: str) -> None:
+def test_refusals_of_docker(root: Path, text: str, reason: str) -> None:
     dockerfile = write(root, text, {"secret.py": ""})
     (root / ".dockerignore").write_text("**/secret.py\n")
     with pytest.raises(UnsupportedDockerfile, match=reason):

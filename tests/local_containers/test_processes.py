@@ -72,13 +72,13 @@ def test_exit_code_is_reported(tmp_path: Path, code: str, expected: int) -> None
     assert abs(ended.at - time.time()) < 10
 
 
-def test_command_that_does_not_exist_ends_with_127_and_says_so(tmp_path: Path) -> None:
+def test_unknown_command_exits_with_127_and_an_explanation(tmp_path: Path) -> None:
     missing = ContainerSpec(("no-such-command",), {}, Path("/"))
     assert run(tmp_path, lambda runtime: runtime.launch("c", lambda _: missing).wait()).code == 127
     assert "cannot start 'no-such-command'" in (tmp_path / "c/output.log").read_text()
 
 
-def test_environment_is_the_specs_and_nothing_of_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_the_specs_without_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DROPFORGE_TEST_LEAK", "leaked")
     code = "import os; print(sorted(k for k in os.environ if k != 'LC_CTYPE')); print(os.environ['HOME'])"
     run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, A="1")).wait())
@@ -94,7 +94,7 @@ def test_output_is_capped_and_keeps_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "c/output.log").read_text().endswith("line 19999\n")
 
 
-def test_terminate_is_polite_first(tmp_path: Path) -> None:
+def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
     code = """
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -134,7 +134,7 @@ def test_terminate_reaches_a_command_that_still_starts(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
-def test_terminate_leaves_nothing_even_of_children_with_their_own_session(tmp_path: Path) -> None:
+def test_terminate_ends_children_in_other_sessions(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
         container = runtime.launch("c", lambda _: spec(STUBBORN))
         await until(lambda: runtime.output("c").count("ready") == 2)
@@ -161,7 +161,7 @@ def test_children_end_with_the_first_process(tmp_path: Path) -> None:
     assert not [item for item in psutil.process_iter(["cmdline"]) if item.info["cmdline"] == ["sleep", seconds]]
 
 
-def test_killed_shim_counts_as_lost_and_takes_the_rest_along(tmp_path: Path) -> None:
+def test_killed_shim_counts_as_lost_and_ends_the_container(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
         container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
         await ready(runtime, container)

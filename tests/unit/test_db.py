@@ -27,14 +27,14 @@ class SlowDisk:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
+        self.begun, self.allowed = threading.Event(), threading.Event()
+        self.allowed.set()
         self._fsync = os.fsync
 
     def __call__(self, descriptor: int) -> None:
         self.calls += 1
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.allowed.wait(20)
         self._fsync(descriptor)
 
 
@@ -45,7 +45,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return disk
 
 
-def test_one_fsync_for_everybody_who_waits(tmp_path: Path, disk: SlowDisk) -> None:
+def test_waiters_share_a_single_fsync(tmp_path: Path, disk: SlowDisk) -> None:
     async def run() -> None:
         db = Database(tmp_path / "state.db")
         with db.transaction() as sql:
@@ -65,19 +65,19 @@ def test_one_fsync_for_everybody_who_waits(tmp_path: Path, disk: SlowDisk) -> No
     asyncio.run(run())
 
 
-def test_who_commits_during_an_fsync_waits_for_the_next(tmp_path: Path, disk: SlowDisk) -> None:
+def test_commit_during_an_fsync_waits_for_the_next_fsync(tmp_path: Path, disk: SlowDisk) -> None:
     async def run() -> None:
         db = Database(tmp_path / "state.db")
         with db.transaction() as sql:
             sql.execute("CREATE TABLE t (x)")
-        disk.go_on.clear()
+        disk.allowed.clear()
         first = asyncio.create_task(db.durable())
         await asyncio.to_thread(disk.begun.wait, 20)
         with db.transaction() as sql:
             sql.execute("INSERT INTO t VALUES (1)")
         second = asyncio.create_task(db.durable())
         await asyncio.sleep(0)
-        disk.go_on.set()
+        disk.allowed.set()
         await asyncio.gather(first, second)
         assert disk.calls == 2
         db.close()
@@ -105,7 +105,7 @@ def test_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("speak", ["rest", "grpc"])
-def test_no_answer_leaves_before_the_disk_has_it(tmp_path: Path, disk: SlowDisk, speak: str) -> None:
+def test_answers_wait_for_the_disk(tmp_path: Path, disk: SlowDisk, speak: str) -> None:
     databases: list[Database] = []
 
     def build() -> list[PubSubEmulator]:
@@ -120,11 +120,11 @@ def test_no_answer_leaves_before_the_disk_has_it(tmp_path: Path, disk: SlowDisk,
         publish(server)()
         call = publish(server)
         disk.begun.clear()
-        disk.go_on.clear()
+        disk.allowed.clear()
         answer: Future[str] = threads.submit(call)
         assert disk.begun.wait(20)
         assert not answer.done()
-        disk.go_on.set()
+        disk.allowed.set()
         assert int(answer.result(20)) > 0
 
 

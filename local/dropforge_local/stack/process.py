@@ -106,7 +106,7 @@ class Stack:
         self.slack = SlackSink(self.db, self.clock)
 
     def _build_compute(self) -> None:
-        """What runs containers, and the disks of TPU VMs."""
+        """The emulators that run containers, and the disks of TPU VMs."""
         self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
         self.cloudrun = CloudRunEmulator(
             self.db,

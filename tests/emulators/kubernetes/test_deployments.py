@@ -72,7 +72,7 @@ def test_a_deployment_keeps_its_pods(kube: Kube) -> None:
     kube.until(kube.pods, lambda pods: not pods)
 
 
-def test_deleting_a_deployment_takes_everything_along(kube: Kube) -> None:
+def test_deleting_a_deployment_deletes_its_pods(kube: Kube) -> None:
     create(kube)
     rolled_out(kube)
     kube.apps.delete_namespaced_deployment("d", kube.namespace)
@@ -132,7 +132,7 @@ def test_bad_rollouts_stop_and_are_undone(kube: Kube) -> None:
     assert sets(kube) == {2: 0, 3: 2}
 
 
-def test_recreation_ends_the_old_first(kube: Kube) -> None:
+def test_recreation_ends_old_pods_first(kube: Kube) -> None:
     create(kube, strategy={"type": "Recreate"})
     old = rolled_out(kube) and kube.pods()[0].metadata.uid
     patch = {"spec": {"template": {"metadata": {"annotations": {"v": "2"}}}}}
@@ -148,7 +148,7 @@ def test_recreation_ends_the_old_first(kube: Kube) -> None:
     assert max(most) == 1
 
 
-def test_readiness_decides_who_gets_requests(kube: Kube) -> None:
+def test_only_ready_pods_get_requests(kube: Kube) -> None:
     create(kube, env={"WARM_UP": "0.6"})
     url = expose(kube)
     pod = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0]
@@ -172,7 +172,7 @@ def test_sick_containers_are_restarted(kube: Kube) -> None:
     rolled_out(kube)
 
 
-def test_slow_starters_get_the_time_their_probe_gives(kube: Kube) -> None:
+def test_startup_probe_allows_a_slow_start(kube: Kube) -> None:
     probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "failureThreshold": 3}
     create(
         kube, env={"WARM_UP": "1"}, container={"startupProbe": probe, "livenessProbe": {**probe, "failureThreshold": 1}}
@@ -181,7 +181,7 @@ def test_slow_starters_get_the_time_their_probe_gives(kube: Kube) -> None:
     assert kube.pods()[0].status.container_statuses[0].restart_count == 0
 
 
-def test_services_are_reached_through_the_api_too(kube: Kube) -> None:
+def test_api_proxies_requests_to_services(kube: Kube) -> None:
     create(kube, env={"VERSION": "v"})
     rolled_out(kube)
     expose(kube, type="LoadBalancer")
@@ -197,7 +197,7 @@ def test_services_are_reached_through_the_api_too(kube: Kube) -> None:
     assert kube.call("GET", f"{base}/absent/proxy/")[0] == 404
 
 
-def test_replicas_have_ports_of_their_own(kube: Kube) -> None:
+def test_replicas_have_separate_ports(kube: Kube) -> None:
     create(kube, replicas=3)
     rolled_out(kube)
     url = expose(kube)

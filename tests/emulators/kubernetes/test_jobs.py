@@ -117,7 +117,7 @@ def test_deadlines_end_a_job_and_its_pods(kube: Kube) -> None:
     kube.until(kube.pods, lambda pods: not pods)
 
 
-def test_finished_jobs_go_after_their_time(kube: Kube) -> None:
+def test_finished_jobs_are_deleted_after_their_ttl(kube: Kube) -> None:
     kube.create_job("a", ttlSecondsAfterFinished=1)
     kube.wait_job("a")
     path = f"/apis/batch/v1/namespaces/{kube.namespace}/jobs/a"
@@ -125,7 +125,7 @@ def test_finished_jobs_go_after_their_time(kube: Kube) -> None:
     kube.until(kube.pods, lambda pods: not pods)
 
 
-def test_suspension_takes_the_pods_away_and_counts_nothing(kube: Kube) -> None:
+def test_suspension_deletes_pods_without_counting_them(kube: Kube) -> None:
     kube.create_job("a", "sleep", "30")
     kube.until(lambda: kube.job("a").status.ready, lambda ready: ready == 1)
     kube.batch.patch_namespaced_job("a", kube.namespace, {"spec": {"suspend": True}})
@@ -148,7 +148,7 @@ def test_jobs_deleted_without_a_policy_orphan_their_pods(kube: Kube) -> None:
 
 
 @pytest.mark.parametrize("propagation", ["Background", "Foreground"])
-def test_jobs_deleted_with_a_policy_take_their_pods_along(kube: Kube, propagation: str) -> None:
+def test_jobs_deleted_with_a_policy_delete_their_pods(kube: Kube, propagation: str) -> None:
     kube.create_job("a", "polite", "0", parallelism=2, completions=2)
     kube.until(lambda: kube.job("a").status.ready, lambda ready: ready == 2)
     kube.batch.delete_namespaced_job("a", kube.namespace, propagation_policy=propagation)
@@ -158,7 +158,7 @@ def test_jobs_deleted_with_a_policy_take_their_pods_along(kube: Kube, propagatio
     assert not [name for name in kube.live() if kube.namespace in name]
 
 
-def test_jobs_deleted_in_the_foreground_go_after_their_pods(kube: Kube) -> None:
+def test_foreground_deletion_deletes_pods_before_the_job(kube: Kube) -> None:
     kube.create_job("a", "stubborn", pod={"terminationGracePeriodSeconds": 1})
     pod = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0].metadata.name
     kube.until(lambda: kube.log(pod), lambda log: "ignoring" in log)
@@ -172,7 +172,7 @@ def test_jobs_deleted_in_the_foreground_go_after_their_pods(kube: Kube) -> None:
     assert kube.pods() == []
 
 
-def test_failed_jobs_keep_their_pods_to_say_why(kube: Kube) -> None:
+def test_failed_jobs_keep_their_pods(kube: Kube) -> None:
     limited = {"container": {"resources": {"limits": {"memory": "100Mi"}}}}
     kube.create_job("a", "exit", "65", podFailurePolicy=policy(on_codes("FailJob", 65)))
     kube.create_job("b", "hog", pod=limited)

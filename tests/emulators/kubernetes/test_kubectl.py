@@ -135,7 +135,7 @@ def test_secrets_services_and_everything_else(kubectl: Kubectl) -> None:
     kubectl("delete", "deployment,service,secret,cm,rayjob", "--all", "--wait")
 
 
-def test_a_pod_that_hangs_is_deleted_at_last(kubectl: Kubectl) -> None:
+def test_hanging_pod_is_deleted_after_its_grace_time(kubectl: Kubectl) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", **{"metadata": {"name": "p"}}}
     pod["spec"] = make_job("x", "stubborn", pod={"terminationGracePeriodSeconds": 1})["spec"]["template"]["spec"]
     kubectl("create", "-f", kubectl.file(pod))

@@ -289,7 +289,7 @@ def test_bad_jobs_are_invalid_with_causes(kube: Kube, changes: dict[str, Any], f
         {"pod__volumes": [{"name": "v", "projected": {}}]},
     ],
 )
-def test_what_is_not_emulated_says_so(kube: Kube, changes: dict[str, Any]) -> None:
+def test_unemulated_features_are_refused_with_501(kube: Kube, changes: dict[str, Any]) -> None:
     code, body, _ = kube.call("POST", f"/apis/batch/v1/namespaces/{kube.namespace}/jobs", job_with(**changes))
     assert (code, body["reason"]) == (501, "NotImplemented")
     assert "is not emulated by the local stack" in body["message"]

@@ -55,7 +55,7 @@ def test_pod_passes_through_its_phases(kube: Kube) -> None:
     assert {"Scheduled", "Pulled", "Created", "Started"} <= set(reasons)
 
 
-def test_failed_pods_say_why(kube: Kube) -> None:
+def test_failed_pods_report_the_reason(kube: Kube) -> None:
     kube.create_pod("a", "exit", "7", container={"terminationMessagePolicy": "FallbackToLogsOnError"})
     pod = kube.wait_pod("a", "Failed")
     assert (reason_of(pod), state(pod).terminated.exit_code) == ("Error", 7)
@@ -92,7 +92,7 @@ def test_restarts_follow_the_policy(kube: Kube) -> None:
     assert "BackOff" in dict(kube.events("a"))
 
 
-def test_the_environment_is_put_together(kube: Kube) -> None:
+def test_environment_combines_its_sources(kube: Kube) -> None:
     kube.core.create_namespaced_secret(kube.namespace, {"metadata": {"name": "hf"}, "stringData": {"token": "s3cret"}})
     kube.core.create_namespaced_config_map(kube.namespace, {"metadata": {"name": "conf"}, "data": {"LR": "1e-4"}})
     env = [
@@ -193,7 +193,7 @@ def test_volumes_that_cannot_be_mounted_keep_a_pod_waiting(kube: Kube) -> None:
     kube.wait_pod("b", "Succeeded")
 
 
-def test_deleted_pods_are_asked_and_then_killed(kube: Kube) -> None:
+def test_deleted_pods_get_sigterm_then_sigkill(kube: Kube) -> None:
     kube.create_pod("polite", "polite", "0")
     kube.create_pod("stubborn", "stubborn", terminationGracePeriodSeconds=1)
     for name, line in (("polite", "waiting"), ("stubborn", "ignoring")):
@@ -209,7 +209,7 @@ def test_deleted_pods_are_asked_and_then_killed(kube: Kube) -> None:
     assert 0.9 < time.monotonic() - started < 5
 
 
-def test_grace_can_be_shortened(kube: Kube) -> None:
+def test_grace_time_can_be_shortened(kube: Kube) -> None:
     kube.create_pod("a", "stubborn", terminationGracePeriodSeconds=60)
     kube.until(lambda: kube.pod("a").status.phase == "Running" and kube.log("a"), lambda log: log and "ignoring" in log)
     kube.core.delete_namespaced_pod("a", kube.namespace)
@@ -219,7 +219,7 @@ def test_grace_can_be_shortened(kube: Kube) -> None:
     kube.until(kube.live, lambda live: not [name for name in live if name.startswith("container/a-")], 10)
 
 
-def test_pods_have_deadlines_of_their_own(kube: Kube) -> None:
+def test_pods_have_separate_deadlines(kube: Kube) -> None:
     kube.create_pod("a", "polite", "0", activeDeadlineSeconds=1)
     pod = kube.wait_pod("a", "Failed")
     assert pod.status.reason == "DeadlineExceeded"

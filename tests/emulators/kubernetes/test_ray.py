@@ -321,7 +321,7 @@ def test_refusals_of_the_operator_are_in_the_status(ray: Ray) -> None:
         ({"rayClusterSpec": {"headGroupSpec": {}, "authOptions": {"mode": "none"}}}, 422),
     ],
 )
-def test_what_the_api_refuses(kube: Kube, spec: dict[str, Any], code: int) -> None:
+def test_refusals_of_the_api(kube: Kube, spec: dict[str, Any], code: int) -> None:
     path = f"/apis/ray.io/v1/namespaces/{kube.namespace}/rayjobs"
     assert kube.call("POST", path, ray_job("r", **spec))[0] == code
 

@@ -55,7 +55,7 @@ def test_objects_enter_and_leave_a_selector(kube: Kube) -> None:
     assert [event["type"] for event in received] == ["DELETED", "ADDED"]
 
 
-def test_bookmarks_tell_how_far_it_is(kube: Kube) -> None:
+def test_bookmarks_report_the_revision(kube: Kube) -> None:
     put(kube, "a")
     received = events(kube, allowWatchBookmarks="true")
     assert [event["type"] for event in received] == ["ADDED", "BOOKMARK"]
@@ -107,7 +107,7 @@ def test_old_revisions_are_refused_with_410(kube: Kube) -> None:
     assert refused.value.status == 410
 
 
-def test_the_future_cannot_be_watched(kube: Kube) -> None:
+def test_future_revisions_are_refused(kube: Kube) -> None:
     code, body, _ = kube.call("GET", f"/api/v1/namespaces/{kube.namespace}/pods?watch=1&resourceVersion=99999999")
     assert (code, body["details"]["causes"][0]["reason"]) == (504, "ResourceVersionTooLarge")
     assert kube.call("GET", f"/api/v1/namespaces/{kube.namespace}/pods?watch=1&resourceVersion=x")[0] == 400
