@@ -38,10 +38,10 @@ def main() -> None:
 
 def measure(http: str) -> None:
     """Run the example and print its durations and metrics."""
-    from dropforge.run.store import open_store
+    from dropforge.context import Context
     from dropforge_cli.logs import read_log
 
-    run, store = drop(), open_store()
+    run, store = drop(), Context.from_environment().store
     record = ended(store, run)
     if record.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {record.state}: {record.error or record.problems}")
@@ -54,15 +54,15 @@ def measure(http: str) -> None:
 def drop() -> str:
     """Upload the example without endpoint and secrets, and its model and data; return the run id."""
     from dropforge.base import names
-    from dropforge.base.settings import settings
-    from dropforge.cloud import clients
+    from dropforge.context import Context
     from dropforge_cli.demo import upload_source
 
+    context = Context.from_environment()
     spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}, "secrets": {}}
     for uri in (spec["model"]["source"], spec["dataset"]["source"]):
-        upload_source(uri)
-    bucket = settings().specs_bucket
-    blob = clients.storage().bucket(bucket).blob(f"specs/maxtext-{time.time_ns()}.json")
+        upload_source(context.cloud.clients, uri)
+    bucket = context.settings.specs_bucket
+    blob = context.cloud.clients.storage().bucket(bucket).blob(f"specs/maxtext-{time.time_ns()}.json")
     blob.upload_from_string(json.dumps(spec), "application/json")
     return names.run_id_of_object(bucket, blob.name, blob.generation)
 

@@ -62,13 +62,13 @@ class Cloud:
     def __init__(self) -> None:
         from google.cloud import pubsub_v1
 
-        from dropforge.base.settings import settings
-        from dropforge.cloud import clients
-        from dropforge.run.store import RunStore
+        from dropforge.context import Context
 
-        self.settings = settings()
-        self.client = clients.storage()
-        self.store = RunStore(self.client, self.settings.runs_bucket)
+        context = Context.from_environment()
+        self.settings = context.settings
+        self.clients = context.cloud.clients
+        self.client = self.clients.storage()
+        self.store = context.store
         self._subscriber = pubsub_v1.SubscriberClient()
         self._subscription = f"projects/{self.settings.project}/subscriptions/bench"
         topic = self.settings.topic(self.settings.job_events_topic)
@@ -80,7 +80,7 @@ class Cloud:
         from dropforge_cli.demo import upload_source
 
         for uri in (spec["model"]["source"], spec["dataset"]["source"]):
-            upload_source(uri)
+            upload_source(self.clients, uri)
         blob = self.client.bucket(self.settings.specs_bucket).blob(f"specs/ray-{time.time_ns()}.json")
         blob.upload_from_string(json.dumps(spec), "application/json")
         return names.run_id_of_object(self.settings.specs_bucket, blob.name, blob.generation)

@@ -78,13 +78,12 @@ class User:
     def __init__(self, info: StackInfo) -> None:
         from google.cloud import pubsub_v1
 
-        from dropforge.base.settings import settings
-        from dropforge.cloud import clients
-        from dropforge.run.store import RunStore
+        from dropforge.context import Context
 
         self.info = info
-        self.settings = settings()
-        self.store = RunStore(clients.storage(), self.settings.runs_bucket)
+        self.context = Context.from_environment()
+        self.settings, self.store = self.context.settings, self.context.store
+        self.clients = self.context.cloud.clients
         self.published: Counter[tuple[str, str]] = Counter()  # (run, state) → number of distinct event ids
         self._ids: set[str] = set()
         self._subscriber = pubsub_v1.SubscriberClient()
@@ -95,7 +94,6 @@ class User:
     def drop(self, name: str, behave: str = "succeed") -> str:
         """Upload a train-only spec; return its run id."""
         from dropforge.base import names
-        from dropforge.cloud import clients
 
         spec = {
             "api_version": "dropforge/v1",
@@ -107,7 +105,7 @@ class User:
             "serve": None,
             "labels": {"behave": behave},
         }
-        blob = clients.storage().bucket(self.settings.specs_bucket).blob(f"specs/{name}.json")
+        blob = self.clients.storage().bucket(self.settings.specs_bucket).blob(f"specs/{name}.json")
         blob.upload_from_string(json.dumps(spec), "application/json")
         return names.run_id_of_object(self.settings.specs_bucket, blob.name, blob.generation)
 
@@ -116,10 +114,8 @@ class User:
             return list(threads.map(self.drop, names))
 
     def cancel_all(self, runs: Sequence[str]) -> None:
-        from dropforge.cloud import clients
-
         topic = self.settings.topic(self.settings.requests_topic)
-        sent = [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in runs]
+        sent = [self.clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in runs]
         for future in sent:
             future.result(120)
 
@@ -148,12 +144,11 @@ class User:
         from google.cloud.workflows import executions_v1
 
         from dropforge.base import names
-        from dropforge.cloud import clients
 
         request = executions_v1.ListExecutionsRequest(
             parent=self.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
         )
-        listed = clients.workflow_executions().list_executions(request)
+        listed = self.clients.workflow_executions().list_executions(request)
         return Counter(execution.labels[names.RUN_LABEL] for execution in listed if state in ("", execution.state.name))
 
     def _pull(self) -> None:
@@ -238,10 +233,8 @@ def show(name: str, seconds: list[float]) -> None:
 
 
 def _execution_start(user: User, run: str) -> float:
-    from dropforge.cloud import clients
-
     name = f"{user.settings.workflow_name}/executions/{user.store.record(run).execution}"
-    return float(clients.workflow_executions().get_execution(name=name).start_time.timestamp())
+    return float(user.clients.workflow_executions().get_execution(name=name).start_time.timestamp())
 
 
 def _terminal_delay(user: User, run: str) -> float:

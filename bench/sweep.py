@@ -29,9 +29,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of the runs end")
     wanted = parser.parse_args(arguments)
     with running_stack() as (_, info):
-        from dropforge.stages.sweep.sweep import sweep
+        from dropforge.stages.sweep.sweep import sweep as sweep_all
 
         user = User(info)
+
+        def sweep() -> dict[str, Any]:
+            return sweep_all(user.context).to_json()
+
         execution = _live_execution(user)
         runs = [f"swept-{number:012x}" for number in range(wanted.runs)]
         began = time.perf_counter()
@@ -54,8 +58,8 @@ def _live_execution(user: User) -> str:
 
 def _make(user: User, run: str, execution: str) -> None:
     from dropforge.base import names
-    from dropforge.cloud import clients
-    from dropforge.run.record import Attempt, Record, RunState, Transition, utc_now
+    from dropforge.base.clock import utc_now
+    from dropforge.run.record import Attempt, Record, RunState, Transition
 
     now = utc_now()
     attempt = Attempt(number=1, placement=0, region="us-central1", started=now, deadline=now)
@@ -69,11 +73,12 @@ def _make(user: User, run: str, execution: str) -> None:
     job: dict[str, Any] = {"labels": names.labels(run, owner)}
     job["template"] = {"template": {"containers": [{"image": user.settings.train_trl_image}]}}
     parent = f"projects/{user.settings.project}/locations/us-central1"
-    clients.run_jobs().create_job(parent=parent, job=job, job_id=names.training_name(run, 1))
+    user.clients.run_jobs().create_job(parent=parent, job=job, job_id=names.training_name(run, 1))
 
 
 def _end(user: User, run: str) -> None:
-    from dropforge.run.record import RunState, utc_now
+    from dropforge.base.clock import utc_now
+    from dropforge.run.record import RunState
 
     for state in (RunState.TEARING_DOWN, RunState.FAILED):
         user.store.update(run, lambda record, state=state: record.entered(state, utc_now()))  # type: ignore[misc]

@@ -1,10 +1,22 @@
-"""Settings of an imaginary deployment."""
+"""Settings and contexts for tests: of an imaginary deployment, or of the one that the environment names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import datetime
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
+from google.api_core.exceptions import NotFound, PreconditionFailed
+
+from dropforge.base.clock import Clock, utc_now
+from dropforge.base.log import Log, log
 from dropforge.base.settings import Settings
+from dropforge.cloud.clients import Clients
+from dropforge.cloud.context import Cloud
+from dropforge.context import Context
+from dropforge.platforms.lookup import Platforms
 
 
 def settings_with(**changes: Any) -> Settings:
@@ -26,3 +38,121 @@ REQUIRED = (
     "trainer_service_account",
     "server_service_account",
 )
+SETTINGS = settings_with()
+
+
+class TestClock(Clock):
+    """A clock whose time of day the test says, and that does not wait."""
+
+    __test__ = False
+
+    def __init__(self, now: datetime | Callable[[], datetime] = utc_now) -> None:
+        self.now = now if callable(now) else lambda: now  # type: ignore[method-assign]
+
+    def sleep(self, seconds: float) -> None:
+        return
+
+
+class Memory:
+    """The storage client of a deployment whose buckets are one dictionary: data and generation by name."""
+
+    def __init__(self, name: str = "runs") -> None:
+        self.name, self.objects, self.client = name, dict[str, tuple[bytes, int]](), self
+
+    def bucket(self, name: str) -> Memory:
+        return self
+
+    def blob(self, name: str, generation: int | None = None) -> Blob:
+        return Blob(self.objects, name)
+
+    def list_blobs(self, bucket: object, prefix: str = "", **_: Any) -> list[Blob]:
+        return [Blob(self.objects, name) for name in sorted(self.objects) if name.startswith(prefix)]
+
+
+class Blob:
+    """An object of a bucket in memory."""
+
+    def __init__(self, objects: dict[str, tuple[bytes, int]], name: str) -> None:
+        self.objects, self.name = objects, name
+        self.generation = 0
+        self.time_created = utc_now()
+
+    def upload_from_string(self, data: bytes, content_type: str = "", *, if_generation_match: int, **_: Any) -> None:
+        if self.objects.get(self.name, (b"", 0))[1] != if_generation_match:
+            raise PreconditionFailed("generation")
+        self.generation = if_generation_match + 1
+        self.objects[self.name] = (data, self.generation)
+
+    def download_as_bytes(self, **_: Any) -> bytes:
+        if self.name not in self.objects:
+            raise NotFound(self.name)
+        data, self.generation = self.objects[self.name]
+        return data
+
+    def exists(self, **_: Any) -> bool:
+        return self.name in self.objects
+
+    def delete(self, **_: Any) -> None:
+        if self.objects.pop(self.name, None) is None:
+            raise NotFound(self.name)
+
+
+def cloud_with(settings: Settings = SETTINGS, now: Any = utc_now, write: Log = log, **clients: Any) -> Cloud:
+    """A cloud with these clients, by the names of the methods of Clients; a value is what the method returns."""
+    made = {name: lambda *_, client=client: client for name, client in clients.items()}
+    return Cloud(settings, SimpleNamespace(**made), clock=TestClock(now), log=write)  # type: ignore[arg-type]
+
+
+def context_with(
+    settings: Settings = SETTINGS, now: Any = utc_now, platforms: Platforms | None = None, **clients: Any
+) -> Context:
+    """A context with these clients: see `cloud_with`."""
+    return Context(cloud_with(settings, now, **clients), platforms or Platforms())
+
+
+@cache
+def here() -> Context:
+    """The context of the deployment that the environment names; made again after `forget`."""
+    return Context.from_environment()
+
+
+def forget() -> None:
+    """Have context and clients made again, for the environment as it is now."""
+    here.cache_clear()
+    _clients.cache_clear()
+
+
+@cache
+def _clients() -> Clients:
+    return Clients()
+
+
+class _Present:
+    """The clients for the environment as it was when the first of them was made after `forget`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_clients(), name)
+
+
+clients: Any = _Present()
+
+
+class Bound:
+    """A target or a server whose verbs get a cloud with the present clients; `listed` takes the settings."""
+
+    VERBS = frozenset({"provision", "inspect", "deploy", "why_not_ready", "exists", "teardown"})
+
+    def __init__(self, adapter: Any, settings: Settings = SETTINGS) -> None:
+        self.adapter, self.settings = adapter, settings
+
+    def listed(self, settings: Settings) -> Any:
+        return self.adapter.listed(present(settings))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.adapter, name)
+        return partial(value, present(self.settings)) if name in self.VERBS else value
+
+
+def present(settings: Settings = SETTINGS) -> Cloud:
+    """A cloud with the clients of the present environment, whatever deployment that names."""
+    return Cloud(settings, _clients())

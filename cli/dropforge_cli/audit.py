@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import click
 
-from dropforge.base.settings import settings
 from dropforge.cloud.listing import Listed
 from dropforge.run.record import Ledger, Record, ResourceState
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.store import RunStore
 from dropforge.stages.sweep.orphans import list_all, serves
 
 from .deployment import connect
@@ -44,10 +43,10 @@ class Difference(NamedTuple):
 @state_option
 def audit(as_json: bool, state: str | None) -> None:
     """Compare every ledger with the cloud's list; exit 1 if they differ, or if a place cannot be listed."""
-    connect(state)
-    store = open_store()
+    context = connect(state).context
+    store = context.store
     before = _ledgers(store, store.runs())
-    resources, problems = list_all(settings())
+    resources, problems = list_all(context.cloud)
     differences = compare(store, before, resources)
     if as_json:
         rows = [{**difference._asdict(), "why": MEANING[difference.difference]} for difference in differences]

@@ -16,11 +16,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dropforge.cloud import clients
-from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
 from dropforge.run.artifacts import upload_directory
 from dropforge.run.record import Record, RunState
-from dropforge.run.store import open_store
 from dropforge.spec import JobSpec
 
 from . import report
@@ -86,12 +84,12 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
     _step(out, "created the secrets that the spec names", lambda: make_secrets(spec, deployment))
     for uri in (spec.model.source, spec.dataset.source):
         if uri in SOURCES:
-            _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(uri))  # type: ignore[misc]
+            _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(deployment.clients, uri))  # type: ignore[misc]
     run = upload_spec(deployment, path.read_bytes(), path.name)
     out.print(f"dropped {path} into gs://{deployment.settings.specs_bucket}/specs/\n")
     record = show_until_terminal(deployment, run, out)
     if record.state is not RunState.SUCCEEDED:
-        report.show_failure(deployment, open_store(), record, out)
+        report.show_failure(deployment, deployment.store, record, out)
         return False
     report.show_metrics(record, out)
     if record.endpoint is not None:
@@ -142,7 +140,7 @@ def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
     if spec.notify.slack:
         name = spec.notify.slack.webhook_secret.partition(":")[0]
         values[name] = f"{deployment.stack.http}/slack/services/T000/B000/local"
-    project, client = f"projects/{deployment.settings.project}", clients.secrets()
+    project, client = f"projects/{deployment.settings.project}", deployment.clients.secrets()
     for name, value in values.items():
         secret: dict[str, Any] = {"replication": {"automatic": {}}}
         try:
@@ -153,7 +151,7 @@ def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
         client.add_secret_version(parent=f"{project}/secrets/{name}", payload=payload, timeout=TIMEOUT_SECONDS)
 
 
-def upload_source(uri: str) -> None:
+def upload_source(clients: Clients, uri: str) -> None:
     """Create a source in SOURCES, unless it is cached, and upload it with the ordinary storage client."""
     from google.api_core.exceptions import Conflict
 
@@ -200,7 +198,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 def end_endpoint(deployment: Deployment, record: Record) -> Record:
     """End a finished run's endpoint by the ordinary request; return the record once it is gone. Raises CliError."""
     request_cancel(deployment, record.run)
-    store, deadline = open_store(), time.monotonic() + ENDING_SECONDS
+    store, deadline = deployment.store, time.monotonic() + ENDING_SECONDS
     while time.monotonic() < deadline:
         record = store.record(record.run)
         if record.endpoint is None or record.endpoint.ended:

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dropforge.base.errors import DropforgeError
-from dropforge.base.settings import Settings, settings
+from dropforge.base.settings import Settings
+from dropforge.cloud.clients import Clients
+from dropforge.context import Context
+from dropforge.run.store import RunStore
 
 from .problems import CliError
 
@@ -30,9 +33,22 @@ LOCAL_PATIENCE_SECONDS, CLOUD_PATIENCE_SECONDS = 60.0, 300.0
 class Deployment:
     """The deployment that commands use; `stack` is None for a real project."""
 
-    settings: Settings
+    context: Context
     where: str
     stack: StackInfo | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
+
+    @property
+    def clients(self) -> Clients:
+        return self.context.cloud.clients
+
+    @property
+    def store(self) -> RunStore:
+        """The runs bucket."""
+        return self.context.store
 
     @property
     def poll_seconds(self) -> float:
@@ -71,8 +87,7 @@ def find(state: str | None) -> Deployment | None:
 def of_stack(stack: StackInfo) -> Deployment:
     """Return the deployment of a local stack and point this process's clients at it."""
     os.environ.update(stack.environment)
-    settings.cache_clear()
-    return Deployment(settings(), f"the local stack at {stack.http}", stack)
+    return Deployment(Context.from_environment(), f"the local stack at {stack.http}", stack)
 
 
 def running(state: Path) -> StackInfo | None:
@@ -110,12 +125,11 @@ def _is_explicit(state: str | None) -> bool:
 def _configured(source: str) -> Deployment:
     for name, value in _from_file().items():
         os.environ.setdefault(name, value)
-    settings.cache_clear()
     try:
-        configured = settings()
+        context = Context.from_environment()
     except DropforgeError as error:
         raise CliError(f"the configuration of {source} is incomplete: {error}", "see docs/cli.md") from error
-    return Deployment(configured, f"project {configured.project}, from {source}")
+    return Deployment(context, f"project {context.settings.project}, from {source}")
 
 
 def _from_file() -> dict[str, str]:

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
-from dropforge.run.record import Record, RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.record import Record, RunState
+from dropforge.run.store import RunStore
 
 from .deployment import Deployment
 from .display import duration
@@ -71,7 +72,7 @@ class Follower:
 
 def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:
     """Yield snapshots of a run until it is terminal. Raises CliError if the run does not appear."""
-    follower = Follower(open_store(), run)
+    follower = Follower(deployment.store, run)
     appears_by = time.monotonic() + deployment.patience_seconds
     while True:
         snapshot = follower.snapshot()

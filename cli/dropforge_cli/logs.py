@@ -12,7 +12,7 @@ import requests
 
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.run.record import Ledger
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .options import state_option
@@ -33,7 +33,7 @@ _SILENT = frozenset({"compute.googleapis.com/Disk", "tpu.googleapis.com/QueuedRe
 def logs(run: str, follow: bool, tail: int | None, state: str | None) -> None:
     """Print the logs of a run's training and of its endpoint."""
     deployment = connect(state)
-    store = open_store()
+    store = deployment.store
     run = find_run(store, run).run
     if deployment.stack is None:
         _run_gcloud(deployment, store.ledger(run), follow, tail)

@@ -10,13 +10,13 @@ from typing import Any
 import requests
 from rich.console import Console
 
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.run.artifacts import read_artifact, read_manifest
-from dropforge.run.record import Endpoint, Record, RunState, utc_now
+from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
@@ -60,11 +60,11 @@ def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out:
 def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | None:
     """Return the first held-out row among the training's artifacts; None without such rows."""
     bucket = deployment.settings.runs_bucket
-    manifest = read_manifest(clients.storage(), bucket, record.run)
+    manifest = read_manifest(deployment.clients.storage(), bucket, record.run)
     if manifest is None:
         return None
     try:
-        samples = json.loads(read_artifact(clients.storage(), bucket, manifest, "samples.json"))
+        samples = json.loads(read_artifact(deployment.clients.storage(), bucket, manifest, "samples.json"))
     except NotFound:
         return None
     return dict(samples[0]) if samples else None

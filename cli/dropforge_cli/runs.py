@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import NotFound
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
-from dropforge.run.record import Ledger, Record, RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.record import Ledger, Record, RunState
+from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd
@@ -32,8 +32,7 @@ PUBLISH_TIMEOUT_SECONDS = 20
 @state_option
 def runs(as_json: bool, state: str | None) -> None:
     """List every run, newest first."""
-    connect(state)
-    records, now = all_runs(open_store()), utc_now()
+    records, now = all_runs(connect(state).store), utc_now()
     if as_json:
         click.echo(json.dumps([record_json(record, now) for record in records], indent=2))
         return
@@ -53,7 +52,7 @@ def runs(as_json: bool, state: str | None) -> None:
 def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     """Show a run: stages, attempts, cost, endpoint and resources. RUN may be a prefix of the run's id."""
     deployment = connect(state)
-    store = open_store()
+    store = deployment.store
     record = find_run(store, run)
     succeeded = True
     if watched and not record.state.is_terminal:
@@ -74,7 +73,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
 def cancel(run: str, state: str | None) -> None:
     """Request the end of a run, or of the endpoint of a finished run."""
     deployment = connect(state)
-    record = find_run(open_store(), run)
+    record = find_run(deployment.store, run)
     request_cancel(deployment, record.run)
     if not record.state.is_terminal:
         click.echo(f"requested the end of {record.run}; follow it with `dropforge status {record.run} --watch`")
@@ -88,7 +87,7 @@ def request_cancel(deployment: Deployment, run: str) -> None:
     """Publish {"cancel": run} to the requests topic."""
     topic = deployment.settings.topic(deployment.settings.requests_topic)
     data = json.dumps({"cancel": run}).encode()
-    clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(PUBLISH_TIMEOUT_SECONDS)
+    deployment.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(PUBLISH_TIMEOUT_SECONDS)
 
 
 def all_runs(store: RunStore) -> list[Record]:

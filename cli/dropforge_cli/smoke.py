@@ -19,13 +19,13 @@ from rich.console import Console
 
 from dropforge import __version__
 from dropforge.base import names
-from dropforge.cloud import clients
+from dropforge.base.clock import utc_now
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Unlisted
 from dropforge.platforms import get_target
 from dropforge.platforms import targets as known_targets
-from dropforge.run.record import RunState, utc_now
-from dropforge.run.store import RunStore, open_store
+from dropforge.run.record import RunState
+from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
 
 from .deployment import Deployment, connect
@@ -147,7 +147,7 @@ class Smoke:
         self.results: list[Result] = []
         self.problems: list[str] = []  # problems that belong to no promise
         self.began = utc_now()
-        self._store: RunStore = open_store()
+        self._store: RunStore = deployment.store
         self._interrupted = threading.Event()
         self._followers: dict[str, Follower] = {}
         self._refused: dict[str, float] = {}  # by run: since when every request about it was refused
@@ -227,10 +227,10 @@ class Smoke:
             seen.cancel_asked = True
         if not seen.training and not seen.cancels:
             with suppress(Unlisted):  # it names other places; the resources of this run were yielded before
-                for resource in get_target(seen.target).listed(self.deployment.settings):
+                for resource in get_target(seen.target).listed(self.deployment.context.cloud):
                     seen.training += [resource] if resource.run == seen.run else []
             if seen.target == "cloud_run":
-                seen.executions = _executions([entry.name for entry in created])
+                seen.executions = _executions(self.deployment, [entry.name for entry in created])
 
     def _end(self, out: Console) -> None:
         """Request the end of every run that is not over, and wait until every resource is gone."""
@@ -250,7 +250,7 @@ class Smoke:
 
     def _find_dropped(self) -> None:
         """Find the runs whose upload succeeded without an answer."""
-        bucket = clients.storage().bucket(self.deployment.settings.specs_bucket)
+        bucket = self.deployment.clients.storage().bucket(self.deployment.settings.specs_bucket)
         for seen in self.runs if self.problems else []:
             if not seen.run and (blob := bucket.get_blob(seen.object_name, timeout=TIMEOUT_SECONDS)) is not None:
                 seen.run = names.run_id_of_object(bucket.name, seen.object_name, blob.generation)
@@ -314,9 +314,11 @@ def _allowed_seconds(spec: JobSpec) -> int:
     return seconds(spec.limits.max_duration) + (seconds(spec.serve.startup_timeout) if spec.serve else 0)
 
 
-def _executions(jobs: Iterable[str]) -> list[str]:
+def _executions(deployment: Deployment, jobs: Iterable[str]) -> list[str]:
     """Return the full names of the executions of Cloud Run jobs."""
-    return [execution.name for job in jobs for execution in clients.run_executions().list_executions(parent=job)]
+    return [
+        execution.name for job in jobs for execution in deployment.clients.run_executions().list_executions(parent=job)
+    ]
 
 
 @contextmanager

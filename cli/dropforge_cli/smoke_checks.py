@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import requests
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import DropforgeError
-from dropforge.cloud import clients
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
 from dropforge.platforms import targets
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
-from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState, utc_now
+from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages.sweep.orphans import list_all
@@ -222,7 +222,7 @@ def executions_of(deployment: Deployment) -> list[Any]:
     request = executions_v1.ListExecutionsRequest(
         parent=deployment.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=100
     )
-    pages = clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS).pages
+    pages = deployment.clients.workflow_executions().list_executions(request, timeout=TIMEOUT_SECONDS).pages
     return list(next(iter(pages)).executions)
 
 
@@ -268,7 +268,7 @@ def accelerator_seen(seen: Seen) -> Result:
 
 
 def checkpoint(seen: Seen, deployment: Deployment) -> Result:
-    saved = checkpoints(clients.storage(), deployment.settings.runs_bucket, seen.run)
+    saved = checkpoints(deployment.clients.storage(), deployment.settings.runs_bucket, seen.run)
     steps = f"steps {', '.join(str(save.step) for save in saved)}"
     return seen.says("checkpoint", "" if saved else "there is no checkpoint", steps)
 
@@ -276,20 +276,21 @@ def checkpoint(seen: Seen, deployment: Deployment) -> Result:
 def manifest(seen: Seen, deployment: Deployment) -> Result:
     """Check every file by one listing, and small files also by their bytes."""
     bucket = deployment.settings.runs_bucket
-    model = read_manifest(clients.storage(), bucket, seen.run)
+    model = read_manifest(deployment.clients.storage(), bucket, seen.run)
     if model is None:
         return seen.says("manifest", "there is no manifest", "")
-    problems = verify_manifest(clients.storage(), bucket, model)
+    problems = verify_manifest(deployment.clients.storage(), bucket, model)
     small = [file for file in model.files if file.size <= HASHED_BYTES]
-    problems = problems or [file.path for file in small if sha256_of(bucket, model, file.path) != file.sha256]
+    problems = problems or [file.path for file in small if sha256_of(deployment, model, file.path) != file.sha256]
     if not model.files:
         problems = ["it names no files"]
     counted = f"{len(model.files)} files, {len(small)} of them by sha256"
     return seen.says("manifest", f"differs from the files: {'; '.join(problems)}" if problems else "", counted)
 
 
-def sha256_of(bucket: str, manifest: Manifest, path: str) -> str:
-    blob = clients.storage().bucket(bucket).blob(model_prefix(manifest.run) + path)
+def sha256_of(deployment: Deployment, manifest: Manifest, path: str) -> str:
+    bucket = deployment.clients.storage().bucket(deployment.settings.runs_bucket)
+    blob = bucket.blob(model_prefix(manifest.run) + path)
     return hashlib.sha256(blob.download_as_bytes(timeout=TIMEOUT_SECONDS)).hexdigest()
 
 
@@ -381,7 +382,7 @@ def _identity_token(deployment: Deployment) -> str:
 def audit_clean(runs: Iterable[str], store: RunStore, deployment: Deployment) -> Result:
     """Compare the ledgers of these runs with the cloud's list."""
     ledgers = {run: store.ledger(run) for run in runs}
-    resources, problems = list_all(deployment.settings)
+    resources, problems = list_all(deployment.context.cloud)
     differences = compare(store, ledgers, [resource for resource in resources if resource.run in ledgers])
     if differences:
         message = "; ".join(f"{difference.difference} {difference.name}" for difference in differences)

@@ -8,7 +8,6 @@ import click
 
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec
-from dropforge.cloud import clients
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
@@ -77,6 +76,6 @@ def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:
     name = object_name if object_name.startswith(names.SPECS_PREFIX) else names.SPECS_PREFIX + object_name
     if not names.is_spec_object(name):
         raise CliError(f"the object name is {name!r}; only specs/….json starts a run", "choose another --name")
-    blob = clients.storage().bucket(deployment.settings.specs_bucket).blob(name)
+    blob = deployment.clients.storage().bucket(deployment.settings.specs_bucket).blob(name)
     blob.upload_from_string(data, content_type="application/json", timeout=TIMEOUT_SECONDS)
     return names.run_id_of_object(deployment.settings.specs_bucket, name, blob.generation)

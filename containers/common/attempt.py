@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from dropforge.base.log import log
 from dropforge.base.names import spec_object
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest
@@ -92,7 +92,8 @@ def _run_armed(
 ) -> Outcome:
     """Listen for stop requests while `run` runs; a stop request first waits for the checkpoint that is uploading."""
     stop.arm(job.deadline, wake=not job.world.sharded)  # the process that started the ranks forwards the request
-    load_secrets(os.environ)
+    clients = Clients()
+    load_secrets(clients, os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest, manifest_uri
 from dropforge.run.events import (
     Checkpointed,
@@ -112,6 +112,7 @@ class Reporter:
             log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity=severity)
 
     def _publish_all(self) -> None:
+        clients = Clients()
         while (event := self._queue.get()) is not None:
             data, attributes = job_event_message(event)
             try:

@@ -24,7 +24,7 @@ from typing import Any
 
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run import artifacts
 
 from .engine import (
@@ -58,7 +58,7 @@ def main() -> int:
     except BadSettings as error:
         log(str(error), stage="serve", severity="ERROR")
         return BAD_CONFIG
-    client = clients.storage()
+    client = Clients().storage()
     try:
         model = find_model(client, settings.model_uri)
     except DropforgeError as error:

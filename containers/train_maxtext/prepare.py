@@ -9,7 +9,7 @@ from pathlib import Path
 
 from containers.common.errors import data_error
 from containers.common.model import fetch_model
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.spec import JobSpec
 
 from .family import family_of
@@ -26,7 +26,7 @@ def run(work: Work) -> Result:
     """Fetch, check and tokenize; leaves DIRECTORY/rows.npz and held_out.json. Raises JobError."""
     spec, tpu = work.spec, on_tpu()
     method = load_method(spec.training.method)
-    base, base_source = fetch_model(spec, clients.storage(), work.base, weights=method.STARTS_FROM_BASE)
+    base, base_source = fetch_model(spec, Clients().storage(), work.base, weights=method.STARTS_FROM_BASE)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
     prepared = method.read(work, base, config["vocab_size"], tpu)

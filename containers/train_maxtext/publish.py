@@ -6,7 +6,7 @@ import sys
 
 from containers.common.job import Job
 from containers.common.publish import Metrics, Provenance, publish, write_card
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Source
 
 from .methods import load_method
@@ -22,7 +22,7 @@ def run(work: Work) -> Result:
     metrics = all_metrics(work)
     provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
     write_card(work.exported, spec, load_method(spec.training.method).describe(spec), provenance, metrics)
-    manifest = publish(clients.storage(), Job.from_environment(), work.exported, spec, provenance, metrics, PACKAGES)
+    manifest = publish(Clients().storage(), Job.from_environment(), work.exported, spec, provenance, metrics, PACKAGES)
     return {"manifest": manifest.model_dump(mode="json")}
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from containers.common.job import Job
 from dropforge.base.log import log
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import checkpoint_prefix, delete_blobs, parse_gs_uri
 
+_CLIENTS = Clients()
 PREFIX = "maxtext"
 STEPS = "run/checkpoints"
 COMPLETE = "commit_success.txt"  # Orbax writes it last, where directories cannot be renamed
@@ -41,7 +42,7 @@ def prune(root: str, step: int) -> None:
     older = [other for other in _steps(root) if other < step]
     for stale in older[: len(older) - KEEP + 1]:
         bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/{stale}/")
-        delete_blobs([*clients.storage().list_blobs(bucket, prefix=prefix), _blob(_notes(root, stale))])
+        delete_blobs([*_CLIENTS.storage().list_blobs(bucket, prefix=prefix), _blob(_notes(root, stale))])
 
 
 def write_notes(root: str, step: int, notes: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def upload(source: Path, target: str) -> None:
 def _steps(root: str) -> list[int]:
     """All steps with any object, in order."""
     bucket, prefix = parse_gs_uri(f"{root}/{STEPS}/")
-    blobs = clients.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
+    blobs = _CLIENTS.storage().list_blobs(bucket, prefix=prefix, delimiter="/")
     list(blobs)  # reads all pages, which fills `prefixes`
     names = (folder.removeprefix(prefix).rstrip("/") for folder in blobs.prefixes)
     return sorted(int(name) for name in names if name.isdecimal())
@@ -77,4 +78,4 @@ def _notes(root: str, step: int) -> str:
 
 def _blob(uri: str) -> Any:
     bucket, name = parse_gs_uri(uri)
-    return clients.storage().bucket(bucket).blob(name)
+    return _CLIENTS.storage().bucket(bucket).blob(name)

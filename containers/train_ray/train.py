@@ -23,7 +23,7 @@ from containers.common.errors import INTERNAL, JobError, infrastructure_error
 from containers.common.job import Job
 from containers.train_maxtext.stages import classify_stage, stage_main
 from containers.train_maxtext.work import Result, Work, write_json
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import download_prefix
 
 from .shared_checkpoints import STEPS, newest, root_of, upload
@@ -58,7 +58,7 @@ def run(work: Work) -> Result:
     if not result["stopped"]:
         step = str(result["step"])
         parameters = work.checkpoints / step / "model_params"
-        download_prefix(clients.storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
+        download_prefix(Clients().storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
     return result
 
 

@@ -21,6 +21,7 @@ MIN_ATTEMPT_SECONDS = 60  # the shortest time for which starting a machine is wo
 MIN_ENDPOINT_SECONDS = 600
 WARN_AT = (50, 80)  # percent of limits.max_cost_usd
 WARN_OF_TIME_AT = 80  # percent of limits.max_duration
+_ROUNDING_USD = 1e-6  # sums of floats differ from the price on paper
 _STOPPED = "it is stopped, and its checkpoints are kept"
 
 
@@ -94,7 +95,7 @@ def short_endpoint(spec: JobSpec) -> str:
         return ""  # admission refuses a budget without prices
     training = max(price or 0.0 for price in prices) * seconds(spec.limits.max_duration) / SECONDS_PER_HOUR
     needed = training + hourly * serving_seconds(spec.serve) / SECONDS_PER_HOUR
-    if needed <= budget:
+    if needed <= budget + _ROUNDING_USD:
         return ""
     at_most = endpoint_seconds(spec, hourly)
     at_least = max(endpoint_seconds(spec, hourly, training), min(at_most, MIN_ENDPOINT_SECONDS))

@@ -15,8 +15,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dropforge.base import names
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.run.events import JobEvent
 from dropforge.run.record import Attempt, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
@@ -27,10 +25,11 @@ from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
+from ..deployments import clients, forget
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"
 CREATED = datetime(2026, 11, 20, 12, tzinfo=UTC)
-CACHED: list[Any] = [clients.storage, clients.publisher, settings]
 
 Run = Callable[..., Result]
 
@@ -44,8 +43,7 @@ def dropforge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
             if name.startswith("DROPFORGE_") or name.endswith("_EMULATOR_HOST"):
                 del os.environ[name]
         yield lambda *arguments: CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    for function in CACHED:
-        function.cache_clear()
+    forget()
 
 
 @dataclass
@@ -84,8 +82,7 @@ def deployed(dropforge: Run, tmp_path: Path) -> Iterator[Deployed]:
 
     with BackgroundServer(build) as server:
         os.environ["STORAGE_EMULATOR_HOST"], os.environ["PUBSUB_EMULATOR_HOST"] = server.url, server.grpc_address
-        for function in CACHED:
-            function.cache_clear()
+        forget()
         configuration = toml()
         os.environ["DROPFORGE_PROJECT"] = configuration["project"]
         client = clients.storage()

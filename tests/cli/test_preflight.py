@@ -14,12 +14,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import yaml
 
-from dropforge.cloud import clients
 from dropforge.platforms import servers, targets
 from dropforge_cli import preflight
 from dropforge_cli.accounts import ALWAYS
 from dropforge_cli.google_apis import APIS
 
+from ..deployments import clients
 from .conftest import ROOT, Deployed, toml, write_toml
 
 DIGEST = f"@sha256:{'1' * 64}"

@@ -11,10 +11,10 @@ from google.cloud import pubsub_v1
 
 from dropforge.base import names
 from dropforge.base.errors import ErrorClass
-from dropforge.cloud import clients
 from dropforge.run.events import Progress
 from dropforge.run.record import Endpoint, RunError, RunState
 
+from ..deployments import clients
 from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry
 
 RUN, OTHER = "job-0123456789ab", "job-0123ffffffff"

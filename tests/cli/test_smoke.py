@@ -13,10 +13,9 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner, Result
 
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
+from dropforge.base.clock import utc_now
 from dropforge.run.artifacts import Manifest, Source, model_prefix, upload_directory, write_manifest
-from dropforge.run.record import RunState, utc_now
+from dropforge.run.record import RunState
 from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
@@ -24,6 +23,7 @@ from dropforge_cli.runs import request_cancel
 from dropforge_cli.specs import upload_spec
 from dropforge_local.stack import control as local
 
+from ..deployments import clients, forget
 from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
@@ -48,9 +48,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def forget_clients() -> None:
-    """Clear cached clients. Earlier tests in this process may have left clients of another stack."""
-    for function in [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]:
-        function.cache_clear()
+    """Forget the connection to another stack, which earlier tests in this process may have left."""
+    forget()
 
 
 @pytest.fixture

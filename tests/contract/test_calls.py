@@ -14,14 +14,15 @@ import pytest
 import requests
 
 from dropforge.base import names
-from dropforge.cloud import clients
-from dropforge.run.record import Record, RunState, Transition, utc_now
+from dropforge.base.clock import utc_now
+from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge_local.base.identity import Identity
 from dropforge_local.base.recording import FILE, TRAINER
 from dropforge_local.stack import control as local
 from dropforge_local.stack.functions_host import entry_points
 
+from ..deployments import clients
 from ..stack.conftest import NOOP_CONFIG, User, user_of
 from ..stack.targets import PARTS, SERVES
 from .calls import ENDERS, Grant, Need, grants, methods, needs, unmet, unused

@@ -17,17 +17,19 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
+from dropforge.base.clock import utc_now
 from dropforge.cloud.resource import Resource
 from dropforge.platforms import get_server, get_target
+from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.serving import Deployment
-from dropforge.platforms.training import Launch, Phase, Status, Target
-from dropforge.run.record import Attempt, Record, RunState, Transition, utc_now
+from dropforge.platforms.training import Launch, Phase, Status, launch_of
+from dropforge.run.record import Attempt, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.stages.provision import launch_of
-from dropforge.stages.sweep import lost_work, orphans, sweep
+from dropforge.stages.sweep import lost_work, orphans
+
+from .. import stages
+from ..deployments import forget, here
 
 ME = "the-execution-of-this-test"
 NOOP = Path(__file__).resolve().parents[1] / "images" / "containers" / "serve_noop"
@@ -72,11 +74,8 @@ def switch_faults(url: str, emulator: str, **switches: Any) -> None:
 
 
 def forget_clients() -> None:
-    """Have settings and clients made again, for the environment as it is now."""
-    settings.cache_clear()
-    for made in vars(clients).values():
-        if hasattr(made, "cache_clear"):
-            made.cache_clear()
+    """Have context and clients made again, for the environment as it is now."""
+    forget()
 
 
 def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 60) -> Any:
@@ -106,7 +105,7 @@ def contains(stored: Any, sent: Any) -> bool:
 class Stages:
     """A target's verbs as the workflow calls them: again and again."""
 
-    target: Target
+    target: Any  # a Target, bound to a cloud
 
     def provision(self, attempt: Launch) -> None:
         until(lambda: self.target.provision(attempt))
@@ -153,8 +152,8 @@ def is_there(store: RunStore, run: str) -> bool:
     """Whether the cloud has what serves a run, as the sweep asks for it."""
     record, spec = store.record(run), store.spec(run)
     assert spec.serve is not None
-    deployment = Deployment(run, spec, settings(), utc_now(), launch_of(record, spec))
-    return get_server(spec.serve.type).exists(deployment)
+    deployment = Deployment(run, spec, here().settings, utc_now(), launch_of(record, spec, here().settings))
+    return get_server(spec.serve.type).exists(here().cloud, deployment)
 
 
 def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
@@ -181,10 +180,10 @@ def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
 
 
 def sweep_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the sweep look at targets and endpoints of one kind, in a project whose executions all go on."""
-    monkeypatch.setattr(orphans, "targets", lambda: [kind])
-    monkeypatch.setattr(orphans, "servers", lambda: [kind])
+    """Have the sweep look at targets and endpoints of one kind, in a project whose executions are all live."""
+    adapters: list[Any] = [get_target(kind), get_server(kind)]
+    monkeypatch.setattr(stages, "PLATFORMS", Platforms(all=lambda: adapters))
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(sweep, "live_executions", lambda _: frozenset())
+    monkeypatch.setattr("dropforge.stages.sweep.sweep.live_executions", lambda _: frozenset())
     monkeypatch.setattr(lost_work, "state_of", lambda *_: "ACTIVE")
     monkeypatch.setattr(lost_work, "specs", lambda _: [])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import functions_framework
 import pytest
@@ -13,6 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dropforge.base.errors import Conflict, NotFound
+from dropforge.context import Context
+
+from .shared import environment
 
 MAIN = Path(__file__).resolve().parents[2] / "functions" / "main.py"
 RUN = {"run": "job-0123456789ab", "execution": "e-1"}
@@ -60,6 +66,13 @@ def post(name: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     app = functions_framework.create_app(name, str(MAIN))
     data = body if isinstance(body, bytes) else json.dumps(body)
     return app.test_client().post("/", data=data, headers={"Content-Type": "application/json", **(headers or {})})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deployment() -> Iterator[None]:
+    """The functions read their settings before anything else; nothing here calls a service."""
+    with patch.dict(os.environ, environment("http://127.0.0.1:1", "127.0.0.1:1")):
+        yield
 
 
 @pytest.mark.parametrize("data", MESSAGES, ids=repr)
@@ -141,9 +154,8 @@ def test_only_a_bad_request_is_a_bad_request(
 ) -> None:
     """The workflow gives up on 400 for good, and with it on teardown."""
 
-    def fail() -> Any:
+    def fail(_: Context) -> Any:
         raise error
 
-    module = {"inspect": "await_.inspect"}.get(name, name)
-    monkeypatch.setattr(f"dropforge.stages.{module}.open_store", fail)
+    monkeypatch.setattr(Context, "store", property(fail))
     assert post(name, STAGES[name]).status_code == status

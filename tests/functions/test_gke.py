@@ -18,7 +18,7 @@ from google.cloud import container_v1
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
-from dropforge.cloud import clients, kubernetes
+from dropforge.cloud import kubernetes
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.gke.train import JOB, GkeJobs
 from dropforge.platforms.ray.train import RayJobs
@@ -32,7 +32,7 @@ from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
-from ..deployments import settings_with
+from ..deployments import Bound, clients, present, settings_with
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
@@ -60,7 +60,7 @@ SETTINGS = replace(
 SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")
 RARE = "nvidia-tesla-a100"  # no other test asks for it: nodes that one has left would be taken, whatever the faults
-TARGET = GkeJobs()
+TARGET = Bound(GkeJobs())
 STAGES = Stages(TARGET)
 
 
@@ -90,7 +90,7 @@ class Cloud:
 
     @property
     def api(self) -> kubernetes.Kubernetes:
-        return kubernetes.connect(kubernetes.find_cluster(STANDING))
+        return kubernetes.connect(present(), kubernetes.find_cluster(present(), STANDING))
 
     def pod(self, attempt: Launch) -> str:
         """The attempt's first pod, as namespace/name."""
@@ -139,7 +139,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         parent, _, name = STANDING.rpartition("/clusters/")
         clients.gke().create_cluster(parent=parent, cluster={"name": name, "autopilot": {"enabled": True}})
         until(
-            lambda: kubernetes.find_cluster(STANDING), lambda found: found.status == container_v1.Cluster.Status.RUNNING
+            lambda: kubernetes.find_cluster(present(), STANDING),
+            lambda found: found.status == container_v1.Cluster.Status.RUNNING,
         )
         cloud = Cloud(server.url, lambda: background.call(live()))
         account = {"name": SETTINGS.kubernetes_trainer_account, "namespace": SETTINGS.kubernetes_namespace}
@@ -226,10 +227,10 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     assert not TARGET.provision(attempt)  # being made, and not made twice
     STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
-    found = kubernetes.find_cluster(cluster.name)
+    found = kubernetes.find_cluster(present(), cluster.name)
     assert found.autopilot.enabled
     assert found.resource_labels["dropforge-run"] == attempt.run
-    account = kubernetes.connect(found).get(
+    account = kubernetes.connect(present(), found).get(
         f"{cluster.name}/k8s/namespaces/dropforge/serviceaccounts/dropforge-trainer"
     )
     assert account is not None
@@ -241,7 +242,7 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
     assert not TARGET.teardown(job.kind, job.name)
     cloud.faults("kubernetes", fail_next=[])
     STAGES.tear_down([cluster, job])
-    assert kubernetes.find_cluster(cluster.name) is None
+    assert kubernetes.find_cluster(present(), cluster.name) is None
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
 
@@ -253,7 +254,7 @@ def test_death_between_cluster_and_job_leaves_nothing(cloud: Cloud, calls: int) 
         TARGET.provision(attempt)
     STAGES.tear_down(list(reversed(TARGET.resources(attempt))))
     assert not [name for name in cloud.live() if attempt.run in name]
-    assert kubernetes.find_cluster(TARGET.resources(attempt)[0].name) is None
+    assert kubernetes.find_cluster(present(), TARGET.resources(attempt)[0].name) is None
 
 
 def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
@@ -269,7 +270,7 @@ def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
     assert {(one.kind, one.name) for one in found.values()} == {(one.kind, one.name) for one in wanted}
     assert {one.attempt for one in found.values()} == {1}
     assert all(one.created and abs((datetime.now(UTC) - one.created).total_seconds()) < 60 for one in found.values())
-    assert list(RayJobs().listed(SETTINGS)) == []
+    assert list(Bound(RayJobs()).listed(SETTINGS)) == []
 
     job = wanted[1]
     path = f"/apis/batch/v1/namespaces/{SETTINGS.kubernetes_namespace}/jobs/{job.name.rpartition('/')[2]}"

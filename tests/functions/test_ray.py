@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients, kubernetes
+from dropforge.cloud import kubernetes
 from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
 from dropforge.platforms.ray.requests import ray_job_manifest, requests
 from dropforge.platforms.ray.train import RAY_CLUSTER, RayJobs
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 
+from ..deployments import Bound, clients, present
 from .shared import Stages, until
 from .test_gke import SETTINGS, STANDING, Cloud, cloud, running
 
 __all__ = ["cloud", "running"]
-TARGET = RayJobs()
+TARGET = Bound(RayJobs())
 MISSING = "us-central1-docker.pkg.dev/p1/dropforge/train-missing:v1"
 RAY = replace(SETTINGS, train_ray_image=MISSING)
 
@@ -49,7 +50,7 @@ def attempt(cloud: Cloud) -> Iterator[Launch]:
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
     Stages(TARGET).tear_down(reversed(requests(attempt)))
-    assert kubernetes.find_cluster(cluster_of(attempt)) is None
+    assert kubernetes.find_cluster(present(), cluster_of(attempt)) is None
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
         "addons_config": {"ray_operator_config": {"enabled": True}},
     }
     clients.gke().create_cluster(parent=parent, cluster=cluster)
-    found = until(lambda: kubernetes.standing_cluster(cluster_of(attempt), "target.cluster.name"), bool)
+    found = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
     for manifest in namespace_manifests(attempt):
-        kubernetes.connect(found).create(manifest)
+        kubernetes.connect(present(), found).create(manifest)
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
     clients.gke().delete_cluster(name=cluster_of(attempt))
@@ -81,7 +82,7 @@ def test_a_cluster_without_the_operator_is_refused_before_anything_is_made(cloud
 
 def test_launched_twice_it_is_one_and_a_missing_image_is_told(attempt: Launch) -> None:
     assert TARGET.provision(attempt)
-    api = kubernetes.connect(kubernetes.find_cluster(cluster_of(attempt)))
+    api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
     assert len(api.find(RAY.kubernetes_namespace, "rayjobs", "ray.io")) == 1
     status = until(lambda: TARGET.inspect(attempt), lambda found: found.phase is not Phase.PENDING)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
@@ -92,7 +93,7 @@ def test_ray_clusters_that_a_rayjob_has_left_go_with_it(in_standing_cluster: Lau
     attempt = in_standing_cluster
     job = requests(attempt)[-1]
     name, namespace = job.request["metadata"]["name"], RAY.kubernetes_namespace
-    api = kubernetes.connect(kubernetes.find_cluster(cluster_of(attempt)))
+    api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
     left = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",

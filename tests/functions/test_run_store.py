@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from dropforge.base.clock import utc_now
 from dropforge.base.errors import Conflict
-from dropforge.run.record import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore, Versioned
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database

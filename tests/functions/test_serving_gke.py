@@ -14,15 +14,11 @@ from unittest.mock import patch
 import pytest
 
 from dropforge.base import names
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
+from dropforge.base.clock import Clock, utc_now
 from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
-from dropforge.run.record import ResourceState, RunState, utc_now
+from dropforge.run.record import ResourceState, RunState
 from dropforge.run.store import RunStore
-from dropforge.stages.deploy import deploy
-from dropforge.stages.sweep import sweep
-from dropforge.stages.teardown import teardown
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
@@ -33,6 +29,8 @@ from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmu
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
+from ..deployments import clients, here
+from ..stages import deploy, sweep, teardown
 from .shared import (
     ME,
     environment,
@@ -65,7 +63,7 @@ class Cloud:
     def run(self, image: str = "serve-noop", **serve: Any) -> str:
         """A run that has been trained and is to be served."""
         os.environ["DROPFORGE_SERVE_VLLM_IMAGE"] = f"{IMAGES}/{image}:test"
-        settings.cache_clear()
+        here.cache_clear()
         return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
@@ -74,7 +72,9 @@ class Cloud:
 
     def objects(self, run: str, cluster: str = "c1") -> list[str]:
         """The full names of what a cluster has of a run's endpoint and training."""
-        api = gke.kubernetes.connect(gke.kubernetes.find_cluster(f"{LOCATION}/clusters/{cluster}"))
+        api = gke.kubernetes.connect(
+            here().cloud, gke.kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/{cluster}")
+        )
         found = []
         for group, plural in [
             ("apps", "deployments"),
@@ -180,10 +180,10 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     assert all(names.is_endpoint(entry.name, run) for entry in left)
     cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
 
-    assert sweep.sweep()["deleted"] == []  # its time is not over
+    assert sweep()["deleted"] == []  # its time is not over
     assert is_there(cloud.store, run)
-    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
-    until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run) == [])
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
+    until(lambda: sweep()["deleted"] == [] and cloud.objects(run) == [])
     assert not is_there(cloud.store, run)
     assert not is_there(cloud.store, cloud.run(cluster="no-such"))
     assert cloud.store.ledger(run).remaining() == []
@@ -203,10 +203,10 @@ def test_a_sweep_goes_round_what_does_not_answer(
         cloud.store.note(run, entry.name, ResourceState.GONE)
     cloud.server.call(cloud.kubernetes.remove_cluster(f"{LOCATION}/clusters/c3"))  # of which GKE knows nothing
     cloud.faults("kubernetes", fail_next={"cluster": "c2", "verb": "delete", "resource": "services", "code": 403})
-    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
-    first = sweep.sweep()["deleted"]
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
+    first = sweep()["deleted"]
     assert not [name for name in first if "/services/" in name]
-    until(lambda: sweep.sweep()["deleted"] == [] and cloud.objects(run, "c2") == [])
+    until(lambda: sweep()["deleted"] == [] and cloud.objects(run, "c2") == [])
     assert "clusters/c3" in capsys.readouterr().err
 
 
@@ -217,14 +217,14 @@ def test_a_project_without_gke_is_swept_all_the_same(
     """It is told once; a deployment that should have a cluster tells it each time."""
     sweep_only("gke", monkeypatch)
     monkeypatch.setenv("DROPFORGE_GKE_CLUSTER", own)
-    settings.cache_clear()
+    here.cache_clear()
     message = f"Kubernetes Engine API has not been used in project {own}1 before or it is disabled."
     fault = {"method": "list_clusters", "status": "PERMISSION_DENIED", "message": message, "count": 20}
     cloud.faults("container", fail_next=fault)
-    assert [sweep.sweep()["deleted"], sweep.sweep()["deleted"]] == [[], []]
+    assert [sweep()["deleted"], sweep()["deleted"]] == [[], []]
     cloud.faults("container", fail_next=[])
     assert capsys.readouterr().err.count(message) == told
-    settings.cache_clear()
+    here.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_service_account_that_is_missing_is_told_at_once(cloud: Cloud) -> None
     with patch.dict(os.environ, {"DROPFORGE_KUBERNETES_SERVER_ACCOUNT": "nobody"}):
         run = cloud.run()
         answer = cloud.deploy(run)
-    settings.cache_clear()
+    here.cache_clear()
     assert answer["error"]["error_class"] == "config"
     assert 'serviceaccount "nobody" not found' in answer["error"]["message"]
     assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
@@ -267,10 +267,10 @@ def test_a_service_account_that_is_missing_is_told_at_once(cloud: Cloud) -> None
 
 def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
     run = cloud.run()
-    other = Deployment("other-0123456789ab", cloud.store.spec(run), settings(), utc_now())
+    other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
     manifest = gke.service_manifest(other)
     manifest["metadata"]["name"] = names.endpoint_name(run)
-    api = gke.kubernetes.connect(gke.kubernetes.find_cluster(f"{LOCATION}/clusters/c1"))
+    api = gke.kubernetes.connect(here().cloud, gke.kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/c1"))
     assert api.create(manifest)
     answer = cloud.deploy(run)
     assert answer["error"]["error_class"] == "config"

@@ -15,15 +15,12 @@ from unittest.mock import patch
 import pytest
 
 from dropforge.base import names
-from dropforge.base.settings import settings
-from dropforge.cloud import clients, tpu
+from dropforge.base.clock import Clock, utc_now
+from dropforge.cloud import tpu
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.tpu_vm import serve as tpu_vm
-from dropforge.run.record import ResourceState, RunState, utc_now
+from dropforge.run.record import ResourceState, RunState
 from dropforge.run.store import RunStore
-from dropforge.stages.deploy import deploy
-from dropforge.stages.sweep import sweep
-from dropforge.stages.teardown import teardown
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer
@@ -34,6 +31,8 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
+from ..deployments import clients, here
+from ..stages import deploy, sweep, teardown
 from .shared import (
     ME,
     environment,
@@ -62,7 +61,7 @@ class Cloud:
     def run(self, image: str = "serve-noop", **serve: Any) -> str:
         """A run that has been trained and is to be served."""
         os.environ["DROPFORGE_SERVE_VLLM_TPU_IMAGE"] = f"{IMAGES}/{image}:test"
-        settings.cache_clear()
+        here.cache_clear()
         return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
@@ -163,12 +162,12 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     for scope in ("attempt", "run"):
         assert eventually(lambda scope=scope: teardown(queued, ME, scope, True))["status"] == "GONE"
     cloud.store.update(queued, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
-    assert sweep.sweep()["deleted"] == []  # their time is not over
+    assert sweep()["deleted"] == []  # their time is not over
     assert [is_there(cloud.store, run) for run in (queued, taken)] == [True, True]
     for entry in cloud.store.ledger(queued).entries:
         cloud.store.note(queued, entry.name, ResourceState.GONE)  # the ledger errs; the cloud's list is what counts
-    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(days=2))
-    assert len(sweep.sweep()["deleted"]) == 3  # a queued resource and two nodes
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
+    assert len(sweep()["deleted"]) == 3  # a queued resource and two nodes
     assert [*cloud.exists(queued), *cloud.exists(taken)] == []
     assert [is_there(cloud.store, run) for run in (queued, taken)] == [False, False]
     assert cloud.store.ledger(queued).remaining() == []
@@ -214,19 +213,19 @@ def test_a_project_without_tpus_is_swept_all_the_same(
     """It is told once."""
     sweep_only("tpu_vm", monkeypatch)
     monkeypatch.delenv("DROPFORGE_SERVE_VLLM_TPU_IMAGE", raising=False)
-    settings.cache_clear()
+    here.cache_clear()
     message = "Cloud TPU API has not been used in project p1 before or it is disabled."
     fault = {"method": "list_queued_resources", "status": "PERMISSION_DENIED", "message": message, "count": 2}
     cloud.faults(fail_next=fault)
-    assert [sweep.sweep()["deleted"], sweep.sweep()["deleted"]] == [[], []]
+    assert [sweep()["deleted"], sweep()["deleted"]] == [[], []]
     assert capsys.readouterr().err.count(message) == 1
 
 
 def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
     run = cloud.run()
-    other = Deployment("other-0123456789ab", cloud.store.spec(run), settings(), utc_now())
+    other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
     with patch.object(names, "endpoint_name", lambda _: f"df-{run}-serve"):
-        assert tpu.ensure(tpu_vm.machine(other))
+        assert tpu.ensure(here().cloud, tpu_vm.machine(other))
     answer = cloud.deploy(run)
     assert answer["error"]["error_class"] == "config"
     assert other.run in answer["error"]["message"]

@@ -17,7 +17,6 @@ import pytest
 from google.cloud import tpu_v2
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients
 from dropforge.cloud.disks import ensure_disk
 from dropforge.cloud.resource import Resource
 from dropforge.cloud.tpu import NODE, QUEUED
@@ -36,7 +35,7 @@ from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
-from ..deployments import settings_with
+from ..deployments import Bound, clients, present, settings_with
 from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
@@ -63,7 +62,7 @@ SETTINGS = replace(
     provision_deadline_seconds=1800,
 )
 ZONE = "us-west1-c"
-TARGET = TpuVms()
+TARGET = Bound(TpuVms())
 STAGES = Stages(TARGET)
 
 
@@ -256,7 +255,7 @@ def test_no_room_for_the_disk(cloud: Cloud) -> None:
 def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
     attempt = launch("succeed")
     disk = TARGET.resources(attempt)[0]
-    until(lambda: ensure_disk(disk.name, disk.request), bool)
+    until(lambda: ensure_disk(present(), disk.name, disk.request), bool)
     message = f"The disk resource '{disk.name}' is already being used by 'projects/t1/zones/z/instances/t1v-n-1-w-0'"
     refusal = {"method": "delete_disk", "status": "INVALID_ARGUMENT", "message": message}
     cloud.faults("compute", fail_next=refusal)

@@ -10,18 +10,14 @@ from unittest.mock import patch
 import pytest
 
 from dropforge.base import names
+from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import RetryLater
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.platforms.tpu_vm.train import DISK
 from dropforge.run.artifacts import MANIFEST, Manifest
-from dropforge.run.record import RunState, utc_now
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.cancel import cancel
-from dropforge.stages.provision import provision
-from dropforge.stages.sweep import sweep
-from dropforge.stages.teardown import teardown
+from dropforge.run.record import RunState
 
+from ..deployments import clients, here
+from ..stages import cancel, inspect, provision, sweep, teardown
 from .shared import ME, eventually, is_there, make_run, until
 from .test_serving_tpu_vm import IMAGES, ZONE, Cloud, cloud, running, spec
 
@@ -33,7 +29,7 @@ def train(cloud: Cloud, image: str = "serve-noop", target: dict[str, Any] | None
     """A run whose training has succeeded, by its own container and the startup script."""
     images = {"SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/{image}:test", "TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-x:test"}
     os.environ.update({f"DROPFORGE_{name}": value for name, value in images.items()})
-    settings.cache_clear()
+    here.cache_clear()
     parts = {
         **spec(),
         "training": {"adapter": {"type": "none"}},
@@ -89,15 +85,15 @@ def test_what_trained_serves_outlives_its_run_and_is_swept(
     for scope in ("attempt", "run"):
         assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"  # type: ignore[misc]
     cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
-    assert sweep.sweep()["deleted"] == []  # its time is not over
+    assert sweep()["deleted"] == []  # its time is not over
     assert is_there(cloud.store, run)
     assert cloud.exists(run) == machines
     assert {entry.kind for entry in cloud.store.ledger(run).remaining()} > {DISK}
-    monkeypatch.setattr(sweep, "utc_now", lambda: utc_now() + timedelta(hours=2))
-    assert sweep.sweep()["deleted"]
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(hours=2))
+    assert sweep()["deleted"]
     assert cloud.exists(run) == []
     assert not is_there(cloud.store, run)
-    until(lambda: sweep.sweep() and cloud.store.ledger(run).remaining() == [])
+    until(lambda: sweep() and cloud.store.ledger(run).remaining() == [])
     ended = cloud.store.record(run).endpoint
     assert ended
     assert ended.ended

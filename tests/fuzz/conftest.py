@@ -16,8 +16,6 @@ import functions_framework
 import pytest
 
 from dropforge.base import names
-from dropforge.base.settings import settings
-from dropforge.cloud import clients
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge_local.base.clock import SystemClock
@@ -29,6 +27,8 @@ from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.workflows import WorkflowsEmulator
 from dropforge_local.stack.functions_host import SOURCE, entry_points
 from workflows_engine import Engine
+
+from ..deployments import clients, forget
 
 PROJECT, SPECS, RUNS = "p1", "p1-specs", "p1-runs"
 TOPICS = ("requests", "job-events", "run-events")
@@ -42,7 +42,6 @@ main:
     - done: {return: "${told.type}"}
 """
 EVENT = {"ce-id": "1", "ce-source": "//test", "ce-specversion": "1.0", "ce-type": "test"}
-_CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 _numbers = itertools.count()
 
 
@@ -87,10 +86,10 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     home, made = tmp_path_factory.mktemp("cloud"), []
     server = BackgroundServer(lambda: build(home, made))
     with server as ports, patch.dict(os.environ, environment(ports.url, ports.grpc_address)):
-        _forget()
+        forget()
         functions = {name: functions_framework.create_app(name, str(SOURCE)).test_client() for name in entry_points()}
         yield App(ports.url, functions, RunStore(clients.storage(), RUNS), _Engine(server, made[0]))  # type: ignore[arg-type]
-        _forget()
+        forget()
 
 
 class _Engine:
@@ -155,8 +154,3 @@ def environment(url: str, grpc: str) -> dict[str, str]:
         "DROPFORGE_EMULATOR_TOKEN": "good",
         **{f"DROPFORGE_{name}": value for name, value in names_of.items()},
     }
-
-
-def _forget() -> None:
-    for function in _CACHED:
-        function.cache_clear()

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dropforge.base import names
-from dropforge.run.record import Record, RunState, Transition, utc_now
+from dropforge.base.clock import utc_now
+from dropforge.run.record import Record, RunState, Transition
 
 from .conftest import EVENT, RUNS, WORKFLOW, App
 from .documents import mutated, odd_values

@@ -17,14 +17,14 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound
-from dropforge.base.settings import Settings, settings
-from dropforge.cloud import clients
+from dropforge.base.settings import Settings
 from dropforge.run.record import Record
 from dropforge.run.store import RunStore
 from dropforge_local.stack import control as local
 from dropforge_local.stack.config import StackConfig, StackInfo
 from dropforge_local.stack.deployment import IMAGES
 
+from ..deployments import clients, forget
 from .clusters import Clusters
 from .machines import machines_of_run
 from .targets import PARTS, SERVES
@@ -62,7 +62,6 @@ NOOP_CONFIG = StackConfig(
     compute={"create_seconds": 0.05, "delete_seconds": 0.05, "disk_gb_per_zone": 100_000},
 )
 SELDOM = 86400.0  # tests sweep themselves: a sweep takes over every run that no execution goes on with
-_CACHED = [settings, *(made for made in vars(clients).values() if hasattr(made, "cache_clear"))]
 
 
 class User:
@@ -212,7 +211,7 @@ def open_user() -> Iterator[Callable[[Path], User]]:
             return user_of(state)
 
         yield open_user
-    _forget_clients()
+    forget()
 
 
 @pytest.fixture
@@ -265,11 +264,6 @@ def user_of(state: Path) -> User:
     info = local.running(state)
     assert info is not None, (state / "stack.log").read_text()
     if os.environ.get("STORAGE_EMULATOR_HOST") != info.http:
-        _forget_clients()
+        forget()
     os.environ.update(info.environment)
     return User(state, info)
-
-
-def _forget_clients() -> None:
-    for function in _CACHED:
-        function.cache_clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dropforge.base import names
-from dropforge.cloud import clients
 
+from ..deployments import clients
 from .targets import PARTS
 
 ZONES = sorted({placement["zone"] for placement in PARTS["tpu_vm"]["placements"]})

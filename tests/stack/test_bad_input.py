@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.cloud import clients
 from dropforge.run.record import RunState
 
+from ..deployments import clients
 from .conftest import User
 
 PLACEMENT = [{"region": "us-central1"}]

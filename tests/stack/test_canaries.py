@@ -16,12 +16,12 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from dropforge.cloud import clients
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
 from dropforge_local.stack.deployment import IMAGES
 
+from ..deployments import clients
 from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
 from .targets import PARTS, SERVES
 

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
-from dropforge.cloud import clients
-from dropforge.run.record import RunState, utc_now
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.cancel import cancel, cancel_deleted
-from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
-from dropforge.stages.provision import provision
-from dropforge.stages.teardown import teardown
+from dropforge.base.clock import Clock, utc_now
+from dropforge.run.record import RunState
 
+from ..deployments import clients
+from ..stages import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
 from .test_runs import assert_clean, deliver, deliver_upload, states
@@ -154,7 +150,7 @@ def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the
     assert answer["status"] == "PENDING"
     assert 0 < answer["wait_seconds"] <= 15
     later = utc_now() + timedelta(seconds=user.settings.capacity_pause_seconds + 1)
-    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
+    monkeypatch.setattr(Clock, "now", lambda _: later)
     assert provision(run, ME, 3)["retry"] is True
     assert user.store.record(run).attempts[-1].region == "us-central1"
     cancel(run)

@@ -15,23 +15,28 @@ import requests
 from google.api_core.exceptions import NotFound, ServiceUnavailable
 
 from dropforge.base import names
+from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, RetryLater, SpecProblem
-from dropforge.cloud import clients
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.executions import start_execution
 from dropforge.platforms.cloud_run.train import CloudRunJobs
 from dropforge.platforms.training import Launch, Phase, Status
-from dropforge.run.record import Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.record import Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.await_.job_events import receive_job_event
-from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
-from dropforge.stages.provision import provision
-from dropforge.stages.submit import submit_message, submit_object
-from dropforge.stages.sweep.sweep import sweep
-from dropforge.stages.teardown import teardown
 
+from ..deployments import clients
+from ..stages import (
+    deploy,
+    inspect,
+    notify,
+    provision,
+    receive_job_event,
+    submit_message,
+    submit_object,
+    sweep,
+    teardown,
+)
 from .conftest import User
 from .test_runs import assert_clean
 
@@ -131,7 +136,7 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
     monkeypatch.setattr(CloudRunJobs, "provision", lambda *_: False)
     assert provision(run, ME, 1)["status"] == "PENDING"
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
+    monkeypatch.setattr(Clock, "now", lambda _: later)
     answer = provision(run, ME, 1)
     assert (answer["status"], answer["retry"]) == ("FAILED", True)
     assert answer["error"]["error_class"] == "stockout"
@@ -148,7 +153,7 @@ def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monk
     with pytest.raises(CloudError):
         provision(run, ME, 1)
     later = utc_now() + timedelta(seconds=user.settings.provision_deadline_seconds + 1)
-    monkeypatch.setattr("dropforge.stages.provision.utc_now", lambda: later)
+    monkeypatch.setattr(Clock, "now", lambda _: later)
     answer = provision(run, ME, 1)
     assert (answer["error"]["error_class"], answer["retry"]) == ("transient", True)
     end(user, run)
@@ -171,9 +176,9 @@ def test_a_model_that_is_committed_between_two_looks_counts(user: User, monkeypa
     run = launched(user, "silent")
     look = CloudRunJobs.inspect
 
-    def late_look(target: CloudRunJobs, launch: Launch) -> Status:
+    def late_look(target: CloudRunJobs, cloud: Cloud, launch: Launch) -> Status:
         deadline = time.monotonic() + 20
-        while (status := look(target, launch)).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
+        while (status := look(target, cloud, launch)).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.02)
         monkeypatch.undo()
         return status
@@ -216,8 +221,8 @@ def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: py
     key = f"lost-{time.time_ns()}"
     data = json.dumps(user.spec()).encode()
 
-    def start_and_die(run: str, settings: Any) -> str:
-        start_execution(run, settings)
+    def start_and_die(cloud: Cloud, run: str) -> str:
+        start_execution(cloud, run)
         raise ServiceUnavailable("the reply was lost")
 
     with monkeypatch.context() as patch:
@@ -245,11 +250,11 @@ def test_death_between_record_and_start_is_followed_up_by_the_next_delivery(
         raise ServiceUnavailable("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dropforge.stages.submit.notify.announce", die)
+        patch.setattr("dropforge.tell.everybody.announce", die)
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
     monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.stages.submit.notify.announce", lambda record, state: told.append(state))
+    monkeypatch.setattr("dropforge.tell.everybody.announce", lambda context, record, state: told.append(state))
     submit_message(data, key)
     assert told == ["ACCEPTED"]
     run = names.run_id_of_message(key)
@@ -307,7 +312,7 @@ def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: 
         return keep(store, name, data, content_type)
 
     monkeypatch.setattr(RunStore, "put_new", keep_slowly)
-    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda url, body: woken.append(url) or True)
+    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda cloud, url, body: woken.append(url) or True)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
     receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
     assert woken == [URL]
@@ -385,7 +390,7 @@ def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
     assert lost
     user.store.note(runs[0], lost.service, ResourceState.GONE)
     faults(fail_next={"method": "delete_service", "status": "PERMISSION_DENIED"})
-    monkeypatch.setattr("dropforge.stages.sweep.sweep.utc_now", lambda: utc_now() + timedelta(days=2))
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 1
     assert len(sweep()["deleted"]) == 1
     for run in runs:

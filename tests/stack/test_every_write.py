@@ -20,17 +20,12 @@ from slack_sdk.webhook import WebhookClient
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
-from dropforge.cloud import clients
 from dropforge.run.record import RunError, RunState
 from dropforge.run.store import RunStore
 from dropforge.stages import submit
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.cancel import cancel
-from dropforge.stages.deploy import deploy
-from dropforge.stages.notify import notify
-from dropforge.stages.provision import provision
-from dropforge.stages.teardown import teardown
 
+from ..deployments import clients
+from ..stages import cancel, deploy, inspect, notify, provision, submit_message, teardown
 from .conftest import User
 from .targets import SERVES
 from .test_runs import assert_clean, states
@@ -89,11 +84,11 @@ class Executions:
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def start(self, run: str, settings: Any) -> str:
+    def start(self, cloud: Any, run: str) -> str:
         self.started.append(run)
         return ME
 
-    def find(self, run: str, since: Any, settings: Any) -> str | None:
+    def find(self, cloud: Any, run: str, since: Any) -> str | None:
         return ME if run in self.started else None
 
 
@@ -105,7 +100,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     monkeypatch.setattr("dropforge.stages.await_.inspect.REPORT_SECONDS", 0)
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
-    deaths.around(submit, "start_execution", lambda run, _: f"start {run}")
+    deaths.around(submit, "start_execution", lambda _, run: f"start {run}")
     deaths.around(RunStore, "_write", lambda _, name, data, *__: f"write {name} {_without_times(data)}")
     deaths.around(requests.Session, "request", change_of)
     deaths.around(RESTClientObject, "request", change_of)
@@ -168,7 +163,7 @@ def test_a_run_survives_death_at_every_write(
     serve = {"type": kind, **SERVES[kind]} if behave == "silent" and kind in SERVES else None
     key = f"every-write-{time.time_ns()}"
     spec = user.spec(behave, target=target, serve=serve, limits={"max_attempts": 2})
-    run = again(submit.submit_message, json.dumps(spec).encode(), key).run
+    run = again(submit_message, json.dumps(spec).encode(), key).run
     live(run)
     record = user.store.record(run)
     assert record.state is end, record.error

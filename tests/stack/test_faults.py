@@ -102,7 +102,7 @@ def test_simultaneous_deliveries_are_one_run(own_stack: Callable[[], User]) -> N
 
 
 def user_generation(user: User, name: str) -> str:
-    from dropforge.cloud import clients
+    from ..deployments import clients
 
     return str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
 

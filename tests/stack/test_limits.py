@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.platforms import get_target
-from dropforge.platforms.training import Phase
-from dropforge.run.record import Record, RunState, utc_now
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.deploy import deploy
-from dropforge.stages.provision import launch_of, provision
+from dropforge.platforms.training import Phase, launch_of
+from dropforge.run.record import Record, RunState
 
+from ..deployments import here
+from ..stages import deploy, inspect, provision
 from .conftest import User
 from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import assert_clean
@@ -76,7 +76,7 @@ def test_the_cloud_ends_what_the_budget_no_longer_pays_for(user: User, monkeypat
     record, spec = user.store.record(run), user.store.spec(run)
     assert record.attempts[0].limit == "max_cost_usd"
     target = get_target("cloud_run")
-    user.until(lambda: target.inspect(launch_of(record, spec)).phase is Phase.FAILED)
+    user.until(lambda: target.inspect(here().cloud, launch_of(record, spec, user.settings)).phase is Phase.FAILED)
     answer = eventually(lambda: look(run))
     assert (answer["error"]["error_class"], answer["retry"]) == ("budget", False)
     assert "max_cost_usd" in answer["error"]["hint"]

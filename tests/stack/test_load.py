@@ -14,9 +14,9 @@ import pytest
 from google.cloud.workflows import executions_v1
 
 from dropforge.base import names
-from dropforge.cloud import clients
 from dropforge.run.record import ResourceState, RunState
 
+from ..deployments import clients
 from .conftest import User
 
 RUNS = 40

@@ -26,6 +26,7 @@ from dropforge.stages.sweep.orphans import list_all
 from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
 
+from ..deployments import here
 from .conftest import NOOP_CONFIG, SELDOM, User, user_of
 from .test_runs import assert_clean
 from .test_targets import (  # noqa: F401  # pytest collects these cases here, with the fixtures of this module
@@ -172,7 +173,7 @@ def test_the_sweep_deletes_what_no_run_owns(user: User, target: dict[str, Any]) 
     run = user.drop(user.spec("hang", target=target))
     user.wait(run, "TRAINING")
     name = user.training(run)
-    found, problems = list_all(user.settings)
+    found, problems = list_all(here().cloud)
     assert [(one.kind, one.name) for one in found if one.run == run] == [(KIND, name)]
     assert problems == []
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())

@@ -13,10 +13,10 @@ import pytest
 import requests
 
 from dropforge.base import names
-from dropforge.cloud import clients
 from dropforge.run.record import Record, RunState, Transition
 from dropforge_local.base.identity import Identity
 
+from ..deployments import clients
 from .conftest import User
 
 GATE = {"holdout_fraction": 0.1, "gate": {"metric": "exact_match", "min": 0.5}}

@@ -17,18 +17,16 @@ from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
 
 from dropforge.base import names
-from dropforge.cloud import clients
+from dropforge.base.clock import Clock, utc_now
 from dropforge.platforms import get_target
-from dropforge.platforms.training import Launch
-from dropforge.run.record import Record, RunState, utc_now
+from dropforge.platforms.training import Launch, launch_of
+from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
-from dropforge.stages.provision import launch_of
-from dropforge.stages.submit import submit_message
 from dropforge.stages.sweep import lost_work, orphans
-from dropforge.stages.sweep import sweep as swept
-from dropforge.stages.sweep.sweep import sweep
 from dropforge_cli.main import cli
 
+from ..deployments import clients, here
+from ..stages import submit_message, sweep
 from .conftest import User
 from .test_crash_windows import accepted
 from .test_runs import assert_clean, states
@@ -47,7 +45,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(user: User, launch: Launch) -> list[str]:
     """Create an attempt's resources with what creates them, whatever its run has come to; those of them that exist."""
-    user.until(lambda: get_target(launch.spec.target.type).provision(launch))
+    user.until(lambda: get_target(launch.spec.target.type).provision(here().cloud, launch))
     wanted = {resource.name for resource in get_target(launch.spec.target.type).resources(launch)}
     found: list[str] = []
     user.until(lambda: found.extend(sorted(wanted & set(user.resources(launch.run)))) or found)
@@ -55,7 +53,7 @@ def make(user: User, launch: Launch) -> list[str]:
 
 
 def attempt_of(user: User, run: str) -> Launch:
-    return launch_of(user.store.record(run), user.store.spec(run))
+    return launch_of(user.store.record(run), user.store.spec(run), user.settings)
 
 
 def end(user: User, *runs: str) -> None:
@@ -142,7 +140,7 @@ def test_a_run_that_does_not_exist_owns_nothing_but_other_deployments_may(
     mine, theirs = make(user, ghost), make(user, other)
     assert not set(mine) & set(sweep()["deleted"])  # its record may be about to be written
     later = timedelta(seconds=user.settings.check_interval_seconds + 1)
-    monkeypatch.setattr(swept, "utc_now", lambda: utc_now() + later)
+    monkeypatch.setattr(Clock, "now", lambda _: utc_now() + later)
     assert set(mine) <= set(sweep()["deleted"])
     assert user.resources(ghost.run) == []
     assert user.resources(other.run) == theirs
@@ -239,8 +237,8 @@ def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
     blob = inbox.blob("specs/lost.json")
     blob.upload_from_string(json.dumps(user.spec()), "application/json")
     dropped = names.run_id_of_object(inbox.name, blob.name, blob.generation)
-    deployment = replace(user.settings, specs_bucket=inbox.name)
-    monkeypatch.setattr(swept, "settings", lambda: deployment)
+    monkeypatch.setenv("DROPFORGE_SPECS_BUCKET", inbox.name)
+    here.cache_clear()
 
     key = f"unrecorded-{time.time_ns()}"
     with monkeypatch.context() as patch:

@@ -9,13 +9,12 @@ import pytest
 import requests
 
 from dropforge.base import names
-from dropforge.cloud import clients
 from dropforge.platforms import get_target, servers, targets
-from dropforge.platforms.training import Phase
+from dropforge.platforms.training import Phase, launch_of
 from dropforge.run.record import RunState
-from dropforge.stages.await_.inspect import inspect
-from dropforge.stages.provision import launch_of
 
+from ..deployments import clients, here
+from ..stages import inspect
 from .conftest import User
 from .targets import PARTS, SERVES
 from .test_crash_windows import ME, URL, end, eventually, launched
@@ -149,14 +148,14 @@ def test_the_cloud_itself_ends_an_attempt_at_its_deadline(
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
     record, spec = user.store.record(run), user.store.spec(run)
-    cloud = eventually(lambda: _look(target["type"], launch_of(record, spec)))
+    cloud = eventually(lambda: _look(target["type"], launch_of(record, spec, user.settings)))
     assert cloud["phase"] is Phase.FAILED
     assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "deadline"
     end(user, run)
 
 
 def _look(kind: str, launch: Any) -> dict[str, Any]:
-    status = get_target(kind).inspect(launch)
+    status = get_target(kind).inspect(here().cloud, launch)
     running = status.phase in (Phase.PENDING, Phase.RUNNING)
     return {"status": "WAITING" if running else "ENDED", "phase": status.phase, "message": status.message}
 

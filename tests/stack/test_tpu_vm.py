@@ -11,10 +11,11 @@ import pytest
 
 from dropforge.base import names
 from dropforge.run.record import RunState
-from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.deploy import completion_problem
 from dropforge_cli.logs import read_log
 
+from ..deployments import here
+from ..stages import inspect
 from .conftest import User
 from .targets import PARTS
 from .test_crash_windows import ME, URL, end, eventually, launched
@@ -123,7 +124,7 @@ def test_what_trained_serves(user: User) -> None:
     assert record.state is RunState.SUCCEEDED, record.error
     assert record.endpoint
     assert record.endpoint.service == user.training(run)
-    assert completion_problem(record.endpoint.url, "noop") == ""
+    assert completion_problem(here().cloud, record.endpoint.url, "noop") == ""
     assert len(user.resources(run)) == 3  # a queued resource, its node, a disk
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)

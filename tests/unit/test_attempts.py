@@ -13,19 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dropforge.base.errors import ErrorClass
+from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.platforms import get_target
-from dropforge.platforms.training import Phase, Status
+from dropforge.platforms.lookup import Platforms
+from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.record import Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec, seconds
-from dropforge.stages.await_ import inspect
-from dropforge.stages.provision import _open_attempt, launch_of
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.provision import _open_attempt
+from dropforge.stages.retries import retries
 from dropforge_cli.deployment import placeholders
+
+from ..deployments import Memory, context_with
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 REGIONS = ["us-central1", "europe-west4", "us-east4"]
-# How long an attempt lasts, of the time that it is allowed, how long nobody looks after that, and how it ends.
-ENDS = st.tuples(st.floats(0, 1), st.integers(0, 3600), st.sampled_from([e for e in ErrorClass if e.tries_again]))
+CONTEXT = context_with()
 
 
 def spec(minutes: int, usd: float | None, price: float, regions: int) -> JobSpec:
@@ -45,6 +48,11 @@ def spec(minutes: int, usd: float | None, price: float, regions: int) -> JobSpec
     )
 
 
+RETRIED = [error for error in ErrorClass if retries(spec(60, None, 1.0, 1).limits, error)]
+# How long an attempt lasts, of the time that it is allowed, how long nobody looks after that, and how it ends.
+ENDS = st.tuples(st.floats(0, 1), st.integers(0, 3600), st.sampled_from(RETRIED))
+
+
 @given(
     st.integers(1, 720),
     st.none() | st.floats(0.01, 100),
@@ -57,7 +65,7 @@ def test_attempts_keep_within_time_money_and_placements(
 ) -> None:
     job, now, record = spec(minutes, usd, price, regions), NOW, _record()
     for number, (share, pause, error_class) in enumerate(ends, 1):
-        attempt = _open_attempt(record, number, job, now)
+        attempt = _open_attempt(CONTEXT, record, number, job, now)
         if attempt is None:
             break
         assert attempt.region == REGIONS[attempt.placement]
@@ -66,7 +74,7 @@ def test_attempts_keep_within_time_money_and_placements(
         record = record.model_copy(update={"attempts": [*record.attempts, attempt]})
         now = attempt.started + (attempt.deadline - attempt.started) * share
         record = record.with_end(number, RunError(error_class=error_class, message="x"), now)
-        if error_class.moves_on and regions > 1 and (after := _open_attempt(record, number + 1, job, now)):
+        if error_class.moves_on and regions > 1 and (after := _open_attempt(CONTEXT, record, number + 1, job, now)):
             assert after.placement != attempt.placement
         now += timedelta(seconds=pause)
     cost = record.training_cost(now)
@@ -88,22 +96,23 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str) -> None:
     """An hour, of which the first placement was waited for 40 minutes: the next resource has 20, and says so itself."""
-    monkeypatch.setattr("dropforge.stages.provision.settings", placeholders)
     job = spec(60, None, 1.0, 1).model_dump(mode="json", exclude_none=True)
     job |= {"target": {"type": kind, **TARGETS[kind]}, "training": {"adapter": {"type": "none"}}}
     parsed = JobSpec.model_validate_json(json.dumps({**job, "serve": None}))
-    first = _open_attempt(_record(), 1, parsed, NOW)
+    first = _open_attempt(CONTEXT, _record(), 1, parsed, NOW)
     assert first
     waited = NOW + timedelta(minutes=40)
     refused = RunError(error_class=ErrorClass.STOCKOUT, message="x")
     record = _record().model_copy(update={"attempts": [first]}).with_end(1, refused, waited)
-    second = _open_attempt(record, 2, parsed, waited)
+    second = _open_attempt(CONTEXT, record, 2, parsed, waited)
     assert second
     record = record.model_copy(update={"attempts": [*record.attempts, second]})
     ends = int((NOW + timedelta(hours=1)).timestamp())
-    requests = json.dumps([one.request for one in get_target(kind).resources(launch_of(record, parsed))])
+    requests = json.dumps(
+        [one.request for one in get_target(kind).resources(launch_of(record, parsed, placeholders()))]
+    )
     assert second.placement == 1
     told = r'"name": "DROPFORGE_DEADLINE", "value": "(\d+)"|DROPFORGE_DEADLINE=(\d+)'
     containers = {int(left or right) for left, right in re.findall(told, requests)}
@@ -118,7 +127,7 @@ def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str, mo
 
 
 def test_the_end_of_an_attempt_is_noted_once() -> None:
-    first = _open_attempt(_record(), 1, spec(60, None, 1.0, 1), NOW)
+    first = _open_attempt(CONTEXT, _record(), 1, spec(60, None, 1.0, 1), NOW)
     assert first
     error = RunError(error_class=ErrorClass.DATA, message="first")
     ended = _record().model_copy(update={"attempts": [first]}).with_end(1, error, NOW + timedelta(seconds=5))
@@ -147,7 +156,7 @@ def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, now = spec(allowed_minutes, None, 3.6, 1), NOW + timedelta(minutes=31)
-    opened = _open_attempt(_record(), 1, job, NOW)
+    opened = _open_attempt(CONTEXT, _record(), 1, job, NOW)
     assert opened
     state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
     kept = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
@@ -156,19 +165,16 @@ def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
         kept.append(change(kept[-1]))
         return kept[-1]
 
-    fakes: dict[str, Any] = {
-        "open_store": lambda: SimpleNamespace(update=update, spec=lambda run: job),
-        "settings": placeholders,
-        "utc_now": lambda: now,
-        "read_manifest": lambda *_: None,
-        "hear": lambda *_: inspect.Heard(),
-        "_cloud": lambda *_: found,
-        "storage": lambda: None,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(inspect, name, fake)
-    monkeypatch.setattr("dropforge.stages.provision.settings", placeholders)
-    assert inspect.inspect("r", "e", 1, "")["status"] == ("CANCELLED" if cancelled else "FAILED")
+    def look(*_: Any) -> Status:
+        if found is None:
+            raise CloudError(ErrorClass.TRANSIENT, "the cloud does not answer")
+        return found
+
+    target: Any = SimpleNamespace(inspect=look)
+    context = context_with(placeholders(), now, Platforms(target=lambda _: target), storage=Memory())
+    monkeypatch.setattr(context.store, "update", update)
+    monkeypatch.setattr(context.store, "spec", lambda run: job)
+    assert inspect(context, "r", "e", 1, "").status == ("CANCELLED" if cancelled else "FAILED")
     over = kept[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
     assert over.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
 

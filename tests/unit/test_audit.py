@@ -5,10 +5,11 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 from dropforge.base import names
+from dropforge.base.clock import utc_now
 from dropforge.cloud.kubernetes import CLUSTER
 from dropforge.cloud.listing import Listed
 from dropforge.platforms.gke.train import JOB
-from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition, utc_now
+from dropforge.run.record import Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge_cli.audit import MISSING, Difference, compare
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.base.server import BackgroundServer
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from workflows_engine import VirtualClock
+
+from ..deployments import clients, forget
 
 PARENT = "projects/test-project/secrets"
 VALUE = "hf_" + "v" * 30
@@ -42,10 +43,10 @@ class Secrets(SecretManagerEmulator):
 def emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with BackgroundServer(lambda: [Secrets(tmp_path / "state.db")]) as server:
         monkeypatch.setenv("SECRET_MANAGER_EMULATOR_HOST", server.url)
-        clients.secrets.cache_clear()
+        forget()
         yield
         clients.secrets().transport.close()
-        clients.secrets.cache_clear()
+        forget()
 
 
 def environment(**references: object) -> dict[str, str]:
@@ -55,7 +56,7 @@ def environment(**references: object) -> dict[str, str]:
 @pytest.mark.usefixtures("emulator")
 def test_values_come_into_the_environment() -> None:
     environ = environment(HF_TOKEN=f"{PARENT}/hf-token/versions/latest", OTHER=f"{PARENT}/hf-token/versions/1")
-    load_secrets(environ)
+    load_secrets(clients, environ)
     assert (environ["HF_TOKEN"], environ["OTHER"], environ["HOME"]) == (VALUE, VALUE, "/")
 
 
@@ -75,7 +76,7 @@ def test_what_cannot_be_read_is_named_and_nothing_is_changed(
     environ = environment(FIRST=f"{PARENT}/hf-token/versions/1", HF_TOKEN=f"{PARENT}/{secret}")
     before = dict(environ)
     with pytest.raises(CloudError) as caught:
-        load_secrets(environ)
+        load_secrets(clients, environ)
     assert caught.value.error_class == error_class
     assert caught.value.message == f"{PARENT}/{secret}, for HF_TOKEN, {message}"
     assert VALUE not in caught.value.message + caught.value.hint
@@ -88,7 +89,7 @@ def test_a_disabled_version_is_not_read() -> None:
     reference = f"{PARENT}/hf-token/versions/1"
     clients.secrets().disable_secret_version(name=reference)
     with pytest.raises(CloudError, match=f"{reference}, for HF_TOKEN, cannot be read: .*DISABLED") as caught:
-        load_secrets(environment(HF_TOKEN=reference))
+        load_secrets(clients, environment(HF_TOKEN=reference))
     assert caught.value.error_class == ErrorClass.CONFIG
 
 
@@ -97,13 +98,13 @@ def test_a_disabled_version_is_not_read() -> None:
     [
         ("{", "is not JSON"),
         ("[]", "is a JSON list"),
-        ('{"A B": "x"}', "is the variable name 'A B' in it"),
-        (f'{{"HF_TOKEN": "{VALUE}"}}', "is something else for HF_TOKEN"),
+        ('{"A B": "x"}', "is a map with the variable name 'A B'"),
+        (f'{{"HF_TOKEN": "{VALUE}"}}', "is not a reference for HF_TOKEN"),
     ],
 )
 def test_a_malformed_variable_is_refused_without_being_shown(text: str, found: str) -> None:
     with pytest.raises(CloudError) as caught:
-        load_secrets({"DROPFORGE_SECRETS": text})
+        load_secrets(clients, {"DROPFORGE_SECRETS": text})
     assert caught.value.error_class == ErrorClass.CONFIG
     assert caught.value.message.startswith(f"DROPFORGE_SECRETS {found}")
     assert VALUE not in caught.value.message
@@ -113,7 +114,7 @@ def test_without_the_variable_nothing_is_imported() -> None:
     code = (
         "import sys; from dropforge.cloud.container_secrets import load_secrets\n"
         "before = set(sys.modules)\n"
-        "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(environ)\n"
+        "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(None, environ)\n"
         "assert set(sys.modules) == before and 'dropforge.cloud.clients' not in before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -11,9 +11,9 @@ from dropforge.base.errors import ErrorClass
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Failed, Preempted, Started, Succeeded
 from dropforge.run.record import Attempt, Record, RunState, Transition
-from dropforge.stages.await_.inspect import Heard, Report, decide
+from dropforge.stages.await_.decide import Heard, Report, decide
 
-from ..deployments import settings_with
+from ..deployments import SETTINGS
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"
@@ -23,7 +23,6 @@ FAILED = Failed(**BASE, sequence=2, error_class=ErrorClass.DATA, message="3 rows
 PREEMPTED = Preempted(**BASE, sequence=2, step=40)
 SUCCEEDED = Succeeded(**BASE, sequence=2, manifest_uri="gs://b/m")
 RUNNING = Status(Phase.RUNNING)
-SETTINGS = settings_with()
 
 
 def record(started: timedelta = timedelta(minutes=-5), allowed: timedelta = timedelta(hours=1)) -> Record:

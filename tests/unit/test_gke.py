@@ -24,7 +24,7 @@ from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
-from ..deployments import settings_with
+from ..deployments import cloud_with, settings_with
 from ..schemas import kubernetes as kubernetes_schemas
 
 ROOT = Path(__file__).parents[2]
@@ -457,14 +457,14 @@ def test_every_state_of_a_cluster_is_decided(
 ) -> None:
     condition = container_v1.StatusCondition(code="UNKNOWN", message="no node has registered")
     cluster = container_v1.Cluster(status=state, resource_labels={"dropforge-run": RUN}, conditions=[condition])
-    monkeypatch.setattr(kubernetes, "find_cluster", lambda name: cluster)
-    monkeypatch.setattr(kubernetes, "connect", lambda _: Accepting())
+    monkeypatch.setattr(kubernetes, "find_cluster", lambda _, name: cluster)
+    monkeypatch.setattr(kubernetes, "connect", lambda _, cluster: Accepting())
     attempt = launch({"cluster": {"create": create}})
     if expected in ("cluster", None):
-        assert gke.GkeJobs().provision(attempt) is (expected == "cluster")
+        assert gke.GkeJobs().provision(cloud_with(), attempt) is (expected == "cluster")
         return
     with pytest.raises(CloudError, match=f"is {state}: UNKNOWN: no node has registered") as failure:
-        gke.GkeJobs().provision(attempt)
+        gke.GkeJobs().provision(cloud_with(), attempt)
     assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
 
 
@@ -495,5 +495,5 @@ def test_a_cluster_is_reached_by_its_dns_name_where_that_is_open(
         master_auth={"cluster_ca_certificate": base64.b64encode(b"PEM").decode()},
         control_plane_endpoints_config={"dns_endpoint_config": dns},
     )
-    api = kubernetes.connect(cluster)
+    api = kubernetes.connect(cloud_with(), cluster)
     assert (api.host, api.authority) == expected

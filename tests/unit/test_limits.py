@@ -14,22 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dropforge.base.errors import ErrorClass
-from dropforge.money import due, endpoint_expiry, seconds_to_warning, short_endpoint
+from dropforge.money import MIN_ATTEMPT_SECONDS, due, endpoint_expiry, seconds_to_warning, short_endpoint
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Started
 from dropforge.run.record import Attempt, Record, RunError, RunState, Transition
 from dropforge.run.store import RunStore, Versioned
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.stages.admission import MIN_ATTEMPT_SECONDS, budget_problems
-from dropforge.stages.answers import retry_or_fail
-from dropforge.stages.await_ import inspect
-from dropforge.stages.await_.inspect import Heard, Report, _stuck
+from dropforge.stages.admission import budget_problems
+from dropforge.stages.await_.decide import Heard, Report, Verdict
+from dropforge.stages.await_.inspect import _note_running, _stuck
 from dropforge.stages.provision import _open_attempt, pause_seconds
+from dropforge.stages.retries import retry_or_fail
 
-from ..deployments import settings_with
+from ..deployments import SETTINGS, context_with
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+CONTEXT = context_with()
 RUN = "r-0123456789ab"
 RUNNING = Status(Phase.RUNNING)
 
@@ -94,7 +95,7 @@ def test_another_attempt_follows_as_the_class_and_the_spec_say(
     run = record(*ends)
     failure = run.attempts[-1].error
     assert failure is not None
-    answer = retry_or_fail(run, spec(limits), failure)
+    answer = retry_or_fail(run, spec(limits), failure, NOW).to_json()
     assert (answer["status"], answer["retry"]) == ("FAILED", retry)
     if not retry and len(ends) > 1:
         assert "limits." in answer["error"]["message"], "people must be told which limit that was"
@@ -114,7 +115,7 @@ def test_another_attempt_follows_as_the_class_and_the_spec_say(
 def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, attempts: int, retry: bool) -> None:
     """20 USD at 10 USD per hour are two hours; an attempt that waited for capacity is ended before they are used up."""
     job = spec({"max_cost_usd": 20, "max_duration": "9h", "max_attempts": attempts}, price=10)
-    attempt = _open_attempt(record(), 1, job, NOW)
+    attempt = _open_attempt(CONTEXT, record(), 1, job, NOW)
     assert attempt is not None
     assert (attempt.limit, attempt.deadline) == ("max_cost_usd", NOW + timedelta(hours=2))
     run = record().model_copy(update={"attempts": [attempt]})
@@ -122,25 +123,24 @@ def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, at
         run = run.with_running(1, NOW + timedelta(minutes=waited))
     failure = RunError(error_class=ErrorClass.BUDGET, message="x")
     run = run.with_end(1, failure, attempt.deadline)
-    answer = retry_or_fail(run, job, failure)
+    answer = retry_or_fail(run, job, failure, attempt.deadline).to_json()
     assert (answer["status"], answer["retry"]) == ("FAILED", retry)
     if retry:
-        following = _open_attempt(run, 2, job, attempt.deadline)
+        following = _open_attempt(CONTEXT, run, 2, job, attempt.deadline)
         assert following is not None
         allowed = (following.deadline - following.started).total_seconds()
         assert allowed == pytest.approx((waited or 0) * 60, abs=1)
 
 
-def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "settings", lambda: settings_with())
-    monkeypatch.setattr(inspect, "utc_now", lambda: NOW)
-    attempt = _open_attempt(record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
+def test_a_node_that_waits_for_the_others_is_taken_from_the_budget() -> None:
+    attempt = _open_attempt(CONTEXT, record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
     assert attempt is not None
     run = record().model_copy(update={"attempts": [attempt]}).with_launch(1, NOW - timedelta(minutes=2))
-    store = Mock(RunStore, update=lambda _, change: change(run))
+    context = context_with(now=NOW)
+    vars(context)["store"] = Mock(RunStore, update=lambda _, change: change(run))
     stockout = RunError(error_class=ErrorClass.STOCKOUT, message="x")
     for is_paid, cost in ((False, 0.0), (True, 5.0)):
-        noted = inspect._note_running(store, run, Status(Phase.PENDING, is_paid=is_paid), inspect.Verdict())
+        noted = _note_running(context, run, Status(Phase.PENDING, is_paid=is_paid), Verdict())
         ended = noted.with_end(1, stockout, NOW + timedelta(minutes=28))
         assert ended.training_cost(NOW + timedelta(hours=9)) == cost
 
@@ -157,15 +157,12 @@ def test_a_node_that_waits_for_the_others_is_taken_from_the_budget(monkeypatch: 
         ([], 1, 0),
     ],
 )
-def test_it_pauses_when_every_placement_has_refused(
-    ends: list[str], placements: int, minutes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dropforge.stages.provision.settings", lambda: settings_with())
+def test_it_pauses_when_every_placement_has_refused(ends: list[str], placements: int, minutes: int) -> None:
     job, run = spec({}, placements), record(*ends)
     ended = run.attempts[-1].ended if ends else NOW
     assert ended is not None
-    assert pause_seconds(run, job, ended) == minutes * 60
-    assert pause_seconds(run, job, ended + timedelta(minutes=minutes)) == 0
+    assert pause_seconds(run, job, SETTINGS, ended) == minutes * 60
+    assert pause_seconds(run, job, SETTINGS, ended + timedelta(minutes=minutes)) == 0
 
 
 money = st.floats(0.01, 100)
@@ -178,7 +175,7 @@ def test_training_and_endpoint_together_cost_no_more_than_the_budget(
     serve = {"type": "cloud_run", "max_instances": instances, "price_usd_per_hour": serving, "ttl": "30d"}
     job = spec({"max_cost_usd": budget, "max_duration": "12h"}, serve=serve, price=price)
     run = record()
-    attempt = _open_attempt(run, 1, job, NOW)
+    attempt = _open_attempt(CONTEXT, run, 1, job, NOW)
     assert (attempt is None) == bool(budget_problems(job)), "what is accepted can be started, and nothing else is"
     if attempt is None:
         return
@@ -231,7 +228,7 @@ def test_no_note_means_that_the_endpoint_has_all_of_its_ttl(
         asked = note.rpartition("; ")[2].split(" USD")[0]
         job = spec({"max_cost_usd": float(asked), "max_duration": "2h"}, serve=serve, price=price)
         assert short_endpoint(job) == ""
-    attempt = _open_attempt(record(), 1, job, NOW)
+    attempt = _open_attempt(CONTEXT, record(), 1, job, NOW)
     if attempt is None:
         assert short_endpoint(job)
         return
@@ -288,20 +285,21 @@ class Events:
     ],
 )
 def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
-    steps: dict[int, int], cloud: Status | None, stuck: bool, monkeypatch: pytest.MonkeyPatch
+    steps: dict[int, int], cloud: Status | None, stuck: bool
 ) -> None:
     """`steps` by the minutes since they were told; the attempt has been running for two hours."""
     now = NOW + timedelta(hours=2)
-    monkeypatch.setattr("dropforge.stages.await_.inspect.utc_now", lambda: now)
     events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
+    context = context_with(now=now)
+    vars(context)["store"] = events
     heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
-    found = _stuck(events, record(""), spec({}), cloud, heard)
+    found = _stuck(context, record(""), spec({}), cloud, heard)
     assert (found is not None) is stuck
     assert events.reads <= 2
-    assert _stuck(events, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
+    assert _stuck(context, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
     begun = Started(run=RUN, attempt=1, sequence=1, time=now, resumed_step=0)
     waited = record("")  # for the other one of its machines
     waited.attempts[0] = waited.attempts[0].model_copy(update={"seen": now - timedelta(minutes=30)})
-    assert _stuck(events, waited, spec({}), cloud, Heard()) is None
+    assert _stuck(context, waited, spec({}), cloud, Heard()) is None
     restarted = Heard([Report(begun, now - timedelta(minutes=30))], heard.progress)
-    assert _stuck(events, record(""), spec({}), cloud, restarted) is None
+    assert _stuck(context, record(""), spec({}), cloud, restarted) is None

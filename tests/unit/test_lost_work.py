@@ -3,86 +3,58 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.api_core.exceptions import NotFound as Missing
-from google.api_core.exceptions import PreconditionFailed
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
-from dropforge.base.settings import Settings
-from dropforge.run.record import Endpoint, Record, RunState, Transition
-from dropforge.run.store import RunStore
-from dropforge.stages.cancel import END_TOLD
+from dropforge.context import Context
+from dropforge.platforms.lookup import Platforms
+from dropforge.run.record import END_TOLD, Attempt, Endpoint, Record, RunState, Transition
 from dropforge.stages.sweep import lost_work
 from dropforge.stages.sweep.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
 
-from ..deployments import settings_with
+from ..deployments import SETTINGS, Memory, context_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 RUN = "job-0123456789ab"
-SETTINGS = settings_with()
 JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
 KINDS = {JOB: "run.googleapis.com/Job", SERVICE: "run.googleapis.com/Service"}
 
 
-class Blob:
-    """An object of a bucket in memory, which is data and generation by name."""
-
-    def __init__(self, objects: dict[str, tuple[bytes, int]], name: str) -> None:
-        self.objects, self.name = objects, name
-        self.generation = 0
-
-    def upload_from_string(self, data: bytes, *, if_generation_match: int, **_: Any) -> None:
-        if self.objects.get(self.name, (b"", 0))[1] != if_generation_match:
-            raise PreconditionFailed("generation")
-        self.generation = if_generation_match + 1
-        self.objects[self.name] = (data, self.generation)
-
-    def download_as_bytes(self, **_: Any) -> bytes:
-        if self.name not in self.objects:
-            raise Missing(self.name)
-        data, self.generation = self.objects[self.name]
-        return data
-
-    def exists(self, **_: Any) -> bool:
-        return self.name in self.objects
-
-    def delete(self, **_: Any) -> None:
-        if self.objects.pop(self.name, None) is None:
-            raise Missing(self.name)
-
-
 class World:
-    """Everything beside the bucket: executions by their state, what the cloud has, and what was done, in order."""
+    """The deployment's bucket, its executions by state, what the cloud has, and what was done, in order."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        objects: dict[str, tuple[bytes, int]] = {}
-        bucket = SimpleNamespace(name="runs", blob=lambda name: Blob(objects, name))
-        self.store = RunStore(SimpleNamespace(bucket=lambda _: bucket), "runs")
         self.executions: dict[str, str] = {}
         self.cloud: set[str] = set()
         self.done: list[str] = []
-        self.notices: list[Any] = []
+        self.notices: list[str] = []
         self.told = True  # what is to be told can be told
         self.meanwhile: Any = lambda: None  # what somebody else does while the cloud is asked
-        patch.setattr(lost_work, "state_of", lambda execution, _: self.executions.get(execution, ""))
-        patch.setattr(lost_work, "find_execution", lambda *_: next(iter(self.live), None))
-        patch.setattr(lost_work, "start_execution", self.start)
+        self.delete: Callable[[str], bool] = self.delete_resource
+        platform: Any = SimpleNamespace(
+            exists=lambda cloud, deployment: self.exists(), teardown=lambda cloud, kind, name: self.delete(name)
+        )
+        self.context = context_with(
+            now=NOW,
+            platforms=Platforms(server=lambda _: platform, owner=lambda _: platform),
+            storage=Memory(),
+            publisher=SimpleNamespace(publish=self.publish),
+            workflow_executions=SimpleNamespace(
+                create_execution=self.start, get_execution=self.get, list_executions=self.list
+            ),
+        )
+        self.store = self.context.store
         patch.setattr(lost_work, "submit_object", self.submit_object)
-        patch.setattr(lost_work, "accept_again", lambda run: self.done.append(f"accept {run}"))
+        patch.setattr(lost_work, "accept_again", lambda _, run: self.done.append(f"accept {run}"))
         patch.setattr(lost_work, "resume", self.resume)
-        patch.setattr(lost_work, "notify", self.notify)
-        patch.setattr(lost_work, "tell", lambda record: self.done.append(f"tell {record.state}"))
-        patch.setattr(lost_work, "warn", self.warn)
-        patch.setattr(lost_work, "utc_now", lambda: NOW)
-        patch.setattr(lost_work, "launch_of", lambda *_: None)
-        patch.setattr(lost_work, "get_server", lambda _: SimpleNamespace(exists=self.exists))
-        patch.setattr("dropforge.stages.teardown.delete_resource", self.delete)
 
     @property
     def is_open(self) -> bool:
@@ -92,36 +64,51 @@ class World:
     def live(self) -> frozenset[str]:
         return frozenset(id_ for id_, state in self.executions.items() if state == "ACTIVE")
 
-    def start(self, run: str, settings: Settings) -> str:
+    def start(self, **_: Any) -> Any:
         self.executions["new"] = "ACTIVE"
         self.done.append("start")
-        return "new"
+        return self.execution("new")
 
-    def submit_object(self, bucket: str, name: str, generation: str, size: int) -> Record:
+    def get(self, name: str, **_: Any) -> Any:
+        if not self.executions.get(name.rsplit("/", 1)[1]):
+            raise Missing(name)
+        return self.execution(name.rsplit("/", 1)[1])
+
+    def list(self, request: Any, **_: Any) -> Any:
+        return [self.execution(id_) for id_ in self.live]
+
+    def execution(self, id_: str) -> Any:
+        state = SimpleNamespace(name=self.executions[id_])
+        return SimpleNamespace(name=f"executions/{id_}", state=state, labels={names.RUN_LABEL: RUN}, start_time=None)
+
+    def publish(self, topic: str, data: bytes, **attributes: Any) -> Any:
+        """A run event: "tell FAILED" for a state, "warn KEY" for a notice."""
+        event = json.loads(data)
+        self.done.append(f"warn {event['notice']}" if event["notice"] else f"tell {event['state']}")
+        self.notices.append(event["details"].get("text", ""))
+        return SimpleNamespace(result=self.arrive)
+
+    def arrive(self, timeout: float) -> None:
+        if not self.told:
+            raise TimeoutError
+
+    def submit_object(self, context: Context, bucket: str, name: str, generation: str, size: int) -> Record:
         self.done.append(f"submit {bucket}/{name}#{generation} of {size}")
         state = RunState.REJECTED if "bad" in name else RunState.ACCEPTED
         return self.put(record(state, run=names.run_id_of_object(bucket, name, generation)))
 
-    def resume(self, store: RunStore, found: Record) -> Record:
+    def resume(self, context: Context, found: Record) -> Record:
         if self.live:
             raise RetryLater("another delivery is about it")
-        return store.update(found.run, lambda old: old.claimed(self.start(found.run, SETTINGS)))
+        self.start()
+        return self.store.update(found.run, lambda old: old.claimed("new"))
 
-    def notify(self, run: str, execution: str, state: RunState, error: Any) -> dict[str, str]:
-        self.done.append(f"notify {state} for {execution}")
-        return {"status": "NOTIFIED" if self.told else "UNTOLD"}
-
-    def warn(self, store: RunStore, found: Record, spec: Any, notice: Any) -> Record:
-        self.done.append(f"warn {notice.key}")
-        self.notices.append(notice)
-        return store.update(found.run, lambda old: old.with_notice(notice.key)) if self.told else found
-
-    def exists(self, deployment: Any) -> bool:
+    def exists(self) -> bool:
         self.done.append("exists")
         self.meanwhile()
         return SERVICE in self.cloud
 
-    def delete(self, kind: str, name: str) -> bool:
+    def delete_resource(self, name: str) -> bool:
         self.done.append(f"delete {name.rsplit('-', 1)[1]}")
         if name in self.cloud and "stuck" in self.cloud:
             return False
@@ -142,13 +129,14 @@ class World:
 
     def served(self, **fields: Any) -> Record:
         """A run that has succeeded and whose endpoint has an hour left."""
-        made = self.over(RunState.SUCCEEDED, endpoint=endpoint(**fields))
+        trained = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW)
+        made = self.over(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
         self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
         self.cloud.add(SERVICE)
         return made
 
     def settle(self, live: frozenset[str] | None = frozenset(), now: datetime = NOW) -> None:
-        settle(self.store, self.store.record(RUN), frozenset(self.cloud), live, SETTINGS, now)
+        settle(self.context, self.store.record(RUN), frozenset(self.cloud), live, now)
 
 
 SPEC = {
@@ -193,25 +181,25 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 )
 def test_a_spec_without_a_run_is_lost_after_a_while_and_for_a_week(world: World, age: timedelta, lost: bool) -> None:
     run = names.run_id_of_object(SETTINGS.specs_bucket, "specs/a.json", "5")
-    assert submit(world.store, blob(age=age), SETTINGS, NOW) == (run if lost else "")
+    assert submit(world.context, blob(age=age), NOW) == (run if lost else "")
     assert world.done == (["submit x/specs/a.json#5 of 7"] if lost else [])
     if lost:
         # Whoever dies in the submission leaves a mark: the sweep looks at the run again, if not at the object.
         assert world.store.read(names.open_object(run)).data == b"gs://x/specs/a.json#5"
-        assert submit(world.store, blob(age=age), SETTINGS, NOW) == ""  # it has a run by now
+        assert submit(world.context, blob(age=age), NOW) == ""  # it has a run by now
 
 
 def test_a_lost_spec_that_is_refused_is_told_by_its_submission(world: World) -> None:
-    run = submit(world.store, blob("specs/bad.json", size=None), SETTINGS, NOW)
+    run = submit(world.context, blob("specs/bad.json", size=None), NOW)
     assert world.done == ["submit x/specs/bad.json#5 of 0"]
     assert END_TOLD in world.store.record(run).notices  # so that it is not told again
 
 
 def test_a_record_that_was_to_be_written_is_written_after_a_while(world: World) -> None:
     world.store.put_new(names.spec_object(RUN), b"{}")
-    assert accept(world.store, RUN, NOW - LOST_AFTER + SECOND, NOW) == ""
+    assert accept(world.context, RUN, NOW - LOST_AFTER + SECOND, NOW) == ""
     assert world.done == []
-    assert accept(world.store, RUN, NOW - LOST_AFTER, NOW) == RUN
+    assert accept(world.context, RUN, NOW - LOST_AFTER, NOW) == RUN
     assert world.done == [f"accept {RUN}"]
 
 
@@ -219,7 +207,7 @@ def test_a_mark_of_a_spec_that_was_deleted_before_it_was_accepted_is_taken_away(
     """Whoever submitted it died before it was read, and no other will ever be."""
     world.store.put_new(names.open_object(RUN), b"gs://x/specs/a.json#5")
     for age, is_open in ((LATE_FOR, True), (LATE_FOR + SECOND, False)):
-        assert accept(world.store, RUN, NOW - age, NOW) == ""
+        assert accept(world.context, RUN, NOW - age, NOW) == ""
         assert world.is_open is is_open
     assert world.done == []
 
@@ -242,7 +230,7 @@ def test_a_run_is_restarted_only_when_its_execution_has_ended(world: World, old:
     found = world.put(record(RunState.TRAINING, execution="first"))
     world.executions["first"] = now
     live = frozenset({"first"} if old else ())
-    assert restart(world.store, found, live, SETTINGS) is not goes_on
+    assert restart(world.context, found, live) is not goes_on
     after = world.store.record(RUN)
     if goes_on:
         assert (after.execution, after.superseded, world.done) == ("first", [], [])
@@ -253,7 +241,7 @@ def test_a_run_is_restarted_only_when_its_execution_has_ended(world: World, old:
 def test_two_sweeps_at_once_restart_a_run_once(world: World) -> None:
     """Both have read the record before either of them released it."""
     found = world.put(record(RunState.TRAINING, execution="first"))
-    assert [restart(world.store, found, frozenset(), SETTINGS) for _ in range(2)] == [True, False]
+    assert [restart(world.context, found, frozenset()) for _ in range(2)] == [True, False]
     assert world.done == ["start"]
     assert world.store.record(RUN).execution == "new"
 
@@ -262,7 +250,7 @@ def test_an_execution_that_a_sweep_started_and_could_not_note_is_found(world: Wo
     """The sweep died after it had released the run and before it noted the one that goes on."""
     found = world.put(record(RunState.TRAINING, superseded=["first"]))
     world.executions["unnoted"] = "ACTIVE"
-    assert restart(world.store, found, world.live, SETTINGS)
+    assert restart(world.context, found, world.live)
     assert world.done == []
     assert world.store.record(RUN).execution == "unnoted"
 
@@ -270,7 +258,7 @@ def test_an_execution_that_a_sweep_started_and_could_not_note_is_found(world: Wo
 def test_a_run_that_ended_meanwhile_is_not_restarted(world: World) -> None:
     found = record(RunState.TEARING_DOWN, execution="first")
     world.put(record(RunState.FAILED, execution="first"))
-    assert not restart(world.store, found, frozenset(), SETTINGS)
+    assert not restart(world.context, found, frozenset())
     assert world.done == []
     assert world.store.record(RUN).execution == "first"
 
@@ -279,9 +267,9 @@ def test_a_run_that_was_only_accepted_is_submitted_on(world: World) -> None:
     """By the submission's own rules, which know of deliveries that are under way."""
     found = world.put(record(RunState.ACCEPTED))
     world.executions["of another delivery"] = "ACTIVE"
-    assert not restart(world.store, found, world.live, SETTINGS)
+    assert not restart(world.context, found, world.live)
     world.executions.clear()
-    assert restart(world.store, found, frozenset(), SETTINGS)
+    assert restart(world.context, found, frozenset())
     assert world.store.record(RUN).execution == "new"
 
 
@@ -316,10 +304,10 @@ def test_a_run_stays_open_while_a_call_that_is_late_may_write_into_its_ledger(wo
         (frozenset(), "ACTIVE", True, [], False),  # since they were listed
         (None, "FAILED", True, [], False),  # nobody knows which are live
         (frozenset(), "SUCCEEDED", True, [], True),  # it has told
-        (frozenset(), "FAILED", True, ["notify FAILED for old"], True),
-        (frozenset(), "CANCELLED", True, ["notify FAILED for old"], True),
-        (frozenset(), "", True, ["notify FAILED for old"], True),
-        (frozenset(), "FAILED", False, ["notify FAILED for old"], False),  # again by the next sweep
+        (frozenset(), "FAILED", True, ["tell FAILED"], True),
+        (frozenset(), "CANCELLED", True, ["tell FAILED"], True),
+        (frozenset(), "", True, ["tell FAILED"], True),
+        (frozenset(), "FAILED", False, ["tell FAILED"], False),  # again by the next sweep
     ],
 )
 def test_an_end_is_told_when_its_execution_may_have_died_before_it_told(
@@ -343,18 +331,18 @@ def test_a_refusal_is_told_once(world: World) -> None:
     assert not world.is_open
 
 
-def test_an_end_is_told_even_if_a_resource_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_told_even_if_a_resource_is_refused(world: World) -> None:
     world.over()
     world.executions["old"] = "FAILED"
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
 
-    def refuse(kind: str, name: str) -> bool:
+    def refuse(name: str) -> bool:
         raise CloudError(ErrorClass.PERMISSION, "no")
 
-    monkeypatch.setattr("dropforge.stages.teardown.delete_resource", refuse)
+    world.delete = refuse
     with pytest.raises(CloudError):
         world.settle()
-    assert world.done == ["notify FAILED for old"]
+    assert world.done == ["tell FAILED"]
     assert world.is_open
 
 
@@ -397,7 +385,7 @@ def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> 
     [
         ({}, "ttl", "its ttl of 24h is over"),
         ({}, "max_cost_usd", "the budget is spent"),
-        ({"cancel_requested": NOW}, "ttl", "somebody has cancelled it"),
+        ({"cancel_requested": NOW}, "ttl", "a user has cancelled it"),
     ],
 )
 def test_people_are_told_why_nothing_is_served_any_more(
@@ -411,7 +399,7 @@ def test_people_are_told_why_nothing_is_served_any_more(
     world.told = True
     world.settle()
     assert world.done == ["warn endpoint-ended"] * 2
-    assert why in world.notices[-1].text
+    assert why in world.notices[-1]
     assert not world.is_open
 
 
@@ -437,7 +425,7 @@ def test_an_endpoint_that_somebody_else_has_deleted_is_told_once_and_ended(world
 
 def test_a_list_that_lacks_an_endpoint_proves_nothing(world: World) -> None:
     found = world.served()
-    settle(world.store, found, frozenset(), frozenset(), SETTINGS, NOW)
+    settle(world.context, found, frozenset(), frozenset(), NOW)
     assert world.done == ["exists"]
     assert world.store.record(RUN) == found
     assert world.is_open

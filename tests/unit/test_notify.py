@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 import pytest
 
 from dropforge.base.errors import CloudError
-from dropforge.cloud import clients
+from dropforge.context import Context
 from dropforge.run.record import Record, RunState, Transition
-from dropforge.stages.notify import announce
+from dropforge.tell.run_events import announce
 
-from ..deployments import settings_with
+from ..deployments import context_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
@@ -37,32 +37,27 @@ def record(state: RunState) -> Record:
     return Record(run="r-1", name="n", source="s", state=state, created=NOW, history=history)
 
 
-@pytest.fixture(autouse=True)
-def deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dropforge.stages.notify.settings", lambda: settings_with())
+def tell(process: Context, state: RunState) -> None:
+    announce(process, record(state), state)
 
 
-def tell(publisher: Publisher, state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "publisher", lambda: publisher)
-    announce(record(state), state)
-
-
-def test_a_stage_that_waits_is_told_of_once_by_a_process_and_again_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Publisher()
+def test_a_stage_that_waits_is_told_of_once_by_a_process_and_again_by_another() -> None:
+    one, other = Publisher(), Publisher()
+    process = context_with(publisher=one)
     for _ in range(3):
-        tell(one, RunState.PROVISIONING, monkeypatch)
-    tell(one, RunState.DEPLOYING, monkeypatch)
+        tell(process, RunState.PROVISIONING)
+    tell(process, RunState.DEPLOYING)
     assert one.ids == ["r-1/1/provisioning", "r-1/1/deploying"]
-    other = Publisher()
-    tell(other, RunState.PROVISIONING, monkeypatch)
+    tell(context_with(publisher=other), RunState.PROVISIONING)
     assert other.ids == ["r-1/1/provisioning"]
 
 
-def test_what_may_not_have_arrived_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_have_arrived_is_told_again() -> None:
     publisher = Publisher(broken=2)
-    tell(publisher, RunState.TEARING_DOWN, monkeypatch)  # nobody waits for it
+    process = context_with(publisher=publisher)
+    tell(process, RunState.TEARING_DOWN)  # nobody waits for it
     with pytest.raises(CloudError, match="could not be published"):
-        tell(publisher, RunState.SUCCEEDED, monkeypatch)
+        tell(process, RunState.SUCCEEDED)
     for state in (RunState.TEARING_DOWN, RunState.SUCCEEDED, RunState.SUCCEEDED):
-        tell(publisher, state, monkeypatch)
+        tell(process, state)
     assert publisher.ids == [f"r-1/1/{state}" for state in ("tearing_down", "succeeded") * 2]

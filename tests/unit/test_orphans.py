@@ -11,20 +11,22 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.base.settings import Settings
-from dropforge.cloud.listing import Listed, Unlisted, each, is_of_run
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.listing import Listed, Unlisted, is_of_deployment, list_places
+from dropforge.platforms.lookup import Platforms
 from dropforge.run.record import Attempt, Endpoint, Ledger, LedgerEntry, Record, ResourceState, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.stages.sweep import orphans
-from dropforge.stages.sweep.orphans import EXPIRED, SURVIVES, Deletions, Doomed, judge, list_all
+from dropforge.stages.sweep.orphans import EXPIRED, SURVIVES, Deletions, Orphan, judge, list_all
 from dropforge.stages.sweep.sweep import Look
 
-from ..deployments import settings_with
+from ..deployments import cloud_with, context_with, settings_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 RUN = "job-0123456789ab"
 SETTINGS = settings_with(check_interval_seconds=60)
+CLOUD = cloud_with(SETTINGS)
 JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/locations/r/services/df-{RUN}-serve"
 
 
@@ -107,22 +109,22 @@ def test_what_its_run_has_deleted_since_it_was_listed_is_nobody_s_fault(
 ) -> None:
     state = ResourceState.GONE if gone else ResourceState.CREATED
     entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
-    found: list[Doomed] = []
-    monkeypatch.setattr(orphans, "delete", lambda those, _: found.extend(those) or Deletions([], [], []))
+    deleted: list[Orphan] = []
+    monkeypatch.setattr(orphans, "delete_orphans", lambda _, those: deleted.extend(those) or Deletions([], [], []))
     look = object.__new__(Look)
-    look.settings, look.now, look.problems, look.marks, look.live = SETTINGS, NOW, [], {}, None
-    look.found, look.records = [listed()], {RUN: record(RunState.FAILED)}
-    look.store = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
+    look.context, look.now, look.problems, look.marks, look.live = context_with(SETTINGS), NOW, [], {}, None
+    look.resources, look.records = [listed()], {RUN: record(RunState.FAILED)}
+    vars(look.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
     look.delete()
-    assert [one.found.name for one in found] == [JOB] * doomed
+    assert [orphan.resource.name for orphan in deleted] == [JOB] * doomed
     assert look.problems == []
 
 
 def test_only_what_is_made_for_runs_of_this_deployment_is_looked_at() -> None:
     ours = {names.MANAGED_BY: "dropforge", names.RUN_LABEL: RUN, names.DEPLOYMENT_LABEL: SETTINGS.deployment}
-    assert is_of_run(ours, SETTINGS)
+    assert is_of_deployment(ours, SETTINGS)
     for key, value in ((names.MANAGED_BY, "somebody"), (names.RUN_LABEL, "any"), (names.DEPLOYMENT_LABEL, "other")):
-        assert not is_of_run({**ours, key: value}, SETTINGS)
+        assert not is_of_deployment({**ours, key: value}, SETTINGS)
 
 
 def test_a_place_that_cannot_be_listed_spares_the_others_and_is_told() -> None:
@@ -135,33 +137,31 @@ def test_a_place_that_cannot_be_listed_spares_the_others_and_is_told() -> None:
 
     found: list[Listed] = []
     with pytest.raises(Unlisted, match="half is incomplete; forbidden is forbidden"):
-        found.extend(each(["one", "half", "forbidden", "two"], look))
+        found.extend(list_places(CLOUD, ["one", "half", "forbidden", "two"], look))
     assert [one.name for one in found] == ["one", "half", "forbidden", "two"]
     with pytest.raises(Unlisted, match=r"^half is incomplete$"):  # of a kind that the deployment does not use
-        list(each(["half", "forbidden"], look, is_used=False))
-    assert [one.name for one in each(["forbidden"], look, is_used=False)] == ["forbidden"]
+        list(list_places(CLOUD, ["half", "forbidden"], look, is_used=False))
+    assert [one.name for one in list_places(CLOUD, ["forbidden"], look, is_used=False)] == ["forbidden"]
 
 
-def test_what_nobody_has_foreseen_of_one_spares_the_others_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_a_new_shape(_: Settings) -> Any:
+def test_what_nobody_has_foreseen_of_one_spares_the_others_and_is_told() -> None:
+    def of_a_new_shape(_: Cloud) -> Any:
         yield listed()
         raise KeyError("createTime")
 
-    odd, even = SimpleNamespace(listed=of_a_new_shape), SimpleNamespace(listed=lambda _: [listed(SERVICE)])
-    monkeypatch.setattr(orphans, "targets", lambda: ["odd"])
-    monkeypatch.setattr(orphans, "servers", lambda: ["even"])
-    monkeypatch.setattr(orphans, "get_target", lambda _: odd)
-    monkeypatch.setattr(orphans, "get_server", lambda _: even)
-    found, [problem] = list_all(SETTINGS)
-    assert [one.name for one in found] == [JOB, SERVICE]
-    assert "createTime" in problem
-
-    def delete(kind: str, name: str) -> bool:
+    def delete(cloud: Cloud, kind: str, name: str) -> bool:
         assert name == SERVICE, "a name of another make"
         return True
 
-    monkeypatch.setattr(orphans, "delete_resource", delete)
-    deletions = orphans.delete([Doomed(one, "left") for one in found], Mock(RunStore))
+    odd: Any = SimpleNamespace(listed=of_a_new_shape, teardown=delete)
+    even: Any = SimpleNamespace(listed=lambda _: [listed(SERVICE)])
+    context = context_with(SETTINGS, platforms=Platforms(owner=lambda _: odd, all=lambda: [odd, even]))
+    vars(context)["store"] = Mock(RunStore)
+    found, [problem] = list_all(context.cloud, context.platforms)
+    assert [one.name for one in found] == [JOB, SERVICE]
+    assert "createTime" in problem
+
+    deletions = orphans.delete_orphans(context, [Orphan(one, "left") for one in found])
     assert [one.name for one in deletions.gone] == [SERVICE]
     assert "of another make" in deletions.problems[0]
 

@@ -13,7 +13,8 @@ from google.cloud import run_v2, tpu_v2
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients, pods
+from dropforge.cloud import pods
+from dropforge.cloud.clients import Clients
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
@@ -21,7 +22,7 @@ from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
 from dropforge.stages.admission import deployment_problems
 
-from ..deployments import REQUIRED, settings_with
+from ..deployments import REQUIRED, cloud_with, settings_with
 from ..schemas import kubernetes
 
 FAILED = run_v2.Condition.State.CONDITION_FAILED
@@ -55,9 +56,9 @@ def test_a_failed_service_is_classified(monkeypatch: pytest.MonkeyPatch, message
     condition = run_v2.Condition(state=FAILED, message=message)
     service = run_v2.Service(labels={"dropforge-run": "r"}, terminal_condition=condition)
     monkeypatch.setattr(cloud_run, "service_name", lambda deployment: "s")
-    monkeypatch.setattr(cloud_run.CloudRunService, "_service", lambda self, name: service)
+    monkeypatch.setattr(cloud_run.CloudRunService, "_service", lambda self, cloud, name: service)
     with pytest.raises(CloudError) as failure:
-        cloud_run.CloudRunService().deploy(SimpleNamespace(run="r"))
+        cloud_run.CloudRunService().deploy(cloud_with(), SimpleNamespace(run="r"))
     assert failure.value.error_class is expected
     assert failure.value.hint
 
@@ -140,7 +141,7 @@ def test_the_url_is_the_load_balancer_s(ingress: Any, url: str | None) -> None:
 
 def test_an_endpoint_without_tls_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DROPFORGE_EMULATOR_TOKEN", raising=False)
-    assert "Authorization" not in clients.endpoint("http://10.0.0.5:8000").headers
+    assert "Authorization" not in Clients().endpoint("http://10.0.0.5:8000").headers
 
 
 def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from unittest.mock import Mock
@@ -12,23 +13,26 @@ from unittest.mock import Mock
 import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.run.record import Attempt, Endpoint, Record, RunState, Transition
 from dropforge.spec import JobSpec
-from dropforge.tell.slack import Message, send, slack_message
+from dropforge.tell.channel import Failure
+from dropforge.tell.slack import Message, send, state_message
 
-from ..deployments import settings_with
+from ..deployments import SETTINGS, cloud_with
 
-SETTINGS = settings_with()
 CANARY = "CanaryCanary"
 
 
-def sent(monkeypatch: pytest.MonkeyPatch, secret: bytes | Exception) -> tuple[str, bool]:
+def sent(secret: bytes | Exception) -> Failure:
     access = Mock(side_effect=secret if isinstance(secret, Exception) else None)
     if isinstance(secret, bytes):
         access.return_value.payload.data = secret
-    monkeypatch.setattr(clients, "secrets", lambda: Mock(access_secret_version=access))
-    return send("webhook", Message("text", []), SETTINGS)
+    clients = Clients({})
+    clients.secrets = lambda: Mock(access_secret_version=access)  # type: ignore[method-assign]
+    failure = send(replace(cloud_with(), clients=clients), "webhook", Message("text", []))
+    assert failure
+    return failure
 
 
 @pytest.mark.parametrize(
@@ -43,10 +47,8 @@ def sent(monkeypatch: pytest.MonkeyPatch, secret: bytes | Exception) -> tuple[st
         b"",
     ],
 )
-def test_a_value_that_is_no_webhook_is_told_without_the_value(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: bytes
-) -> None:
-    problem, may_pass = sent(monkeypatch, value)
+def test_a_value_that_is_no_webhook_is_told_without_the_value(caplog: pytest.LogCaptureFixture, value: bytes) -> None:
+    problem, may_pass = sent(value)
     assert "secret 'webhook'" in problem
     assert CANARY not in problem + caplog.text
     assert not may_pass
@@ -62,13 +64,11 @@ def test_a_value_that_is_no_webhook_is_told_without_the_value(
     ],
     ids=repr,
 )
-def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(
-    monkeypatch: pytest.MonkeyPatch, error: Any, passes: bool
-) -> None:
+def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(error: Any, passes: bool) -> None:
     import requests
 
     error = requests.ConnectionError("reset") if isinstance(error, ConnectionError) else error
-    problem, may_pass = sent(monkeypatch, error)
+    problem, may_pass = sent(error)
     assert "secret 'webhook'" in problem
     assert may_pass is passes
 
@@ -85,7 +85,7 @@ def test_nothing_that_a_spec_says_calls_everybody() -> None:
         run="job-0123456789ab", name="<!here>", source="s", state=RunState.REJECTED, created=now,
         history=[Transition(state=RunState.REJECTED, time=now)], problems=[problem],
     )  # fmt: skip
-    message = slack_message(rejected, None, SETTINGS, now)
+    message = state_message(rejected, None, SETTINGS, now)
     assert message
     marked = [message.text, *(b["text"]["text"] for b in message.blocks[1:] if "text" in b)]
     assert "<" not in "".join(marked)
@@ -121,7 +121,7 @@ def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_b
             run="job-0123456789ab", name="n", source="s", state=state, created=now, history=history,
             attempts=[attempt], endpoint=endpoint,
         )  # fmt: skip
-        message = slack_message(record, spec, SETTINGS, now)
+        message = state_message(record, spec, SETTINGS, now)
         assert message
         texts.append(json.dumps(message.blocks))
     assert "8.0 h of the endpoint" in texts[0]
@@ -134,6 +134,8 @@ def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_b
 # begins to import meanwhile is printed.
 _TWO_SENDERS = """
 import sys, threading
+from dropforge.cloud.clients import Clients
+from dropforge.cloud.context import Cloud
 from dropforge.tell import slack
 
 held, go, early = threading.Event(), threading.Event(), []
@@ -148,8 +150,9 @@ def hold(event, arguments):
 
 sys.addaudithook(hold)
 slack.read_secret = lambda *_: "no URL"
+cloud = Cloud(None, Clients({}))
 def send():
-    slack.send("s", slack.Message("", []), None)
+    slack.send(cloud, "s", slack.Message("", []))
 
 first, second = (threading.Thread(target=send, name=name) for name in ("first", "second"))
 first.start()

@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dropforge.run.record import Attempt, Record, RunState, Transition
-from dropforge.stages.teardown import RETRY_SECONDS, SLOW_AFTER, SLOW_RETRY_SECONDS, _not_gone
+from dropforge.stages.teardown import RETRY_SECONDS, SLOW_AFTER, SLOW_RETRY_SECONDS, Scope, _pending
+
+from ..deployments import context_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"
@@ -24,12 +26,13 @@ def record(began: datetime) -> Record:
 
 @pytest.mark.parametrize("scope", ["run", "attempt"])
 def test_what_does_not_go_for_long_is_told_and_looked_at_less_often(
-    scope: str, capsys: pytest.CaptureFixture[str]
+    scope: Scope, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = _not_gone(record(NOW - SLOW_AFTER + timedelta(seconds=1)), scope, ["cluster"], NOW)
-    assert answer == {"status": "PENDING", "wait_seconds": RETRY_SECONDS, "remaining": ["cluster"]}
+    context = context_with(now=NOW)
+    answer = _pending(context, record(NOW - SLOW_AFTER + timedelta(seconds=1)), scope, ["cluster"])
+    assert answer.to_json() == {"status": "PENDING", "wait_seconds": RETRY_SECONDS, "remaining": ["cluster"]}
     assert capsys.readouterr().err == ""
-    answer = _not_gone(record(NOW - SLOW_AFTER), scope, ["cluster"], NOW)
-    assert answer == {"status": "PENDING", "wait_seconds": SLOW_RETRY_SECONDS, "remaining": ["cluster"]}
+    answer = _pending(context, record(NOW - SLOW_AFTER), scope, ["cluster"])
+    assert answer.to_json() == {"status": "PENDING", "wait_seconds": SLOW_RETRY_SECONDS, "remaining": ["cluster"]}
     told = json.loads(capsys.readouterr().err)
     assert {"severity": "WARNING", "stage": "teardown", "run": RUN, "resources": ["cluster"]}.items() <= told.items()

@@ -15,13 +15,15 @@ from google.longrunning import operations_pb2
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud import clients, tpu
+from dropforge.cloud import tpu
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, machine, status_of, status_of_node
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
+
+from ..deployments import cloud_with
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tpu-vm-qwen3-4b.json"
 KEPT = Path(__file__).parents[2] / "schemas" / "examples" / "valid" / "tpu-vm-that-is-kept.json"
@@ -164,7 +166,7 @@ def test_a_node_that_is_gone() -> None:
     assert status_of_node(node("DELETING"), NAME).phase is Phase.GONE
 
 
-def test_a_refusal_is_found_on_whatever_page_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_found_on_whatever_page_it_is() -> None:
     """A busy zone has more operations than one page has; a refusal that is overlooked is asked for again."""
     wanted: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
     refusal = operations_pb2.Operation(**wanted)
@@ -174,22 +176,18 @@ def test_a_refusal_is_found_on_whatever_page_it_is(monkeypatch: pytest.MonkeyPat
         "2": operations_pb2.ListOperationsResponse(operations=[refusal]),
     }
     client = Mock(list_operations=lambda request, timeout: pages[request.get("page_token", "")])
-    monkeypatch.setattr(clients, "tpu", lambda: client)
     with pytest.raises(CloudError, match="no more capacity") as refused:
-        tpu._raise_if_refused(NAME)
+        tpu._raise_if_refused(cloud_with(tpu=client), NAME)
     assert refused.value.error_class is ErrorClass.STOCKOUT
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_node_that_its_queued_resource_has_left_is_deleted_by_itself(
-    is_held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_its_queued_resource_has_left_is_deleted_by_itself(is_held: bool) -> None:
     left = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
     client = Mock(get_node=Mock(return_value=left))
     if not is_held:
         client.get_queued_resource.side_effect = NotFound("it is gone")
-    monkeypatch.setattr(clients, "tpu", lambda: client)
-    assert not tpu.delete(tpu.NODE, NAME)
+    assert not tpu.delete(cloud_with(tpu=client), tpu.NODE, NAME)
     assert client.delete_node.called is not is_held
 
 

@@ -7,7 +7,7 @@ from containers.common import rows as data
 from containers.common.errors import config_error
 from containers.common.evaluation import check_gate
 from containers.common.publish import Description, describe_fine_tuning
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.spec import Dataset, JobSpec
 
 from ..batches import Data, Rows, pack, padded_length
@@ -24,7 +24,7 @@ def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
     spec = work.spec
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
-    raw, source = data.load_rows(spec.dataset, clients.storage(), work.directory / "data")
+    raw, source = data.load_rows(spec.dataset, Clients().storage(), work.directory / "data")
     split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
     check_gate(spec, split)
     max_length, named = spec.training.max_length, spec.dataset.source

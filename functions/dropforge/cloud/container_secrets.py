@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
 
 from dropforge.base.errors import CloudError, ErrorClass
 
-from .clients import TIMEOUT_SECONDS, Clients
+if TYPE_CHECKING:  # without the variable, nothing more is imported
+    from .clients import Clients
 
 VARIABLE = "DROPFORGE_SECRETS"
 
@@ -52,6 +54,8 @@ def _parse(text: str) -> dict[str, str]:
 
 def _read(clients: Clients, name: str, reference: str) -> str:
     from google.api_core.exceptions import BadRequest, Forbidden, NotFound, Unauthorized
+
+    from .clients import TIMEOUT_SECONDS
 
     try:
         data = clients.secrets().access_secret_version(name=reference, timeout=TIMEOUT_SECONDS).payload.data

@@ -13,6 +13,7 @@ from .disks import Disks
 from .events import Events
 from .functions import Functions
 from .gke import STANDING, Gke
+from .seam import context_of
 from .storage import Storage
 from .tpu import Tpu
 from .trainer import Trainer
@@ -78,6 +79,7 @@ class Cloud:
         gke = Gke(world, clusters)
         run.launched = tpu.launched = gke.launched = self.trainer.start
         self.platforms: tuple[Platform, ...] = (run, tpu, disks, gke)
+        self.functions.connect(context_of(world, self.clients(), deployment()))
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         """By the names of clients.py, and Slack's."""
@@ -91,7 +93,7 @@ class Cloud:
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
             "endpoint": lambda audience: none(post=self._complete, get=self._is_healthy),
-            "WebhookClient": self._webhook,
+            "slack": self._webhook,
         }
 
     def living(self) -> list[str]:

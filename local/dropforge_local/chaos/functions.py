@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import dropforge
+from dropforge.context import Context
 
 from .scheduler import Killed, Process
 from .workflows import Reply
@@ -25,13 +25,18 @@ class Functions:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._main = ModuleType("main")
+
+    def connect(self, context: Context) -> None:
+        """Give every function the same context, as warm instances keep theirs."""
+        self._main = entry_points(context)
 
     def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
         """Call a stage; `done` gets its answer, or None when the instance died."""
         request = SimpleNamespace(get_json=lambda silent: body)
 
         def answer() -> tuple[int, Any]:
-            found: Any = getattr(entry_points(), name)(request)
+            found: Any = getattr(self._main, name)(request)
             content, status = found if isinstance(found, tuple) else (found, 200)
             return status, json.loads(json.dumps(content))
 
@@ -41,7 +46,7 @@ class Functions:
         """Give an event to a function; `done` gets whether it was acknowledged."""
 
         def answer() -> tuple[int, Any]:
-            getattr(entry_points(), name)(SimpleNamespace(data=data))
+            getattr(self._main, name)(SimpleNamespace(data=data))
             return 200, None
 
         self._start(name, about, answer, lambda reply: done(reply is not None and reply[0] == 200))
@@ -72,12 +77,12 @@ class Functions:
         world.scheduler.spawn(process, world.random.uniform(0.005, 0.3))
 
 
-@cache
-def entry_points() -> ModuleType:
-    """functions/main.py, as a module of its own."""
+def entry_points(context: Context) -> ModuleType:
+    """A copy of functions/main.py whose functions work with `context`."""
     spec = importlib.util.spec_from_file_location("dropforge_functions_main", SOURCE)
     assert spec is not None, "a file of Python"
     assert spec.loader is not None, "likewise"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.context = lambda: context  # type: ignore[attr-defined]
     return module

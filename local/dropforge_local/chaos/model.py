@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass
-from dropforge.base.settings import Settings
+from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
+from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
@@ -31,7 +32,7 @@ from .cloud import RUNS, SPECS, deployment
 from .faults import Strike
 from .functions import entry_points
 from .scheduler import START, Killed
-from .seam import seam
+from .seam import context_of
 from .storage import Storage, StoredObject
 from .trainer import manifest
 from .workflows import Execution, Reply, Workflows
@@ -118,6 +119,7 @@ class Stage(World):
         for id_, found, snapshot, wait in state.executions:
             self.workflows.executions[id_] = self._execution(id_, found, snapshot, wait)
         self._ids = len(state.executions)
+        self.main = ModuleType("main")
 
     @property
     def now(self) -> float:
@@ -148,7 +150,7 @@ class Stage(World):
         """A stage by HTTP, on this stack."""
         request = SimpleNamespace(get_json=lambda silent: body)
         try:
-            found: Any = getattr(entry_points(), name)(request)
+            found: Any = getattr(self.main, name)(request)
         except Killed:
             return None
         except Exception as error:  # noqa: BLE001  # as functions-framework does
@@ -159,7 +161,7 @@ class Stage(World):
     def deliver(self, name: str, data: dict[str, Any]) -> bool:
         """An event; whether it was acknowledged."""
         try:
-            getattr(entry_points(), name)(SimpleNamespace(data=data))
+            getattr(self.main, name)(SimpleNamespace(data=data))
         except (Killed, DropforgeError):
             return False
         return True
@@ -230,35 +232,35 @@ class ModelTarget:
             return [Resource(JOB, f"jobs/{names.training_name(wanted.run, wanted.attempt)}")]
         return [Resource(SERVICE, f"services/{names.endpoint_name(wanted.run)}")]
 
-    def provision(self, launch: Launch) -> bool:
+    def provision(self, cloud: Any, launch: Launch) -> bool:
         if self.stage.refuse:
             raise CloudError(ErrorClass.STOCKOUT, "no more capacity")
         return self._create(self.resources(launch)[0].name)
 
-    def inspect(self, launch: Launch) -> Status:
+    def inspect(self, cloud: Any, launch: Launch) -> Status:
         name = self.resources(launch)[0].name
         phase = self.stage.effect("inspect", lambda: self.stage.cloud.get(name, "gone"))
         if phase == "preempted":
             return Status(Phase.FAILED, name, ErrorClass.PREEMPTED)
         return Status(Phase(phase), name, ErrorClass.CODE if phase == "failed" else None)
 
-    def deploy(self, deployment: Any) -> str | None:
+    def deploy(self, cloud: Any, deployment: Any) -> str | None:
         self._create(self.resources(deployment)[0].name)
         return "https://endpoint.chaos"
 
-    def why_not_ready(self, deployment: Any) -> CloudError:
+    def why_not_ready(self, cloud: Any, deployment: Any) -> CloudError:
         return CloudError(ErrorClass.CODE, "it is ready at once")
 
-    def listed(self, settings: Settings) -> Iterator[Listed]:
+    def listed(self, cloud: Cloud) -> Iterator[Listed]:
         found = self.stage.effect("list", lambda: sorted(self.stage.cloud))
         for name in found:
-            labels = names.labels(RUN, {}, **{names.DEPLOYMENT_LABEL: settings.deployment})
+            labels = names.labels(RUN, {}, **{names.DEPLOYMENT_LABEL: cloud.settings.deployment})
             if name.startswith("jobs/"):
                 labels[names.ATTEMPT_LABEL] = name.rsplit("-a", 1)[1]
             kind = JOB if name.startswith("jobs/") else SERVICE
             yield Listed(kind, name, labels, datetime.fromtimestamp(START, UTC) - timedelta(days=1))
 
-    def teardown(self, kind: str, name: str) -> bool:
+    def teardown(self, cloud: Any, kind: str, name: str) -> bool:
         self.stage.effect("delete", lambda: self.stage.cloud.pop(name, None))
         return True
 
@@ -317,21 +319,12 @@ class Explorer:
 
     def _take(self, step: Step, state: State, kill_at: int | None) -> Stage:
         stage = Stage(state, self.waits, kill_at)
-        target = ModelTarget(stage)
-        kinds = {"cloud_run": ""}
-        with seam(
-            stage,
-            _clients(stage),
-            SETTINGS,
-            get_target=lambda _: target,
-            get_server=lambda _: target,
-            owner_of=lambda _: target,
-            targets=lambda: kinds,
-            servers=lambda: kinds,
-        ):
-            step.take(stage)
-            while stage.soon:
-                stage.soon.pop(0)()
+        target: Any = ModelTarget(stage)
+        platforms = Platforms(lambda _: target, lambda _: target, lambda _: target, lambda: [target, target])
+        stage.main = entry_points(context_of(stage, _clients(stage), SETTINGS, platforms))
+        step.take(stage)
+        while stage.soon:
+            stage.soon.pop(0)()
         return stage
 
     def _hopeless(self) -> list[State]:
@@ -505,5 +498,5 @@ def _clients(stage: Stage) -> dict[str, Callable[..., Any]]:
         "workflow_executions": lambda: stage.workflows,
         "callbacks": lambda: none(post=lambda *_, **__: none(status_code=404)),
         "endpoint": lambda audience: none(post=lambda *_, **__: answered),
-        "WebhookClient": lambda url, **_: none(send=lambda **_: answered),
+        "slack": lambda url: none(send=lambda **_: answered),
     }

@@ -1,155 +1,66 @@
-"""Where the simulation meets the code under test: clients, time, chance and log of every dropforge module.
-
-Nothing in functions/ knows of it. Modules bind some of these by name, so every binding is replaced, and put back.
-"""
+"""Where the simulation meets the code under test: the context with the simulated clients, time, chance and log."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import random
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from functools import cache
-from types import ModuleType, SimpleNamespace
-from typing import Any
-from uuid import UUID
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-import dropforge
-from dropforge import platforms
-from dropforge.base import log, settings
-from dropforge.cloud import clients
-from dropforge.run import record as runs
+from dropforge.base.clock import Clock
+from dropforge.base.log import Log
+from dropforge.base.settings import Settings
+from dropforge.base.threads import Threads
+from dropforge.cloud.context import Cloud
+from dropforge.context import Context
+from dropforge.platforms.lookup import Platforms
 
-from .functions import entry_points
 from .world import World
 
-CLIENTS = tuple(
-    name
-    for name, value in vars(clients).items()
-    if getattr(value, "__module__", "") == clients.__name__ and not name.startswith("_")
-)
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-@contextmanager
-def seam(
-    world: World, fakes: dict[str, Callable[..., Any]], deployment: settings.Settings, **others: Any
-) -> Iterator[None]:
-    """While it is open, dropforge's modules see this world, and the clients of `fakes` by their names in clients.py.
-
-    `others` stand in for get_target, get_server, targets and servers, where those are not to be the real ones.
-    """
-    replacements: dict[str, Any] = {name: fakes.get(name, _no_client(name)) for name in CLIENTS}
-    replacements |= {
-        "time": SimpleNamespace(
-            sleep=world.scheduler.wait, monotonic=lambda: world.now, time=lambda: world.now + _skew(world)
-        ),
-        "random": world.random,
-        "utc_now": lambda: datetime.fromtimestamp(world.now + _skew(world), UTC),
-        "settings": lambda: deployment,
-        "log": _logger(world),
-        "ThreadPoolExecutor": _OneThread,
-        "uuid": SimpleNamespace(uuid4=lambda: UUID(int=world.random.getrandbits(128), version=4)),
-    }
-    replacements = {**_originals(), **replacements, **others}
-    places = _places()
-    for module, name, key in places:
-        setattr(module, name, replacements[key])
-    slack: Any = importlib.import_module("slack_sdk")
-    webhook, slack.WebhookClient = slack.WebhookClient, fakes["WebhookClient"]
-    try:
-        yield
-    finally:
-        slack.WebhookClient = webhook
-        for module, name, key in places:
-            setattr(module, name, _originals()[key])
+def context_of(
+    world: World, clients: dict[str, Callable[..., Any]], settings: Settings, platforms: Platforms | None = None
+) -> Context:
+    """The context of all functions in a world. `clients` are simulated clients, by the method names of Clients."""
+    cloud = Cloud(
+        settings=settings,
+        clients=SimpleNamespace(**clients),  # type: ignore[arg-type]  # a client that is not simulated has no attribute
+        clock=WorldClock(world),
+        threads=OneThread(),
+        chance=world.random,
+        log=_log_of(world),
+    )
+    return Context(cloud, platforms or Platforms())
 
 
-@cache
-def _originals() -> dict[str, Any]:
-    return {
-        **{name: getattr(clients, name) for name in CLIENTS},
-        "time": time,
-        "random": random,
-        "utc_now": runs.utc_now,
-        "settings": settings.settings,
-        "log": log.log,
-        "ThreadPoolExecutor": ThreadPoolExecutor,
-        "uuid": uuid,
-        "get_target": platforms.get_target,
-        "get_server": platforms.get_server,
-        "owner_of": platforms.owner_of,
-        "targets": platforms.targets,
-        "servers": platforms.servers,
-    }
+class WorldClock(Clock):
+    """The time of a world, as the machine of the present process sees it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self.world.now + self.world.scheduler.current.skew, UTC)
+
+    def monotonic(self) -> float:
+        return self.world.now
+
+    def sleep(self, seconds: float) -> None:
+        self.world.scheduler.wait(seconds)
 
 
-@cache
-def _places() -> list[tuple[ModuleType, str, str]]:
-    """Where the originals are bound: module, its name for it, ours."""
-    for found in pkgutil.walk_packages(dropforge.__path__, "dropforge."):
-        importlib.import_module(found.name)
-    keys = {id(value): key for key, value in _originals().items()}
-    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("dropforge.")]
-    places = [
-        (module, name, keys[id(value)])
-        for module in [*modules, entry_points()]
-        for name, value in sorted(vars(module).items())
-        if id(value) in keys and keys[id(value)] != "uuid"  # of the functions only uuid5, which draws nothing
-    ]
-    return places
+class OneThread(Threads):
+    """Makes the calls one after the other, in the caller's turn."""
+
+    def map(self, call: Callable[[T], U], items: Iterable[T], workers: int) -> list[U]:
+        return [call(item) for item in items]
 
 
-def _skew(world: World) -> float:
-    return world.scheduler.current.skew
-
-
-def _logger(world: World) -> Callable[..., None]:
+def _log_of(world: World) -> Log:
     def log(message: str, *, stage: str, run: str = "", severity: str = "INFO", **fields: Any) -> None:
         world.fact("log", stage=stage, severity=severity, run=run, message=message)
 
     return log
-
-
-def _no_client(name: str) -> Callable[..., Any]:
-    def missing(*_: Any) -> Any:
-        raise AssertionError(f"clients.{name}() is not simulated: see chaos/cloud.py")
-
-    return missing
-
-
-class _OneThread:
-    """An executor that does each task at once, in the caller's turn."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _OneThread:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def shutdown(self, *_: Any, **__: Any) -> None: ...
-
-    def map(self, call: Callable[..., Any], *items: Iterable[Any], **_: Any) -> Iterator[Any]:
-        return iter([call(*found) for found in zip(*items, strict=False)])
-
-    def submit(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        try:
-            value = call(*arguments, **options)
-        except Exception as error:  # noqa: BLE001  # given to whoever asks for the result, as by a future
-            return SimpleNamespace(result=_raiser(error), exception=lambda timeout=None, e=error: e, done=lambda: True)
-        return SimpleNamespace(
-            result=lambda timeout=None: value, exception=lambda timeout=None: None, done=lambda: True
-        )
-
-
-def _raiser(error: Exception) -> Callable[..., Any]:
-    def result(timeout: float | None = None) -> Any:
-        raise error
-
-    return result

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cloud import Cloud, deployment
+from .cloud import Cloud
 from .faults import Strike
 from .history import History
 from .scheduler import START
-from .seam import seam
 from .specs import TARGETS, clusters
 from .workload import Workload
 from .world import World
@@ -40,14 +39,13 @@ def run_struck(strike: Strike, target: str = "cloud_run") -> History:
 
 def _live(world: World, cloud: Cloud, end: float) -> History:
     _plan_sweeps(world, cloud, end)
-    with seam(world, cloud.clients(), deployment()):
-        try:
-            world.scheduler.run(world.calm)
-            world.fact("calm", effects=world.effects)
-            world.scheduler.run(end)
-            world.fact("end", living=cloud.living(), effects=world.effects)
-        finally:
-            world.scheduler.close()
+    try:
+        world.scheduler.run(world.calm)
+        world.fact("calm", effects=world.effects)
+        world.scheduler.run(end)
+        world.fact("end", living=cloud.living(), effects=world.effects)
+    finally:
+        world.scheduler.close()
     return world.history
 
 

@@ -162,7 +162,7 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
 
 
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dropforge.cloud import clients
+    from dropforge.cloud.clients import Clients
 
     class Publisher:
         def publish(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
             raise RuntimeError("no such topic")
 
     blocked = threading.Event()
-    monkeypatch.setattr(clients, "publisher", Publisher)
+    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
     reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor())
     began = time.monotonic()
     for step in range(1000):
@@ -194,7 +194,7 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
 def test_events_are_published_once_and_only_where_somebody_listens(
     environment: dict[str, str], topics: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dropforge.cloud import clients
+    from dropforge.cloud.clients import Clients
 
     class Publisher:
         def publish(self, topic: str, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def test_events_are_published_once_and_only_where_somebody_listens(
         def result(self, timeout: float) -> None: ...
 
     published: list[str] = []  # the reporter of the dead topic may still publish
-    monkeypatch.setattr(clients, "publisher", Publisher)
+    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
     reporter = Reporter(job(**environment), Redactor())
     reporter.started(0, "cpu")
     reporter.close()

@@ -23,7 +23,7 @@ SLICE = {
 
 @pytest.fixture
 def root(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("dropforge.cloud.clients.storage", lambda: cloud.client)
+    monkeypatch.setattr("dropforge.cloud.clients.Clients.storage", lambda _: cloud.client)
     return f"gs://{RUNS}/checkpoints/r-{uuid.uuid4().hex[:12]}/maxtext"
 
 

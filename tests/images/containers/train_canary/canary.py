@@ -17,7 +17,7 @@ from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import StopRequest
 from dropforge.base.names import spec_object
-from dropforge.cloud import clients
+from dropforge.cloud.clients import Clients
 from dropforge.cloud.container_secrets import load_secrets
 from dropforge.spec import parse_spec
 
@@ -40,7 +40,8 @@ def main() -> int:
 
 
 def run(job: Job, reporter: Reporter, redact: Redactor) -> Outcome:
-    load_secrets(os.environ)
+    clients = Clients()
+    load_secrets(clients, os.environ)
     bucket = clients.storage().bucket(job.bucket)
     spec = parse_spec(bucket.blob(spec_object(job.run)).download_as_bytes())
     redact.learn(spec.secrets)

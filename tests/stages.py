@@ -1,0 +1,58 @@
+"""The stages as the functions call them, in this process: with the context of the environment, answering JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from dropforge.context import Context
+from dropforge.platforms.lookup import Platforms
+from dropforge.stages.answers import Answer
+from dropforge.stages.await_ import inspect as _inspect
+from dropforge.stages.await_ import job_events as _job_events
+from dropforge.stages.cancel import cancel as _cancel
+from dropforge.stages.cancel import cancel_deleted as _cancel_deleted
+from dropforge.stages.deploy import deploy as _deploy
+from dropforge.stages.notify import notify as _notify
+from dropforge.stages.provision import provision as _provision
+from dropforge.stages.submit import resume as _resume
+from dropforge.stages.submit import submit_message as _submit_message
+from dropforge.stages.submit import submit_object as _submit_object
+from dropforge.stages.submit import submit_uri as _submit_uri
+from dropforge.stages.sweep.sweep import sweep as _sweep
+from dropforge.stages.teardown import teardown as _teardown
+
+from .deployments import here
+
+PLATFORMS: Platforms | None = None  # a test may set other platforms
+
+
+def context() -> Context:
+    """The context of the environment, with PLATFORMS."""
+    return replace(here(), platforms=PLATFORMS) if PLATFORMS else here()
+
+
+def _called(stage: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stage)
+    def call(*arguments: Any, **named: Any) -> Any:
+        answer = stage(context(), *arguments, **named)
+        return answer.to_json() if isinstance(answer, Answer) else answer
+
+    return call
+
+
+provision = _called(_provision)
+inspect = _called(_inspect.inspect)
+deploy = _called(_deploy)
+notify = _called(_notify)
+teardown = _called(_teardown)
+sweep = _called(_sweep)
+cancel = _called(_cancel)
+cancel_deleted = _called(_cancel_deleted)
+resume = _called(_resume)
+submit_object = _called(_submit_object)
+submit_message = _called(_submit_message)
+submit_uri = _called(_submit_uri)
+receive_job_event = _called(_job_events.receive_job_event)
