@@ -61,7 +61,7 @@ def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:
     document |= {"target": {**gke, "placements": [{"region": "us-central1"}]}, "serve": {**gke, "max_instances": 2}}
     Path("gke.json").write_text(json.dumps(document))
     output = dropforge("plan", "gke.json").output
-    table = output[output.index("\nendpoint") : output.index("the price is per instance")]
+    table = output[output.index("\nendpoint") : output.index("the price is per running instance")]
     assert table.count("YOUR-CLUSTER/k8s/namespaces/dropforge/") == 4
     assert table.count("$10.98") == 1
     assert "clients must be inside the VPC" in output

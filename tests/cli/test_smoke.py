@@ -48,7 +48,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def forget_clients() -> None:
-    """Forget the connection to another stack, which earlier tests in this process may have left."""
+    """Clear cached clients. Earlier tests in this process may have left clients of another stack."""
     forget()
 
 

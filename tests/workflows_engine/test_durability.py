@@ -17,6 +17,7 @@ import pytest
 
 from workflows_engine import (
     Engine,
+    ExecutionRecord,
     FailedPrecondition,
     HttpRequest,
     HttpResponse,
@@ -519,3 +520,8 @@ def test_finished_executions_are_deleted_after_ninety_days(tmp_path: Path) -> No
         await again.stop()
 
     asyncio.run(run())
+
+
+def ended(record: ExecutionRecord) -> float:
+    assert record.ended is not None
+    return record.ended

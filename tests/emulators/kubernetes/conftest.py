@@ -61,7 +61,7 @@ JOB_PY = """
         open(sys.argv[2], "w").write(sys.argv[3])
     if mode == "read":
         print(open(sys.argv[2]).read(), flush=True)
-    if what == "count":
+    if mode == "count":
         for number in range(int(sys.argv[2])):
             print("line", number, flush=True)
             time.sleep(float(sys.argv[3]))
@@ -179,7 +179,7 @@ class Kube:
         return self.until(lambda: self.job(name), lambda job: ended(job), seconds)
 
     def pods(self, selector: str = "") -> list[Any]:
-        return self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return list(self.core.list_namespaced_pod(self.namespace, label_selector=selector).items)
 
     def pod(self, name: str) -> Any:
         return self.core.read_namespaced_pod(name, self.namespace)
@@ -191,7 +191,7 @@ class Kube:
         return self.core.create_namespaced_pod(self.namespace, make_pod(name, *args, **spec))
 
     def log(self, name: str, **options: Any) -> str:
-        return self.core.read_namespaced_pod_log(name, self.namespace, **options)
+        return str(self.core.read_namespaced_pod_log(name, self.namespace, **options))
 
     def events(self, name: str = "") -> list[tuple[str, str]]:
         items = self.core.list_namespaced_event(self.namespace).items

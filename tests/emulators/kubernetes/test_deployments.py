@@ -39,14 +39,14 @@ def expose(kube: Kube, name: str = "d", **spec: Any) -> str:
 
     def url() -> str:
         annotations = kube.core.read_namespaced_service(name, kube.namespace).metadata.annotations or {}
-        return json.loads(annotations.get("local.dropforge/urls", "{}")).get("80", "")
+        return str(json.loads(annotations.get("local.dropforge/urls", "{}")).get("80", ""))
 
-    return kube.until(url, bool)
+    return str(kube.until(url, bool))
 
 
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=5) as response:
-        return response.read().decode()
+        return str(response.read().decode())
 
 
 def conditions(item: Any) -> dict[str, tuple[str, str]]:

@@ -23,6 +23,11 @@ def config_map(name: str, data: dict[str, str] | None = None, **metadata: Any) -
     return {"metadata": {"name": name, **metadata}, **({"data": data} if data else {})}
 
 
+def answer_of(error: exceptions.ApiException) -> Any:
+    """The Status that the API sent with an error."""
+    return json.loads(str(error.body))
+
+
 def causes(body: Any) -> list[str]:
     return [cause["field"] for cause in body["details"]["causes"]]
 
@@ -39,7 +44,7 @@ def test_create_read_list_replace_delete(kube: Kube) -> None:
     kube.core.delete_namespaced_config_map("a", kube.namespace)
     with pytest.raises(exceptions.NotFoundException) as missing:
         kube.core.read_namespaced_config_map("a", kube.namespace)
-    assert json.loads(missing.value.body)["message"] == 'configmaps "a" not found'
+    assert answer_of(missing.value)["message"] == 'configmaps "a" not found'
 
 
 def test_names_can_be_generated(kube: Kube) -> None:
@@ -52,7 +57,7 @@ def test_same_name_again_is_already_exists(kube: Kube) -> None:
     kube.create_job("a", **SUSPENDED)
     with pytest.raises(exceptions.ConflictException) as refused:
         kube.create_job("a", **SUSPENDED)
-    body = json.loads(refused.value.body)
+    body = answer_of(refused.value)
     assert (body["reason"], body["message"]) == ("AlreadyExists", 'jobs.batch "a" already exists')
 
 
@@ -61,7 +66,7 @@ def test_stale_writes_conflict(kube: Kube) -> None:
     kube.core.patch_namespaced_config_map("a", kube.namespace, {"data": {"k": "1"}})
     with pytest.raises(exceptions.ConflictException) as refused:
         kube.core.replace_namespaced_config_map("a", kube.namespace, first)
-    assert "the object has been modified" in json.loads(refused.value.body)["message"]
+    assert "the object has been modified" in answer_of(refused.value)["message"]
     stale = {"metadata": {"resourceVersion": first.metadata.resource_version}, "data": {"k": "2"}}
     with pytest.raises(exceptions.ConflictException):
         kube.core.patch_namespaced_config_map("a", kube.namespace, stale)
@@ -294,7 +299,7 @@ def test_gpus_need_a_type_on_autopilot(kube: Kube) -> None:
     with pytest.raises(exceptions.ApiException) as refused:
         kube.batch.create_namespaced_job(kube.namespace, job_with(container__resources={"limits": {GPU: "1"}}))
     assert refused.value.status == 400
-    assert "autogke-gpu-limitation" in refused.value.body
+    assert "autogke-gpu-limitation" in str(refused.value.body)
 
 
 def test_unknown_fields_can_be_ignored_or_warned_about(kube: Kube) -> None:
@@ -311,7 +316,7 @@ def test_job_templates_cannot_change(kube: Kube) -> None:
     patch = {"spec": {"template": {"spec": {"containers": [{"name": "main", "image": "other"}]}}}}
     with pytest.raises(exceptions.UnprocessableEntityException) as refused:
         kube.batch.patch_namespaced_job("a", kube.namespace, patch)
-    assert causes(json.loads(refused.value.body)) == ["spec.template"]
+    assert causes(answer_of(refused.value)) == ["spec.template"]
 
 
 def test_patch_formats(kube: Kube) -> None:
@@ -503,7 +508,7 @@ def test_immutable_secrets_do_not_change(kube: Kube) -> None:
 
 def test_autoscalers_are_checked_and_kept(kube: Kube) -> None:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}
-    metric = {
+    metric: dict[str, Any] = {
         "type": "Pods",
         "pods": {"metric": {"name": "queue"}, "target": {"type": "AverageValue", "averageValue": "5"}},
     }

@@ -198,8 +198,8 @@ def test_deleted_pods_are_asked_and_then_killed(kube: Kube) -> None:
     kube.create_pod("stubborn", "stubborn", terminationGracePeriodSeconds=1)
     for name, line in (("polite", "waiting"), ("stubborn", "ignoring")):
         kube.until(
-            lambda name=name: kube.pod(name).status.phase == "Running" and kube.log(name),
-            lambda log, line=line: log and line in log,
+            lambda name=name: kube.pod(name).status.phase == "Running" and kube.log(name),  # type: ignore[misc]
+            lambda log, line=line: log and line in log,  # type: ignore[misc]
         )
     started = time.monotonic()
     for name in ("polite", "stubborn"):

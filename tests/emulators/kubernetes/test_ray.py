@@ -263,8 +263,8 @@ def test_failed_driver_killed_head_and_stopped_job(ray: Ray) -> None:
     assert ray.call(name, "GET", "another")[0] == 404
     assert ray.call(name, "GET", submitted["submission_id"], token="x" * 32)[0] in (401, 403)
     # Somebody stops it by hand.
-    status, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
-    assert (status, json.loads(answer)) == (200, {"stopped": True})
+    code, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
+    assert (code, json.loads(answer)) == (200, {"stopped": True})
     until(lambda: ray.states(name) == ("Complete", "STOPPED"))
     until(lambda: not ray.pods() and not ray.clusters())
     ray.delete(name)
