@@ -1,6 +1,6 @@
-"""`dropforge preflight`: what would keep a spec from running, asked of the project before money is spent.
+"""`dropforge preflight`: ask a project whether specs could run there, before they cost money.
 
-Each answer is a Finding: ok, failed, a warning, or not asked, which is never taken for ok.
+Each answer is a Finding: ok, failed, warning, or not asked. "Not asked" never counts as ok.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .specs import read_spec
 
 OK, WARNING, NO, NOT_ASKED = "ok", "warning", "failed", "not asked"
 STYLES = {OK: "green", WARNING: "yellow", NO: "red", NOT_ASKED: "dim"}
-# The APIs that every deployment uses; platforms add theirs. terraform/apis.tf switches all of them on.
+# The APIs that every deployment uses. Platforms add more. terraform/apis.tf enables all of them.
 ALWAYS = (
     "artifactregistry", "cloudfunctions", "eventarc", "pubsub", "run", "secretmanager", "storage",
     "workflowexecutions", "workflows",
 )  # fmt: skip
-# Of who runs the command: to see that the deployment is there, and to drop specs.
+# Permissions of the user who runs the command: to see the deployment, and to drop specs.
 ON_PROJECT = ("resourcemanager.projects.get", "serviceusage.services.get")
 ON_SPECS_BUCKET = ("storage.objects.create", "storage.objects.delete")
 ON_RUNS_BUCKET = ("storage.objects.get", "storage.objects.list")
@@ -50,7 +50,7 @@ IMAGE = re.compile(
 
 
 class Finding(NamedTuple):
-    """One answer. `mend` is a command, or what to change, when it is not ok."""
+    """One answer. `mend` is the fix if the answer is not ok: a command, or a change."""
 
     status: str
     what: str
@@ -63,19 +63,19 @@ class Finding(NamedTuple):
 @json_option
 @state_option
 def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
-    """Ask a deployment whether specs could run there, before anything is spent; exit 1 if they could not."""
+    """Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."""
     jobs = {path.name: read_spec(path) for path in specs}
-    found = list(findings(connect(state).context.cloud, jobs))
+    answers = list(findings(connect(state).context.cloud, jobs))
     if as_json:
-        click.echo(json.dumps([one._asdict() for one in found], indent=2))
+        click.echo(json.dumps([answer._asdict() for answer in answers], indent=2))
     else:
-        _show(found)
-    if any(one.status == NO for one in found):
+        _show(answers)
+    if any(answer.status == NO for answer in answers):
         raise SystemExit(FAILED)
 
 
 def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
-    """Everything there is to say of a deployment, and of specs by their names."""
+    """Yield the answers about a deployment and about each spec, by name."""
     settings = cloud.settings
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
@@ -98,13 +98,13 @@ def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
 
 
 def demands(spec: JobSpec) -> list[Demand]:
-    """The accelerators that a spec may ask for, each once."""
+    """Return the accelerators that a spec may request, without duplicates."""
     serving = spec.serve.demands(spec) if spec.serve else ()
     return list({_key(demand): demand for demand in (*spec.target.demands(), *serving)}.values())
 
 
 def _key(demand: Demand) -> tuple[str, ...]:
-    """Demands with the same key are counted by the same quota at the same place."""
+    """Return the key of a demand. The same quota at the same place counts demands with one key."""
     quota = demand.quota.id if demand.quota else demand.unknown
     return demand.name, str(demand.number), demand.place, quota, demand.listed_by
 
@@ -114,7 +114,7 @@ def _region(place: str) -> str:
 
 
 def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What `ask` finds; a refusal is a finding too, and silence is never ok."""
+    """Return the answers of `ask`. A refusal is an answer too, and a missing answer is never ok."""
     try:
         return list(ask())
     except NotAsked as error:
@@ -132,11 +132,11 @@ def _services(project: str, kinds: set[str]) -> Iterator[Finding]:
     wanted = sorted({*ALWAYS, *(name for kind in kinds for name in platform_of(kind).services)})
     names = [f"projects/{project}/services/{name}.googleapis.com" for name in wanted]
     answer = google_apis.get("serviceusage", f"v1/projects/{project}/services:batchGet", names=names)
-    states = {found["name"].rpartition("/")[2]: found.get("state") for found in answer.get("services", ())}
+    states = {service["name"].rpartition("/")[2]: service.get("state") for service in answer.get("services", ())}
     for name in wanted:
         api = f"{name}.googleapis.com"
         if states.get(api) == "ENABLED":
-            yield Finding(OK, "APIs", f"{api} is on")
+            yield Finding(OK, "APIs", f"{api} is enabled")
         else:
             mend = f"gcloud services enable {api} --project={project}"
             yield Finding(NO, "APIs", f"{api} is {str(states.get(api, 'unknown')).lower()}", mend)
@@ -153,11 +153,15 @@ def _accounts(settings: Settings, specs: list[JobSpec]) -> Iterator[Finding]:
     for use in accounts.needed(specs):
         what, state = f"account {use.account}", accounts.state(settings, use)
         if state == "CAN_ACCESS":
-            yield Finding(OK, what, f"it has {use.permission} on {use.scope}")
+            yield Finding(OK, what, f"the account has {use.permission} on {use.scope}")
         elif state == "CANNOT_ACCESS":
-            yield Finding(NO, what, f"it lacks {use.permission} on {use.scope}", "make deploy PROJECT_ID=… REGION=…")
+            yield Finding(
+                NO, what, f"the account lacks {use.permission} on {use.scope}", "make deploy PROJECT_ID=… REGION=…"
+            )
         else:
-            yield Finding(NOT_ASKED, what, f"{use.permission} on {use.scope}: {state}; ask as a security reviewer")
+            yield Finding(
+                NOT_ASKED, what, f"{use.permission} on {use.scope}: {state}; run this command as a security reviewer"
+            )
 
 
 def _bucket(cloud: Cloud, name: str, needed: tuple[str, ...]) -> Iterator[Finding]:
@@ -166,9 +170,9 @@ def _bucket(cloud: Cloud, name: str, needed: tuple[str, ...]) -> Iterator[Findin
     try:
         held = cloud.clients.storage().bucket(name).test_iam_permissions(list(needed), timeout=TIMEOUT_SECONDS)
     except NotFound:
-        yield Finding(NO, f"bucket {name}", "it does not exist", "make deploy PROJECT_ID=… REGION=…")
+        yield Finding(NO, f"bucket {name}", "the bucket does not exist", "make deploy PROJECT_ID=… REGION=…")
         return
-    mend = "put yourself among the submitters of terraform/terraform.tfvars, then make deploy"
+    mend = "add yourself to the submitters in terraform/terraform.tfvars, then make deploy"
     yield _held(f"bucket {name}", needed, held, mend)
 
 
@@ -176,7 +180,7 @@ def _held(what: str, needed: Iterable[str], held: Iterable[str], mend: str) -> F
     missing = sorted(set(needed) - set(held))
     if missing:
         return Finding(NO, what, f"you lack {', '.join(missing)}", mend)
-    return Finding(OK, what, "you may do what it takes")
+    return Finding(OK, what, "you have every permission")
 
 
 def _images(settings: Settings) -> dict[str, str]:
@@ -185,31 +189,31 @@ def _images(settings: Settings) -> dict[str, str]:
 
 def _image(name: str, uri: str) -> Iterator[Finding]:
     """https://cloud.google.com/artifact-registry/docs/reference/rest/v1/projects.locations.repositories.dockerImages/get"""
-    found, what = IMAGE.fullmatch(uri), f"image {name}"
-    if found is None or "@sha256:" not in uri:
+    match, what = IMAGE.fullmatch(uri), f"image {name}"
+    if match is None or "@sha256:" not in uri:
         mend = "make images, then make deploy"
-        yield Finding(WARNING, what, f"{uri} is no digest in Artifact Registry: it can change", mend)
+        yield Finding(WARNING, what, f"{uri} is not a digest in Artifact Registry, so the image can change", mend)
         return
-    parent = f"v1/projects/{found['project']}/locations/{found['location']}/repositories/{found['repository']}"
+    parent = f"v1/projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
     try:
-        google_apis.get("artifactregistry", f"{parent}/dockerImages/{quote(found['image'], safe='@:')}")
+        google_apis.get("artifactregistry", f"{parent}/dockerImages/{quote(match['image'], safe='@:')}")
     except Refused as error:
         if error.status != 404:
             raise
-        yield Finding(NO, what, f"{uri} is not there", "make images, then make deploy")
+        yield Finding(NO, what, f"{uri} does not exist", "make images, then make deploy")
     else:
-        yield Finding(OK, what, "its digest is there")
+        yield Finding(OK, what, "the digest exists")
 
 
 def _admission(cloud: Cloud, name: str, spec: JobSpec) -> Iterator[Finding]:
-    """Everything that would have the spec rejected: images, clusters, secrets, sources, time and budget."""
+    """Yield everything that admission would refuse: images, clusters, secrets, sources, time and budget."""
     try:
         check_admission(cloud, spec)
     except InvalidSpec as error:
         for problem in error.problems:
             yield Finding(NO, f"spec {name}", str(problem), problem.expected or "")
     else:
-        yield Finding(OK, f"spec {name}", "it would be accepted; its secrets and sources are there")
+        yield Finding(OK, f"spec {name}", "the spec would be accepted; its secrets and sources exist")
         if note := short_endpoint(spec):
             yield Finding(WARNING, f"spec {name}", note, "raise limits.max_cost_usd, or shorten serve.ttl")
 
@@ -222,35 +226,35 @@ def _gpu_region(project: str, wanted: Demand) -> Iterator[Finding]:
         place.rpartition("/")[2] for place, kinds in offered.get("items", {}).items() if kinds.get("acceleratorTypes")
     }
     if any(zone.startswith(f"{wanted.place}-") for zone in zones):
-        yield Finding(OK, f"{wanted}", "the region has them")
+        yield Finding(OK, f"{wanted}", "the region has such GPUs")
     else:
         mend = f"gcloud compute accelerator-types list --filter=name={wanted.name} --project={project}"
         yield Finding(NO, f"{wanted}", f"{wanted.place} has no {wanted.name}", mend)
 
 
 def _quota(project: str, wanted: Demand) -> Iterator[Finding]:
-    """What is in use is known only of the quotas that Compute Engine lists with a region."""
+    """Compare a demand with its quota. The usage is known only of quotas that Compute Engine lists with a region."""
     if wanted.quota is None:
         raise NotAsked(wanted.unknown)
     what, quota = f"quota for {wanted}", wanted.quota
-    mend = f"add placements, or ask for {quota.id}: https://console.cloud.google.com/iam-admin/quotas?project={project}"
+    mend = f"add placements, or request {quota.id}: https://console.cloud.google.com/iam-admin/quotas?project={project}"
     listed = _compute_quota(project, wanted.place, quota) if wanted.listed_by == "compute" else None
     limit, usage = listed or (quotas.limit(project, quota), 0.0)
     if limit is None:
-        yield Finding(WARNING, what, f"{quota.id} is listed without a value there, which may mean 0", mend)
+        yield Finding(WARNING, what, f"{quota.id} has no value there, which may mean 0", mend)
         return
-    told = f"{quota.id} allows {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
-    free = limit - usage >= wanted.number
-    status = OK if free else WARNING if limit >= wanted.number else NO
-    yield Finding(status, what, told, "" if free else mend)
+    message = f"{quota.id} allows {limit:g}" + (f", of which {usage:g} are in use" if usage else "")
+    is_free = limit - usage >= wanted.number
+    status = OK if is_free else WARNING if limit >= wanted.number else NO
+    yield Finding(status, what, message, "" if is_free else mend)
 
 
 def _compute_quota(project: str, region: str, quota: Quota) -> tuple[float, float] | None:
-    """(limit, usage); None where it is not listed. https://cloud.google.com/compute/docs/reference/rest/v1/regions/get"""
+    """Return (limit, usage), or None if it is not listed. https://cloud.google.com/compute/docs/reference/rest/v1/regions/get"""
     listed = google_apis.get("compute", f"compute/v1/projects/{project}/regions/{region}").get("quotas", ())
     metric = quota.id.removesuffix("-per-project-region").replace("-", "_")
     return next(
-        (((float(one["limit"]), float(one.get("usage", 0)))) for one in listed if one["metric"] == metric), None
+        ((float(entry["limit"]), float(entry.get("usage", 0))) for entry in listed if entry["metric"] == metric), None
     )
 
 
@@ -264,33 +268,35 @@ def _tpu_type(cloud: Cloud, wanted: Demand) -> Iterator[Finding]:
         cloud.clients.tpu().get_accelerator_type(name=name, timeout=TIMEOUT_SECONDS)
     except NotFound:
         mend = f"gcloud compute tpus accelerator-types list --zone={wanted.place} --project={project}"
-        yield Finding(NO, what, "the zone has none", mend)
+        yield Finding(NO, what, "the zone has no such TPU VM", mend)
     else:
-        yield Finding(OK, what, "the zone has them")
+        yield Finding(OK, what, "the zone has such TPU VMs")
 
 
 def _locations(cloud: Cloud, spec: JobSpec) -> Iterator[Finding]:
-    """Whether the runs bucket and the spec's own are where it trains: elsewhere, every read crosses regions."""
+    """Compare the places of the buckets with the places of training. A read across regions is slow and costs money."""
     regions = {_region(place) for place in get_target(spec.target.type).regions(spec)}
-    uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # synthetic data have no source
+    uris = (spec.model.source, getattr(spec.dataset, "source", ""))  # a synthetic data set has no source
     sources = [uri.split("/")[2] for uri in uris if uri.startswith("gs://")]
     for name in dict.fromkeys([cloud.settings.runs_bucket, *sources]):
         bucket = cloud.clients.storage().get_bucket(name, timeout=TIMEOUT_SECONDS)
         place, what = str(bucket.location).lower(), f"bucket {name}"
         far = sorted(region for region in regions if bucket.location_type == "region" and place != region)
         if far:
-            message = f"it is in {place}, and the run may train in {', '.join(far)}: reads cross regions, and cost"
+            message = (
+                f"the bucket is in {place}, and the run may train in {', '.join(far)}: reads across regions cost money"
+            )
             yield Finding(WARNING, what, message, f"prefer placements in {place}")
         else:
-            yield Finding(OK, what, f"it is in {place}")
+            yield Finding(OK, what, f"the bucket is in {place}")
 
 
-def _show(found: list[Finding]) -> None:
-    out, rows = stdout(), table("", "what", "answer")
-    for one in found:
-        rows.add_row(one.status, one.what, one.message, style=STYLES[one.status])
+def _show(answers: list[Finding]) -> None:
+    out, rows = stdout(), table("", "question", "answer")
+    for answer in answers:
+        rows.add_row(answer.status, answer.what, answer.message, style=STYLES[answer.status])
     out.print(rows)
-    for mend in dict.fromkeys(one.mend for one in found if one.mend):
-        out.print(f"mend: {mend}", soft_wrap=True)
-    counts = {status: sum(one.status == status for one in found) for status in STYLES}
+    for fix in dict.fromkeys(answer.mend for answer in answers if answer.mend):
+        out.print(f"fix: {fix}", soft_wrap=True)
+    counts = {status: sum(answer.status == status for answer in answers) for status in STYLES}
     out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))

@@ -61,10 +61,10 @@ def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:
     document |= {"target": {**gke, "placements": [{"region": "us-central1"}]}, "serve": {**gke, "max_instances": 2}}
     Path("gke.json").write_text(json.dumps(document))
     output = dropforge("plan", "gke.json").output
-    table = output[output.index("\nendpoint") : output.index("the price is per instance")]
+    table = output[output.index("\nendpoint") : output.index("the price is per running instance")]
     assert table.count("YOUR-CLUSTER/k8s/namespaces/dropforge/") == 4
     assert table.count("$10.98") == 1
-    assert "inside the VPC only" in output
+    assert "clients must be inside the VPC" in output
 
 
 def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_its_cost(dropforge: Run) -> None:
@@ -79,7 +79,7 @@ def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_its_cost(dropforge: Run) ->
     assert "locations/us-west1-c/nodes/df-tpu-000000000000-serve" in shown
     assert shown.count("$48.00") == 1  # five hours
     assert "image YOUR-SERVE-VLLM-TPU-IMAGE" in shown
-    assert "inside the VPC only" in shown
+    assert "clients must be inside the VPC" in shown
 
 
 def test_the_worst_case_is_the_price_of_all_allowed_time() -> None:
