@@ -61,7 +61,7 @@ JOB_PY = """
         open(sys.argv[2], "w").write(sys.argv[3])
     if mode == "read":
         print(open(sys.argv[2]).read(), flush=True)
-    if what == "count":
+    if mode == "count":
         for number in range(int(sys.argv[2])):
             print("line", number, flush=True)
             time.sleep(float(sys.argv[3]))

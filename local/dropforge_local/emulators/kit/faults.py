@@ -12,7 +12,7 @@ from typing import Any
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import HTTP_STATUS, ApiError
 
-from .routing import Call, Handler, Route, parse_object
+from .routing import Call, Handler, Route
 from .rpc import Method, snake_case
 
 Rule = dict[str, Any]
@@ -154,14 +154,6 @@ class Faulty:
 def names_of(methods: Iterable[Method]) -> set[str]:
     """The methods' names in `fail_next`."""
     return {snake_case(method.name) for method in methods}
-
-
-def parse_faults(data: bytes) -> dict[str, Any]:
-    """The body of a request to set switches, for an emulator with another router. Raises INVALID_ARGUMENT."""
-    try:
-        return parse_object(data)
-    except ValueError as error:
-        raise ApiError("INVALID_ARGUMENT", str(error)) from error
 
 
 def _refuse_unknown(kind: str, given: Mapping[str, Any], expected: Collection[str]) -> None:
