@@ -31,10 +31,11 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30
 
-check: $(STAMP) ## formatting, lint, types, generated files
+check: $(STAMP) ## formatting, lint, types, imports, generated files
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --cache-dir build/import_linter
 	@$(BIN)/python tools/schemas.py --check
 	@$(BIN)/python tools/lock.py --check
 	@$(BIN)/python tools/tables.py --check

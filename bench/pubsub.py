@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 from aiohttp import web
 from google.cloud import pubsub_v1
-from google.pubsub_v1 import PublisherClient
+from google.pubsub_v1 import PublisherClient, PubsubMessage
 
 SAMPLES = 200
 BULK = 2000
 PROJECT = "projects/bench"
+MESSAGE = PubsubMessage(data=b"x" * 500)
 SERVER = """
 import asyncio, sys
 from dropforge_local.base.db import Database
@@ -91,7 +92,7 @@ def _push(publisher: Any, subscriber: Any, receiver: Receiver) -> list[float]:
     for _ in range(SAMPLES):
         receiver.event.clear()
         started = time.perf_counter()
-        PublisherClient.publish(publisher, topic=topic, messages=[{"data": b"x" * 500}])
+        PublisherClient.publish(publisher, topic=topic, messages=[MESSAGE])
         assert receiver.event.wait(10)
         samples.append(receiver.arrived[-1] - started)
     return samples
@@ -114,7 +115,7 @@ def _stream(publisher: Any, subscriber: Any) -> list[float]:
     for _ in range(SAMPLES):
         event.clear()
         started = time.perf_counter()
-        PublisherClient.publish(publisher, topic=topic, messages=[{"data": b"x" * 500}])
+        PublisherClient.publish(publisher, topic=topic, messages=[MESSAGE])
         assert event.wait(10)
         samples.append(arrived[-1] - started)
     stream.cancel()
@@ -127,7 +128,7 @@ def _publish(publisher: Any) -> list[float]:
     samples = []
     for _ in range(SAMPLES):
         started = time.perf_counter()
-        PublisherClient.publish(publisher, topic=topic, messages=[{"data": b"x" * 500}])
+        PublisherClient.publish(publisher, topic=topic, messages=[MESSAGE])
         samples.append(time.perf_counter() - started)
     return samples
 
@@ -138,7 +139,7 @@ def _bulk(publisher: Any, subscriber: Any) -> str:
     subscriber.create_subscription(name=name, topic=topic)
     started = time.perf_counter()
     for _ in range(BULK // 100):
-        PublisherClient.publish(publisher, topic=topic, messages=[{"data": b"x" * 500}] * 100)
+        PublisherClient.publish(publisher, topic=topic, messages=[MESSAGE] * 100)
     published = time.perf_counter() - started
     started, received = time.perf_counter(), 0
     while received < BULK:

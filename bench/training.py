@@ -129,10 +129,11 @@ def run_container(base: Path, rows: list[dict[str, str]], directory: str, adapte
     from containers.train_trl.methods.sft import build_trainer
     from containers.train_trl.plan import find_device, make_plan, shape_of
     from dropforge.run.artifacts import Source
-    from dropforge.spec import parse_spec
+    from dropforge.spec import Dataset, parse_spec
 
     spec = parse_spec(json.dumps(job_spec(adapter)).encode())
     tokenizer = chat.load_tokenizer(str(base), trust_remote_code=False)
+    assert isinstance(spec.dataset, Dataset)
     split = data.prepare(rows[:ROWS], spec.dataset, None, seed=0)
     encoded = chat.encode(tokenizer, split.train, spec.training.max_length, "rows")
     shape = shape_of(str(base), trust_remote_code=False)

@@ -32,7 +32,7 @@ COMPUTE = (
 )
 
 
-class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+class Scheduling(LoadFileScheduling):
     """Gives the worker COMPUTES the files of COMPUTE in order, and the other workers the other files as collected."""
 
     def _assign_work_unit(self, node: Any) -> None:

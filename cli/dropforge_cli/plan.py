@@ -1,4 +1,4 @@
-"""`dropforge plan`: what a spec would create, where, with which requests, and what that can cost at most."""
+"""`dropforge plan`: the resources, places, requests and maximum cost of a spec."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .options import SPEC_FILE, json_option, state_option
 from .specs import read_spec
 
 OLD_PRICE = timedelta(days=180)
-UNKNOWN_DIGEST = "0" * 12  # of bucket, object and generation; the generation is given by the upload
+UNKNOWN_DIGEST = "0" * 12  # digest of bucket, object and generation: the upload decides the generation
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """One attempt at one placement; `worst_case_usd` is for all attempts, if all of them run here."""
+    """One attempt at one placement. `worst_case_usd` is the cost of all attempts if all of them run here."""
 
     region: str
     timeout_seconds: int
@@ -43,7 +43,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class EndpointPlan:
-    """The served model; the price is per instance while it runs, the worst case is all of them for all the time."""
+    """The endpoint. `price` is per running instance; `worst_case_usd` is the cost of all instances until the expiry."""
 
     region: str
     lifetime_seconds: int
@@ -56,7 +56,7 @@ class EndpointPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be created for a spec."""
+    """The resources that a run of the spec would create."""
 
     run: str
     spec: JobSpec
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def worst_case_usd(self) -> float | None:
-        """Of everything, at most the budget; None when a part is unknown."""
+        """The maximum cost of training and endpoint, at most the budget; None if a price is unknown."""
         training = [placement.worst_case_usd for placement in self.placements]
         serving = 0.0 if self.endpoint is None else self.endpoint.worst_case_usd
         if None in training or serving is None:
@@ -80,22 +80,24 @@ class Plan:
 @json_option
 @state_option
 def plan(spec: Path, as_json: bool, state: str | None) -> None:
-    """Show what a job spec would create and cost, without creating anything."""
+    """Show the resources and the maximum cost of a job spec. Creates nothing."""
     deployment = find(state)
-    made = make_plan(read_spec(spec), deployment.settings if deployment else placeholders(), spec.name)
+    planned = make_plan(read_spec(spec), deployment.settings if deployment else placeholders(), spec.name)
     if as_json:
-        click.echo(json.dumps(to_json(made), indent=2))
+        click.echo(json.dumps(to_json(planned), indent=2))
         return
     out = stdout()
-    show(made, out)
+    show(planned, out)
     note = (
-        f"names are those of {deployment.where}" if deployment else "no deployment is configured: YOUR-… stand for it"
+        f"the names are those of {deployment.where}"
+        if deployment
+        else "no deployment is configured: YOUR-… replaces its names"
     )
-    out.print(f"\n{note}; the run's last digits are known after the upload", style="dim")
+    out.print(f"\n{note}; the upload decides the last digits of the run id", style="dim")
 
 
 def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime | None = None) -> Plan:
-    """What would happen to `spec`, dropped as `object_name` at `now`. Pure."""
+    """Return the plan of `spec`, dropped as `object_name` at `now`. Without side effects."""
     now = now or datetime.now(UTC)
     slug = names.run_id_of_object("", object_name, 0).rpartition("-")[0]
     run = f"{slug}-{UNKNOWN_DIGEST}"
@@ -108,25 +110,25 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """A plan for programs; requests are exactly those that would be sent, but for the run's last digits."""
+    """Return a plan for programs. The requests are exact, except the last digits of the run id."""
     parts = {**asdict(plan), "spec": plan.spec.model_dump(mode="json", by_alias=True)}
     parts["worst_case_usd"] = plan.worst_case_usd
     return json.loads(json.dumps(parts, default=str))  # type: ignore[no-any-return]
 
 
 def show(plan: Plan, out: Console) -> None:
-    """A plan for people."""
+    """Print a plan for people."""
     spec = plan.spec
     out.print(titled(spec.name, f"run {plan.run}"))
     out.print(f"{spec.model.source} on {spec.dataset.source}, {spec.training.method}, {spec.training.adapter.type}\n")
     out.print(titled("training", f"{_machine(spec.target)}; at most {spec.limits.max_attempts} attempts"))
-    rows = table("#", "region", "resource", "time-out", "$ per hour", "worst case", right=("$ per hour", "worst case"))
+    rows = table("#", "region", "resource", "timeout", "$ per hour", "worst case", right=("$ per hour", "worst case"))
     for number, placement in enumerate(plan.placements, start=1):
         price = usd(placement.price.usd_per_hour)
         limit = duration(placement.timeout_seconds)
-        first, *others = placement.resources
+        first, *rest = placement.resources
         rows.add_row(str(number), placement.region, first.name, limit, price, usd(placement.worst_case_usd))
-        for resource in others:  # the price is that of all of them
+        for resource in rest:  # the price is the sum over all resources
             rows.add_row("", "", resource.name, "", "", "")
     out.print(rows)
     for image in _images(plan.placements[0].resources):
@@ -151,15 +153,15 @@ def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: dat
 
 
 def _launch(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> Launch:
-    """The first attempt, at one of the placements."""
+    """Return the first attempt, at the given placement."""
     allowed = training_seconds(spec, get_target(spec.target.type).price(spec, index))
     return Launch(run, 1, index, spec, settings, now + timedelta(seconds=allowed), allowed)
 
 
 def _endpoint(launch: Launch, now: datetime) -> EndpointPlan:
-    """The endpoint of a run whose first attempt succeeds."""
+    """Return the endpoint of a run whose first attempt succeeds."""
     spec, serve = launch.spec, launch.spec.serve
-    assert serve is not None, "planned only for specs that serve"
+    assert serve is not None, "only specs that serve have an endpoint"
     server = get_server(serve.type)
     price = server.price(spec)
     lifetime = endpoint_seconds(spec, price.times(serve.max_instances).usd_per_hour)
@@ -183,7 +185,7 @@ def _cost(price: HourlyPrice, machine_seconds: int) -> float | None:
 
 
 def price_warnings(prices: list[HourlyPrice], today: date) -> list[str]:
-    """What is wrong with prices: unknown ones, and ones that were looked up long ago."""
+    """Return warnings about unknown and old prices."""
     warnings = []
     for price in prices:
         if price.usd_per_hour is None:
@@ -206,9 +208,7 @@ def _show_budget(plan: Plan, out: Console) -> None:
     out.print(f"{text}; {binding} ends it first")
     if plan.endpoint is not None:
         kept = duration(MIN_ENDPOINT_SECONDS)
-        out.print(
-            f"the endpoint lives on what training leaves, at the price of all its instances; {kept} are kept back"
-        )
+        out.print(f"the rest pays for the endpoint, at the price of all instances; training leaves at least {kept}")
 
 
 def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
@@ -217,38 +217,38 @@ def _show_endpoint(endpoint: EndpointPlan, spec: JobSpec, out: Console) -> None:
     rows = table("region", "resource", "instances", "$ per hour", "worst case", right=("$ per hour", "worst case"))
     instances = f"{endpoint.min_instances} to {endpoint.max_instances}"
     price, worst = usd(endpoint.price.usd_per_hour), usd(endpoint.worst_case_usd)
-    first, *others = endpoint.resources
+    first, *rest = endpoint.resources
     rows.add_row(endpoint.region, first.name, instances, price, worst)
-    for resource in others:
+    for resource in rest:
         rows.add_row("", resource.name, "", "", "")
     out.print(rows)
     for image in _images(endpoint.resources):
         out.print(f"image {image}")
-    idle = "costs nothing while it has scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
-    out.print(f"the price is per instance while it runs; it {idle}")
+    idle = "costs nothing while scaled to zero" if endpoint.min_instances == 0 else "never scales to zero"
+    out.print(f"the price is per running instance; the endpoint {idle}")
     if spec.serve is not None and spec.serve.is_private:
-        out.print("it is reached inside the VPC only")
+        out.print("clients must be inside the VPC")
 
 
 def _machine(part: Any) -> str:
-    """A target's or an endpoint's own fields, whatever kind it is."""
+    """Return the fields of a target or an endpoint of any type as text."""
     shown = part.model_dump(exclude={"type", "placements", "price_usd_per_hour", "region", "ttl"}, exclude_none=True)
     words = [f"{name} {str(value).lower()}" for name, value in shown.items() if not isinstance(value, dict)]
     return f"{part.type}: {', '.join(words)}"
 
 
 def _images(resources: list[Resource]) -> list[str]:
-    """Every container image that the requests name."""
+    """Return every container image in the requests."""
 
     def walk(node: Any) -> list[str]:
         if isinstance(node, dict):
-            # A TPU VM is told of its image by its metadata.
-            own = [
+            # A TPU VM reads the name of its image from its metadata.
+            images = [
                 node[key]
                 for key in ("image", "dropforge-image", "dropforge-server-image")
                 if isinstance(node.get(key), str)
             ]
-            return own + [image for value in node.values() for image in walk(value)]
+            return images + [image for value in node.values() for image in walk(value)]
         return [image for item in node for image in walk(item)] if isinstance(node, list) else []
 
     return sorted({image for resource in resources for image in walk(resource.request)})

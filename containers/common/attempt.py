@@ -1,4 +1,4 @@
-"""One attempt around the training itself: its environment, its end, its last event and its exit code."""
+"""The frame of every attempt: its environment, stop requests, last event and exit code."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Attempt:
     client: Any
     checkpoints: CheckpointStore
 
-    def is_committed(self) -> bool:
-        """Whether an earlier attempt committed the model; if so, send its success event again."""
+    def resend_success(self) -> bool:
+        """Send the success event of an earlier attempt that committed the model; returns whether there is one."""
         committed = artifacts.read_manifest(self.client, self.job.bucket, self.job.run)
         if committed is None:
             return False
@@ -72,11 +72,15 @@ def run_attempt(
     except JobError as error:
         log(error.message, stage="train", severity="ERROR", hint=error.hint)
         return error.exit_code
-    redact, stop = Redactor(), StopRequest()
-    reporter = Reporter(job, redact)
+    clients, redact, stop = Clients(), Redactor(), StopRequest()
+    reporter = Reporter(job, redact, clients)
     try:
         with work_directory(job) as directory:
-            outcome = outcome_of(lambda: _run_armed(run, job, directory, redact, stop, reporter), job, stop, redact)
+
+            def run_armed() -> Outcome:
+                return _run_armed(run, job, directory, clients, redact, stop, reporter)
+
+            outcome = outcome_of(run_armed, job, stop, redact)
             return conclude(job, outcome, directory, reporter)
     finally:
         reporter.close(EVENT_SECONDS if stop.reason == "preempted" else FLUSH_SECONDS)
@@ -86,13 +90,13 @@ def _run_armed(
     run: Callable[[Attempt], Outcome],
     job: Job,
     directory: Path,
+    clients: Clients,
     redact: Redactor,
     stop: StopRequest,
     reporter: Reporter,
 ) -> Outcome:
     """Listen for stop requests while `run` runs; a stop request first waits for the checkpoint that is uploading."""
     stop.arm(job.deadline, wake=not job.world.sharded)  # the process that started the ranks forwards the request
-    clients = Clients()
     load_secrets(clients, os.environ)
     client = clients.storage()
     checkpoints = CheckpointStore(client, job, reporter)

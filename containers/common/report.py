@@ -38,9 +38,8 @@ _QUEUE_EVENTS = 256
 class Reporter:
     """Publishes the job events of one attempt to the job-events topic, in the order in which they were sent."""
 
-    def __init__(self, job: Job, redact: Redactor) -> None:
-        self._job = job
-        self._redact = redact
+    def __init__(self, job: Job, redact: Redactor, clients: Clients) -> None:
+        self._job, self._redact, self._clients = job, redact, clients
         self._sequence = 0
         self._unpublished = 0
         self._queue: queue.Queue[JobEvent | None] = queue.Queue(_QUEUE_EVENTS)
@@ -112,11 +111,10 @@ class Reporter:
             log(f"dropped a {event.type} event", stage="train", run=self._job.run, severity=severity)
 
     def _publish_all(self) -> None:
-        clients = Clients()
         while (event := self._queue.get()) is not None:
             data, attributes = job_event_message(event)
             try:
-                publisher = clients.publisher()
+                publisher = self._clients.publisher()
                 publisher.publish(self._job.topic, data, timeout=_PUBLISH_SECONDS, **attributes).result(
                     _PUBLISH_SECONDS
                 )

@@ -86,7 +86,7 @@ def main(trainer: Trainer = Trainer()) -> int:
 def run(attempt: Attempt, trainer: Trainer) -> Outcome:
     """One attempt from start to end. Its only result is the committed manifest."""
     job, checkpoints = attempt.job, attempt.checkpoints
-    if attempt.is_committed():
+    if attempt.resend_success():
         return Outcome.done()
     spec = attempt.load_spec()
     attempt.redact.guard_output()

@@ -24,12 +24,12 @@ TPU_BATCH_SIZE, CPU_BATCH_SIZE = 1, 8
 
 def run(work: Work) -> Result:
     """Fetch, check and tokenize; leaves DIRECTORY/rows.npz and held_out.json. Raises JobError."""
-    spec, tpu = work.spec, on_tpu()
+    spec, tpu, client = work.spec, on_tpu(), Clients().storage()
     method = load_method(spec.training.method)
-    base, base_source = fetch_model(spec, Clients().storage(), work.base, weights=method.STARTS_FROM_BASE)
+    base, base_source = fetch_model(spec, client, work.base, weights=method.STARTS_FROM_BASE)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
-    prepared = method.read(work, base, config["vocab_size"], tpu)
+    prepared = method.read(work, client, base, config["vocab_size"], tpu)
     prepared.data.save(work.rows)
     held_out = [{"messages": row.messages, "text": row.text} for row in prepared.held_out]
     work.held_out.write_text(json.dumps(held_out))

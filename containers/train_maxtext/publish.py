@@ -22,7 +22,8 @@ def run(work: Work) -> Result:
     metrics = all_metrics(work)
     provenance = Provenance(Source(**prepared["base_source"]), Source(**prepared["data_source"]))
     write_card(work.exported, spec, load_method(spec.training.method).describe(spec), provenance, metrics)
-    manifest = publish(Clients().storage(), Job.from_environment(), work.exported, spec, provenance, metrics, PACKAGES)
+    job, client = Job.from_environment(), Clients().storage()
+    manifest = publish(client, job, work.exported, spec, provenance, metrics, PACKAGES)
     return {"manifest": manifest.model_dump(mode="json")}
 
 

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 from containers.common.checkpoints import CheckpointStore
-from containers.common.job import Job
 from containers.common.report import Reporter
 from containers.train_maxtext import driver, watch
 from containers.train_maxtext.driver import Notes, Trainer
@@ -19,7 +18,7 @@ from containers.train_maxtext.stages import AFTER_TRAIN
 from containers.train_maxtext.work import Work
 from dropforge.base.log import log
 
-from .shared_checkpoints import STEPS, newest, prune, read_notes, root_of, write_notes
+from .shared_checkpoints import SharedCheckpoints
 
 POLL_SECONDS = 2.0
 
@@ -29,7 +28,7 @@ class Watch(watch.Watch):
 
     def __init__(self, work: Work, checkpoints: CheckpointStore, reporter: Reporter, period: int, notes: Notes) -> None:
         super().__init__(work, checkpoints, reporter, period, notes)
-        self._root = root_of(Job.from_environment())
+        self._shared = SharedCheckpoints.from_environment()
         self._notes_by_step = {checkpoints.saved_step: notes}
         self._step = checkpoints.saved_step
         self._poll_at = 0.0
@@ -63,7 +62,7 @@ class Watch(watch.Watch):
         """Save the notes of a checkpoint that the workers wrote since the last poll."""
         self._poll_at = time.monotonic() + POLL_SECONDS
         try:
-            step = newest(self._root)
+            step = self._shared.newest()
         except Exception as error:  # noqa: BLE001  (training continues; the next poll lists again)
             log(f"the bucket was not listed: {error!r}", stage="train", severity="WARNING")
             return
@@ -74,10 +73,10 @@ class Watch(watch.Watch):
         """Report the checkpoint of the workers, write its notes, and delete older checkpoints."""
         notes = self._notes_by_step[step] = self._note(step)
         self._checkpoints.saved_step = step
-        self._reporter.checkpointed(step, f"{self._root}/{STEPS}/{step}")
+        self._reporter.checkpointed(step, self._shared.step_uri(step))
         try:
-            write_notes(self._root, step, notes)
-            prune(self._root, step)
+            self._shared.write_notes(step, notes)
+            self._shared.prune(step)
         except Exception as error:  # noqa: BLE001  (the checkpoint is complete without its notes)
             log(f"the notes of step {step} were not written: {error!r}", stage="train", severity="WARNING")
 
@@ -85,9 +84,9 @@ class Watch(watch.Watch):
 def resume(work: Work, checkpoints: CheckpointStore) -> Notes:
     """Find the newest checkpoint, which the workers will read; returns its notes."""
     work.forget("train", *AFTER_TRAIN)
-    root = root_of(Job.from_environment())
-    checkpoints.saved_step = newest(root)
-    notes = read_notes(root, checkpoints.saved_step) if checkpoints.saved_step else {}
+    shared = SharedCheckpoints.from_environment()
+    checkpoints.saved_step = shared.newest()
+    notes = shared.read_notes(checkpoints.saved_step) if checkpoints.saved_step else {}
     work.note(notes)
     return notes
 

@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from containers.common.errors import INTERNAL, JobError, infrastructure_error
-from containers.common.job import Job
 from containers.train_maxtext.stages import classify_stage, stage_main
 from containers.train_maxtext.work import Result, Work, write_json
 from dropforge.cloud.clients import Clients
-from dropforge.run.artifacts import download_prefix
 
-from .shared_checkpoints import STEPS, newest, root_of, upload
+from .shared_checkpoints import SharedCheckpoints
 from .tpu_slice import Slice
 
 WORKER_FAILURES = 3  # lost workers in one attempt; after each loss the workers resume the newest checkpoint
 POLL_SECONDS = 0.5
-# How long the remaining hosts wait for a lost host at the shutdown. It never answers; the default is 30 s.
+# How long the remaining hosts wait for a lost host at the shutdown. It never answers. Ray waits 30 s by default.
 SHUTDOWN_SECONDS = 5
 
 
@@ -39,16 +37,15 @@ def run(work: Work) -> Result:
     """Train on all hosts; leaves the last step's weights for the verify stage. Raises JobError."""
     import ray
 
-    job, hosts = Job.from_environment(), Slice.from_environment()
-    root = root_of(job)
+    shared, hosts = SharedCheckpoints.from_environment(), Slice.from_environment()
     use_storage(os.environ)
     os.environ.setdefault("JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S", str(SHUTDOWN_SECONDS))
     ray.init(log_to_driver=True, runtime_env={"env_vars": worker_environment(tpu=bool(work.done("prepare")["tpu"]))})
-    if not newest(root) and work.result("import"):
-        upload(Path(work.done("import")["parameters"]), f"{root}/imported")
+    if not shared.newest() and work.result("import"):
+        shared.upload_imported(Path(work.done("import")["parameters"]))
     exchange = make_exchange()
     with Relay(work, exchange):
-        fit(work, hosts, root, exchange)
+        fit(work, hosts, shared.root, exchange)
     result = dict(ray.get(exchange.outcome.remote()) or {})
     ray.shutdown()
     if error := result.get("error"):
@@ -56,9 +53,8 @@ def run(work: Work) -> Result:
     if "step" not in result:
         raise lost("the workers ended without a result")
     if not result["stopped"]:
-        step = str(result["step"])
-        parameters = work.checkpoints / step / "model_params"
-        download_prefix(Clients().storage(), f"{root}/{STEPS}/{step}/model_params", parameters)
+        step = result["step"]
+        shared.download_weights(step, work.checkpoints / str(step) / "model_params")
     return result
 
 
@@ -144,27 +140,29 @@ def stop_together(exchange: Any) -> Callable[[], bool]:
 class HostWork(Work):
     """A host's own work directory. Weights and checkpoints, which the hosts share, are in the bucket."""
 
-    root: str
+    shared: SharedCheckpoints
 
     @property
     def training(self) -> Any:
         from etils import epath
 
-        return epath.Path(self.root)
+        return epath.Path(self.shared.root)
 
     @property
     def checkpoints(self) -> Any:
         """The newest complete checkpoint; before the first, a directory that does not exist."""
-        return self.training / STEPS / str(newest(self.root) or "none")
+        from etils import epath
+
+        return epath.Path(self.shared.step_uri(self.shared.newest() or "none"))
 
 
 def unpack(directory: Path, inputs: dict[str, Any]) -> HostWork:
-    work = HostWork(directory, inputs["root"])
+    work = HostWork(directory, SharedCheckpoints(inputs["root"], Clients().storage()))
     (directory / "stages").mkdir()
     (directory / "job.json").write_bytes(inputs["job"])
     work.rows.write_bytes(inputs["rows"])
     write_json(directory / "stages" / "prepare.json", inputs["prepare"])
-    work.write_result("import", {"parameters": f"{inputs['root']}/imported"})
+    work.write_result("import", {"parameters": work.shared.imported})
     return work
 
 

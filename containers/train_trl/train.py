@@ -51,7 +51,7 @@ def main() -> int:
 def run(attempt: Attempt) -> Outcome:
     """One attempt from start to end. Its only result is the committed manifest."""
     world = attempt.job.world
-    if not world.sharded and attempt.is_committed():
+    if not world.sharded and attempt.resend_success():
         return Outcome.done()
     spec = attempt.load_spec()
     if world.rank is None:  # a rank inherits the guarded output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,23 @@ class OrderedRows:
     """Makes a trainer take its rows in RowOrder. A method's trainer inherits from it, and from TRL's trainer."""
 
     length_column = "input_ids"
+    # TRL's trainer has these.
     args: Any
     train_dataset: Any
+    add_callback: Callable[[Any], None]
+    remove_callback: Callable[[Any], None]
+    get_train_dataloader: Callable[[], Any]
 
     def __init__(self, *, group_by_length: bool, **options: Any) -> None:
         super().__init__(**options)
-        trainer: Any = self
-        trainer.remove_callback(PrinterCallback)
+        self.remove_callback(PrinterCallback)
         self.row_order = RowOrder(
             [len(ids) for ids in self.train_dataset[self.length_column]],
             self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
             self.args.seed,
             group_by_length=group_by_length,
         )
-        trainer.add_callback(_SetEpoch(self.row_order))
+        self.add_callback(_SetEpoch(self.row_order))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         return self.row_order
@@ -70,8 +73,7 @@ class OrderedRows:
         """The number of optimiser steps of the whole training."""
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
-        trainer: Any = self
-        updates = max(1, -(-len(trainer.get_train_dataloader()) // self.args.gradient_accumulation_steps))
+        updates = max(1, -(-len(self.get_train_dataloader()) // self.args.gradient_accumulation_steps))
         return int(-(-updates * self.args.num_train_epochs // 1))
 
 

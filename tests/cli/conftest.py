@@ -1,4 +1,4 @@
-"""The command line in this process, against a deployment whose buckets and topics are emulated and empty."""
+"""Run the command line in this process, against a deployment with empty, emulated buckets and topics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dropforge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 @dataclass
 class Deployed:
-    """A project with an inbox, a runs bucket and a requests topic, and nobody who works there."""
+    """A project with a specs bucket, a runs bucket and a requests topic, without functions or workflow."""
 
     run: Run
     store: RunStore
@@ -97,7 +97,7 @@ def deployed(dropforge: Run, tmp_path: Path) -> Iterator[Deployed]:
 
 
 def toml() -> dict[str, str]:
-    """The settings of a real project, as dropforge.toml has them."""
+    """Return the settings of a real project, as in dropforge.toml."""
     return {
         "project": "p",
         "location": "us-central1",

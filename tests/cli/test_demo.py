@@ -1,4 +1,4 @@
-"""`dropforge demo` and the commands that need a whole local stack, as processes of their own."""
+"""`dropforge demo` and the commands that need a whole local stack, as separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-# The demo itself, on a stack whose containers train and serve nothing, so that it takes seconds.
+# The real demo on a stack whose containers train and serve nothing, so that it takes seconds.
 NOOP = """
 import sys
 from dropforge_local.stack import control as stack
@@ -44,7 +44,7 @@ from dropforge_cli.main import cli
 cli(prog_name="dropforge")
 """
 NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
-# The demo as it is, on a stack that records the calls of its containers.
+# The real demo on a stack that records the calls of its containers.
 RECORDED = """
 from dropforge_local.stack import control as stack
 from dropforge_local.stack.config import StackConfig
@@ -76,7 +76,7 @@ def noop_spec(behave: str = "succeed", **changes: Any) -> dict[str, Any]:
 
 
 class Process:
-    """A running command whose output can be waited for."""
+    """A running command. A test can wait for its output."""
 
     def __init__(self, command: list[str], directory: Path) -> None:
         clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
@@ -95,7 +95,7 @@ class Process:
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.popen.args} did not end in {timeout:.0f} s:\n{self.text()}") from None
+            raise AssertionError(f"{self.popen.args!r} did not end in {timeout:.0f} s:\n{self.text()}") from None
 
     def text(self) -> str:
         return self.output.read_text()
@@ -103,10 +103,10 @@ class Process:
 
 @pytest.fixture
 def foreground() -> Iterator[None]:
-    """Ctrl-C reaches a command that somebody has typed, also where these tests run in the background.
+    """Let Ctrl-C reach the started commands, also when the tests run in the background.
 
-    A signal that is ignored is so in what is started; one that has a handler is not. (Nothing is done between fork and
-    exec: a process of ours has gRPC, which says there that it was forked.)
+    A child process inherits an ignored signal, but not a handled signal. (A preexec function cannot restore the signal:
+    this process has gRPC, which prints a warning after a fork.)
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -115,7 +115,7 @@ def foreground() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
-    """Start commands in an empty directory; whatever they leave is ended, and is a failure."""
+    """Start commands in an empty directory. A leftover process is killed, and fails the test."""
     started = []
 
     def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
@@ -134,20 +134,20 @@ def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
 
 
 def processes_of(directory: Path) -> list[int]:
-    """Every process that has to do with a directory, by its command line, working directory or environment."""
-    found = []
+    """Return every process whose command line, working directory or environment names a directory."""
+    pids = []
     for process in psutil.process_iter():
         try:
             marks = [*process.cmdline(), process.cwd(), process.environ().get("DROPFORGE_CONTAINER_ID", "")]
         except psutil.Error:
             continue
         if any(str(directory) in mark for mark in marks):
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids
 
 
 def listening(state: Path) -> list[int]:
-    """The stack's ports that still accept connections."""
+    """Return the stack's ports that still accept connections."""
     path = state / "ports.json"
     ports = json.loads(path.read_text()) if path.exists() else []
     return [port for port in ports if _accepts(port)]
@@ -164,7 +164,7 @@ def write_spec(directory: Path, spec: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_demo_shows_the_whole_way_and_leaves_nothing(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_a_demo_shows_every_step_and_leaves_nothing(start: Callable[..., Process], tmp_path: Path) -> None:
     demo = start("demo", write_spec(tmp_path, noop_spec()))
     assert demo.code() == 0, demo.text()
     output = demo.text()
@@ -180,7 +180,7 @@ def test_a_demo_shows_the_whole_way_and_leaves_nothing(start: Callable[..., Proc
     assert listening(tmp_path / "build" / "demo") == []
 
 
-def test_a_run_that_fails_is_a_demo_that_says_why(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_a_demo_shows_why_its_run_failed(start: Callable[..., Process], tmp_path: Path) -> None:
     demo = start("demo", write_spec(tmp_path, noop_spec("fail-data")))
     assert demo.code() == 1
     assert "the run is FAILED\ndata: behaves as data" in demo.text()
@@ -212,7 +212,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(start: Callable[..., Process], tmp_
     ports = json.loads((state / "ports.json").read_text()) if moment else []
     demo.popen.send_signal(signal.SIGINT)
     time.sleep(0.2)
-    demo.popen.send_signal(signal.SIGTERM)  # impatience changes nothing
+    demo.popen.send_signal(signal.SIGTERM)  # a second signal changes nothing
     assert demo.code() == (0 if moment == "what is left" else 130), demo.text()
     assert "Traceback" not in demo.text()
     assert processes_of(state) == []
@@ -235,7 +235,7 @@ def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
     assert re.search(r"ended stack \(pid \d+\), left by an earlier demo", third.text())
 
 
-def test_an_environment_that_cannot_be_made_ends_the_demo_before_anything_starts(
+def test_the_demo_ends_before_it_starts_a_stack_if_the_environment_cannot_be_created(
     start: Callable[..., Process], tmp_path: Path
 ) -> None:
     code = NOOP.replace(
@@ -247,7 +247,7 @@ def test_an_environment_that_cannot_be_made_ends_the_demo_before_anything_starts
     assert "started the local stack" not in demo.text()
 
 
-def test_up_and_down_do_what_they_say(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_path: Path) -> None:
     up = start("up")
     assert up.code() == 0, up.text()
     http = re.search(r"http://127.0.0.1:(\d+)", up.text())
@@ -321,14 +321,14 @@ def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
 
 
 def assert_containers_hold_what_they_need(state: Path) -> None:
-    """The real trainer and server are granted every call that they make, and little else."""
-    found = {need for need in needs(state / FILE) if need.account in (TRAINER, SERVER)}
-    assert unmet(found, grants()) == set()
-    left = {(grant.account, grant.scope) for grant in unused(found, grants(), (TRAINER, SERVER))}
+    """Check that the real trainer and server have a permission for every call, and few unused permissions."""
+    made = {need for need in needs(state / FILE) if need.account in (TRAINER, SERVER)}
+    assert unmet(made, grants()) == set()
+    left = {(grant.account, grant.scope) for grant in unused(made, grants(), (TRAINER, SERVER))}
     assert left == NOT_ON_CLOUD_RUN
 
 
-# Cloud Run itself pulls images and reads secrets; a machine's log and status are a TPU VM's.
+# Cloud Run pulls images and reads secrets itself. Only a TPU VM writes a machine's log and status.
 NOT_ON_CLOUD_RUN = {
     (TRAINER, "machine_objects"), (SERVER, "machine_objects"), (TRAINER, "registry"), (SERVER, "registry"),
     (TRAINER, "training_secrets"),
@@ -336,6 +336,6 @@ NOT_ON_CLOUD_RUN = {
 
 
 def canaries(state: Path) -> list[Path]:
-    """Files with the secret's value, other than the database of the emulated Secret Manager."""
+    """Return files with the secret's value, except the database of the emulated Secret Manager."""
     files = [path for path in state.rglob("*") if path.is_file() and not path.name.startswith("state.db")]
     return [path for path in files if b"local-canary-" in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""Which deployment a command talks to, and what it says when there is none or its description is wrong."""
+"""Which deployment a command uses, and its error without a deployment or with a wrong configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dropforge_cli.problems import CliError
 from .conftest import Run, toml, write_toml
 
 
-def test_without_any_deployment_the_answer_is_what_to_do(dropforge: Run) -> None:
+def test_without_a_deployment_the_error_says_what_to_do(dropforge: Run) -> None:
     for arguments in (["runs"], ["status", "x"], ["logs", "x"], ["cancel", "x"]):
         result = dropforge(*arguments)
         assert result.exit_code == 1
@@ -26,29 +26,29 @@ def test_without_any_deployment_the_answer_is_what_to_do(dropforge: Run) -> None
 
 def test_the_file_describes_a_project(dropforge: Run) -> None:
     write_toml(toml())
-    found = deployment.connect(None)
-    assert found.settings.project == "p"
-    assert found.where == "project p, from dropforge.toml"
-    assert found.stack is None
-    assert found.settings.check_interval_seconds == 300
+    connected = deployment.connect(None)
+    assert connected.settings.project == "p"
+    assert connected.where == "project p, from dropforge.toml"
+    assert connected.stack is None
+    assert connected.settings.check_interval_seconds == 300
 
 
-def test_variables_go_before_the_file(dropforge: Run) -> None:
+def test_variables_override_the_file(dropforge: Run) -> None:
     write_toml({**toml(), "check_interval_seconds": 60})
     os.environ["DROPFORGE_PROJECT"] = "other"
-    found = deployment.connect(None)
-    assert (found.settings.project, found.settings.location) == ("other", "us-central1")
-    assert found.settings.check_interval_seconds == 60
-    assert found.where == "project other, from the environment"
+    connected = deployment.connect(None)
+    assert (connected.settings.project, connected.settings.location) == ("other", "us-central1")
+    assert connected.settings.check_interval_seconds == 60
+    assert connected.where == "project other, from the environment"
 
 
-def test_an_explicit_state_directory_means_its_stack_and_nothing_else(dropforge: Run) -> None:
+def test_an_explicit_state_directory_allows_only_its_stack(dropforge: Run) -> None:
     write_toml(toml())
     with pytest.raises(CliError, match=r"no local stack runs in .*/elsewhere"):
         deployment.connect("elsewhere")
 
 
-def test_a_stack_whose_process_is_gone_does_not_run(dropforge: Run) -> None:
+def test_a_stack_without_a_process_does_not_run(dropforge: Run) -> None:
     state = Path("build/local")
     state.mkdir(parents=True)
     fields = {"http": "", "grpc": "", "functions": "", "project": "", "environment": {}}
@@ -66,7 +66,7 @@ def test_a_stack_whose_process_is_gone_does_not_run(dropforge: Run) -> None:
         ('project = "p"', "DROPFORGE_LOCATION is not set; DROPFORGE_SPECS_BUCKET is not set"),
     ],
 )
-def test_a_wrong_file_is_said_to_be_wrong(dropforge: Run, text: str, expected: str) -> None:
+def test_a_wrong_file_is_an_error_that_names_the_problem(dropforge: Run, text: str, expected: str) -> None:
     Path("dropforge.toml").write_text(text)
     result = dropforge("runs")
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Following a run: what is read, and what people see of it on a terminal and in a pipe."""
+"""Following a run: the objects that are read, and the output on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def event(kind: type[JobEvent], sequence: int, **fields: object) -> JobEvent:
 
 
 def advance(store: RunStore, state: RunState, seconds: float) -> Record:
-    return store.update(RUN, lambda found: found.entered(state, CREATED + timedelta(seconds=seconds)))
+    return store.update(RUN, lambda record: record.entered(state, CREATED + timedelta(seconds=seconds)))
 
 
-def test_a_run_that_is_not_there_yet_is_not_an_error(deployed: Deployed) -> None:
+def test_a_run_without_a_record_has_no_snapshot(deployed: Deployed) -> None:
     assert Follower(deployed.store, RUN).snapshot() is None
 
 
-def test_each_event_is_told_once_and_of_progress_the_newest(deployed: Deployed) -> None:
+def test_each_event_is_in_one_snapshot_and_of_progress_the_newest(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(ended=None)])
     follower = Follower(deployed.store, RUN)
     for new in (event(Started, 1, device="cpu"), progress(10), progress(20)):
@@ -60,7 +60,7 @@ def test_each_event_is_told_once_and_of_progress_the_newest(deployed: Deployed) 
     assert third.events == [progress(30)]
 
 
-def test_progress_of_an_earlier_attempt_is_not_shown_as_the_present_one_s(deployed: Deployed) -> None:
+def test_progress_of_an_earlier_attempt_is_not_shown(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt(), attempt(2, ended=None)])
     deployed.event(progress(39))
     follower = Follower(deployed.store, RUN)
@@ -79,24 +79,24 @@ def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:
     display = LineDisplay(Console(file=out, width=200))
     follower = Follower(deployed.store, RUN)
 
-    def look() -> None:
+    def show() -> None:
         snapshot = follower.snapshot()
         assert snapshot is not None
         display.show(snapshot)
 
-    look()
-    deployed.store.update(RUN, lambda found: found.model_copy(update={"attempts": [attempt(ended=None)]}))
+    show()
+    deployed.store.update(RUN, lambda record: record.model_copy(update={"attempts": [attempt(ended=None)]}))
     advance(deployed.store, RunState.PROVISIONING, 1)
     deployed.event(event(Started, 1, device="cpu"))
-    look()
+    show()
     for step in range(1, 41):
         deployed.event(progress(step))
-        look()
+        show()
     deployed.event(event(Checkpointed, 50, step=40, uri="gs://b/c"))
     deployed.event(event(Succeeded, 51, manifest_uri="gs://b/m"))
     advance(deployed.store, RunState.TEARING_DOWN, 52)
     advance(deployed.store, RunState.SUCCEEDED, 53)
-    look()
+    show()
     lines = out.getvalue().splitlines()
     assert lines[:4] == [
         "    0.0 s  accepted",
@@ -112,7 +112,7 @@ def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:
     ]
 
 
-def test_what_a_container_says_of_its_end_is_told(deployed: Deployed) -> None:
+def test_the_end_that_a_container_reports_is_shown(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING, attempts=[attempt()])
     deployed.event(event(Preempted, 1, step=7))
     deployed.event(event(Failed, 2, error_class=ErrorClass.DATA, message="[1] is not a row"))
@@ -137,7 +137,7 @@ def test_a_terminal_gets_stages_with_seconds_and_a_bar(deployed: Deployed) -> No
 
 @pytest.fixture
 def hurried(deployed: Deployed) -> Iterator[Deployment]:
-    """The deployment, looked at often and with little patience."""
+    """The deployment with short polls and a short timeout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dropforge_cli.deployment.CLOUD_POLL_SECONDS", 0.01)
         patch.setattr("dropforge_cli.deployment.CLOUD_PATIENCE_SECONDS", 0.5)
@@ -160,7 +160,7 @@ def test_a_run_is_followed_to_its_end(deployed: Deployed, hurried: Deployment, t
     assert "cancelled" in out.getvalue()
 
 
-def test_a_spec_that_nobody_picks_up_is_an_error_in_time(deployed: Deployed, hurried: Deployment) -> None:
+def test_a_spec_without_a_run_is_an_error_after_the_timeout(deployed: Deployed, hurried: Deployment) -> None:
     with pytest.raises(CliError, match=f"run {RUN} did not appear within") as error:
         show_until_terminal(hurried, RUN, Console(file=io.StringIO()))
     assert "on_spec_uploaded of project p" in error.value.hint

@@ -1,4 +1,4 @@
-"""`dropforge plan`: names, places, requests and money, before anything exists."""
+"""`dropforge plan`: names, places, requests and cost, before any resource exists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dropforge.platforms.cloud_run import catalog
+from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import Plan, make_plan
@@ -34,7 +35,7 @@ def test_every_example_plans(dropforge: Run, path: Path) -> None:
         assert placement.get("zone", placement.get("region")) in result.output
 
 
-def test_placements_come_in_order_with_the_names_that_would_be_used(dropforge: Run) -> None:
+def test_placements_are_in_order_with_the_resource_names(dropforge: Run) -> None:
     output = dropforge("plan", EXAMPLE).output
     job = "projects/YOUR-PROJECT/locations/{}/jobs/df-cloud-run-gemma-2b-q-000000000000-a1"
     assert 0 < output.index(job.format("us-central1")) < output.index(job.format("europe-west4"))
@@ -66,7 +67,7 @@ def test_an_endpoint_of_several_resources_has_one_price(dropforge: Run) -> None:
     assert "inside the VPC only" in output
 
 
-def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_where_it_ends(dropforge: Run) -> None:
+def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_its_cost(dropforge: Run) -> None:
     document = json.loads(EXAMPLE.read_text())
     document["serve"] = {"type": "tpu_vm", "zone": "us-west1-c", "startup_timeout": "1h", "ttl": "4h"}
     document["serve"]["price_usd_per_hour"] = 9.6
@@ -81,14 +82,14 @@ def test_an_endpoint_on_a_tpu_vm_shows_its_image_and_where_it_ends(dropforge: Ru
     assert "inside the VPC only" in shown
 
 
-def test_the_worst_case_is_the_price_for_all_the_allowed_time() -> None:
+def test_the_worst_case_is_the_price_of_all_allowed_time() -> None:
     plan = plan_of(serve=None, limits={"max_duration": "2h"})
     hourly = 8 * 0.0648 + 32 * 0.0072 + 0.67212
     assert plan.placements[0].price.usd_per_hour == pytest.approx(hourly, abs=1e-4)
     assert plan.worst_case_usd == pytest.approx(2 * hourly, abs=1e-3)
 
 
-def test_a_budget_shortens_the_time_and_bounds_the_cost(dropforge: Run) -> None:
+def test_a_budget_shortens_the_time_and_limits_the_cost(dropforge: Run) -> None:
     plan = plan_of(serve=None, limits={"max_duration": "2h", "max_cost_usd": 0.5})
     assert plan.placements[0].timeout_seconds == pytest.approx(0.5 / 1.4209 * 3600, abs=1)
     assert plan.worst_case_usd == pytest.approx(0.5, abs=0.001)
@@ -97,10 +98,10 @@ def test_a_budget_shortens_the_time_and_bounds_the_cost(dropforge: Run) -> None:
     )
     output = dropforge("plan", "spec.json").output.replace("\n", " ")
     assert "$0.5000 buys 11 min of training; max_duration is 2h; the budget ends it first" in output
-    assert "10 min are kept back" in output
+    assert "training leaves at least 10 min" in output
 
 
-def test_an_endpoint_is_counted_for_all_instances_and_all_its_life() -> None:
+def test_an_endpoint_costs_all_instances_until_its_expiry() -> None:
     serve = {"type": "cloud_run", "max_instances": 3, "ttl": "10h", "startup_timeout": "60m"}
     plan = plan_of(serve=serve, limits={"max_duration": "1h"})
     assert plan.endpoint is not None
@@ -116,7 +117,7 @@ def test_a_budget_ends_the_endpoint_before_its_ttl() -> None:
     assert plan.worst_case_usd == 10
 
 
-def test_an_unknown_price_is_called_unknown_never_0(dropforge: Run) -> None:
+def test_an_unknown_price_is_unknown_and_never_0(dropforge: Run) -> None:
     target = {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}, {"region": "us-central1"}]}
     plan = plan_of(target=target, serve=None, limits={"max_duration": "1h"})
     assert plan.placements[0].worst_case_usd is None
@@ -128,23 +129,23 @@ def test_an_unknown_price_is_called_unknown_never_0(dropforge: Run) -> None:
     assert "$0.00" not in output
 
 
-def test_the_spec_s_own_price_is_used_and_never_old() -> None:
+def test_a_price_in_the_spec_is_used_and_never_old() -> None:
     target = {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}], "price_usd_per_hour": 2.5}
     plan = plan_of(target=target, serve=None, limits={"max_duration": "2h"})
     assert plan.worst_case_usd == 5.0
     assert plan.warnings == []
 
 
-def test_an_old_price_is_called_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_price_is_marked_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of().warnings == []
     for part, price in catalog.CLOUD_RUN_PRICES.items():
-        old = catalog.Price(price.usd_per_hour, price.regions, date(2025, 12, 1), price.source)
+        old = Price(price.usd_per_hour, price.regions, date(2025, 12, 1), price.source)
         monkeypatch.setitem(catalog.CLOUD_RUN_PRICES, part, old)
     [warning] = plan_of().warnings
     assert warning.startswith("the price of 2025-12-01 is 182 days old; check https://cloud.google.com/run/pricing")
 
 
-def test_a_spec_that_would_be_refused_is_refused_with_a_pointer(dropforge: Run) -> None:
+def test_an_invalid_spec_is_refused_with_a_pointer(dropforge: Run) -> None:
     Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "limits": {"max_cost_usd": 0.001}}))
     result = dropforge("plan", "s.json")
     assert result.exit_code == 1

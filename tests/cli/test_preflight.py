@@ -1,4 +1,4 @@
-"""`dropforge preflight` against small copies of the APIs that it asks: strict ones, in the shapes of Google's pages."""
+"""`dropforge preflight` against small, strict copies of the APIs that it calls, in the shapes of Google's pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLOUD_RUN_L4 = "NvidiaL4GpuAllocNoZonalRedundancyPerProjectRegion"
 
 
 class Project:
-    """What the project `p` answers; tests change it."""
+    """The answers of the project `p`; tests change them."""
 
     def __init__(self) -> None:
         self.off: set[str] = set()
@@ -45,10 +45,10 @@ class Project:
         }
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
-        """501 for what no page of Google's has; then a test fails, because nothing here is to be `not asked`."""
+        """Answer 501 to an undocumented request. A test then fails, because it expects no `not asked`."""
         for pattern, answer in ROUTES.items():
-            if found := re.fullmatch(pattern, f"{method} {path}"):
-                return answer(self, found, query, body)  # type: ignore[no-any-return]
+            if match := re.fullmatch(pattern, f"{method} {path}"):
+                return answer(self, match, query, body)  # type: ignore[no-any-return]
         return 501, {}
 
     def services(self, _: Any, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
@@ -60,14 +60,14 @@ class Project:
         held = sorted({*body["permissions"]} & self.held)
         return 200, {"permissions": held} if held else {}
 
-    def image(self, found: re.Match[str], query: Any, body: Any) -> tuple[int, Any]:
-        uri = f"us-central1-docker.pkg.dev/p/dropforge/{found[1]}"
+    def image(self, match: re.Match[str], query: Any, body: Any) -> tuple[int, Any]:
+        uri = f"us-central1-docker.pkg.dev/p/dropforge/{match[1]}"
         if uri in self.images:
-            return 200, {"name": found[0], "uri": uri}
+            return 200, {"name": match[0], "uri": uri}
         return 404, {"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}}
 
-    def region(self, found: re.Match[str], query: Any, body: Any) -> tuple[int, Any]:
-        return 200, {"name": found[1], "quotas": self.compute_quotas}
+    def region(self, match: re.Match[str], query: Any, body: Any) -> tuple[int, Any]:
+        return 200, {"name": match[1], "quotas": self.compute_quotas}
 
     def accelerators(self, _: Any, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         name = query["filter"][0].removeprefix("name=")
@@ -81,9 +81,9 @@ class Project:
         self.troubled.append((asked["principal"], asked["permission"], asked["fullResourceName"]))
         return 200, {"overallAccessState": self.access.get(asked["principal"], "CAN_ACCESS")}
 
-    def quota(self, found: re.Match[str], query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
-        """Values are text, a default has no dimensions, and what was never granted has no value."""
-        if found[0].rpartition("/")[2] not in self.quotas:
+    def quota(self, match: re.Match[str], query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        """A value is text, a default has no dimensions, and a quota that was never granted has no value."""
+        if match[0].rpartition("/")[2] not in self.quotas:
             return 404, {"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}}
         entries = [
             {
@@ -91,9 +91,9 @@ class Project:
                 "details": {} if value is None else {"value": value},
                 "applicableLocations": [dimensions.get("region") or dimensions.get("zone") or "us-central1"],
             }
-            for dimensions, value in self.quotas[found[2]]
+            for dimensions, value in self.quotas[match[2]]
         ]
-        return 200, {"name": found[0], "quotaId": found[2], "service": found[1], "dimensionsInfos": entries}
+        return 200, {"name": match[0], "quotaId": match[2], "service": match[1], "dimensionsInfos": entries}
 
 
 ROUTES: dict[str, Any] = {
@@ -109,7 +109,7 @@ ROUTES: dict[str, Any] = {
 
 @pytest.fixture
 def project(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """A deployment whose every part is there, and a project that answers as `Project` says."""
+    """A complete deployment, and a project that answers as `Project` says."""
     project = Project()
 
     class Handler(BaseHTTPRequestHandler):
@@ -156,7 +156,7 @@ def spec(target: dict[str, Any] | None = None, **changes: Any) -> str:
     return "job.json"
 
 
-def found(deployed: Deployed, *arguments: str, code: int = 0) -> list[dict[str, str]]:
+def answers_of(deployed: Deployed, *arguments: str, code: int = 0) -> list[dict[str, str]]:
     result = deployed.run("preflight", *arguments, "--json")
     assert result.exit_code == code, result.output
     answers: list[dict[str, str]] = json.loads(result.stdout)
@@ -164,30 +164,30 @@ def found(deployed: Deployed, *arguments: str, code: int = 0) -> list[dict[str, 
 
 
 def wrong(answers: list[dict[str, str]]) -> list[tuple[str, str, str]]:
-    return [(one["status"], one["what"], one["mend"]) for one in answers if one["status"] != "ok"]
+    return [(answer["status"], answer["what"], answer["mend"]) for answer in answers if answer["status"] != "ok"]
 
 
 GKE = {"type": "gke", "accelerator": "nvidia-l4", "placements": [{"region": "us-central1"}]}
 
 
 @pytest.mark.parametrize("target", [None, GKE], ids=["cloud_run", "gke"])
-def test_a_deployment_that_is_ready_is_all_ok(deployed: Deployed, project: Project, target: Any) -> None:
-    answers = found(deployed, spec(target))
+def test_every_answer_about_a_ready_deployment_is_ok(deployed: Deployed, project: Project, target: Any) -> None:
+    answers = answers_of(deployed, spec(target))
     assert wrong(answers) == []
-    kinds = {one["what"].split()[0] for one in answers} - {"1"}
+    kinds = {answer["what"].split()[0] for answer in answers} - {"1"}
     assert kinds == {"APIs", "account", "project", "bucket", "image", "spec", "quota"}
     shown = deployed.run("preflight", spec(target))
     assert shown.exit_code == 0
     assert shown.output.splitlines()[-1] == f"{len(answers)} ok"
 
 
-def test_each_lack_is_named_with_what_mends_it(deployed: Deployed, project: Project) -> None:
+def test_each_missing_part_is_named_with_its_fix(deployed: Deployed, project: Project) -> None:
     project.off = {"run.googleapis.com"}
     project.held = {"resourcemanager.projects.get"}
     project.images = {IMAGES["train-trl"]}
     project.quotas[CLOUD_RUN_L4][0] = ({"region": "us-central1"}, "0")
     clients.storage().bucket("p-specs").delete()
-    answers = wrong(found(deployed, spec(dataset={"source": "gs://p-data/none"}), code=1))
+    answers = wrong(answers_of(deployed, spec(dataset={"source": "gs://p-data/none"}), code=1))
     mends = {what: mend for status, what, mend in answers if status == "failed"}
     assert set(mends) == {
         "APIs", "project p", "bucket p-specs", "image serve_vllm_image", "spec job.json",
@@ -198,11 +198,11 @@ def test_each_lack_is_named_with_what_mends_it(deployed: Deployed, project: Proj
     assert all(mends.values())
 
 
-def test_gpus_that_a_region_lacks_or_that_are_in_use(deployed: Deployed, project: Project) -> None:
+def test_gpus_that_a_region_lacks_or_that_are_used(deployed: Deployed, project: Project) -> None:
     project.gpu_zones = {"nvidia-l4": ["europe-west4-b"]}
     placements = [{"region": "us-central1"}, {"region": "europe-west4"}]
     target = {**GKE, "accelerator_count": 4, "placements": placements}
-    answers = {one["what"]: one for one in found(deployed, spec(target), code=1)}
+    answers = {answer["what"]: answer for answer in answers_of(deployed, spec(target), code=1)}
     assert answers["4 nvidia-l4 in us-central1"]["message"] == "us-central1 has no nvidia-l4"
     busy = answers["quota for 4 nvidia-l4 in europe-west4"]
     assert (busy["status"], busy["message"]) == (
@@ -211,27 +211,29 @@ def test_gpus_that_a_region_lacks_or_that_are_in_use(deployed: Deployed, project
     )
 
 
-def test_what_cannot_be_asked_is_never_ok(
+def test_a_question_that_cannot_be_asked_is_never_ok(
     deployed: Deployed, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in set(APIS.values()):
         monkeypatch.delenv(variable)
-    answers = found(deployed, spec())
-    silent = {one["what"] for one in answers if one["status"] == "not asked"}
+    answers = answers_of(deployed, spec())
+    silent = {answer["what"] for answer in answers if answer["status"] == "not asked"}
     assert {"APIs", "project", "quota for 1 nvidia-l4 in us-central1"} <= silent
     assert "spec job.json" not in silent
 
 
-def test_data_in_another_region_are_warned_of(deployed: Deployed, project: Project) -> None:
+def test_data_in_another_region_are_a_warning(deployed: Deployed, project: Project) -> None:
     clients.storage().create_bucket("p-far", location="europe-west4").blob("rows.jsonl").upload_from_string("{}")
-    answers = {one["what"]: one for one in found(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))}
+    answers = {
+        answer["what"]: answer for answer in answers_of(deployed, spec(dataset={"source": "gs://p-far/rows.jsonl"}))
+    }
     assert answers["bucket p-far"]["status"] == "warning"
     assert "prefer placements in europe-west4" in answers["bucket p-far"]["mend"]
 
 
-def test_a_budget_that_may_end_the_endpoint_early_is_warned_of(deployed: Deployed, project: Project) -> None:
+def test_a_budget_that_may_end_the_endpoint_early_is_a_warning(deployed: Deployed, project: Project) -> None:
     job = spec(serve={"type": "cloud_run", "ttl": "24h"}, limits={"max_cost_usd": 10})
-    [(status, what, mend)] = wrong(found(deployed, job))
+    [(status, what, mend)] = wrong(answers_of(deployed, job))
     assert (status, what) == ("warning", "spec job.json")
     assert "limits.max_cost_usd" in mend
 
@@ -268,7 +270,7 @@ def test_the_most_specific_entry_of_the_right_quota_counts(
 ) -> None:
     project.quotas = {quota: entries}
     result = deployed.run("preflight", spec(_placed(target, capacity), **(PRETRAIN if target is RAY else {})), "--json")
-    (answer,) = [one for one in json.loads(result.stdout) if one["what"].startswith("quota")]
+    (answer,) = [answer for answer in json.loads(result.stdout) if answer["what"].startswith("quota")]
     assert answer["status"] == status, answer
     if quota == "ANOTHER":
         assert answer["message"] == f"no such quota is listed: {H100_SPOT}"
@@ -279,14 +281,12 @@ def _placed(target: dict[str, Any], capacity: str | None) -> dict[str, Any]:
     return {**target, "placements": [{"region": "us-central1", **asked}]}
 
 
-def test_the_deployment_s_accounts_are_asked_for_what_a_run_would_fail_of_late(
-    deployed: Deployed, project: Project
-) -> None:
+def test_the_permissions_of_the_deployment_s_accounts_are_checked(deployed: Deployed, project: Project) -> None:
     project.access = {
         "dropforge-provision@p.iam.gserviceaccount.com": "CANNOT_ACCESS",
         "dropforge-notify@p.iam.gserviceaccount.com": "UNKNOWN_INFO",
     }
-    answers = wrong(found(deployed, spec(), code=1))
+    answers = wrong(answers_of(deployed, spec(), code=1))
     assert {(status, what) for status, what, _ in answers} == {
         ("failed", "account provision"),
         ("not asked", "account notify"),
@@ -297,8 +297,10 @@ def test_the_deployment_s_accounts_are_asked_for_what_a_run_would_fail_of_late(
     assert ("dropforge-trainer@p.iam.gserviceaccount.com", "pubsub.topics.publish", topic) in project.troubled
 
 
-def test_what_accounts_are_asked_for_is_what_terraform_grants() -> None:
+def test_terraform_grants_every_permission_that_preflight_checks() -> None:
     granted = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())["accounts"]
-    uses = [*ALWAYS, *(use for part in (*targets().values(), *servers().values()) for use in part.permissions)]
+    uses = [*ALWAYS]
+    uses += [use for training in targets().values() for use in training.permissions]
+    uses += [use for serving in servers().values() for use in serving.permissions]
     assert len(uses) > 10
     assert [use for use in uses if use.permission not in granted[use.account]["grants"].get(use.scope, {})] == []

@@ -1,4 +1,4 @@
-"""`submit`, `runs`, `status`, `logs` and `cancel`, on buckets and topics without anybody behind them."""
+"""`submit`, `runs`, `status`, `logs` and `cancel`, on buckets and topics without functions behind them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .conftest import CREATED, EXAMPLE, Deployed, attempt, entry
 RUN, OTHER = "job-0123456789ab", "job-0123ffffffff"
 
 
-def test_a_dropped_spec_is_the_object_whose_run_is_printed(deployed: Deployed) -> None:
+def test_submit_prints_the_run_of_the_uploaded_object(deployed: Deployed) -> None:
     result = deployed.run("submit", EXAMPLE)
     [blob] = clients.storage().list_blobs("p-specs")
     assert blob.name == "specs/cloud-run-gemma-2b-qlora.json"
@@ -34,7 +34,7 @@ def test_the_same_spec_dropped_again_is_another_run(deployed: Deployed) -> None:
     assert [blob.name for blob in clients.storage().list_blobs("p-specs")] == ["specs/team/a.json"]
 
 
-def test_an_invalid_spec_is_not_dropped_unless_asked(deployed: Deployed) -> None:
+def test_an_invalid_spec_is_dropped_only_with_unchecked(deployed: Deployed) -> None:
     Path("bad.json").write_text("{}")
     result = deployed.run("submit", "bad.json")
     assert result.exit_code == 1
@@ -44,13 +44,13 @@ def test_an_invalid_spec_is_not_dropped_unless_asked(deployed: Deployed) -> None
     assert [blob.name for blob in clients.storage().list_blobs("p-specs")] == ["specs/bad.json"]
 
 
-def test_an_object_that_would_start_nothing_is_refused(deployed: Deployed) -> None:
+def test_an_object_name_that_starts_no_run_is_refused(deployed: Deployed) -> None:
     result = deployed.run("submit", EXAMPLE, "--name", "notes.txt")
     assert result.exit_code == 1
     assert "'specs/notes.txt'; only specs/….json starts a run" in result.stderr
 
 
-def test_a_missing_bucket_is_one_clear_line(deployed: Deployed) -> None:
+def test_a_missing_bucket_is_an_error_of_one_line(deployed: Deployed) -> None:
     clients.storage().bucket("p-specs").delete()
     result = deployed.run("submit", EXAMPLE)
     assert result.exit_code == 1
@@ -59,7 +59,7 @@ def test_a_missing_bucket_is_one_clear_line(deployed: Deployed) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_runs_come_newest_first_with_their_cost(deployed: Deployed) -> None:
+def test_runs_are_listed_newest_first_with_their_cost(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.SUCCEEDED, attempts=[attempt()])
     deployed.record(OTHER, RunState.REJECTED, created=CREATED + timedelta(hours=1))
     deployed.record("job-ffffffffffff", RunState.FAILED, attempts=[attempt(usd_per_hour=None)])
@@ -72,12 +72,12 @@ def test_runs_come_newest_first_with_their_cost(deployed: Deployed) -> None:
     assert [(run["run"], run["training_cost_usd"]) for run in listed][1:] == [(RUN, 1.0), ("job-ffffffffffff", None)]
 
 
-def test_no_runs_is_not_an_empty_table(deployed: Deployed) -> None:
+def test_without_runs_the_output_says_so(deployed: Deployed) -> None:
     assert deployed.run("runs").output == "no runs yet; start a run with `dropforge submit SPEC`\n"
     assert json.loads(deployed.run("runs", "--json").stdout) == []
 
 
-def test_status_tells_all_that_is_known(deployed: Deployed) -> None:
+def test_status_shows_the_whole_record(deployed: Deployed) -> None:
     error = RunError(error_class=ErrorClass.PREEMPTED, message="the machine was taken away at step 40")
     endpoint = Endpoint(
         url="https://e",
@@ -126,14 +126,14 @@ def test_status_of_a_training_run_has_its_newest_progress(deployed: Deployed) ->
 
 
 def test_status_of_a_failed_run_has_the_reason_and_the_hint(deployed: Deployed) -> None:
-    error = RunError(error_class=ErrorClass.DATA, message="line 3 is not JSON", hint="mend the data set")
+    error = RunError(error_class=ErrorClass.DATA, message="line 3 is not JSON", hint="correct the data set")
     deployed.record(RUN, RunState.FAILED, error=error)
     deployed.record(OTHER, RunState.REJECTED, problems=[{"pointer": "/name", "message": "bad [bold]", "found": '"X"'}])
-    assert "data: line 3 is not JSON\nhint: mend the data set\n" in deployed.run("status", RUN).output
+    assert "data: line 3 is not JSON\nhint: correct the data set\n" in deployed.run("status", RUN).output
     assert '/name: bad [bold]; found "X"' in deployed.run("status", OTHER).output
 
 
-def test_a_run_may_be_named_by_its_beginning(deployed: Deployed) -> None:
+def test_a_run_may_be_named_by_a_prefix(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.SUCCEEDED)
     deployed.record(OTHER, RunState.SUCCEEDED)
     assert deployed.run("status", "job-01234").output.startswith(RUN)
@@ -145,14 +145,12 @@ def test_a_run_may_be_named_by_its_beginning(deployed: Deployed) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [(RunState.SUCCEEDED, 0), (RunState.FAILED, 1), (RunState.CANCELLED, 1)])
-def test_watching_a_run_that_has_ended_tells_how_by_the_exit_code(
-    deployed: Deployed, state: RunState, code: int
-) -> None:
+def test_watching_a_finished_run_exits_with_its_result(deployed: Deployed, state: RunState, code: int) -> None:
     deployed.record(RUN, state)
     assert deployed.run("status", RUN, "--watch").exit_code == code
 
 
-def test_cancel_publishes_the_request_and_says_what_it_is_about(deployed: Deployed) -> None:
+def test_cancel_publishes_the_request_and_prints_its_effect(deployed: Deployed) -> None:
     deployed.record(RUN, RunState.TRAINING)
     deployed.record(OTHER, RunState.FAILED)
     with pubsub_v1.SubscriberClient() as subscriber:
@@ -165,7 +163,7 @@ def test_cancel_publishes_the_request_and_says_what_it_is_about(deployed: Deploy
     assert deployed.run("cancel", "job-aaaaaaaaaaaa").exit_code == 1
 
 
-def test_logs_of_a_real_project_are_asked_of_gcloud(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_of_a_real_project_use_gcloud(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     deployed.record(RUN, RunState.SUCCEEDED)
     assert "no resources yet" in deployed.run("logs", RUN).stderr
@@ -183,7 +181,7 @@ def test_logs_of_a_real_project_are_asked_of_gcloud(deployed: Deployed, monkeypa
     assert "gcloud is not installed here" in result.stderr
 
 
-def test_logs_of_tpu_vms_are_asked_of_their_nodes(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_of_tpu_vms_are_filtered_by_node(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     deployed.record(RUN, RunState.SUCCEEDED)
     name = f"df-{RUN}-serve"
@@ -198,7 +196,7 @@ def test_logs_of_tpu_vms_are_asked_of_their_nodes(deployed: Deployed, monkeypatc
     assert f"gcloud logging read '({wanted})'" in shown
 
 
-def test_logs_of_pods_are_asked_by_what_owns_them(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_of_pods_are_filtered_by_their_owner(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     deployed.record(RUN, RunState.SUCCEEDED)
     cluster = "projects/p/locations/us-central1/clusters/c"

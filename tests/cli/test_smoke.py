@@ -1,4 +1,4 @@
-"""`dropforge smoke` on a local stack whose containers train nothing, and what it refuses to start."""
+"""`dropforge smoke` on a local stack whose containers train nothing, and the runs that it refuses to start."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from dropforge.run.record import RunState
 from dropforge_cli import smoke, smoke_checks, smoke_plan
 from dropforge_cli.deployment import connect
 from dropforge_cli.main import cli
+from dropforge_cli.runs import request_cancel
+from dropforge_cli.specs import upload_spec
 from dropforge_local.stack import control as local
 
 from ..deployments import clients, forget
@@ -26,7 +28,7 @@ from ..stack.conftest import NOOP_CONFIG
 from .conftest import ROOT, Deployed, Run, toml, write_toml
 
 PRICES = [f"--price={target}=1" for target in ("gke", "ray", "tpu_vm")]
-document, look_at_training = smoke_plan.document, smoke.Smoke._observe_training
+document, observe_training = smoke_plan.document, smoke.Smoke._observe_training
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +48,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def forget_clients() -> None:
-    """Those of another stack, too: whatever was tested before in this process has left some."""
+    """Clear cached clients. Earlier tests in this process may have left clients of another stack."""
     forget()
 
 
 @pytest.fixture
 def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, str]]:
-    """Run the smoke test with containers that behave so; its result and its report. Who sees one hang hits Ctrl-C."""
+    """Run the smoke test with the given container behaviour; return its result and its report.
+
+    A container that hangs causes a Ctrl-C.
+    """
 
     def tested(behave: str, *options: str) -> tuple[Result, str]:
         def with_behaviour(target: str, cancels: bool, *rest: Any) -> dict[str, Any]:
@@ -60,15 +65,15 @@ def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             given["labels"]["behave"] = "hang" if cancels else behave
             return given
 
-        def look_and_let_go(test: smoke.Smoke, one: smoke_checks.Seen) -> None:
-            look_at_training(test, one)
-            if one.training and one.record and one.record.state is RunState.TRAINING:
-                if one.spec.labels["behave"] == "hang":
+        def observe_and_release(test: smoke.Smoke, seen: smoke_checks.Seen) -> None:
+            observe_training(test, seen)
+            if seen.training and seen.record and seen.record.state is RunState.TRAINING:
+                if seen.spec.labels["behave"] == "hang":
                     os.kill(os.getpid(), signal.SIGINT)
                 bucket = clients.storage().bucket(test.deployment.settings.runs_bucket)
-                bucket.blob(f"checkpoints/{one.run}/go").upload_from_string("")
+                bucket.blob(f"checkpoints/{seen.run}/go").upload_from_string("")
 
-        monkeypatch.setattr(smoke.Smoke, "_observe_training", look_and_let_go)
+        monkeypatch.setattr(smoke.Smoke, "_observe_training", observe_and_release)
         monkeypatch.setattr(smoke_plan, "document", with_behaviour)
         report = tmp_path / "report.md"
         words = ["smoke", "--state", str(stack), "--yes", "--output", str(report), *options]
@@ -80,20 +85,20 @@ def tested(stack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 def rows(report: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """Status and message by promise and run."""
-    found = re.findall(r"^\| ([a-z ]+) \| `([a-z-]+)` .*? \| ([^|]*?) \| (.*) \|$", report, re.M)
-    return {(promise, target): (status, message) for status, promise, target, message in found}
+    """Return status and message by promise and run."""
+    lines = re.findall(r"^\| ([a-z ]+) \| `([a-z-]+)` .*? \| ([^|]*?) \| (.*) \|$", report, re.M)
+    return {(promise, target): (status, message) for status, promise, target, message in lines}
 
 
 @pytest.mark.slow
 def test_every_promise_is_kept_on_every_target(tested: Callable[..., tuple[Result, str]], stack: Path) -> None:
     result, report = tested("whole", "--max-cost-usd=5", *PRICES)
     assert result.exit_code == 0, result.output
-    found = rows(report)
-    unseen = {promise for (promise, _), (status, _) in found.items() if status != "passed"}
+    results = rows(report)
+    unseen = {promise for (promise, _), (status, _) in results.items() if status != "passed"}
     assert unseen == set(smoke_checks.IMPLIED), result.output
-    assert {promise for promise, _ in found} == {*smoke_checks.PROMISES, *smoke_checks.IMPLIED}
-    assert {target for promise, target in found if promise == "manifest"} == {"cloud_run", "gke", "ray", "tpu_vm"}
+    assert {promise for promise, _ in results} == {*smoke_checks.PROMISES, *smoke_checks.IMPLIED}
+    assert {target for promise, target in results if promise == "manifest"} == {"cloud_run", "gke", "ray", "tpu_vm"}
     assert left(stack) == []
 
 
@@ -101,14 +106,14 @@ def test_a_broken_promise_is_named(tested: Callable[..., tuple[Result, str]], st
     result, report = tested("succeed", "--max-cost-usd=2", "--target=cloud_run")
     assert result.exit_code == 1
     assert report.startswith("# dropforge smoke: failed")
-    found = rows(report)
-    assert found["checkpoint", "cloud_run"] == ("failed", "there is no checkpoint")
-    assert found["manifest", "cloud_run"][0] == "failed"
-    assert found["cancel-ends", "cloud_run (cancelled)"][0] == "passed"
+    results = rows(report)
+    assert results["checkpoint", "cloud_run"] == ("failed", "there is no checkpoint")
+    assert results["manifest", "cloud_run"][0] == "failed"
+    assert results["cancel-ends", "cloud_run (cancelled)"][0] == "passed"
     assert left(stack) == []
 
 
-def test_ctrl_c_ends_what_was_started(tested: Callable[..., tuple[Result, str]], stack: Path) -> None:
+def test_ctrl_c_ends_every_run(tested: Callable[..., tuple[Result, str]], stack: Path) -> None:
     result, report = tested("hang", "--max-cost-usd=2", "--target=cloud_run")
     assert result.exit_code == 130, result.output
     assert rows(report)["audit-clean", ""][0] == "passed"
@@ -116,14 +121,15 @@ def test_ctrl_c_ends_what_was_started(tested: Callable[..., tuple[Result, str]],
 
 
 @pytest.mark.slow
-def test_whatever_fails_all_is_ended(
+def test_every_run_is_ended_whatever_fails(
     tested: Callable[..., tuple[Result, str]], stack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upload that was not answered, and an endpoint whose end was refused at first."""
-    uploads, cancels, upload, cancel = [], [], smoke.upload_spec, smoke.request_cancel
+    """An upload gets no answer, and the first request to end an endpoint is refused."""
+    uploads: list[str] = []
+    cancels: list[Any] = []
 
     def upload_unanswered(*arguments: Any) -> str:
-        uploads.append(upload(*arguments))
+        uploads.append(upload_spec(*arguments))
         if len(uploads) == 2:
             raise ConnectionError("no answer")
         return uploads[-1]
@@ -132,7 +138,7 @@ def test_whatever_fails_all_is_ended(
         cancels.append(arguments[1])
         if len(cancels) == 1:
             raise ConnectionError("refused")
-        cancel(*arguments)
+        request_cancel(*arguments)
 
     monkeypatch.setattr(smoke, "request_cancel", cancel_refused)
     result, report = tested("succeed", "--max-cost-usd=2", "--target=cloud_run")
@@ -149,38 +155,38 @@ def test_whatever_fails_all_is_ended(
 
 
 def left(stack: Path) -> list[str]:
-    """What the emulated cloud has, but for the cluster that always stands."""
+    """Return the resources of the emulated cloud, except the standing cluster."""
     return [name for name in local.leftovers(stack).resources if "/clusters/dropforge" not in name]
 
 
-def test_the_limits_of_all_runs_together_are_within_the_limit(dropforge: Run) -> None:
+def test_the_sum_of_all_limits_is_within_the_maximum_cost(dropforge: Run) -> None:
     write_toml({**toml(), "gke_cluster": "dropforge", "train_ray_image": "r", "train_maxtext_image": "m"})
     known = connect(None).settings
     runs = smoke_plan.plan_runs(known, smoke_plan.Options(prices={"gke": 1.2, "ray": 2.4, "tpu_vm": 1.2}), 5)
-    assert [one.target for one in runs] == ["cloud_run", "gke", "ray", "tpu_vm", "cloud_run"]
-    assert [one.cancels for one in runs] == [False] * 4 + [True]
-    assert [one.target for one in runs if one.spec.serve] == ["cloud_run"]
-    assert [one.spec.limits.max_cost_usd for one in runs] == [one.limit_usd for one in runs]
-    assert 2 < sum(one.limit_usd for one in runs) <= 5
+    assert [run.target for run in runs] == ["cloud_run", "gke", "ray", "tpu_vm", "cloud_run"]
+    assert [run.cancels for run in runs] == [False] * 4 + [True]
+    assert [run.target for run in runs if run.spec.serve] == ["cloud_run"]
+    assert [run.spec.limits.max_cost_usd for run in runs] == [run.limit_usd for run in runs]
+    assert 2 < sum(run.limit_usd for run in runs) <= 5
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--max-cost-usd=0.5", "--target=cloud_run"], "$0.5000 is too little: cloud_run $"),
-        (["--max-cost-usd=100"], "what gke costs is unknown: no price for GKE nvidia-l4"),
+        (["--max-cost-usd=100"], "the price of gke is unknown: no price for GKE nvidia-l4"),
         (["--max-cost-usd=100", "--target=ray"], "the deployment does not have target ray"),
     ],
 )
-def test_what_is_refused_before_anything_starts(deployed: Deployed, options: list[str], said: str) -> None:
+def test_a_test_that_cannot_be_paid_or_run_is_refused(deployed: Deployed, options: list[str], message: str) -> None:
     write_toml({**deployed.configuration, "gke_cluster": "dropforge"})
     result = deployed.run("smoke", "--yes", *options)
     assert result.exit_code == 1
-    assert said in result.stderr
+    assert message in result.stderr
     assert dropped(deployed) == []
 
 
-def test_nothing_is_dropped_unless_it_is_wanted(deployed: Deployed) -> None:
+def test_no_spec_is_dropped_without_confirmation(deployed: Deployed) -> None:
     result = CliRunner().invoke(cli, ["smoke", "--max-cost-usd=2"], input="n\n")
     assert result.exit_code == 1
     assert "at most $1.34 of $2.00" in result.output
@@ -200,7 +206,7 @@ def dropped(deployed: Deployed) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "status"), [({}, "passed"), ({"sha256": "0" * 64}, "failed"), ({"size": 1}, "failed")]
 )
-def test_a_model_is_what_its_manifest_says(
+def test_a_model_that_differs_from_its_manifest_fails(
     deployed: Deployed, tmp_path: Path, change: dict[str, Any], status: str
 ) -> None:
     run, bucket = "smoke-cloud-run-0123456789ab", deployed.configuration["runs_bucket"]
@@ -212,19 +218,19 @@ def test_a_model_is_what_its_manifest_says(
     made = {"run": run, "attempt": 1, "created": utc_now(), "spec_sha256": "", "base": source, "dataset": source}
     write_manifest(clients.storage(), bucket, Manifest(**made, serve_path="attempt-1", files=files))
     connected = connect(None)
-    (one, _) = smoke_plan.plan_runs(connected.settings, smoke_plan.Options(), 2)
-    one.run = run
-    assert smoke_checks.manifest(one, connected).status == status
+    (seen, _) = smoke_plan.plan_runs(connected.settings, smoke_plan.Options(), 2)
+    seen.run = run
+    assert smoke_checks.manifest(seen, connected).status == status
 
 
 @pytest.mark.parametrize(("status", "shown"), [("passed", "passed"), ("failed", "not checked"), (None, "not checked")])
-def test_what_a_check_shows_by_the_way(deployed: Deployed, status: str | None, shown: str) -> None:
+def test_a_check_implies_other_promises(deployed: Deployed, status: str | None, shown: str) -> None:
     known = [] if status is None else [smoke_checks.Result(status, "endpoint-answers", "cloud_run", "")]
     known.append(smoke_checks.Result("passed", "run-states", "gke", ""))
-    found = {one.promise: one.status for one in smoke_checks.implied(known, connect(None))}
-    assert found["startup-probe"] == shown
-    assert found["functions-token"] == "passed"
-    assert found["tpu-rights"] == "not checked"  # no run was on a TPU VM
+    results = {result.promise: result.status for result in smoke_checks.implied(known, connect(None))}
+    assert results["startup-probe"] == shown
+    assert results["functions-token"] == "passed"
+    assert results["tpu-rights"] == "not checked"  # no run was on a TPU VM
 
 
 def test_the_checklist_names_every_promise_and_no_other() -> None:

@@ -1,4 +1,4 @@
-"""`dropforge validate`: every problem of every file, each with its place; and the command as a real process."""
+"""`dropforge validate`: every problem of every file with its pointer; and the command as a real process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_problem_has_its_pointer_and_one_bad_file_does_not_hide_another(dr
         ),
     ],
 )
-def test_what_cannot_fit_or_be_paid_is_refused_here_already(
+def test_a_model_that_does_not_fit_or_a_small_budget_is_refused(
     dropforge: Run, change: dict[str, object], expected: str
 ) -> None:
     Path("spec.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), **change}))
@@ -55,7 +55,7 @@ def test_what_cannot_fit_or_be_paid_is_refused_here_already(
     assert f"spec.json: {expected}" in result.output
 
 
-def test_a_budget_that_may_end_the_endpoint_early_is_told_here_already(dropforge: Run) -> None:
+def test_a_budget_that_may_end_the_endpoint_early_is_a_note(dropforge: Run) -> None:
     document = json.loads(EXAMPLE.read_text())
     assert dropforge("validate", EXAMPLE).stderr == ""
     Path("spec.json").write_text(json.dumps({**document, "serve": {**document["serve"], "ttl": "24h"}}))

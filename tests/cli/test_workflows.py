@@ -58,7 +58,7 @@ def test_run_with_mocks_under_the_virtual_clock(files: Path) -> None:
     assert "billed steps:" in err
 
 
-def test_a_call_without_a_mock_fails_and_says_which(files: Path) -> None:
+def test_a_call_without_a_mock_fails_and_is_named(files: Path) -> None:
     code, out, err = invoke(
         "run",
         str(files / "flow.yaml"),
@@ -81,7 +81,7 @@ def test_lint_prints_line_and_column(tmp_path: Path) -> None:
     assert "bad.yaml:2:13: error: in step b: 'next: c'" in err
 
 
-def test_lint_accepts_what_we_deploy() -> None:
+def test_lint_accepts_the_deployed_workflow() -> None:
     code, out, err = invoke("lint", str(Path(__file__).parents[2] / "workflows" / "run.workflows.yaml"))
     assert code == 0, err
     assert out.endswith(": ok\n")
@@ -97,7 +97,7 @@ def test_lint_accepts_what_we_deploy() -> None:
         ("- [", "mock file: "),
     ],
 )
-def test_a_mock_file_that_cannot_be_read(files: Path, rules: str, message: str) -> None:
+def test_a_wrong_mock_file_is_refused(files: Path, rules: str, message: str) -> None:
     (files / "mocks.yaml").write_text(rules)
     code, _, err = invoke("run", str(files / "flow.yaml"), "--mock", str(files / "mocks.yaml"))
     assert code == 1

@@ -20,7 +20,7 @@ def blocks(kind: str) -> dict[tuple[str, ...], dict[str, Any]]:
     labelled: dict[tuple[str, ...], dict[str, Any]] = {}
     for path in sorted(TERRAFORM.glob("*.tf")):
         for block in _plain(hcl2.loads(path.read_text())).get(kind, ()):
-            labels = ()
+            labels: tuple[str, ...] = ()
             while kind != "locals" and len(block) == 1 and len(labels) < (2 if kind in ("resource", "data") else 1):
                 (label, block), *_ = block.items()
                 labels = (*labels, label)

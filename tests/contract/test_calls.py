@@ -7,6 +7,7 @@ import os
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -199,7 +200,7 @@ def late_and_unknown(user: User) -> None:
     event = {"bucket": user.settings.specs_bucket, "name": "specs/gone.json", "generation": "1", "size": "9"}
     for function, change in (("on_spec_deleted", "deleted"), ("on_spec_uploaded", "finalized")):
         headers = cloud_event(f"google.cloud.storage.object.v1.{change}")
-        user.until(lambda function=function, headers=headers: call(user, function, event, headers))
+        user.until(partial(call, user, function, event, headers))
     user.publish("dropforge-job-events", STARTED.replace("RUN", run).encode())
     assert not call(user, "notify", {"run": run, "execution": "e", "state": "FAILED"})
     assert not call(user, "teardown", {"run": run, "execution": "e", "scope": "run", "keep_endpoint": False})

@@ -15,8 +15,6 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 GLOSSARY = ROOT / "docs" / "glossary.md"
 INDEX = ROOT / "docs" / "README.md"
 TERRAFORM = sorted((ROOT / "terraform").glob("*.tf"))
-# Pages that are rewritten together with their packages.
-ELSEWHERE = {ROOT / "docs" / name for name in ("workflows-engine.md",)}
 PLACEHOLDERS = ("/x/", "/x.", "build/")  # a new platform, channel or emulator; generated files
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
 
@@ -69,9 +67,7 @@ def test_paths_lead_to_files(document: Path) -> None:
     assert [path for path in _paths(document) if not _exists(path, document)] == []
 
 
-@pytest.mark.parametrize(
-    "document", [page for page in DOCUMENTS if page not in {GLOSSARY, *ELSEWHERE}], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if page != GLOSSARY], ids=lambda path: path.name)
 def test_pages_use_the_words_of_the_glossary(document: Path) -> None:
     listed = re.search(r"<!-- refused -->\n(.*?)\n<!-- end -->", GLOSSARY.read_text(), re.S)
     assert listed is not None
@@ -79,11 +75,14 @@ def test_pages_use_the_words_of_the_glossary(document: Path) -> None:
     assert re.findall(rf"\b(?:{refused})s?\b", _prose(document.read_text()), re.I) == []
 
 
-@pytest.mark.parametrize(
-    "document", [page for page in DOCUMENTS[1:] if page not in ELSEWHERE], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
 def test_a_page_starts_with_its_readers(document: Path) -> None:
     assert re.match(r"# .+\n+For [^\n]+", document.read_text())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_tests_exist(document: Path) -> None:
+    assert [name for name, file, test in _named_tests(document) if not _is_test(file, test)] == []
 
 
 def _anchors(page: Path) -> set[str]:

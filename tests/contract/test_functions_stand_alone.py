@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import venv
 from dataclasses import MISSING, fields
@@ -33,7 +34,8 @@ def clean_python() -> Path:
     if not (directory / ".installed").exists():
         venv.create(directory, with_pip=False, clear=True)
         # requirements.txt is complete: the test runs `pip check`.
-        install = [*PIP, python, "install", "--quiet", "--no-deps", "--no-compile", "--requirement", requirements]
+        options = ["--quiet", "--no-deps", "--no-compile", "--requirement", str(requirements)]
+        install = [*PIP, str(python), "install", *options]
         subprocess.run(install, check=True, timeout=600)
         (directory / ".installed").touch()
     return python
@@ -44,10 +46,11 @@ def clean_python() -> Path:
 def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "functions", source, ignore=shutil.ignore_patterns("__pycache__"))
-    check = subprocess.run([*PIP, clean_python, "check"], capture_output=True, text=True, check=False)
+    check = subprocess.run([*PIP, str(clean_python), "check"], capture_output=True, text=True, check=False)
     assert check.returncode == 0, check.stdout
     environment = {"PATH": os.environ["PATH"], **dict.fromkeys(SETTINGS, "x")}
-    command = [clean_python, "-m", "functions_framework", "--target", "inspect", "--source", source / "main.py"]
+    framework = [str(clean_python), "-m", "functions_framework", "--target", "inspect"]
+    command = [*framework, "--source", str(source / "main.py")]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", "0"], env=environment, cwd=tmp_path, stdout=log, stderr=log

@@ -21,6 +21,13 @@ READY = {"status": "READY"}
 GONE = {"status": "GONE"}
 NOTIFIED = {"status": "NOTIFIED"}
 SUPERSEDED = {"status": "SUPERSEDED"}
+FINAL: dict[str, dict[str, Any]] = {
+    "provision": RUNNING,
+    "inspect": TRAINED,
+    "deploy": READY,
+    "teardown": GONE,
+    "notify": NOTIFIED,
+}
 PREEMPTED = {"status": "FAILED", "retry": True, "started": True, "error": {"error_class": "preempted", "message": "x"}}
 CANCELLED = {"status": "CANCELLED", "retry": False, "error": {"error_class": "cancelled", "message": "x"}}
 
@@ -37,14 +44,7 @@ class Run:
     """A simulated execution. `answers` are the bodies of the functions in order, or {"raise": ...} or {"code": ...}."""
 
     def __init__(self, callbacks: list[dict[str, Any]] | None = None, **answers: list[dict[str, Any]]) -> None:
-        defaults: dict[str, list[dict[str, Any]]] = {
-            "provision": [RUNNING],
-            "inspect": [TRAINED],
-            "deploy": [READY],
-            "teardown": [GONE],
-            "notify": [NOTIFIED],
-        }
-        rules = [_rule(name, answers.get(name, default)) for name, default in defaults.items()]
+        rules = [_rule(name, answers.get(name, [final])) for name, final in FINAL.items()]
         rules += [
             {"call": "events.await_callback", "responses": callbacks or [{"timeout": True, "times": "always"}]},
             {"call": "sys.log", "return": None},
@@ -203,8 +203,7 @@ def test_a_duplicate_execution_touches_nothing(where: str) -> None:
 )
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy", "teardown", "notify"])
 def test_a_transient_error_is_retried(where: str, fault: dict[str, Any]) -> None:
-    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY, "teardown": GONE, "notify": NOTIFIED}[where]
-    run = Run(**{where: [fault, fault, good]})
+    run = Run(**{where: [fault, fault, FINAL[where]]})
     assert run.status == "SUCCEEDED"
 
 
@@ -218,13 +217,12 @@ def test_a_function_that_stays_broken_fails_the_run_and_tears_down(where: str, f
     assert run.stages[-2:] == FAIL
 
 
-OUTAGE = [{"code": 503}] * 9 * 10  # ten times as many as call_function retries
+OUTAGE: list[dict[str, Any]] = [{"code": 503}] * 9 * 10  # ten times as many as call_function retries
 
 
 @pytest.mark.parametrize("where", ["provision", "inspect", "deploy"])
 def test_an_outage_of_a_function_does_not_end_a_healthy_run(where: str) -> None:
-    good = {"provision": RUNNING, "inspect": TRAINED, "deploy": READY}[where]
-    run = Run(**{where: [*OUTAGE, good]})
+    run = Run(**{where: [*OUTAGE, FINAL[where]]})
     assert run.status == "SUCCEEDED"
 
 

@@ -262,7 +262,7 @@ def test_a_missing_argument_is_noticed() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed (make checkov)")
 def test_checkov_finds_nothing() -> None:
-    command = [CHECKOV, "--config-file", ROOT / ".checkov.yaml"]
+    command = [str(CHECKOV), "--config-file", str(ROOT / ".checkov.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -272,7 +272,8 @@ def test_dockerfiles_are_clean(role: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("hadolint has no package for this platform")
-    command = [hadolint, "--config", ROOT / ".hadolint.yaml", "--no-color", ROOT / "containers" / role / "Dockerfile"]
+    options = ["--config", str(ROOT / ".hadolint.yaml"), "--no-color"]
+    command = [str(hadolint), *options, str(ROOT / "containers" / role / "Dockerfile")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -288,7 +288,8 @@ def _id(account: str) -> str:
 def _where(binding: dict[str, Any], target: str) -> str:
     """The resource of a binding and its condition, such as `local-project-dropforge-runs if run_objects`."""
     condition = binding.get("condition")
-    return binding[target].rsplit("/", 1)[-1] + (f" if {condition[0]['title']}" if condition else "")
+    resource: str = binding[target].rsplit("/", 1)[-1]
+    return resource + (f" if {condition[0]['title']}" if condition else "")
 
 
 def _expected() -> dict[tuple[str, str], set[str]]:

@@ -74,7 +74,7 @@ def test_what_a_process_has_written_it_changes_without_reading_it(process: Calla
     store = process()
     run = new_run(store)
     for key in ("a", "b", "c"):
-        store.update(run, lambda record, key=key: record.with_notice(key))
+        store.update(run, lambda record, key=key: record.with_notice(key))  # type: ignore[misc]
     store.intend(run, "kind", "one", 1)
     assert store.reads == 1, "a ledger may be there, or not"
     store.note(run, "one", ResourceState.CREATED)

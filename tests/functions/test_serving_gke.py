@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
+from dropforge.cloud import kubernetes
 from dropforge.platforms.gke import serve as gke
 from dropforge.platforms.serving import Deployment
 from dropforge.run.record import ResourceState, RunState
@@ -72,9 +74,7 @@ class Cloud:
 
     def objects(self, run: str, cluster: str = "c1") -> list[str]:
         """The full names of what a cluster has of a run's endpoint and training."""
-        api = gke.kubernetes.connect(
-            here().cloud, gke.kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/{cluster}")
-        )
+        api = kubernetes.connect(here().cloud, kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/{cluster}"))
         found = []
         for group, plural in [
             ("apps", "deployments"),
@@ -153,7 +153,7 @@ def cluster_objects() -> list[dict[str, Any]]:
 def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep_only("gke", monkeypatch)
     run = cloud.run(max_instances=3)
-    training = gke.kubernetes.resource_of(
+    training = kubernetes.resource_of(
         f"{LOCATION}/clusters/c1",
         {"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": NAMESPACE, "name": f"df-{run}-a1"}},
     )
@@ -169,7 +169,7 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
 
     # The end of an attempt and of the run take what trained, and leave what serves.
     for scope in ("attempt", "run"):
-        assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"
+        assert eventually(partial(teardown, run, ME, scope, True))["status"] == "GONE"
     left = cloud.store.ledger(run).remaining()
     assert {entry.kind for entry in left} == {
         "apps.k8s.io/Deployment",
@@ -270,7 +270,7 @@ def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
     other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
     manifest = gke.service_manifest(other)
     manifest["metadata"]["name"] = names.endpoint_name(run)
-    api = gke.kubernetes.connect(here().cloud, gke.kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/c1"))
+    api = kubernetes.connect(here().cloud, kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/c1"))
     assert api.create(manifest)
     answer = cloud.deploy(run)
     assert answer["error"]["error_class"] == "config"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -160,7 +161,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
 
     # The end of an attempt and of the run leave what serves.
     for scope in ("attempt", "run"):
-        assert eventually(lambda scope=scope: teardown(queued, ME, scope, True))["status"] == "GONE"
+        assert eventually(partial(teardown, queued, ME, scope, True))["status"] == "GONE"
     cloud.store.update(queued, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
     assert sweep()["deleted"] == []  # their time is not over
     assert [is_there(cloud.store, run) for run in (queued, taken)] == [True, True]

@@ -17,11 +17,11 @@ import pytest
 from google.cloud import tpu_v2
 
 from dropforge.base.errors import CloudError, ErrorClass
-from dropforge.cloud.disks import ensure_disk
+from dropforge.cloud.disks import DISK, ensure_disk
 from dropforge.cloud.resource import Resource
 from dropforge.cloud.tpu import NODE, QUEUED
 from dropforge.platforms.tpu_vm import train as tpu_vm
-from dropforge.platforms.tpu_vm.train import DISK, STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
+from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, disk_name, node_name, queued_name
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import parse_spec
 from dropforge_local.base.clock import SystemClock

@@ -12,7 +12,7 @@ import pytest
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
 from dropforge.base.errors import RetryLater
-from dropforge.platforms.tpu_vm.train import DISK
+from dropforge.cloud.disks import DISK
 from dropforge.run.artifacts import MANIFEST, Manifest
 from dropforge.run.record import RunState
 

@@ -83,7 +83,8 @@ class App:
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    home, made = tmp_path_factory.mktemp("cloud"), []
+    home = tmp_path_factory.mktemp("cloud")
+    made: list[Engine] = []
     server = BackgroundServer(lambda: build(home, made))
     with server as ports, patch.dict(os.environ, environment(ports.url, ports.grpc_address)):
         forget()

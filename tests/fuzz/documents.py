@@ -58,12 +58,17 @@ def _typed(root: Schema, node: Schema) -> st.SearchStrategy[Any]:
     if kind == "string":
         return _strings(node)
     if kind == "integer":
-        low, high = node.get("minimum", node.get("exclusiveMinimum", 0)), node.get("maximum", 10**6)
-        return st.integers(int(low) + ("exclusiveMinimum" in node), int(high))
+        low = int(node["minimum"] if "minimum" in node else node.get("exclusiveMinimum", 0))
+        return st.integers(low + ("exclusiveMinimum" in node), int(node.get("maximum", 10**6)))
     if kind == "number":
-        low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
-        bounds = {"exclude_min": "exclusiveMinimum" in node, "exclude_max": "exclusiveMaximum" in node}
-        return st.floats(low, high, allow_nan=False, allow_infinity=False, **bounds)
+        return st.floats(
+            node.get("minimum", node.get("exclusiveMinimum")),
+            node.get("maximum", node.get("exclusiveMaximum")),
+            allow_nan=False,
+            allow_infinity=False,
+            exclude_min="exclusiveMinimum" in node,
+            exclude_max="exclusiveMaximum" in node,
+        )
     return {"boolean": st.booleans(), "null": st.none()}.get(kind or "", odd_values)
 
 

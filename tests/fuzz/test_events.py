@@ -88,7 +88,8 @@ def test_a_malformed_message_is_acknowledged(app: App, name: str, body: Any) -> 
 @given(data=st.data())
 def test_no_job_event_makes_a_function_fail_or_ends_a_run(app: App, run: str, data: st.DataObject) -> None:
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
-    more = [{"error_class": "code", "message": "m"}, {"type": "progress", "step": 1, "total_steps": 2, "loss": 1.0}]
+    progress = {"type": "progress", "step": 1, "total_steps": 2, "loss": 1.0}
+    more: list[dict[str, Any]] = [{"error_class": "code", "message": "m"}, progress]
     body = data.draw(mutated([{**event, **fields} for fields in more]))
     before = app.store.record(run)
     encoded = base64.b64encode(json.dumps(body).encode()).decode()

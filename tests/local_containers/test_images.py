@@ -1,4 +1,4 @@
-"""Images: what a Dockerfile's final stage holds, without Docker."""
+"""Images: the content of a Dockerfile's final stage, without Docker."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CMD ["--config", "/app/dropforge/config"]
     assert (image.workdir, image.entrypoint[0], image.cmd[0]) == ("/app", "python", "--config")
 
 
-def test_unpack_maps_only_what_the_image_owns(root: Path, store: ImageStore, tmp_path: Path) -> None:
+def test_unpack_maps_only_paths_of_the_image(root: Path, store: ImageStore, tmp_path: Path) -> None:
     write(
         root,
         "FROM x\nWORKDIR /app\nCOPY train.py /usr/local/bin/train\nENV PYTHONPATH=/app:/usr/lib",
@@ -131,7 +131,7 @@ def test_shell_form_and_inherited_stage(root: Path, store: ImageStore) -> None:
     assert (image.rootfs / "srv/a/a.py").is_file()
 
 
-def test_copy_from_a_stage_takes_its_files_and_skips_what_run_made(root: Path, store: ImageStore) -> None:
+def test_copy_from_a_stage_skips_files_that_run_creates(root: Path, store: ImageStore) -> None:
     dockerfile = write(
         root,
         "FROM x AS b\nCOPY src /w/src\nFROM x\nCOPY --from=b /w/src /app\nCOPY --from=b /install /usr/local\n"
@@ -198,7 +198,7 @@ def test_dockerignore_hides_files_of_a_copied_directory(root: Path) -> None:
 
 def test_continuation_and_flags_are_parsed() -> None:
     instructions = parse("FROM \\\n  x\ncopy --from=a --link \\\n# note\n b c\n")
-    assert [(one.keyword, dict(one.flags), one.text.split()) for one in instructions] == [
+    assert [(item.keyword, dict(item.flags), item.text.split()) for item in instructions] == [
         ("FROM", {}, ["x"]),
         ("COPY", {"from": "a", "link": ""}, ["b", "c"]),
     ]
@@ -215,7 +215,7 @@ def test_python_of_a_container_has_the_packages_but_not_this_repository(store: I
     assert os.access(store.search_path[-1], os.R_OK)
 
 
-def test_a_label_says_which_environment_stands_for_what_run_installed(
+def test_label_maps_environments_of_the_image_to_local_environments(
     root: Path, store: ImageStore, tmp_path: Path
 ) -> None:
     write(

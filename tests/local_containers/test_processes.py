@@ -1,4 +1,4 @@
-"""Containers as processes: exit codes, kills, memory, and life beyond the process that started them."""
+"""Containers as processes: exit codes, kills, memory, and survival of the process that started them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **e
 
 
 def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
-    """Run `work` with a runtime on a fresh loop, as one life of the stack."""
+    """Run `work` with a runtime on a new loop, like a run of the stack."""
 
     async def life() -> Exit:
         runtime = Runtime(directory)
@@ -120,8 +120,8 @@ STUBBORN = """
 """
 
 
-def test_terminate_reaches_a_command_that_is_just_being_started(tmp_path: Path) -> None:
-    """A SIGTERM that only the shim has seen would leave the command running for all of its grace time."""
+def test_terminate_reaches_a_command_that_still_starts(tmp_path: Path) -> None:
+    """A SIGTERM that reaches only the shim would leave the command running for its whole grace time."""
 
     async def work(runtime: Runtime) -> Exit:
         for index in range(25):
@@ -158,7 +158,7 @@ def test_children_end_with_the_first_process(tmp_path: Path) -> None:
         return await runtime.launch("c", lambda _: spec(code)).wait()
 
     assert run(tmp_path, work).code == 0
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", seconds]]
+    assert not [item for item in psutil.process_iter(["cmdline"]) if item.info["cmdline"] == ["sleep", seconds]]
 
 
 def test_killed_shim_counts_as_lost_and_takes_the_rest_along(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def _adopted(runtime: Runtime) -> Exit:
 
 
 def test_container_without_a_record_is_found_by_its_mark(tmp_path: Path) -> None:
-    """The stack died between starting the shim and writing down its pid."""
+    """The stack was killed after it started the shim and before it recorded the pid."""
 
     async def work(runtime: Runtime) -> Exit:
         await ready(
@@ -287,7 +287,7 @@ def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_exit_code_survives_a_full_disk(tmp_path: Path) -> None:
-    """The shim may write no file larger than it is: its output is lost, its exit code is not."""
+    """The shim may not write files larger than its own: it loses the output, but not the exit code."""
     code = "print('x' * 4096, flush=True)"
     limit = (
         "import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"

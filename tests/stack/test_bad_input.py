@@ -65,7 +65,7 @@ def test_a_disabled_secret_is_no_secret(user: User) -> None:
     from google.cloud import secretmanager_v1
 
     parent, name = f"projects/{user.settings.project}", f"disabled-{time.time_ns()}"
-    secret = {"replication": {"automatic": {}}}
+    secret: dict[str, Any] = {"replication": {"automatic": {}}}
     clients.secrets().create_secret(parent=parent, secret_id=name, secret=secret)
     payload = secretmanager_v1.SecretPayload(data=b"x")
     version = clients.secrets().add_secret_version(parent=f"{parent}/secrets/{name}", payload=payload)

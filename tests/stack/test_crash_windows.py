@@ -305,14 +305,20 @@ def test_a_run_that_another_delivery_has_accepted_is_not_told_as_rejected(
 def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """`inspect` notes its callback, and finds no event yet, while the event is being kept."""
     run = launched(user)
-    keep, woken = RunStore.put_new, []
+    keep = RunStore.put_new
+    woken: list[str] = []
 
     def keep_slowly(store: RunStore, name: str, data: bytes, content_type: str = "application/json") -> bool:
         store.update(run, lambda r: r.model_copy(update={"callback_url": URL}))
         return keep(store, name, data, content_type)
 
     monkeypatch.setattr(RunStore, "put_new", keep_slowly)
-    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", lambda cloud, url, body: woken.append(url) or True)
+
+    def wake(_: Any, url: str, body: Any) -> bool:
+        woken.append(url)
+        return True
+
+    monkeypatch.setattr("dropforge.stages.await_.job_events.wake", wake)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
     receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
     assert woken == [URL]

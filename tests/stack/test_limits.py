@@ -24,7 +24,7 @@ SERVE = {"type": "cloud_run", "ttl": "24h", "price_usd_per_hour": 2.0, "max_inst
 
 
 def look(run: str) -> dict[str, Any]:
-    return inspect(run, ME, 1, URL)
+    return dict(inspect(run, ME, 1, URL))
 
 
 def runs_since(user: User, run: str, minutes: float) -> None:

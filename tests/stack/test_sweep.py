@@ -47,9 +47,8 @@ def make(user: User, launch: Launch) -> list[str]:
     """Create an attempt's resources with what creates them, whatever its run has come to; those of them that exist."""
     user.until(lambda: get_target(launch.spec.target.type).provision(here().cloud, launch))
     wanted = {resource.name for resource in get_target(launch.spec.target.type).resources(launch)}
-    found: list[str] = []
-    user.until(lambda: found.extend(sorted(wanted & set(user.resources(launch.run)))) or found)
-    return found
+    user.until(lambda: wanted & set(user.resources(launch.run)))
+    return sorted(wanted & set(user.resources(launch.run)))
 
 
 def attempt_of(user: User, run: str) -> Launch:

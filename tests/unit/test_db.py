@@ -1,4 +1,4 @@
-"""The database's promise: whoever has been told of a commit need fear neither a kill nor a power cut."""
+"""The database's promise: a commit that a client knows of survives a kill and a power cut."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
 
-TOPIC = "projects/local-project/topics/told"
+TOPIC = "projects/local-project/topics/events"
 
 
 class SlowDisk:
-    """os.fsync that returns when it is let to; by default at once."""
+    """An os.fsync that returns when the test allows it; at once by default."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -85,7 +85,7 @@ def test_who_commits_during_an_fsync_waits_for_the_next(tmp_path: Path, disk: Sl
     asyncio.run(run())
 
 
-def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         db = Database(tmp_path / "state.db")
         with db.transaction() as sql:

@@ -50,7 +50,7 @@ def endpoint(expires: timedelta = HOUR, service: str = SERVICE, **fields: Any) -
     return Endpoint(url="u", model="m", service=service, region="r", ready=NOW, expires=NOW + expires, **fields)
 
 
-def expiry(after: timedelta) -> dict[str, str]:
+def expiry(after: timedelta) -> dict[str, Any]:
     return {"expires": str(int((NOW + after).timestamp()))}
 
 
@@ -110,7 +110,12 @@ def test_what_its_run_has_deleted_since_it_was_listed_is_nobody_s_fault(
     state = ResourceState.GONE if gone else ResourceState.CREATED
     entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
     deleted: list[Orphan] = []
-    monkeypatch.setattr(orphans, "delete_orphans", lambda _, those: deleted.extend(those) or Deletions([], [], []))
+
+    def delete(_: Any, doomed: list[Orphan]) -> Deletions:
+        deleted.extend(doomed)
+        return Deletions([], [], [])
+
+    monkeypatch.setattr(orphans, "delete_orphans", delete)
     look = object.__new__(Look)
     look.context, look.now, look.problems, look.marks, look.live = context_with(SETTINGS), NOW, [], {}, None
     look.resources, look.records = [listed()], {RUN: record(RunState.FAILED)}

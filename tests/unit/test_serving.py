@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,11 +53,11 @@ FULL: dict[str, Any] = {
 )
 def test_a_failed_service_is_classified(monkeypatch: pytest.MonkeyPatch, message: str, expected: ErrorClass) -> None:
     condition = run_v2.Condition(state=FAILED, message=message)
-    service = run_v2.Service(labels={"dropforge-run": "r"}, terminal_condition=condition)
+    service = run_v2.Service(labels={"dropforge-run": RUN}, terminal_condition=condition)
     monkeypatch.setattr(cloud_run, "service_name", lambda deployment: "s")
     monkeypatch.setattr(cloud_run.CloudRunService, "_service", lambda self, cloud, name: service)
     with pytest.raises(CloudError) as failure:
-        cloud_run.CloudRunService().deploy(cloud_with(), SimpleNamespace(run="r"))
+        cloud_run.CloudRunService().deploy(cloud_with(), deployment())
     assert failure.value.error_class is expected
     assert failure.value.hint
 
@@ -245,7 +244,7 @@ def test_a_deployment_without_the_image_refuses_the_spec() -> None:
     assert deployment_problems(wanted.spec, complete) == []
     [problem] = deployment_problems(wanted.spec, replace(complete, serve_vllm_tpu_image=""))
     assert problem.pointer == "/serve/type"
-    assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in problem.expected
+    assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in str(problem.expected)
     on_gke = deployment()
     assert deployment_problems(on_gke.spec, replace(on_gke.settings, serve_vllm_tpu_image="")) == []
 

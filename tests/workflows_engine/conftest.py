@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from workflows_engine import Engine, Limits, Machine, SqliteDatabase, SystemClock, Value, compile_source, parse_body
+from workflows_engine import (
+    Engine,
+    ExecutionRecord,
+    Limits,
+    Machine,
+    SqliteDatabase,
+    SystemClock,
+    Value,
+    compile_source,
+    parse_body,
+)
 
 PARENT = "projects/test-project/locations/europe-west4"
 EXECUTION = f"{PARENT}/workflows/flow/executions/e-1"
@@ -28,6 +38,12 @@ def run_to_end(machine: Machine, answers: Iterable[Value] = ()) -> tuple[str, An
         for wait in waits:
             machine.complete(wait.thread, wait.seq, next(pending, None))
     return machine.outcome
+
+
+def duration(record: ExecutionRecord) -> float:
+    """Seconds from the creation of a finished execution to its end."""
+    assert record.ended is not None
+    return record.ended - record.created
 
 
 class Failed(Exception):

@@ -13,6 +13,8 @@ import pytest
 
 from workflows_engine import Engine, HttpRequest, HttpResponse, SqliteDatabase, VirtualClock, drive
 
+from .conftest import duration
+
 FLOW = "projects/p/locations/l/workflows/flow"
 NAME = {"name": {"location": "path", "required": True, "type": "string"}}
 PARENT = {"parent": {"location": "path", "required": True, "type": "string"}}
@@ -100,7 +102,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, float]]:
             record = done.result()
             await engine.stop()
             database.close()
-            return record, record.ended - record.created
+            return record, duration(record)
 
         return asyncio.run(live())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from containers.common.errors import config_error
 from containers.common.publish import Description
@@ -38,7 +38,7 @@ class Method(Protocol):
 
     STARTS_FROM_BASE: bool  # training starts with the base model's weights, and not with random weights
 
-    def read(self, work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+    def read(self, work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
         """The rows that the method takes, as token ids below `vocabulary`. Raises JobError."""
 
     def describe(self, spec: JobSpec) -> Description:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from containers.common.publish import DROPFORGE, Description
@@ -17,7 +19,7 @@ STARTS_FROM_BASE = False
 PROBE_TOKENS = 16_384
 
 
-def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
     return synthetic(work.spec, vocabulary, tpu)
 
 

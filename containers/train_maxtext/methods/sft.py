@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from containers.common import chat
 from containers.common import rows as data
 from containers.common.errors import config_error
 from containers.common.evaluation import check_gate
 from containers.common.publish import Description, describe_fine_tuning
-from dropforge.cloud.clients import Clients
 from dropforge.spec import Dataset, JobSpec
 
 from ..batches import Data, Rows, pack, padded_length
@@ -19,12 +20,12 @@ STARTS_FROM_BASE = True
 PROBE_ROWS = 64
 
 
-def read(work: Work, base: str, vocabulary: int, tpu: bool) -> Prepared:
+def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
     """The spec's rows, as token ids with labels. Raises JobError."""
     spec = work.spec
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
-    raw, source = data.load_rows(spec.dataset, Clients().storage(), work.directory / "data")
+    raw, source = data.load_rows(spec.dataset, client, work.directory / "data")
     split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
     check_gate(spec, split)
     max_length, named = spec.training.max_length, spec.dataset.source

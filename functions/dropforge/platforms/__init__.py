@@ -1,8 +1,8 @@
 """The platforms: where runs train and where models are served.
 
 A platform is one folder: the classes of its part of the spec (spec.py), what Google offers there (catalog.py), training
-(train.py), serving (serve.py), and the declaration that everybody else reads (PLATFORM in `__init__.py`). The functions
-here look things up in the declarations of all registered platforms.
+(train.py), serving (serve.py), and the declaration that the rest of dropforge reads (PLATFORM in `__init__.py`). The
+functions here search the declarations of all registered platforms.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from .training import Target
 
 def targets() -> dict[str, Training]:
     """How each target trains, by the `type` of its spec."""
-    return {one.training.spec.type_name(): one.training for one in registry.platforms() if one.training}
+    declared = [platform.training for platform in registry.platforms() if platform.training]
+    return {training.spec.type_name(): training for training in declared}
 
 
 def servers() -> dict[str, Serving]:
     """How each type of endpoint is served, by the `type` of its spec."""
-    return {serving.spec.type_name(): serving for one in registry.platforms() for serving in one.serving}
+    return {serving.spec.type_name(): serving for platform in registry.platforms() for serving in platform.serving}
 
 
 def get_target(kind: str) -> Target:

@@ -1,4 +1,4 @@
-"""What an endpoint kind is: its verbs on the served model of one run, and what all kinds have in common."""
+"""The protocol of an endpoint type: what dropforge does with the served model of one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was stil
 
 @dataclass(frozen=True)
 class Deployment:
-    """The endpoint of one run, with all that its resources are made from; `trained` is the attempt that succeeded."""
+    """The endpoint of one run, with everything that its resources are created from.
+
+    `trained` is the attempt that succeeded.
+    """
 
     run: str
     spec: JobSpec
@@ -32,42 +35,45 @@ class Deployment:
 
 
 class Server(Protocol):
-    """A place where a model is served. Errors of the cloud are raised as CloudError."""
+    """A place where a model is served. Verbs raise CloudError when a Google API refuses or fails."""
 
     def region(self, deployment: Deployment) -> str:
-        """Where the endpoint runs."""
+        """The region or zone of the endpoint."""
 
     def price(self, spec: JobSpec) -> HourlyPrice:
-        """What one instance costs for an hour while it runs."""
+        """The price of one running instance for an hour."""
 
     def resources(self, deployment: Deployment) -> list[Any]:
-        """What `deploy` creates, in order; pure. The first one stands for the endpoint."""
+        """The resources that `deploy` creates, in order. Pure. The first resource stands for the endpoint."""
 
     def deploy(self, cloud: Cloud, deployment: Deployment) -> str | None:
-        """Advance towards a ready endpoint; its URL once the platform calls it ready."""
+        """Advance towards a ready endpoint; its URL once the platform reports it as ready."""
 
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
-        """What the platform says of an endpoint that has been waited for long enough."""
+        """The platform's reason why an endpoint did not become ready in time."""
 
     def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
-        """Whether the cloud still has what answers; also when that cannot be told yet."""
+        """Whether the cloud still has the resource that answers; True if that is not known yet."""
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """Every resource of every endpoint in the project, by the cloud. Raises Unlisted at the end."""
+        """Every resource of every endpoint in the project, as the cloud lists them.
+
+        Raises Unlisted at the end if some places could not be listed.
+        """
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        """Delete one resource; True once it is seen not to exist. Gone already is success."""
+        """Delete one resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
 def endpoint_labels(deployment: Deployment) -> dict[str, str]:
-    """Whose the endpoint is, and when it ends even if nobody ever looks at it again."""
+    """The labels that say which run owns the endpoint and when it expires; the sweep then deletes it by the label."""
     expires = {names.EXPIRES_LABEL: str(int(deployment.expires.timestamp()))}
     owner = {names.DEPLOYMENT_LABEL: deployment.settings.deployment}
     return names.labels(deployment.run, deployment.spec.labels, **owner, **expires)
 
 
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
-    """What containers/serve_vllm is told, as a container's `env`."""
+    """The environment variables of containers/serve_vllm, as a container's `env`."""
     values = {
         "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
         "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,

@@ -1,6 +1,6 @@
-"""What a target is: its verbs on the training resource of one attempt.
+"""The protocol of a target: what dropforge does with the training resources of one attempt.
 
-Each verb is one short look or push; none waits for the cloud longer than a few seconds, none keeps state in memory.
+Each verb is one short call. No verb waits for the cloud longer than a few seconds, and none keeps state in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .prices import HourlyPrice
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt, with all that its resources are made from."""
+    """One attempt, with everything that its resources are created from."""
 
     run: str
     attempt: int
@@ -38,7 +38,7 @@ class Launch:
 
 
 class Phase(StrEnum):
-    """What the cloud says of an attempt."""
+    """The phase of an attempt, as the cloud reports it."""
 
     PENDING = "pending"  # accepted, not running yet
     RUNNING = "running"
@@ -49,7 +49,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """One look at the cloud resource of an attempt. `is_paid`: it is pending, and has some of its machines already."""
+    """The status of an attempt's cloud resource.
+
+    `is_paid` says that the attempt is pending and already has some of its machines.
+    """
 
     phase: Phase
     message: str = ""
@@ -61,28 +64,31 @@ class Status:
 
 
 class Target(Protocol):
-    """A place where training runs. Errors of the cloud are raised as CloudError."""
+    """A place where training runs. Verbs raise CloudError when a Google API refuses or fails."""
 
     def regions(self, spec: JobSpec) -> list[str]:
-        """The placements' regions, in the order in which they are tried."""
+        """The placements' regions or zones, in the order in which attempts try them."""
 
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
-        """What the attempt's machine costs for an hour."""
+        """The price of the attempt's machines for an hour."""
 
     def resources(self, launch: Launch) -> list[Resource]:
-        """What `provision` creates, in order; pure, and the same for the same launch."""
+        """The resources that `provision` creates, in order. Pure: the same for the same launch."""
 
     def provision(self, cloud: Cloud, launch: Launch) -> bool:
-        """Advance towards a running attempt; True once it is launched. Called again, it makes nothing twice."""
+        """Advance towards a running attempt; True once it is launched. A repeated call creates nothing twice."""
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
-        """One look at the attempt."""
+        """Read the attempt's status once."""
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """Every training resource of every run in the project, by the cloud. Raises Unlisted at the end."""
+        """Every training resource of every run in the project, as the cloud lists them.
+
+        Raises Unlisted at the end if some places could not be listed.
+        """
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        """Delete one resource; True once it is seen not to exist. Gone already is success."""
+        """Delete one resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
 def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
@@ -100,7 +106,7 @@ def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
 
 
 def container_variables(launch: Launch) -> dict[str, str]:
-    """What every training container is told by its environment, wherever it runs."""
+    """The environment variables of every training container."""
     settings = launch.settings
     return {
         "DROPFORGE_PROJECT": settings.project,
@@ -113,7 +119,7 @@ def container_variables(launch: Launch) -> dict[str, str]:
 
 
 def run_labels(launch: Launch) -> dict[str, str]:
-    """Whose a training resource is."""
+    """The labels that say which run and attempt own a training resource."""
     owner = {names.ATTEMPT_LABEL: str(launch.attempt), names.DEPLOYMENT_LABEL: launch.settings.deployment}
     return names.labels(launch.run, launch.spec.labels, **owner)
 

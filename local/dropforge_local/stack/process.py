@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,27 @@ class Stack:
         self._server.durable = self.db.durable
 
     def _build(self) -> None:
-        token = self.identity.token
-        self.pubsub = PubSubEmulator(self.db, self.clock, token=lambda audience: token("OIDC", audience))
+        self._build_services()
+        self._build_compute()
+        self._build_workflows()
+        self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
+        self.emulators: list[Any] = [
+            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
+            self.kubernetes, self.gke, self.workflows, self.crash,
+        ]  # fmt: skip
+
+    def _build_services(self) -> None:
+        token = partial(self.identity.token, "OIDC")
+        self.pubsub = PubSubEmulator(self.db, self.clock, token=token)
         self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
         self.storage = StorageEmulator(
             self.db, self.state / "blobs", self.clock, on_change=self.eventarc.on_object_change, project=PROJECT
         )
         self.secrets = SecretManagerEmulator(self.db, self.clock, PROJECT)
         self.slack = SlackSink(self.db, self.clock)
+
+    def _build_compute(self) -> None:
+        """What runs containers, and the disks of TPU VMs."""
         self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
         self.cloudrun = CloudRunEmulator(
             self.db,
@@ -125,22 +139,19 @@ class Stack:
             directory=self.state / "vms",
             disks=self.compute.disks,
             platform_env=self._machine_environment,
-            token=lambda scope: token("OAuth2", scope),
+            token=partial(self.identity.token, "OAuth2"),
             config=TpuConfig(**self.config.tpu),
         )
+
+    def _build_workflows(self) -> None:
         self.engine = Engine(
             self.db,
             clock=self.clock,
-            token=token,
+            token=self.identity.token,
             authorize=self.identity.is_known,
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
         self.workflows = WorkflowsEmulator(self.engine)
-        self.crash = CrashSwitch(self.db, container_directories(self.state), self._functions.kill)
-        self.emulators: list[Any] = [
-            self.storage, self.pubsub, self.eventarc, self.secrets, self.slack, self.compute, self.tpu, self.cloudrun,
-            self.kubernetes, self.gke, self.workflows, self.crash,
-        ]  # fmt: skip
 
     async def start(self) -> StackInfo:
         """Bind, deploy and start. Raises StackError when a port is taken."""

@@ -17,6 +17,7 @@ from containers.common.redactor import Redactor
 from containers.common.report import PROGRESS_STEPS, ProgressMeter, Reporter
 from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
+from dropforge.cloud.clients import Clients
 from dropforge.run.events import JobEvent
 
 ENVIRONMENT = {
@@ -131,7 +132,7 @@ class Recorder(Reporter):
     """A reporter that keeps its events and publishes none."""
 
     def __init__(self) -> None:
-        super().__init__(job(), Redactor())
+        super().__init__(job(), Redactor(), Clients())
         self.sent: list[JobEvent] = []
 
     def _send(self, event: JobEvent) -> None:
@@ -162,16 +163,15 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
 
 
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dropforge.cloud.clients import Clients
-
     class Publisher:
         def publish(self, *args: Any, **kwargs: Any) -> Any:
             blocked.wait(5)
             raise RuntimeError("no such topic")
 
     blocked = threading.Event()
-    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
-    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor())
+    clients = Clients()
+    monkeypatch.setattr(clients, "publisher", Publisher)
+    reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor(), clients)
     began = time.monotonic()
     for step in range(1000):
         reporter.progress(step=step, total_steps=1000)
@@ -194,8 +194,6 @@ def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.Monke
 def test_events_are_published_once_and_only_where_somebody_listens(
     environment: dict[str, str], topics: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dropforge.cloud.clients import Clients
-
     class Publisher:
         def publish(self, topic: str, *args: Any, **kwargs: Any) -> Any:
             published.append(topic)
@@ -205,8 +203,9 @@ def test_events_are_published_once_and_only_where_somebody_listens(
         def result(self, timeout: float) -> None: ...
 
     published: list[str] = []  # the reporter of the dead topic may still publish
-    monkeypatch.setattr(Clients, "publisher", lambda _: Publisher())
-    reporter = Reporter(job(**environment), Redactor())
+    clients = Clients()
+    monkeypatch.setattr(clients, "publisher", Publisher)
+    reporter = Reporter(job(**environment), Redactor(), clients)
     reporter.started(0, "cpu")
     reporter.close()
     assert [topic for topic in published if topic != DEAD] == topics

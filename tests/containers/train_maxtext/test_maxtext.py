@@ -70,10 +70,17 @@ class Attempt:
 
 
 class Driver:
-    """Starts attempts: with `command` and `environment`, by default with the repository's modules."""
+    """Starts attempts: with an image's `command`, `environment` and `directory`, by default with the repository's."""
 
-    def __init__(self, cloud: Any, command: tuple[str, ...] = (), environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cloud: Any,
+        command: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        directory: Path = ROOT,
+    ) -> None:
         self.cloud = cloud
+        self.directory = directory  # `python -m` imports from it first
         self.command = command or (sys.executable, "-m", "containers.train_maxtext.driver")
         self.environment = environment or {"PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"}
         self.started: list[Attempt] = []
@@ -93,7 +100,12 @@ class Driver:
             **environment,
         }
         process = subprocess.Popen(
-            self.command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command,
+            env=values,
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.started.append(Attempt(run, process))
         return self.started[-1]
@@ -197,7 +209,7 @@ def image_driver(maxtext_environment: Path, cloud: Any, tmp_path_factory: pytest
         .resolve("train-maxtext")
         .unpack(directory / "rootfs")
     )
-    driver = Driver(cloud, process.argv, dict(process.env))
+    driver = Driver(cloud, process.argv, dict(process.env), process.workdir)
     yield driver
     driver.end()
 
@@ -281,7 +293,8 @@ def test_it_learnt_and_the_exported_model_is_the_trained_one(chain: Chain, cloud
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    manifest, metrics = chain.manifest, chain.manifest.metrics
+    manifest = chain.manifest
+    metrics: dict[str, Any] = manifest.metrics
     assert verify_manifest(cloud.client, RUNS, manifest) == []
     assert metrics["exact_match_before"] == 0
     assert metrics["exact_match"] >= 0.5

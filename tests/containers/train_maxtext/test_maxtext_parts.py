@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from containers.common.chat import IGNORED
 from containers.common.errors import BAD_CONFIG, BAD_DATA, INTERNAL, OUT_OF_MEMORY, JobError
 from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
-from containers.train_maxtext.batches import IGNORED, Data, Rows, collate, pack
+from containers.train_maxtext.batches import Data, Rows, collate, pack
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import family_of
@@ -29,6 +30,7 @@ from containers.train_maxtext.verify import check_trained
 from containers.train_maxtext.watch import Watch
 from containers.train_maxtext.work import Work
 from dropforge.base.errors import ErrorClass
+from dropforge.cloud.clients import Clients
 from dropforge.spec import JobSpec
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
@@ -327,7 +329,11 @@ def watched_training(directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits:
     work.begin(spec(checkpoint_steps=4).model_dump(mode="json", by_alias=True), [])
     store: Any = Store()
     notes = {"tokens": 5000, "train_seconds": 50.0}
-    return Runner(work, job, str, {"train": "trainer"}), Watch(work, store, Reporter(job, Redactor()), 4, notes), store
+    return (
+        Runner(work, job, str, {"train": "trainer"}),
+        Watch(work, store, Reporter(job, Redactor(), Clients()), 4, notes),
+        store,
+    )
 
 
 def test_checkpoints_that_were_asked_for_go_to_the_bucket_with_what_was_so_at_their_step(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from containers.common.errors import JobError
-from containers.train_ray.shared_checkpoints import newest, prune, read_notes, upload, write_notes
+from containers.train_ray.shared_checkpoints import SharedCheckpoints
 from containers.train_ray.tpu_slice import Slice
 
 RUNS = "runs-bucket"
@@ -22,48 +22,47 @@ SLICE = {
 
 
 @pytest.fixture
-def root(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("dropforge.cloud.clients.Clients.storage", lambda _: cloud.client)
-    return f"gs://{RUNS}/checkpoints/r-{uuid.uuid4().hex[:12]}/maxtext"
+def shared(cloud: Any) -> SharedCheckpoints:
+    return SharedCheckpoints(f"gs://{RUNS}/checkpoints/r-{uuid.uuid4().hex[:12]}/maxtext", cloud.client)
 
 
-def put_step(cloud: Any, root: str, step: int, *, whole: bool = True) -> None:
-    prefix = root.removeprefix(f"gs://{RUNS}/") + f"/run/checkpoints/{step}"
+def put_step(cloud: Any, shared: SharedCheckpoints, step: int, *, whole: bool = True) -> None:
+    prefix = shared.root.removeprefix(f"gs://{RUNS}/") + f"/run/checkpoints/{step}"
     for name in ("model_params/manifest.ocdbt", "optimizer_state/d/0", *(["commit_success.txt"] if whole else [])):
         cloud.put(RUNS, f"{prefix}/{name}", b"x")
 
 
-def test_the_newest_checkpoint_is_the_last_one_that_is_whole(cloud: Any, root: str) -> None:
-    assert newest(root) == 0
+def test_the_newest_checkpoint_is_the_last_one_that_is_whole(cloud: Any, shared: SharedCheckpoints) -> None:
+    assert shared.newest() == 0
     for step in (2, 10, 9):
-        put_step(cloud, root, step)
-    put_step(cloud, root, 12, whole=False)
-    assert newest(root) == 10
+        put_step(cloud, shared, step)
+    put_step(cloud, shared, 12, whole=False)
+    assert shared.newest() == 10
 
 
-def test_the_newest_two_are_kept_and_what_is_being_written(cloud: Any, root: str) -> None:
+def test_the_newest_two_are_kept_and_what_is_being_written(cloud: Any, shared: SharedCheckpoints) -> None:
     for step in (1, 4, 8, 12):
-        put_step(cloud, root, step, whole=step < 12)
-        write_notes(root, step, {"tokens": step})
-    prune(root, 8)
-    prefix = root.removeprefix(f"gs://{RUNS}/")
+        put_step(cloud, shared, step, whole=step < 12)
+        shared.write_notes(step, {"tokens": step})
+    shared.prune(8)
+    prefix = shared.root.removeprefix(f"gs://{RUNS}/")
     kept = {
         name.removeprefix(f"{prefix}/run/checkpoints/").split("/")[0] for name in cloud.names(RUNS, f"{prefix}/run/")
     }
     assert kept == {"4", "8", "12"}
-    assert read_notes(root, 8) == {"tokens": 8}
-    assert read_notes(root, 1) == {}
-    prune(root, 8)
-    prune(root, 4)
-    assert newest(root) == 8
+    assert shared.read_notes(8) == {"tokens": 8}
+    assert shared.read_notes(1) == {}
+    shared.prune(8)
+    shared.prune(4)
+    assert shared.newest() == 8
 
 
-def test_imported_weights_are_copied_with_their_paths(cloud: Any, root: str, tmp_path: Path) -> None:
+def test_imported_weights_are_copied_with_their_paths(cloud: Any, shared: SharedCheckpoints, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for name in ("_METADATA", "d/0"):
         (tmp_path / name).write_text(name)
-    upload(tmp_path, f"{root}/imported")
-    prefix = root.removeprefix(f"gs://{RUNS}/")
+    shared.upload_imported(tmp_path)
+    prefix = shared.root.removeprefix(f"gs://{RUNS}/")
     assert cloud.names(RUNS, f"{prefix}/") == [f"{prefix}/imported/_METADATA", f"{prefix}/imported/d/0"]
 
 

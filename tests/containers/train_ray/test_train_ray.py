@@ -176,8 +176,7 @@ def driver(cloud: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Driver]:
         "DROPFORGE_TPU_CHIPS_PER_HOST": str(CHIPS),
         "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
     }
-    script = str(cluster.image.workdir / "ray_driver.py")
-    driver = Driver(cloud, (cluster.image.argv[0], script), environment)
+    driver = Driver(cloud, (cluster.image.argv[0], "ray_driver.py"), environment, cluster.image.workdir)
     yield driver
     driver.end()
 
@@ -239,7 +238,7 @@ def train_alone(driver: Driver, work: Path, directory: Path) -> dict[str, Any]:
     (directory / "stages" / "import.json").write_text(json.dumps(imported))
     environment = {**driver.environment, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
     command = [driver.command[0], "-m", "containers.train_maxtext.train", str(directory)]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    made = subprocess.run(command, env=environment, cwd=driver.directory, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]
     return dict(json.loads((directory / "stages" / "train.json").read_text()))
 
@@ -274,7 +273,7 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     manifest = read_manifest(driver.cloud.client, RUNS, attempt.run)
     assert manifest is not None
     assert manifest.dataset.uri == "synthetic"
-    metrics = manifest.metrics
+    metrics: dict[str, Any] = manifest.metrics
     assert metrics["tokens"] == MANY * ROWS * ACCUMULATION * 32
     assert metrics["probe_loss"] < metrics["probe_loss_before"] / 2
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-3)

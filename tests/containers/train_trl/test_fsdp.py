@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from dropforge.base.errors import ErrorClass
+from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
 from dropforge.spec import parse_spec
 
@@ -228,7 +229,7 @@ def store(cloud: Any, run: str, machine: int) -> Any:
     from containers.common.world import World
 
     job = Job("p", run, 1, RUNS, "", None, 10, World(1, 2, machine, "host", rank=machine))
-    return CheckpointStore(cloud.client, job, Reporter(job, Redactor()))
+    return CheckpointStore(cloud.client, job, Reporter(job, Redactor(), Clients()))
 
 
 def test_rows_come_in_an_order_that_seed_and_epoch_decide() -> None:

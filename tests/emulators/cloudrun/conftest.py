@@ -175,13 +175,14 @@ class Cloud:
     def logs(self, resource: str, tail: int | None = None) -> str:
         query = "" if tail is None else f"?tail={tail}"
         with urllib.request.urlopen(f"{self.url}/_local/logs/{resource}{query}", timeout=10) as response:
-            return response.read().decode()
+            return str(response.read().decode())
 
     def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method)
         with urllib.request.urlopen(request, timeout=10) as response:
-            return json.loads(response.read())
+            answer: dict[str, Any] = json.loads(response.read())
+            return answer
 
     def wait(self, name: str, seconds: float = 60) -> run_v2.Execution:
         """The execution once it has completed."""
@@ -191,7 +192,7 @@ class Cloud:
 
     def done(self, operation: Any) -> Any:
         """The result of an operation, polled more often than once a second, the client's default."""
-        return operation.result(timeout=20, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
+        return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
@@ -236,7 +237,9 @@ def config() -> CloudRunConfig:
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, repository: Path, secrets: dict, config: CloudRunConfig) -> Iterator[Cloud]:
+def cloud(
+    tmp_path: Path, repository: Path, secrets: dict[tuple[str, str], bytes], config: CloudRunConfig
+) -> Iterator[Cloud]:
     """The emulator in this process. The fixture ends the containers that the emulator leaves running."""
     made: list[CloudRunEmulator] = []
 

@@ -15,7 +15,7 @@ STATE = run_v2.Condition.State
 
 
 def status_of(error: exceptions.GoogleAPICallError) -> str:
-    return error.response.json()["error"]["status"]
+    return str(error.response.json()["error"]["status"])
 
 
 def create(cloud: Any, make: Any, *args: str, job_id: str = "j1", **task: Any) -> run_v2.Job:

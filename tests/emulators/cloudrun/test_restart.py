@@ -30,7 +30,7 @@ def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -195,6 +195,6 @@ def test_a_taken_service_port_is_named(stack: Any, make: Any) -> None:
     port = int(service.uri.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
         command = [sys.executable, stack.program, str(stack.home), str(stack.port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert f"port {port} of service '{service.name}' is taken" in done.stderr

@@ -35,7 +35,7 @@ def get(url: str, headers: dict[str, str] = GOOD, timeout: float = 20) -> Any:
 def status(url: str, headers: dict[str, str] = GOOD, data: bytes | None = None) -> int:
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers), timeout=20) as response:
-            return response.status
+            return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()
         return error.code

@@ -163,7 +163,7 @@ def test_the_next_stack_finishes_a_begun_operation(tmp_path: Path) -> None:
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         options = {"api_endpoint": server.url}
         client = clients().DisksClient(credentials=AnonymousCredentials(), client_options=options)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while client.get(disk="d1", **PLACE).status != "READY":
             assert time.monotonic() < deadline
             time.sleep(0.02)

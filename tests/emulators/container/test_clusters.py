@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
+from ..clocks import HeldClock
+
 PARENT = "projects/p1/locations/us-central1"
 Status = container_v1.Cluster.Status
 DOCKERFILE = (
@@ -37,7 +39,7 @@ DOCKERFILE = (
 )
 
 
-def build(home: Path) -> Sequence[Emulator]:
+def build(home: Path, held: HeldClock | None = None) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     kubernetes = KubernetesEmulator(
         db,
@@ -48,13 +50,14 @@ def build(home: Path) -> Sequence[Emulator]:
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=KubernetesConfig(node_seconds=0.05),
     )
-    return [kubernetes, GkeEmulator(db, clock, kubernetes=kubernetes, config=GkeConfig(0.3, 0.2))]
+    return [kubernetes, GkeEmulator(db, held or clock, kubernetes=kubernetes, config=GkeConfig(0.3, 0.2))]
 
 
 @dataclass
 class Gke:
     url: str
     home: Path
+    clock: HeldClock = field(default_factory=HeldClock)
 
     @property
     def client(self) -> container_v1.ClusterManagerClient:
@@ -74,7 +77,7 @@ class Gke:
         return self.client.delete_cluster(name=f"{PARENT}/clusters/{name}", retry=None)
 
     def finish(self, operation: container_v1.Operation) -> container_v1.Operation:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while operation.status != container_v1.Operation.Status.DONE:
             assert time.monotonic() < deadline, operation
             time.sleep(0.05)
@@ -98,8 +101,9 @@ def gke(tmp_path: Path) -> Iterator[Gke]:
     folder.mkdir(parents=True)
     (folder / "Dockerfile").write_text(DOCKERFILE)
     (folder / "main.py").write_text("import time\ntime.sleep(60)\n")
-    with BackgroundServer(lambda: build(tmp_path)) as server:
-        yield Gke(server.url, tmp_path)
+    clock = HeldClock()
+    with BackgroundServer(lambda: build(tmp_path, clock)) as server:
+        yield Gke(server.url, tmp_path, clock)
     end_all(tmp_path / "containers", grace_seconds=0)
 
 
@@ -111,21 +115,29 @@ def kube(cluster: container_v1.Cluster, token: str = "good") -> client.ApiClient
     return client.ApiClient(configuration)
 
 
-def pod(name: str) -> dict[str, Any]:
-    return {"metadata": {"name": name}, "spec": {"containers": [{"name": "main", "image": "x/nap:v1"}]}}
+def create_pod(core: client.CoreV1Api, name: str) -> None:
+    spec = client.V1PodSpec(containers=[client.V1Container(name="main", image="x/nap:v1")])
+    core.create_namespaced_pod("default", client.V1Pod(metadata=client.V1ObjectMeta(name=name), spec=spec))
+
+
+def phase(core: client.CoreV1Api, name: str) -> str:
+    status = core.read_namespaced_pod(name, "default").status
+    return str(status and status.phase)
 
 
 def test_a_cluster_is_created_and_deleted(gke: Gke) -> None:
-    operation = gke.create("c1", resource_labels={"dropforge-run": "r1"}, release_channel={"channel": "RAPID"})
-    assert operation.operation_type == container_v1.Operation.Type.CREATE_CLUSTER
-    assert operation.target_link.endswith(f"{PARENT}/clusters/c1")
-    assert (gke.get("c1").status, gke.get("c1").endpoint) == (Status.PROVISIONING, "")
+    with gke.clock.hold():
+        operation = gke.create("c1", resource_labels={"dropforge-run": "r1"}, release_channel={"channel": "RAPID"})
+        assert operation.operation_type == container_v1.Operation.Type.CREATE_CLUSTER
+        assert operation.target_link.endswith(f"{PARENT}/clusters/c1")
+        assert (gke.get("c1").status, gke.get("c1").endpoint) == (Status.PROVISIONING, "")
     gke.finish(operation)
     cluster = gke.get("c1")
     assert (cluster.status, cluster.resource_labels["dropforge-run"]) == (Status.RUNNING, "r1")
     assert cluster.workload_identity_config.workload_pool == "p1.svc.id.goog"
-    deletion = gke.delete("c1")
-    assert gke.get("c1").status == Status.STOPPING
+    with gke.clock.hold():
+        deletion = gke.delete("c1")
+        assert gke.get("c1").status == Status.STOPPING
     gke.finish(deletion)
     with pytest.raises(refused.NotFound, match=f"Not found: {PARENT}/clusters/c1"):
         gke.get("c1")
@@ -136,8 +148,9 @@ def test_gkes_answer_suffices_to_reach_the_cluster(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
         core = client.CoreV1Api(api)
-        core.create_namespaced_pod("default", pod("a"))
-        assert [item.metadata.name for item in core.list_namespaced_pod("default").items] == ["a"]
+        create_pod(core, "a")
+        assert len(core.list_namespaced_pod("default").items) == 1
+        assert phase(core, "a")
     with kube(cluster, "bad") as api, pytest.raises(client.exceptions.UnauthorizedException):
         client.CoreV1Api(api).list_namespaced_pod("default")
     unknown = pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED")
@@ -149,9 +162,9 @@ def test_a_deletion_ends_the_clusters_pods(gke: Gke) -> None:
     cluster = gke.ready("c1")
     with kube(cluster) as api:
         core = client.CoreV1Api(api)
-        core.create_namespaced_pod("default", pod("a"))
-        deadline = time.monotonic() + 10
-        while core.read_namespaced_pod("a", "default").status.phase != "Running":
+        create_pod(core, "a")
+        deadline = time.monotonic() + 60
+        while phase(core, "a") != "Running":
             assert time.monotonic() < deadline
             time.sleep(0.05)
     gke.finish(gke.delete("c1"))
@@ -167,11 +180,12 @@ def test_a_deletion_ends_the_clusters_pods(gke: Gke) -> None:
 
 
 def test_a_second_operation_is_refused(gke: Gke) -> None:
-    operation = gke.create("c1")
-    with pytest.raises(refused.BadRequest, match=f"Cluster is running incompatible operation {operation.name}"):
-        gke.delete("c1")
-    with pytest.raises(refused.Conflict, match="Already exists"):
-        gke.create("c1")
+    with gke.clock.hold():
+        operation = gke.create("c1")
+        with pytest.raises(refused.BadRequest, match=f"Cluster is running incompatible operation {operation.name}"):
+            gke.delete("c1")
+        with pytest.raises(refused.Conflict, match="Already exists"):
+            gke.create("c1")
     gke.finish(operation)
 
 
@@ -243,9 +257,10 @@ def test_quota_stock_out_and_missing_permission(gke: Gke) -> None:
 
 def test_a_call_can_fail_after_its_effect(gke: Gke) -> None:
     gke.faults(fail_next={"method": "create_cluster", "status": "UNAVAILABLE", "after_effect": True})
-    with pytest.raises(refused.ServiceUnavailable):
-        gke.create("c1")
-    assert gke.get("c1").status == Status.PROVISIONING
+    with gke.clock.hold():
+        with pytest.raises(refused.ServiceUnavailable):
+            gke.create("c1")
+        assert gke.get("c1").status == Status.PROVISIONING
 
 
 def test_the_next_stack_finds_clusters_and_avoids_taken_ports(gke: Gke, tmp_path: Path) -> None:
@@ -264,7 +279,8 @@ def test_the_next_stack_finds_clusters_and_avoids_taken_ports(gke: Gke, tmp_path
         assert again.finish(pending).status == first.status
         moved = again.get("c1")  # because the first stack still listens at the port
         assert (moved.master_auth, moved.endpoint == cluster.endpoint) == (cluster.master_auth, False)
-        assert client.CoreV1Api(kube(moved)).read_namespace("default").metadata.name == "default"
+        with kube(moved) as api:
+            assert client.CoreV1Api(api).read_namespace("default").status
         assert again.get("c2").status == Status.RUNNING
 
 

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import pytest
 import requests
@@ -88,7 +90,7 @@ class Stack:
 
     def change(self, *changes: Change) -> None:
         for change in changes:
-            self.call(lambda change=change: self.eventarc.on_object_change(change))
+            self.call(partial(self.eventarc.on_object_change, change))
 
     def waiting(self) -> int:
         row = self.call(lambda: self.db.connection.execute("SELECT COUNT(*) FROM pubsub_deliveries").fetchone())
@@ -242,7 +244,7 @@ def test_events_carry_object_names_of_all_kinds(stack: Stack, endpoint: Endpoint
     stack.change(change(name=name))
     ((headers, body),) = eventually(lambda: endpoint.requests)
     assert body["name"] == name
-    assert requests.utils.unquote(headers["ce-subject"]) == f"objects/{name}"
+    assert unquote(headers["ce-subject"]) == f"objects/{name}"
 
 
 def test_event_is_part_of_the_transaction_that_changes_the_object(stack: Stack, endpoint: Endpoint) -> None:

@@ -17,7 +17,8 @@ PAGING = Paging(default=3, largest=5)
 
 @given(st.lists(st.integers()), st.integers(min_value=0, max_value=9))
 def test_pages_together_are_the_list(items: list[int], size: int) -> None:
-    listed, token, is_last = [], "", False
+    listed: list[int] = []
+    token, is_last = "", False
     while not is_last:
         page, token = PAGING.page(items, size, token)
         assert len(page) <= min(size or 3, 5)

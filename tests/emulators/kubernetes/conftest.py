@@ -1,4 +1,4 @@
-"""A fake repository with small images, a cluster over it, and the official client of it."""
+"""A repository with small test images, a cluster that runs them, and the official client."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ TOKEN = "Bearer good"
 
 JOB_PY = """
     import json, os, signal, sys, time
-    what = sys.argv[1] if len(sys.argv) > 1 else "succeed"
-    print("index", os.environ.get("JOB_COMPLETION_INDEX", "-"), what, flush=True)
-    if what == "exit":
+    mode = sys.argv[1] if len(sys.argv) > 1 else "succeed"
+    print("index", os.environ.get("JOB_COMPLETION_INDEX", "-"), mode, flush=True)
+    if mode == "exit":
         sys.exit(int(sys.argv[2]))
-    if what == "fail-until":  # the first N of all runs fail, counted in a shared file
+    if mode == "fail-until":  # the first N of all runs fail, counted in a shared file
         with open(sys.argv[2], "a") as file:
             file.write("x")
         sys.exit(1 if os.path.getsize(sys.argv[2]) <= int(sys.argv[3]) else 0)
-    if what == "sleep":
+    if mode == "sleep":
         time.sleep(float(sys.argv[2]))
-    if what == "stubborn":
+    if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
         time.sleep(60)
-    if what == "polite":
+    if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(int(sys.argv[2]))))
         print("waiting", flush=True)
         time.sleep(60)
-    if what == "hog":
+    if mode == "hog":
         data = bytearray(300 * 2**20)
         time.sleep(60)
-    if what == "env":
+    if mode == "env":
         print(json.dumps(dict(os.environ)))
         print(json.dumps(sys.argv[2:]))
-    if what == "write":
+    if mode == "write":
         open(sys.argv[2], "w").write(sys.argv[3])
-    if what == "read":
+    if mode == "read":
         print(open(sys.argv[2]).read(), flush=True)
-    if what == "count":
+    if mode == "count":
         for number in range(int(sys.argv[2])):
             print("line", number, flush=True)
             time.sleep(float(sys.argv[3]))
@@ -119,7 +119,7 @@ CONFIG = KubernetesConfig(
 
 @dataclass
 class Kube:
-    """A running cluster's address and clients of it."""
+    """The address and the clients of a running cluster."""
 
     url: str
     admin: str
@@ -140,7 +140,7 @@ class Kube:
     def call(
         self, method: str, path: str, body: Any = None, kind: str = "application/json", token: str = TOKEN
     ) -> tuple[int, Any, Any]:
-        """A raw request: status, JSON, headers."""
+        """Send a raw request; return status, JSON body and headers."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": kind, **({"Authorization": token} if token else {})}
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
@@ -163,10 +163,10 @@ class Kube:
 
     def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 60) -> Any:
         deadline = time.monotonic() + seconds
-        while not accept(found := read()):
-            assert time.monotonic() < deadline, f"not in time: {found}"
+        while not accept(value := read()):
+            assert time.monotonic() < deadline, f"not in time: {value}"
             time.sleep(0.03)
-        return found
+        return value
 
     def job(self, name: str) -> Any:
         return self.batch.read_namespaced_job(name, self.namespace)
@@ -175,11 +175,11 @@ class Kube:
         return self.batch.create_namespaced_job(self.namespace, make_job(name, *args, **spec))
 
     def wait_job(self, name: str, seconds: float = 60) -> Any:
-        """The job once it has a last word."""
+        """The job once it has ended."""
         return self.until(lambda: self.job(name), lambda job: ended(job), seconds)
 
     def pods(self, selector: str = "") -> list[Any]:
-        return self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return list(self.core.list_namespaced_pod(self.namespace, label_selector=selector).items)
 
     def pod(self, name: str) -> Any:
         return self.core.read_namespaced_pod(name, self.namespace)
@@ -191,11 +191,11 @@ class Kube:
         return self.core.create_namespaced_pod(self.namespace, make_pod(name, *args, **spec))
 
     def log(self, name: str, **options: Any) -> str:
-        return self.core.read_namespaced_pod_log(name, self.namespace, **options)
+        return str(self.core.read_namespaced_pod_log(name, self.namespace, **options))
 
     def events(self, name: str = "") -> list[tuple[str, str]]:
-        found = self.core.list_namespaced_event(self.namespace).items
-        return [(one.reason, one.message) for one in found if not name or one.involved_object.name == name]
+        items = self.core.list_namespaced_event(self.namespace).items
+        return [(event.reason, event.message) for event in items if not name or event.involved_object.name == name]
 
     def processes(self) -> list[int]:
         return [pid for members in find_members(self.directory).values() for pid in members]
@@ -209,9 +209,9 @@ def make_client(url: str, authority: str, token: str = TOKEN) -> client.ApiClien
 
 
 def ended(job: Any) -> Any:
-    """The condition that is a job's last word, if it has one."""
+    """The final condition of a job; None while it runs."""
     conditions = job.status.conditions or []
-    return next((one for one in conditions if one.type in ("Complete", "Failed") and one.status == "True"), None)
+    return next((item for item in conditions if item.type in ("Complete", "Failed") and item.status == "True"), None)
 
 
 def make_container(*args: str, **more: Any) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def make_deployment(name: str, replicas: int = 1, env: dict[str, str] | None = N
 
 
 def write_images(root: Path) -> None:
-    """containers/train_job and containers/serve_echo."""
+    """Write containers/train_job and containers/serve_echo."""
     for role, code in (("train_job", JOB_PY), ("serve_echo", SERVER_PY)):
         folder = root / "containers" / role
         folder.mkdir(parents=True)
@@ -277,7 +277,7 @@ def build_emulator(home: Path, config: KubernetesConfig = CONFIG) -> KubernetesE
 
 
 class Running:
-    """The emulator on this process's second thread."""
+    """The emulator on a second thread of this process."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -302,7 +302,7 @@ class Running:
         self._background.call(add())
 
     def address(self, name: str) -> tuple[str, str]:
-        """URL and certificate authority of a cluster."""
+        """(URL, certificate authority) of a cluster."""
 
         async def read() -> tuple[str, str]:
             return f"https://127.0.0.1:{self._made[0].port_of(name)}", self._made[0].authority_of(name)
@@ -331,14 +331,14 @@ class Running:
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One emulator for all tests: they keep out of each other's way by namespaces of their own."""
-    with Running(tmp_path_factory.mktemp("kubernetes")) as found:
-        yield found
+    """A single emulator for all tests; each test uses a separate namespace."""
+    with Running(tmp_path_factory.mktemp("kubernetes")) as emulator:
+        yield emulator
 
 
 @pytest.fixture
 def kube(running: Running) -> Iterator[Kube]:
-    """The cluster with a namespace of the test's own, which is emptied afterwards."""
+    """The cluster with a namespace for the test, which is emptied afterwards."""
     kube = running.kube()
     yield kube
     kube.faults(stockout=[], quota={}, fail_next=[])
@@ -349,7 +349,7 @@ def kube(running: Running) -> Iterator[Kube]:
 
 
 class Stack:
-    """The emulator in a process of its own, to be killed and started again over the same state."""
+    """The emulator in a separate process; tests kill it and restart it with the same state."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -364,7 +364,7 @@ class Stack:
         return Kube(url, admin, authority, self.home / "containers", namespace="default")
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would."""
+        """Send SIGKILL, like a crash."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
@@ -380,7 +380,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 async def serve(home: Path) -> None:
-    """What a `Stack` runs."""
+    """The process of a `Stack`."""
     emulator = build_emulator(home)
     server = Server([emulator])
     emulator.add_cluster(NAME)

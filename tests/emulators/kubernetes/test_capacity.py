@@ -14,15 +14,15 @@ TYPE = "cloud.google.com/gke-accelerator"
 
 
 def gpu(count: int, accelerator: str = "nvidia-l4", **selectors: str) -> dict[str, Any]:
-    """What a pod needs to say for GPUs."""
+    """The part of a pod's spec that requests GPUs."""
     labels = {key.replace("__", "/").replace("_", "-"): value for key, value in selectors.items()}
     container = {"resources": {"limits": {GPU: str(count)}}}
     return {"container": container, "nodeSelector": {TYPE: accelerator, **labels}}
 
 
 def unscheduled(pod: Any) -> str:
-    found = next((one for one in pod.status.conditions or [] if one.type == "PodScheduled"), None)
-    return found.message if found is not None and found.status == "False" else ""
+    condition = next((item for item in pod.status.conditions or [] if item.type == "PodScheduled"), None)
+    return condition.message if condition is not None and condition.status == "False" else ""
 
 
 def wait_unscheduled(kube: Kube, name: str, text: str) -> dict[str, str]:
@@ -30,7 +30,7 @@ def wait_unscheduled(kube: Kube, name: str, text: str) -> dict[str, str]:
     return dict(kube.events(name))
 
 
-def test_nodes_come_with_pods_and_go(kube: Kube) -> None:
+def test_nodes_exist_as_long_as_pods_need_them(kube: Kube) -> None:
     selectors = {"cloud.google.com__gke_spot": "true", "cloud.google.com__gke_gpu_driver_version": "latest"}
     kube.create_pod("a", "sleep", "0.3", **gpu(2, **selectors))
     pod = kube.wait_pod("a", "Running")
@@ -52,15 +52,15 @@ def test_nodes_come_with_pods_and_go(kube: Kube) -> None:
         ({"container": {"resources": {"limits": {"google.com/tpu": "4"}}}}, "Insufficient google.com/tpu"),
     ],
 )
-def test_what_no_node_can_have_stays_pending(kube: Kube, spec: dict[str, Any], text: str) -> None:
+def test_pod_that_fits_no_node_stays_pending(kube: Kube, spec: dict[str, Any], text: str) -> None:
     kube.create_pod("a", **spec)
     events = wait_unscheduled(kube, "a", text)
     assert text in events["FailedScheduling"]
-    assert "NotTriggerScaleUp" in dict(kube.until(lambda: kube.events("a"), lambda found: len(found) >= 2))
+    assert "NotTriggerScaleUp" in dict(kube.until(lambda: kube.events("a"), lambda events: len(events) >= 2))
     assert kube.pod("a").status.phase == "Pending"
 
 
-def test_a_stock_out_ends(kube: Kube) -> None:
+def test_pod_starts_after_a_stock_out(kube: Kube) -> None:
     kube.faults(stockout=["nvidia-l4"])
     kube.create_pod("a", **gpu(1))
     events = wait_unscheduled(kube, "a", "Insufficient nvidia.com/gpu")
@@ -71,7 +71,7 @@ def test_a_stock_out_ends(kube: Kube) -> None:
 
 
 def test_capacity_is_shared_and_freed(kube: Kube) -> None:
-    kube.create_pod("a", "sleep", "30", **gpu(4))  # all the L4s that these tests' cluster has
+    kube.create_pod("a", "sleep", "30", **gpu(4))  # all L4s of the test cluster
     kube.wait_pod("a", "Running")
     kube.create_pod("b", **gpu(1))
     events = wait_unscheduled(kube, "b", "Insufficient nvidia.com/gpu")
@@ -80,7 +80,7 @@ def test_capacity_is_shared_and_freed(kube: Kube) -> None:
     kube.wait_pod("b", "Succeeded")
 
 
-def test_quota_is_another_reason(kube: Kube) -> None:
+def test_exceeded_quota_is_reported(kube: Kube) -> None:
     kube.faults(quota={"nvidia-b200": 4})
     kube.create_pod("a", **gpu(8, "nvidia-b200"))
     assert "GCE quota exceeded" in wait_unscheduled(kube, "a", "Insufficient")["FailedScaleUp"]
@@ -98,20 +98,20 @@ def test_reservations_have_to_exist(kube: Kube) -> None:
     assert "'unknown' not found" in wait_unscheduled(kube, "b", "Insufficient")["FailedScaleUp"]
 
 
-def test_preempted_pods_are_told_and_fail(kube: Kube) -> None:
+def test_preempted_pods_get_sigterm_and_fail(kube: Kube) -> None:
     kube.create_pod("a", "polite", "75", terminationGracePeriodSeconds=30, **gpu(1))
     kube.until(lambda: kube.pod("a").status.phase == "Running" and kube.log("a"), lambda log: log and "waiting" in log)
     node = kube.pod("a").spec.node_name
     kube.faults(preempt={"pod": f"{kube.namespace}/a"})
     pod = kube.wait_pod("a", "Failed")
-    target = next(one for one in pod.status.conditions if one.type == "DisruptionTarget")
+    target = next(item for item in pod.status.conditions if item.type == "DisruptionTarget")
     assert (target.status, target.reason, pod.status.reason) == ("True", "TerminationByKubelet", "Terminated")
     assert pod.status.container_statuses[0].state.terminated.exit_code == 75
     assert "checkpoint" in kube.log("a")
     kube.until(lambda: kube.call("GET", f"/api/v1/nodes/{node}")[0], lambda code: code == 404)
 
 
-def test_preemption_is_no_failure_of_the_job(kube: Kube) -> None:
+def test_preemption_does_not_fail_the_job(kube: Kube) -> None:
     rule = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     kube.create_job("a", "sleep", "0.7", podFailurePolicy={"rules": [rule]})
     first = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0]
@@ -121,7 +121,7 @@ def test_preemption_is_no_failure_of_the_job(kube: Kube) -> None:
     assert len(kube.pods()) == 2
 
 
-def test_evicted_pods_say_so(kube: Kube) -> None:
+def test_evicted_pods_report_the_reason(kube: Kube) -> None:
     kube.create_pod("a", "sleep", "30")
     node = kube.wait_pod("a", "Running").spec.node_name
     kube.faults(evict={"pod": f"{kube.namespace}/a"})
@@ -136,14 +136,14 @@ def test_evicted_pods_say_so(kube: Kube) -> None:
     [{"stockout": 5}, {"quota": []}, {"preempt": "x"}, {"evict": {"pod": "no/such"}}, {"preempt": {"node": "none"}},
      {"fail_next": {"verb": "sing"}}, {"fail_next": {"resource": "x"}}, {"fail_next": {"code": 200}}, {"typo": 1}],
 )  # fmt: skip
-def test_switches_that_mean_nothing_are_refused(kube: Kube, switches: dict[str, Any]) -> None:
+def test_invalid_switches_are_refused(kube: Kube, switches: dict[str, Any]) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         kube.faults(**switches)
     with refused.value as error:
         assert error.code in (400, 404)
 
 
-def test_stubborn_pods_are_killed_when_their_node_goes(kube: Kube) -> None:
+def test_stubborn_pods_are_killed_with_their_node(kube: Kube) -> None:
     kube.create_pod("a", "stubborn", terminationGracePeriodSeconds=60)
     kube.until(lambda: kube.pod("a").status.phase == "Running" and kube.log("a"), lambda log: log and "ignoring" in log)
     kube.faults(preempt={"pod": f"{kube.namespace}/a"})

@@ -19,7 +19,7 @@ def create(kube: Kube, name: str = "d", replicas: int = 1, **more: Any) -> Any:
 
 
 def rolled_out(kube: Kube, name: str = "d") -> Any:
-    """The deployment once `kubectl rollout status` would be content."""
+    """The deployment once its rollout is complete, by the rules of `kubectl rollout status`."""
 
     def done(item: Any) -> bool:
         status, wanted = item.status, item.spec.replicas
@@ -30,7 +30,7 @@ def rolled_out(kube: Kube, name: str = "d") -> Any:
 
 
 def expose(kube: Kube, name: str = "d", **spec: Any) -> str:
-    """A service in front of a deployment: its URL on this machine."""
+    """Create a service for a deployment; return its URL on this machine."""
     body = {
         "metadata": {"name": name},
         "spec": {"selector": {"app": name}, "ports": [{"port": 80, "targetPort": "http"}], **spec},
@@ -39,24 +39,24 @@ def expose(kube: Kube, name: str = "d", **spec: Any) -> str:
 
     def url() -> str:
         annotations = kube.core.read_namespaced_service(name, kube.namespace).metadata.annotations or {}
-        return json.loads(annotations.get("local.dropforge/urls", "{}")).get("80", "")
+        return str(json.loads(annotations.get("local.dropforge/urls", "{}")).get("80", ""))
 
-    return kube.until(url, bool)
+    return str(kube.until(url, bool))
 
 
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=5) as response:
-        return response.read().decode()
+        return str(response.read().decode())
 
 
 def conditions(item: Any) -> dict[str, tuple[str, str]]:
-    return {one.type: (one.status, one.reason) for one in item.status.conditions or []}
+    return {entry.type: (entry.status, entry.reason) for entry in item.status.conditions or []}
 
 
 def sets(kube: Kube) -> dict[int, int]:
-    """Replicas wanted by revision."""
-    found = kube.apps.list_namespaced_replica_set(kube.namespace).items
-    return {int(one.metadata.annotations["deployment.kubernetes.io/revision"]): one.spec.replicas for one in found}
+    """The wanted replicas of each revision."""
+    items = kube.apps.list_namespaced_replica_set(kube.namespace).items
+    return {int(item.metadata.annotations["deployment.kubernetes.io/revision"]): item.spec.replicas for item in items}
 
 
 def test_a_deployment_keeps_its_pods(kube: Kube) -> None:
@@ -77,7 +77,7 @@ def test_deleting_a_deployment_takes_everything_along(kube: Kube) -> None:
     rolled_out(kube)
     kube.apps.delete_namespaced_deployment("d", kube.namespace)
     kube.until(kube.pods, lambda pods: not pods)
-    kube.until(lambda: sets(kube), lambda found: not found)
+    kube.until(lambda: sets(kube), lambda remaining: not remaining)
     assert not [name for name in kube.live() if kube.namespace in name]
 
 
@@ -107,8 +107,8 @@ def test_rollouts_leave_no_gap(kube: Kube) -> None:
     kube.until(lambda: answers[-1], lambda last: last == "two")
     stop.set()
     asking.join(10)
-    # A request that was in flight as its pod was told to end may fail, as it may in Kubernetes without a preStop.
-    assert len([one for one in answers if one.startswith("error")]) <= 2
+    # Requests in flight at the SIGTERM of their pod may fail, as in Kubernetes without a preStop hook.
+    assert len([answer for answer in answers if answer.startswith("error")]) <= 2
     assert sets(kube) == {1: 0, 2: 1}
 
 
@@ -124,7 +124,7 @@ def test_bad_rollouts_stop_and_are_undone(kube: Kube) -> None:
     set_image("nowhere/absent:v2")
     item = kube.until(
         lambda: kube.apps.read_namespaced_deployment("d", kube.namespace),
-        lambda one: conditions(one)["Progressing"][1] == "ProgressDeadlineExceeded",
+        lambda item: conditions(item)["Progressing"][1] == "ProgressDeadlineExceeded",
     )
     assert (item.status.available_replicas, item.status.updated_replicas) == (2, 1)
     set_image(good)
@@ -221,7 +221,7 @@ def test_services_stop_listening_when_deleted(kube: Kube) -> None:
     kube.until(refused, bool)
 
 
-def test_a_broken_pod_template_is_told(kube: Kube) -> None:
+def test_broken_pod_template_is_reported(kube: Kube) -> None:
     body = make_deployment("d")
     body["spec"]["selector"]["matchLabels"] = {"app": "other"}
     with pytest.raises(exceptions.UnprocessableEntityException, match="does not match template"):

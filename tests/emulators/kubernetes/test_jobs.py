@@ -1,4 +1,4 @@
-"""Jobs with real processes: completions, indexes, failures and what they are called, deadlines, suspension."""
+"""Jobs with real processes: completions, indexes, failures and their reasons, deadlines, suspension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conftest import NAME, Kube, ended, make_deployment, make_job
 
 
 def conditions(job: Any) -> dict[str, str]:
-    return {one.type: one.reason for one in job.status.conditions or [] if one.status == "True"}
+    return {item.type: item.reason for item in job.status.conditions or [] if item.status == "True"}
 
 
 def test_a_job_runs_to_its_end(kube: Kube) -> None:
@@ -92,7 +92,7 @@ def on_codes(action: str, *values: int, operator: str = "In") -> dict[str, Any]:
     ("code", "reason", "failed"),
     [("42", "PodFailurePolicy", 1), ("7", "BackoffLimitExceeded", 2), ("9", "PodFailurePolicy", 1)],
 )
-def test_pod_failure_policy_goes_by_exit_codes(kube: Kube, code: str, reason: str, failed: int) -> None:
+def test_pod_failure_policy_matches_exit_codes(kube: Kube, code: str, reason: str, failed: int) -> None:
     rules = policy(on_codes("FailJob", 42), on_codes("Count", 7), on_codes("FailJob", 42, operator="NotIn"))
     kube.create_job("a", "exit", code, backoffLimit=1, podFailurePolicy=rules)
     job = kube.wait_job("a")
@@ -163,7 +163,7 @@ def test_jobs_deleted_in_the_foreground_go_after_their_pods(kube: Kube) -> None:
     pod = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0].metadata.name
     kube.until(lambda: kube.log(pod), lambda log: "ignoring" in log)
     kube.batch.delete_namespaced_job("a", kube.namespace, propagation_policy="Foreground")
-    deleting = kube.until(lambda: kube.pod(pod), lambda found: found.metadata.deletion_timestamp)
+    deleting = kube.until(lambda: kube.pod(pod), lambda item: item.metadata.deletion_timestamp)
     job = kube.job("a")
     assert (deleting.status.phase, job.metadata.finalizers) == ("Running", ["foregroundDeletion"])
     assert job.metadata.deletion_timestamp is not None
@@ -195,7 +195,7 @@ def test_pods_deleted_by_hand_are_replaced(kube: Kube) -> None:
     assert (len(second), kube.job("a").status.failed) == (1, 1)
 
 
-def test_pods_that_cannot_be_made_are_told(kube: Kube) -> None:
+def test_refused_pods_are_reported(kube: Kube) -> None:
     job = make_job("a", pod={"serviceAccountName": "missing"})
     kube.batch.create_namespaced_job(kube.namespace, job)
     kube.until(lambda: dict(kube.events("a")).get("FailedCreate", ""), lambda text: "service account" in text)
@@ -215,11 +215,11 @@ def test_output_is_kept_under_the_name_of_the_workload(kube: Kube) -> None:
     assert workload_log(kube, "batch/jobs/a?tail=1") == (200, "index - exit\n")
     code, text = workload_log(kube, "apps/deployments/d")
     assert (code, text.split()[0]) == (200, "serving")
-    assert [workload_log(kube, one)[0] for one in ("batch/jobs/b", "services/d")] == [404, 404]
+    assert [workload_log(kube, name)[0] for name in ("batch/jobs/b", "services/d")] == [404, 404]
 
 
 def workload_log(kube: Kube, workload: str) -> tuple[int, str]:
-    """What the stack keeps under Cloud Asset Inventory's name of a workload."""
+    """(status, text) of the log that the stack keeps for a workload's Cloud Asset Inventory name."""
     try:
         with urllib.request.urlopen(
             f"{kube.admin}/_local/logs/{NAME}/k8s/namespaces/{kube.namespace}/{workload}"

@@ -1,4 +1,4 @@
-"""kubectl, which judges more than the client: discovery, validation, apply's three-way merge, waiting, tables."""
+"""kubectl, which tests more than the client: discovery, validation, the three-way merge of apply, waiting, tables."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_apply_merges_three_ways(kubectl: Kubectl, kube: Kube) -> None:
     second = make_deployment("d", 0, env={"A": "1", "C": "3"})
     assert "configured" in kubectl("apply", "-f", kubectl.file(second))
     item = kube.apps.read_namespaced_deployment("d", kube.namespace)
-    assert [one.name for one in item.spec.template.spec.containers[0].env] == ["A", "C"]
+    assert [variable.name for variable in item.spec.template.spec.containers[0].env] == ["A", "C"]
     assert item.metadata.labels == {"by": "hand"}
     assert "server-side apply is not emulated" in kubectl("apply", "--server-side", "-f", kubectl.file(second), code=1)
 
 
-def test_mistakes_are_found_without_switching_validation_off(kubectl: Kubectl) -> None:
+def test_mistakes_are_refused_with_default_validation(kubectl: Kubectl) -> None:
     job = make_job("a")
     job["spec"]["parallelizm"] = 2
     assert 'unknown field "spec.parallelizm"' in kubectl("apply", "-f", kubectl.file(job), code=1)
@@ -107,7 +107,7 @@ def test_a_rollout_is_followed_and_undone(kubectl: Kubectl) -> None:
     assert "MinimumReplicasAvailable" in described
 
 
-def test_the_server_tells_what_it_has(kubectl: Kubectl) -> None:
+def test_discovery_lists_the_kinds(kubectl: Kubectl) -> None:
     assert "Server Version: v1.33" in kubectl("version")
     resources = kubectl("api-resources")
     assert all(name in resources for name in ("jobs", "deployments", "rayjobs", "horizontalpodautoscalers"))

@@ -23,8 +23,13 @@ def config_map(name: str, data: dict[str, str] | None = None, **metadata: Any) -
     return {"metadata": {"name": name, **metadata}, **({"data": data} if data else {})}
 
 
+def answer_of(error: exceptions.ApiException) -> Any:
+    """The Status that the API sent with an error."""
+    return json.loads(str(error.body))
+
+
 def causes(body: Any) -> list[str]:
-    return [one["field"] for one in body["details"]["causes"]]
+    return [cause["field"] for cause in body["details"]["causes"]]
 
 
 def test_create_read_list_replace_delete(kube: Kube) -> None:
@@ -35,11 +40,11 @@ def test_create_read_list_replace_delete(kube: Kube) -> None:
     replaced = kube.core.replace_namespaced_config_map("a", kube.namespace, made)
     assert int(replaced.metadata.resource_version) > int(made.metadata.resource_version)
     assert kube.core.read_namespaced_config_map("a", kube.namespace).data == {"k": "2"}
-    assert [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items] == ["a"]
+    assert [item.metadata.name for item in kube.core.list_namespaced_config_map(kube.namespace).items] == ["a"]
     kube.core.delete_namespaced_config_map("a", kube.namespace)
     with pytest.raises(exceptions.NotFoundException) as missing:
         kube.core.read_namespaced_config_map("a", kube.namespace)
-    assert json.loads(missing.value.body)["message"] == 'configmaps "a" not found'
+    assert answer_of(missing.value)["message"] == 'configmaps "a" not found'
 
 
 def test_names_can_be_generated(kube: Kube) -> None:
@@ -52,7 +57,7 @@ def test_same_name_again_is_already_exists(kube: Kube) -> None:
     kube.create_job("a", **SUSPENDED)
     with pytest.raises(exceptions.ConflictException) as refused:
         kube.create_job("a", **SUSPENDED)
-    body = json.loads(refused.value.body)
+    body = answer_of(refused.value)
     assert (body["reason"], body["message"]) == ("AlreadyExists", 'jobs.batch "a" already exists')
 
 
@@ -61,7 +66,7 @@ def test_stale_writes_conflict(kube: Kube) -> None:
     kube.core.patch_namespaced_config_map("a", kube.namespace, {"data": {"k": "1"}})
     with pytest.raises(exceptions.ConflictException) as refused:
         kube.core.replace_namespaced_config_map("a", kube.namespace, first)
-    assert "the object has been modified" in json.loads(refused.value.body)["message"]
+    assert "the object has been modified" in answer_of(refused.value)["message"]
     stale = {"metadata": {"resourceVersion": first.metadata.resource_version}, "data": {"k": "2"}}
     with pytest.raises(exceptions.ConflictException):
         kube.core.patch_namespaced_config_map("a", kube.namespace, stale)
@@ -86,8 +91,8 @@ def test_status_is_written_through_its_own_path(kube: Kube) -> None:
     kube.call("POST", path, {"metadata": {"name": "r"}, "spec": MONITORING, "status": {"a": 0}})
     assert "status" not in kube.call("GET", f"{path}/r")[1]
     kube.call("PATCH", f"{path}/r/status", {"status": {"a": 1}, "spec": {"b": 2}}, "application/merge-patch+json")
-    found = kube.call("PATCH", f"{path}/r", {"status": {"a": 2}, "spec": {"c": 3}}, "application/merge-patch+json")[1]
-    assert (found["status"], found["spec"]) == ({"a": 1}, {**MONITORING, "c": 3})
+    patched = kube.call("PATCH", f"{path}/r", {"status": {"a": 2}, "spec": {"c": 3}}, "application/merge-patch+json")[1]
+    assert (patched["status"], patched["spec"]) == ({"a": 1}, {**MONITORING, "c": 3})
 
 
 def test_custom_objects_are_stored(kube: Kube) -> None:
@@ -95,15 +100,15 @@ def test_custom_objects_are_stored(kube: Kube) -> None:
     spec = {**MONITORING, "any": {"thing": 1}}
     kube.custom.create_namespaced_custom_object(*where, {"metadata": {"name": "c"}, "spec": spec})
     kube.custom.patch_namespaced_custom_object(*where, "c", {"spec": {"more": [1]}})
-    found = kube.custom.list_namespaced_custom_object(*where)["items"]
-    assert found[0]["spec"] == {**spec, "more": [1]}
-    assert (found[0]["kind"], found[0]["apiVersion"]) == ("PodMonitoring", "monitoring.googleapis.com/v1")
+    listed = kube.custom.list_namespaced_custom_object(*where)["items"]
+    assert listed[0]["spec"] == {**spec, "more": [1]}
+    assert (listed[0]["kind"], listed[0]["apiVersion"]) == ("PodMonitoring", "monitoring.googleapis.com/v1")
 
 
 def test_secrets_take_plain_text_and_give_base64(kube: Kube) -> None:
     kube.core.create_namespaced_secret(kube.namespace, {"metadata": {"name": "s"}, "stringData": {"k": "v"}})
-    found = kube.core.read_namespaced_secret("s", kube.namespace)
-    assert (found.data, found.type, found.string_data) == ({"k": "dg=="}, "Opaque", None)
+    secret = kube.core.read_namespaced_secret("s", kube.namespace)
+    assert (secret.data, secret.type, secret.string_data) == ({"k": "dg=="}, "Opaque", None)
 
 
 def test_dry_runs_leave_nothing(kube: Kube) -> None:
@@ -123,8 +128,8 @@ def test_selectors(kube: Kube) -> None:
         kube.core.create_namespaced_config_map(kube.namespace, config_map(name, labels={"app": app}))
 
     def names(**selectors: str) -> str:
-        found = kube.core.list_namespaced_config_map(kube.namespace, **selectors).items
-        return "".join(one.metadata.name for one in found)
+        items = kube.core.list_namespaced_config_map(kube.namespace, **selectors).items
+        return "".join(item.metadata.name for item in items)
 
     assert (names(label_selector="app=x"), names(label_selector="app notin (x)")) == ("ab", "c")
     assert names(field_selector="metadata.name!=a", label_selector="app=x") == "b"
@@ -141,13 +146,13 @@ def test_lists_come_in_consistent_pages(kube: Kube) -> None:
     kube.core.create_namespaced_config_map(kube.namespace, config_map("c9"))
     kube.core.patch_namespaced_config_map("c2", kube.namespace, {"data": {"later": "1"}})
     rest = kube.core.list_namespaced_config_map(kube.namespace, limit=9, _continue=first.metadata._continue)
-    assert [one.metadata.name for one in rest.items] == ["c2", "c3", "c4"]
+    assert [item.metadata.name for item in rest.items] == ["c2", "c3", "c4"]
     assert rest.items[0].data is None
     with pytest.raises(exceptions.ApiException, match="continue key is not valid"):
         kube.core.list_namespaced_config_map(kube.namespace, limit=1, _continue="nonsense")
 
 
-def test_without_a_token_nothing_is_told(kube: Kube) -> None:
+def test_requests_without_a_token_are_refused(kube: Kube) -> None:
     for token in ("", "Bearer bad"):
         code, body, _ = kube.call("GET", "/api/v1/pods", token=token)
         assert (code, body["reason"]) == (401, "Unauthorized")
@@ -294,7 +299,7 @@ def test_gpus_need_a_type_on_autopilot(kube: Kube) -> None:
     with pytest.raises(exceptions.ApiException) as refused:
         kube.batch.create_namespaced_job(kube.namespace, job_with(container__resources={"limits": {GPU: "1"}}))
     assert refused.value.status == 400
-    assert "autogke-gpu-limitation" in refused.value.body
+    assert "autogke-gpu-limitation" in str(refused.value.body)
 
 
 def test_unknown_fields_can_be_ignored_or_warned_about(kube: Kube) -> None:
@@ -311,7 +316,7 @@ def test_job_templates_cannot_change(kube: Kube) -> None:
     patch = {"spec": {"template": {"spec": {"containers": [{"name": "main", "image": "other"}]}}}}
     with pytest.raises(exceptions.UnprocessableEntityException) as refused:
         kube.batch.patch_namespaced_job("a", kube.namespace, patch)
-    assert causes(json.loads(refused.value.body)) == ["spec.template"]
+    assert causes(answer_of(refused.value)) == ["spec.template"]
 
 
 def test_patch_formats(kube: Kube) -> None:
@@ -321,7 +326,7 @@ def test_patch_formats(kube: Kube) -> None:
     assert kube.call("PATCH", path, steps, "application/json-patch+json")[1]["metadata"]["labels"] == {"json": "patch"}
     env = {"spec": {"template": {"spec": {"containers": [{"name": "server", "env": [{"name": "B", "value": "2"}]}]}}}}
     merged = kube.call("PATCH", path, env, "application/strategic-merge-patch+json")[1]
-    assert [one["name"] for one in merged["spec"]["template"]["spec"]["containers"][0]["env"]] == ["A", "B"]
+    assert [variable["name"] for variable in merged["spec"]["template"]["spec"]["containers"][0]["env"]] == ["A", "B"]
     code, body, _ = kube.call("PATCH", path, env, "application/merge-patch+json")
     assert (code, causes(body)) == (422, ["spec.template.spec.containers[0].image"])
     assert kube.call("PATCH", path, env, "application/apply-patch+yaml")[0] == 501
@@ -426,10 +431,10 @@ def test_dependents_follow_their_owner(kube: Kube, policy: str) -> None:
     kube.core.delete_namespaced_config_map("owner", kube.namespace, propagation_policy=policy)
 
     def names() -> list[str]:
-        return [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items]
+        return [item.metadata.name for item in kube.core.list_namespaced_config_map(kube.namespace).items]
 
     wanted = ["child"] if policy == "Orphan" else []
-    kube.until(names, lambda found: found == wanted)
+    kube.until(names, lambda names: names == wanted)
     if wanted:
         kube.until(
             lambda: kube.core.read_namespaced_config_map("child", kube.namespace),
@@ -452,7 +457,7 @@ def test_foreground_deletion_waits_for_dependents(kube: Kube) -> None:
     kube.until(lambda: kube.core.list_namespaced_config_map(kube.namespace).items, lambda items: not items)
 
 
-def test_orphans_of_nobody_are_collected(kube: Kube) -> None:
+def test_objects_of_unknown_owners_are_deleted(kube: Kube) -> None:
     owner = kube.core.create_namespaced_config_map(kube.namespace, config_map("owner"))
     kube.core.delete_namespaced_config_map("owner", kube.namespace)
     kube.core.create_namespaced_config_map(kube.namespace, owned_by(owner, "late"))
@@ -463,7 +468,7 @@ def test_collections_are_deleted_by_selector(kube: Kube) -> None:
     for name in "ab":
         kube.core.create_namespaced_config_map(kube.namespace, config_map(name, labels={"n": name}))
     kube.core.delete_collection_namespaced_config_map(kube.namespace, label_selector="n=a")
-    assert [one.metadata.name for one in kube.core.list_namespaced_config_map(kube.namespace).items] == ["b"]
+    assert [item.metadata.name for item in kube.core.list_namespaced_config_map(kube.namespace).items] == ["b"]
 
 
 def test_namespaces_take_everything_with_them(running: Running) -> None:
@@ -503,7 +508,7 @@ def test_immutable_secrets_do_not_change(kube: Kube) -> None:
 
 def test_autoscalers_are_checked_and_kept(kube: Kube) -> None:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d"}
-    metric = {
+    metric: dict[str, Any] = {
         "type": "Pods",
         "pods": {"metric": {"name": "queue"}, "target": {"type": "AverageValue", "averageValue": "5"}},
     }
@@ -556,10 +561,10 @@ def test_calls_fail_on_purpose(kube: Kube) -> None:
     assert kube.call("GET", f"{path}/a")[0] == 200
 
 
-def test_discovery_names_what_is_served(kube: Kube) -> None:
+def test_discovery_lists_the_served_resources(kube: Kube) -> None:
     assert client.VersionApi(kube.api).get_code().git_version.startswith("v1.33")
     groups = {group.name for group in client.ApisApi(kube.api).get_api_versions().groups}
     assert groups == {"apps", "autoscaling", "batch", "monitoring.googleapis.com", "ray.io"}
-    resources = {one.name for one in kube.batch.get_api_resources().resources}
+    resources = {resource.name for resource in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]

@@ -1,4 +1,4 @@
-"""Patches, selectors and quantities: the standards' own examples, and wild input."""
+"""Patches, selectors and quantities: the examples of the standards, and random input."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def containers(*names: str) -> dict[str, Any]:
 def test_strategic_merge_merges_lists_by_key() -> None:
     patch = {"spec": {"containers": [{"name": "b", "image": "new"}, {"name": "c", "image": "added"}]}}
     result = strategic_patch(containers("a", "b"), patch, "Pod")["spec"]["containers"]
-    assert [(one["name"], one["image"]) for one in result] == [("a", "i"), ("b", "new"), ("c", "added")]
+    assert [(item["name"], item["image"]) for item in result] == [("a", "i"), ("b", "new"), ("c", "added")]
     assert result[1]["args"] == ["1"]
 
 
@@ -133,7 +133,7 @@ def test_strategic_merge_obeys_directives() -> None:
     }
     result = strategic_patch(current, patch, "Pod")
     assert result["metadata"]["finalizers"] == ["x/2", "x/3"]
-    assert [one["name"] for one in result["spec"]["containers"]] == ["c", "b"]
+    assert [item["name"] for item in result["spec"]["containers"]] == ["c", "b"]
     replaced = strategic_patch(current, {"spec": {"$patch": "replace", "hostname": "h"}}, "Pod")
     assert replaced["spec"] == {"hostname": "h"}
     strategy = {"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}}
@@ -191,7 +191,10 @@ def test_whole_quantities_survive(number: int, suffix: str) -> None:
 def test_label_selectors(selector: str, matching: str) -> None:
     labels = {"a": {"app": "x"}, "b": {"app": "y", "tier": "1"}, "c": {"a.b/c": "d"}}
     requirements = parse_labels(selector)
-    assert "".join(name for name in labels if all(one.matches(labels[name]) for one in requirements)) == matching
+    assert (
+        "".join(name for name in labels if all(requirement.matches(labels[name]) for requirement in requirements))
+        == matching
+    )
 
 
 @pytest.mark.parametrize(

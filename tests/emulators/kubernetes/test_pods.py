@@ -23,15 +23,15 @@ def state(pod: Any) -> Any:
 def reason_of(pod: Any) -> str:
     if not pod.status.container_statuses:
         return ""
-    found = state(pod).waiting or state(pod).terminated
-    return found.reason if found else "Running"
+    current = state(pod).waiting or state(pod).terminated
+    return current.reason if current else "Running"
 
 
 def wait_reason(kube: Kube, name: str, reason: str) -> Any:
     return kube.until(lambda: kube.pod(name), lambda pod: reason_of(pod) == reason)
 
 
-def test_a_pod_goes_through_its_phases(kube: Kube) -> None:
+def test_pod_passes_through_its_phases(kube: Kube) -> None:
     seen = []
     watcher = watch.Watch()
 
@@ -117,16 +117,25 @@ def test_the_environment_is_put_together(kube: Kube) -> None:
     )
     kube.wait_pod("a", "Succeeded")
     _, variables, words = kube.log("a").splitlines()
-    found = json.loads(variables)
-    assert (found["HF_TOKEN"], found["RATE"], found["C_LR"], found["POD"]) == ("s3cret", "1e-4", "1e-4", "a")
-    assert (found["BOTH"], found["LABEL"], found["CPUS"]) == ("a/1e-4 $(POD) $(UNKNOWN)", "x", "2")
-    assert (found["HOSTNAME"], found["DROPFORGE_LOCAL_GPUS"]) == ("a", "2")
-    host, _, port = found["MASTER"].partition(":")  # the service's own port, for other jobs meet on this machine too
+    environment = json.loads(variables)
+    assert (environment["HF_TOKEN"], environment["RATE"], environment["C_LR"], environment["POD"]) == (
+        "s3cret",
+        "1e-4",
+        "1e-4",
+        "a",
+    )
+    assert (environment["BOTH"], environment["LABEL"], environment["CPUS"]) == ("a/1e-4 $(POD) $(UNKNOWN)", "x", "2")
+    assert (environment["HOSTNAME"], environment["DROPFORGE_LOCAL_GPUS"]) == ("a", "2")
+    host, _, port = environment["MASTER"].partition(
+        ":"
+    )  # a port reserved for the service, because other jobs use this machine too
     assert (host, int(port) in CONFIG.pod_ports) == ("127.0.0.1", True)
-    assert found["PYTHONPATH"] == str(shims.DIRECTORY)  # GPUs are CPUs here
-    assert found["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
-    assert found["HOST"] == "127.0.0.1"  # where a server should listen; PORT says at which port of this machine
-    assert "NONE" not in found
+    assert environment["PYTHONPATH"] == str(shims.DIRECTORY)  # GPUs are CPUs here
+    assert environment["STORAGE_EMULATOR_HOST"] == "http://127.0.0.1:1"
+    assert (
+        environment["HOST"] == "127.0.0.1"
+    )  # the address where a server should listen; PORT is its port of this machine
+    assert "NONE" not in environment
     assert json.loads(words) == ["a"]
 
 
@@ -189,8 +198,8 @@ def test_deleted_pods_are_asked_and_then_killed(kube: Kube) -> None:
     kube.create_pod("stubborn", "stubborn", terminationGracePeriodSeconds=1)
     for name, line in (("polite", "waiting"), ("stubborn", "ignoring")):
         kube.until(
-            lambda name=name: kube.pod(name).status.phase == "Running" and kube.log(name),
-            lambda log, line=line: log and line in log,
+            lambda name=name: kube.pod(name).status.phase == "Running" and kube.log(name),  # type: ignore[misc]
+            lambda log, line=line: log and line in log,  # type: ignore[misc]
         )
     started = time.monotonic()
     for name in ("polite", "stubborn"):
@@ -234,7 +243,7 @@ def test_output_is_cut_and_followed(kube: Kube) -> None:
         kube.log("a", previous=True)
 
 
-def test_an_image_without_a_command_is_told(kube: Kube) -> None:
+def test_image_without_a_command_is_reported(kube: Kube) -> None:
     kube.create_pod("a", container={"command": ["/no/such/program"]})
     pod = kube.wait_pod("a", "Failed")
     assert state(pod).terminated.exit_code == 127

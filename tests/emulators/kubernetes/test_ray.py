@@ -1,4 +1,4 @@
-"""RayJobs: real Ray in the pods, the real Jobs API, KubeRay's states. Clusters are dear (20 s), so each does much.
+"""RayJobs: real Ray in the pods, the real Jobs API, KubeRay's states. A cluster takes 20 s, so each test does much.
 
 What tests/stack runs in Ray's place (tests/images/containers/ray_noop) is held here to the same.
 """
@@ -37,13 +37,13 @@ WAIT_SECONDS = 180.0
 
 DRIVER = """
     import os, sys, time
-    what = sys.argv[1]
-    print("driver", what, "of", os.environ["RAY_CLUSTER_NAME"], flush=True)
-    if what == "exit":
+    mode = sys.argv[1]
+    print("driver", mode, "of", os.environ["RAY_CLUSTER_NAME"], flush=True)
+    if mode == "exit":
         sys.exit(int(sys.argv[2]))
-    if what == "sleep":
+    if mode == "sleep":
         time.sleep(float(sys.argv[2]))
-    if what == "hosts":
+    if mode == "hosts":
         import ray
         @ray.remote(num_cpus=1, resources={"TPU": 4})
         class Host:
@@ -114,7 +114,7 @@ def ray_job(name: str, *words: str, hosts: int = 0, image: str = REAL, **spec: A
 
 
 class Ray:
-    """RayJobs of one cluster's default namespace."""
+    """RayJobs of a cluster's default namespace."""
 
     def __init__(self, kube: Kube, image: str = REAL) -> None:
         self.kube = kube
@@ -129,8 +129,8 @@ class Ray:
         return name
 
     def status(self, name: str) -> dict[str, Any]:
-        found = self.kube.custom.get_namespaced_custom_object(*self.where, "rayjobs", name)
-        return dict(found.get("status", {}))
+        job = self.kube.custom.get_namespaced_custom_object(*self.where, "rayjobs", name)
+        return dict(job.get("status", {}))
 
     def states(self, name: str) -> tuple[str, str]:
         status = self.status(name)
@@ -149,7 +149,7 @@ class Ray:
         self.kube.custom.delete_namespaced_custom_object(*self.where, "rayjobs", name)
 
     def call(self, name: str, method: str, path: str = "", body: Any = None, token: str = "") -> tuple[int, bytes]:
-        """A request to the Jobs API of a job's cluster: status and answer."""
+        """Send a request to the Jobs API of a job's cluster; return status and answer."""
         environment = self.environment(name)
         headers = {"Authorization": f"Bearer {token or environment['RAY_AUTH_TOKEN']}"}
         data = None if body is None else json.dumps(body).encode()
@@ -165,7 +165,7 @@ class Ray:
                 return error.code, error.read()
 
     def environment(self, name: str) -> dict[str, str]:
-        """What the ray command line needs to reach a job's cluster from outside."""
+        """The environment that the ray command line needs to reach a job's cluster from outside."""
         cluster = self.status(name)["rayClusterName"]
         secret = self.kube.core.read_namespaced_secret(cluster, self.kube.namespace)
         service = self.kube.core.read_namespaced_service(f"{cluster}-head-svc", self.kube.namespace)
@@ -179,12 +179,12 @@ class Ray:
         }
 
 
-def until(look: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+def until(read: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     deadline = time.monotonic() + seconds
-    while not (found := look()):
+    while not (value := read()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.2)
-    return found
+    return value
 
 
 @pytest.fixture
@@ -219,7 +219,9 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
     logs = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     names = "slice-0-0.{0}-headless,slice-0-1.{0}-headless".format(status["rayClusterName"])
     local = "127.0.0.1,127.0.0.1"
-    assert any(f"hosts [['0', '{one}', 'slice-0'], ['1', '{one}', 'slice-0']]" in logs for one in (names, local))
+    assert any(
+        f"hosts [['0', '{address}', 'slice-0'], ['1', '{address}', 'slice-0']]" in logs for address in (names, local)
+    )
     denied = subprocess.run(command, env={**environment, "RAY_AUTH_TOKEN": "x" * 32}, capture_output=True, text=True)
     assert denied.returncode != 0
 
@@ -235,8 +237,8 @@ def test_a_job_runs_on_all_hosts_of_a_slice_and_takes_its_cluster_with_it(ray: R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("image", [REAL, NOOP])  # Ray, and what stands for it in other tests
-def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(ray: Ray) -> None:
+@pytest.mark.parametrize("image", [REAL, NOOP])  # Ray, and the replacement that other tests use
+def test_failed_driver_killed_head_and_stopped_job(ray: Ray) -> None:
     name = ray.create("exit", "65")
     until(lambda: ray.states(name) == ("Failed", "FAILED"))
     status = ray.status(name)
@@ -261,16 +263,16 @@ def test_a_driver_that_fails_a_head_that_dies_and_a_job_that_is_stopped(ray: Ray
     assert ray.call(name, "GET", "another")[0] == 404
     assert ray.call(name, "GET", submitted["submission_id"], token="x" * 32)[0] in (401, 403)
     # Somebody stops it by hand.
-    status, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
-    assert (status, json.loads(answer)) == (200, {"stopped": True})
+    code, answer = ray.call(name, "POST", f"{submitted['submission_id']}/stop")
+    assert (code, json.loads(answer)) == (200, {"stopped": True})
     until(lambda: ray.states(name) == ("Complete", "STOPPED"))
     until(lambda: not ray.pods() and not ray.clusters())
     ray.delete(name)
-    until(lambda: gone(ray, name))
+    until(lambda: is_deleted(ray, name))
     until(lambda: not find_members(ray.kube.directory))  # a shim ends after its pod
 
 
-@pytest.mark.parametrize("image", [NOOP])  # of Ray itself, its start and its end are what the tests above have seen
+@pytest.mark.parametrize("image", [NOOP])  # the tests above have tested the start and the end of Ray itself
 def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> None:
     name = ray.create("sleep", "600", activeDeadlineSeconds=600)
     until(lambda: ray.states(name)[0] == "Running")
@@ -286,14 +288,14 @@ def test_suspending_ends_the_cluster_and_a_deadline_ends_the_job(ray: Ray) -> No
 
 
 def assert_late(ray: Ray, name: str) -> None:
-    """A deadline that is a second after the job's start, or has passed already, ends the job and its cluster."""
+    """A deadline one second after the job's start, or in the past, ends the job and its cluster."""
     ray.patch(name, suspend=False, activeDeadlineSeconds=1)
     until(lambda: ray.states(name)[0] == "Failed")
     assert ray.status(name)["reason"] == "DeadlineExceeded"
     until(lambda: not ray.pods())
 
 
-def test_what_the_operator_refuses_is_told_in_the_status(ray: Ray) -> None:
+def test_refusals_of_the_operator_are_in_the_status(ray: Ray) -> None:
     def refused(**spec: Any) -> str:
         name = ray.create("x", **spec)
         until(lambda: ray.states(name)[0] == "ValidationFailed", 10)
@@ -324,7 +326,7 @@ def test_what_the_api_refuses(kube: Kube, spec: dict[str, Any], code: int) -> No
     assert kube.call("POST", path, ray_job("r", **spec))[0] == code
 
 
-def gone(ray: Ray, name: str) -> bool:
+def is_deleted(ray: Ray, name: str) -> bool:
     try:
         ray.status(name)
     except exceptions.NotFoundException:
@@ -333,7 +335,7 @@ def gone(ray: Ray, name: str) -> bool:
 
 
 def head_processes(ray: Ray) -> list[psutil.Process]:
-    """What the rest of the head ends with."""
+    """The exit state of the head's other processes."""
     name = "bin/ray" if ray.image == NOOP else "gcs_server"
     return [process for process in processes(ray) if name in " ".join(process.cmdline()[:2])]
 
@@ -354,7 +356,7 @@ def processes(ray: Ray) -> Iterator[psutil.Process]:
 
 
 def assert_only_loopback(directory: Path) -> None:
-    """Nothing of a cluster listens where another machine could reach it."""
+    """No process of a cluster listens where another machine could reach it."""
     listening = {
         connection.laddr.ip
         for pids in find_members(directory).values()

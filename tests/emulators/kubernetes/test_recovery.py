@@ -1,4 +1,4 @@
-"""SIGKILL of the emulator at any moment; whatever ran goes on, and what ended meanwhile is seen."""
+"""SIGKILL of the emulator at any moment: containers continue, and the restart notices ends meanwhile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_deletions_are_finished(stack: Stack) -> None:
     again.until(again.processes, lambda processes: not processes)
 
 
-def test_services_and_deployments_are_there_again(stack: Stack) -> None:
+def test_services_and_deployments_survive_a_restart(stack: Stack) -> None:
     kube = stack.start()
     kube.apps.create_namespaced_deployment("default", make_deployment("d", 2))
     port = {"port": 80, "targetPort": 8000}
@@ -77,7 +77,7 @@ def test_forced_deletions_leave_no_process(stack: Stack) -> None:
     again.until(again.processes, lambda processes: not processes)
 
 
-def test_a_watch_goes_on_after_a_restart(stack: Stack) -> None:
+def test_watch_continues_after_a_restart(stack: Stack) -> None:
     kube = stack.start()
     made = kube.core.create_namespaced_config_map("default", {"metadata": {"name": "a"}})
     kube.core.create_namespaced_config_map("default", {"metadata": {"name": "b"}})
@@ -89,7 +89,7 @@ def test_a_watch_goes_on_after_a_restart(stack: Stack) -> None:
     assert (event["type"], event["object"]["metadata"]["name"]) == ("ADDED", "b")
 
 
-def test_nothing_to_do_costs_nothing(stack: Stack) -> None:
+def test_idle_emulator_uses_no_cpu(stack: Stack) -> None:
     kube = stack.start()
     assert stack.process is not None
     kube.create_job("done")
@@ -100,7 +100,7 @@ def test_nothing_to_do_costs_nothing(stack: Stack) -> None:
     )
     kube.wait_job("done")
     kube.until(lambda: kube.job("running").status.ready, lambda ready: ready == 1)
-    time.sleep(1.5)  # nodes go, backoffs end
+    time.sleep(1.5)  # until nodes are removed and backoffs end
     process = psutil.Process(stack.process.pid)
     before = process.cpu_times()
     time.sleep(2)
@@ -111,7 +111,7 @@ def test_nothing_to_do_costs_nothing(stack: Stack) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_killed_again_and_again(stack: Stack) -> None:
-    """Every job reaches its end, each index runs to success once, and no process is left."""
+    """Every job ends, each index succeeds once, and no process remains."""
     kube: Kube = stack.start()
     for number in range(4):
         kube.create_job(
@@ -119,7 +119,7 @@ def test_killed_again_and_again(stack: Stack) -> None:
         )
     kube.create_job("bad", "exit", "1", backoffLimit=2)
     for _ in range(8):
-        time.sleep(random.uniform(0.05, 0.9))  # the moment of the kill is what is random here
+        time.sleep(random.uniform(0.05, 0.9))  # a random moment for the kill
         stack.kill()
         kube = stack.start()
     for number in range(4):

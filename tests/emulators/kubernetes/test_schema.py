@@ -22,7 +22,7 @@ TYPES = {"str": "string", "enum": "string", "int": "integer", "bool": "boolean",
 def form_of(schema: dict[str, Any]) -> str:
     """The name of the type that a published schema describes."""
     if "$ref" in schema:
-        name = schema["$ref"].rsplit(".", 1)[1]
+        name: str = schema["$ref"].rsplit(".", 1)[1]
         return {"Time": "time", "MicroTime": "time", "Quantity": "quantity", "IntOrString": "port"}.get(name, name)
     kinds = schema.get("type", "")
     return str(next((kind for kind in kinds if kind != "null"), "") if isinstance(kinds, list) else kinds)

@@ -1,4 +1,4 @@
-"""Watches: what changed since a revision, through selectors, until the time is up; too old is Gone."""
+"""Watches: changes since a revision, with selectors, until the timeout; 410 Gone for old revisions."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def events(kube: Kube, **query: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in response]
 
 
-def test_a_watch_goes_on_from_a_revision(kube: Kube) -> None:
+def test_watch_continues_from_a_revision(kube: Kube) -> None:
     first = put(kube, "a")
     put(kube, "b")
     kube.core.patch_namespaced_config_map("a", kube.namespace, {"data": {"k": "1"}})
     kube.core.delete_namespaced_config_map("b", kube.namespace)
-    found = events(kube, resourceVersion=first.metadata.resource_version)
-    assert [(one["type"], one["object"]["metadata"]["name"]) for one in found] == [
+    received = events(kube, resourceVersion=first.metadata.resource_version)
+    assert [(event["type"], event["object"]["metadata"]["name"]) for event in received] == [
         ("ADDED", "b"), ("MODIFIED", "a"), ("DELETED", "b"),
     ]  # fmt: skip
-    versions = [int(one["object"]["metadata"]["resourceVersion"]) for one in found]
+    versions = [int(event["object"]["metadata"]["resourceVersion"]) for event in received]
     assert versions == sorted(versions)
 
 
-def test_a_watch_from_nowhere_begins_with_what_is_there(kube: Kube) -> None:
+def test_watch_without_a_revision_starts_with_the_present_objects(kube: Kube) -> None:
     put(kube, "a")
     for version in ("", "0"):
-        assert [one["type"] for one in events(kube, resourceVersion=version)] == ["ADDED"]
+        assert [event["type"] for event in events(kube, resourceVersion=version)] == ["ADDED"]
 
 
 def test_objects_enter_and_leave_a_selector(kube: Kube) -> None:
@@ -51,16 +51,16 @@ def test_objects_enter_and_leave_a_selector(kube: Kube) -> None:
     kube.core.patch_namespaced_config_map("a", kube.namespace, {"metadata": {"labels": {"app": "y"}}})
     kube.core.patch_namespaced_config_map("a", kube.namespace, {"metadata": {"labels": {"app": "x"}}})
     version = first.metadata.resource_version
-    found = events(kube, resourceVersion=version, labelSelector="app%3Dx")
-    assert [one["type"] for one in found] == ["DELETED", "ADDED"]
+    received = events(kube, resourceVersion=version, labelSelector="app%3Dx")
+    assert [event["type"] for event in received] == ["DELETED", "ADDED"]
 
 
 def test_bookmarks_tell_how_far_it_is(kube: Kube) -> None:
     put(kube, "a")
-    found = events(kube, allowWatchBookmarks="true")
-    assert [one["type"] for one in found] == ["ADDED", "BOOKMARK"]
-    assert int(found[1]["object"]["metadata"]["resourceVersion"]) >= int(
-        found[0]["object"]["metadata"]["resourceVersion"]
+    received = events(kube, allowWatchBookmarks="true")
+    assert [event["type"] for event in received] == ["ADDED", "BOOKMARK"]
+    assert int(received[1]["object"]["metadata"]["resourceVersion"]) >= int(
+        received[0]["object"]["metadata"]["resourceVersion"]
     )
     initial = events(kube, sendInitialEvents="true", allowWatchBookmarks="true", resourceVersionMatch="NotOlderThan")
     assert initial[1]["object"]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}
@@ -84,7 +84,7 @@ def test_watches_see_changes_as_they_happen(kube: Kube) -> None:
     assert seen == [("ADDED", "a"), ("DELETED", "a")]
 
 
-def test_what_is_too_old_is_gone(kube: Kube) -> None:
+def test_old_revisions_are_refused_with_410(kube: Kube) -> None:
     first = put(kube, "a")
     page = kube.core.list_namespaced_config_map(kube.namespace, limit=1)
     put(kube, "b")
@@ -96,11 +96,15 @@ def test_what_is_too_old_is_gone(kube: Kube) -> None:
             {"data": {"k": str(number)}},
             "application/merge-patch+json",
         )
-    found = events(kube, resourceVersion=first.metadata.resource_version)
-    assert (found[0]["type"], found[0]["object"]["code"], found[0]["object"]["reason"]) == ("ERROR", 410, "Expired")
-    with pytest.raises(exceptions.ApiException) as gone:
+    received = events(kube, resourceVersion=first.metadata.resource_version)
+    assert (received[0]["type"], received[0]["object"]["code"], received[0]["object"]["reason"]) == (
+        "ERROR",
+        410,
+        "Expired",
+    )
+    with pytest.raises(exceptions.ApiException) as refused:
         kube.core.list_namespaced_config_map(kube.namespace, limit=1, _continue=page.metadata._continue)
-    assert gone.value.status == 410
+    assert refused.value.status == 410
 
 
 def test_the_future_cannot_be_watched(kube: Kube) -> None:

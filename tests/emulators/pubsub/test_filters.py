@@ -64,9 +64,9 @@ def judge(tree: Tree, attributes: Mapping[str, str]) -> bool:
         case ("prefix", key, value):
             return key in attributes and attributes[key].startswith(value)
         case ("=", key, value):
-            return attributes.get(key) == value
+            return bool(attributes.get(key) == value)
         case ("!=", key, value):
-            return attributes.get(key) != value
+            return bool(attributes.get(key) != value)
         case ("not", inner):
             return not judge(inner, attributes)
         case ("and", terms):

@@ -86,7 +86,8 @@ def test_push_backoff_follows_the_retry_policy(timeless: PubSub, endpoint: Endpo
     endpoint.answer = lambda request: 500
     timeless.publish(topic, b"x")
     for count, delay in enumerate((10, 15, 15), start=1):
-        eventually(lambda count=count: timeless.query("SELECT failures FROM pubsub_deliveries") == [(count,)])
+        expected = [(count,)]
+        eventually(lambda expected=expected: timeless.query("SELECT failures FROM pubsub_deliveries") == expected)  # type: ignore[misc]
         timeless.advance(delay - 0.5)
         timeless.query("SELECT 1")
         assert len(endpoint.requests) == count
@@ -149,7 +150,8 @@ def test_connections_are_kept_alive(pubsub: PubSub, endpoint: Endpoint) -> None:
     pubsub.subscription(topic, push_config={"push_endpoint": endpoint.url})
     for number in range(10):
         pubsub.publish(topic, b"x")
-        eventually(lambda number=number: len(endpoint.requests) == number + 1 and endpoint.in_flight == 0)
+        arrived = number + 1
+        eventually(lambda arrived=arrived: len(endpoint.requests) == arrived and endpoint.in_flight == 0)  # type: ignore[misc]
     assert len(endpoint.connections) <= 2
 
 
@@ -191,7 +193,9 @@ def test_deleted_subscription_is_not_pushed(pubsub: PubSub, endpoint: Endpoint) 
     eventually(lambda: endpoint.requests)
     pubsub.subscriber.delete_subscription(subscription=subscription)
     assert pubsub.emulator is not None
-    eventually(lambda: not pubsub.emulator._pusher._pumps)
+    assert pubsub.emulator is not None
+    pusher = pubsub.emulator._pusher
+    eventually(lambda: not pusher._pumps)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "not a url", "http://", "http://[bad"])

@@ -109,7 +109,7 @@ def test_no_acknowledged_publish_is_lost_to_kills_under_load(process: Process) -
     for round_ in range(1, 4):
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(publish, client) for _ in range(2)]
-            eventually(lambda enough=round_ * 60: len(sent) >= enough)
+            eventually(lambda enough=round_ * 60: len(sent) >= enough)  # type: ignore[misc]
             process.kill()
             assert [future.result(20) for future in futures] == [None, None]
         client = process.start()

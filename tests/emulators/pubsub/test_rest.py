@@ -15,7 +15,7 @@ import pytest
 import requests
 from google.api_core.client_options import ClientOptions
 from google.auth.credentials import AnonymousCredentials
-from google.pubsub_v1 import PublisherClient, SubscriberClient
+from google.pubsub_v1 import PublisherClient, PubsubMessage, SubscriberClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +51,7 @@ def test_google_rest_transport(pubsub: PubSub) -> None:
     topic = publisher.create_topic(name=f"{PROJECT}/topics/rest-%41+~").name
     name = f"{PROJECT}/subscriptions/rest"
     subscriber.create_subscription(name=name, topic=topic)
-    publisher.publish(topic=topic, messages=[{"data": b"x"}], retry=None)
+    publisher.publish(topic=topic, messages=[PubsubMessage(data=b"x")], retry=None)
     (received,) = subscriber.pull(subscription=name, max_messages=5, retry=None).received_messages
     subscriber.modify_ack_deadline(subscription=name, ack_ids=[received.ack_id], ack_deadline_seconds=30)
     subscriber.acknowledge(subscription=name, ack_ids=[received.ack_id])

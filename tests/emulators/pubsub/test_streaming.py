@@ -170,7 +170,9 @@ def test_cancelled_streams_release_their_resources(pubsub: PubSub) -> None:
         stream.messages(1)
         stream.close()
     assert pubsub.emulator is not None
-    eventually(lambda: not pubsub.emulator._wakes._events and not pubsub.emulator._puller._owners)
+    assert pubsub.emulator is not None
+    wakes, puller = pubsub.emulator._wakes, pubsub.emulator._puller
+    eventually(lambda: not wakes._events and not puller._owners)
 
 
 def test_nacks_and_flow_control_of_the_real_client_under_load(pubsub: PubSub) -> None:

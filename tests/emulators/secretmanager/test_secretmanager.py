@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -184,7 +185,7 @@ def test_secret_with_a_ttl_expires(client: api.SecretManagerServiceClient, stack
 
 def test_set_secret_is_idempotent(client: api.SecretManagerServiceClient, stack: Stack) -> None:
     for value in (b"a", b"a", b"b"):
-        stack.call(lambda value=value: stack.emulator.set_secret("webhook", value))
+        stack.call(partial(stack.emulator.set_secret, "webhook", value))
     secret = client.get_secret(name=f"{PARENT}/secrets/webhook")
     assert access(client, secret) == b"b"
     assert len(list(client.list_secret_versions(parent=secret.name))) == 2

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dropforge_local.emulators.storage import listing
+from dropforge_local.emulators.storage.models import StoredObject
 
 from .conftest import Api, Running
 
@@ -126,14 +127,14 @@ def test_listing_seeks(running: Running, monkeypatch: pytest.MonkeyPatch) -> Non
         for leaf in range(50):
             api.put(bucket, f"{top}/{leaf:03}", b"")
     rows = 0
-    from_row = listing.StoredObject.from_row
+    from_row = StoredObject.from_row
 
     def counted(row: Any) -> Any:
         nonlocal rows
         rows += 1
         return from_row(row)
 
-    monkeypatch.setattr(listing.StoredObject, "from_row", counted)
+    monkeypatch.setattr(StoredObject, "from_row", counted)
     assert list_all(api, bucket, {"delimiter": "/"})[1] == ["0/", "1/", "2/", "3/"]
     assert rows == 4
 

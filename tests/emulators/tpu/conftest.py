@@ -18,13 +18,15 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
+
+from ..clocks import HeldClock
 
 PARENT = "projects/p1/locations/us-west1-c"
 NODE = {"accelerator_type": "v5litepod-8", "runtime_version": "v2-alpha-tpuv5-lite"}
@@ -58,8 +60,8 @@ DOCKERFILE = (
 IMAGE = "us-west1-docker.pkg.dev/p1/dropforge/nap:v1"
 
 
-def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
-    db, clock = Database(home / "state.db"), SystemClock()
+def build(home: Path, clock: Clock | None = None) -> Sequence[Emulator]:
+    db, clock = Database(home / "state.db"), clock or SystemClock()
     compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
     tpu = TpuEmulator(
         db,
@@ -69,7 +71,7 @@ def build(home: Path, config: TpuConfig = CONFIG) -> Sequence[Emulator]:
         disks=compute.disks,
         platform_env=lambda account: {"PLATFORM": "here"},
         token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
-        config=config,
+        config=CONFIG,
     )
     return [compute, tpu]
 
@@ -80,6 +82,7 @@ class Cloud:
 
     server: Server
     home: Path
+    clock: HeldClock = field(default_factory=HeldClock)
     channels: list[grpc.Channel] = field(default_factory=list)
 
     @property
@@ -103,13 +106,13 @@ class Cloud:
         return self.tpu.create_node(parent=PARENT, node=node, node_id=node_id)
 
     def ready(self, node_id: str = "n1", script: str = "", **fields: Any) -> tpu_v2.Node:
-        return self.create(node_id, script, **fields).result(timeout=20)
+        return self.create(node_id, script, **fields).result(timeout=60)
 
     def node(self, node_id: str = "n1") -> tpu_v2.Node:
         return self.rest.get_node(name=f"{PARENT}/nodes/{node_id}")
 
     def delete(self, node_id: str = "n1") -> None:
-        self.tpu.delete_node(name=f"{PARENT}/nodes/{node_id}").result(timeout=30)
+        self.tpu.delete_node(name=f"{PARENT}/nodes/{node_id}").result(timeout=60)
 
     def queue(self, queued_id: str = "q1", node_id: str = "n1", **fields: Any) -> Any:
         node = {**NODE, **fields.pop("node", {})}
@@ -180,8 +183,9 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def cloud(home: Path) -> Iterator[Cloud]:
-    with BackgroundServer(lambda: build(home)) as server:
-        cloud = Cloud(server, home)
+    clock = HeldClock()
+    with BackgroundServer(lambda: build(home, clock)) as server:
+        cloud = Cloud(server, home, clock)
         yield cloud
         for channel in cloud.channels:
             channel.close()

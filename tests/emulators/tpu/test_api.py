@@ -24,11 +24,12 @@ from .conftest import NODE, PARENT, Cloud, QueuedState, State, build, wait_for
 
 
 def test_a_node_is_created_and_deleted(cloud: Cloud) -> None:
-    operation = cloud.create(labels={"dropforge-run": "r1"}, network_config={"enable_external_ips": False})
-    assert cloud.node().state == State.CREATING
+    with cloud.clock.hold():
+        operation = cloud.create(labels={"dropforge-run": "r1"}, network_config={"enable_external_ips": False})
+        assert cloud.node().state == State.CREATING
     metadata = operation.metadata
     assert (metadata.verb, metadata.target) == ("create", f"{PARENT}/nodes/n1")
-    node = operation.result(timeout=20)
+    node = operation.result(timeout=60)
     assert (node.state, node.health, dict(node.labels)) == (
         State.READY,
         tpu_v2.Node.Health.HEALTHY,
@@ -45,7 +46,7 @@ def test_a_node_is_created_and_deleted(cloud: Cloud) -> None:
 
 def test_rest_and_grpc_answer_the_same(cloud: Cloud) -> None:
     operation = cloud.rest.create_node(parent=PARENT, node=NODE, node_id="n1")
-    node = operation.result(timeout=20)
+    node = operation.result(timeout=60)
     assert node == cloud.tpu.get_node(name=node.name) == cloud.rest.get_node(name=node.name)
     listed = cloud.rest.list_operations({"name": PARENT}).operations
     assert [done.name for done in listed] == [operation.operation.name]
@@ -69,7 +70,7 @@ def test_zones_have_their_types_and_runtimes(cloud: Cloud) -> None:
 def test_lists_have_pages(cloud: Cloud) -> None:
     """Google's clients read all pages, except of operations. A deletion between two pages moves no item."""
     nodes = [cloud.create(f"node{number}") for number in range(3)]
-    names = [operation.result(timeout=20).name for operation in nodes]
+    names = [operation.result(timeout=60).name for operation in nodes]
     cloud.faults(stockout=["us-west1-c"])  # keeps the queued resources in the queue
     queued = [cloud.queue(f"q{number}", f"n{number}") for number in range(5)]
     made = [operation.operation.name for operation in [*nodes, *queued]]
@@ -88,14 +89,14 @@ def test_lists_have_pages(cloud: Cloud) -> None:
         assert [entry.name for entry in [*first.operations, *last.operations]] == made[::-1]
         assert not last.next_page_token
     first = cloud.tpu.list_queued_resources({"parent": PARENT, "page_size": 3})._response
-    cloud.unqueue("q1").result(timeout=20)
+    cloud.unqueue("q1").result(timeout=60)
     following = {"parent": PARENT, "page_token": first.next_page_token}
     assert [entry.name for entry in cloud.tpu.list_queued_resources(following)] == wanted[3:]
     types = list(cloud.rest.list_accelerator_types({"parent": PARENT, "page_size": 1}).pages)
     assert len(types) == len(list(cloud.tpu.list_accelerator_types(parent=PARENT))) > 1
     for wrong in ({"page_size": -1}, {"page_token": "x"}, {"page_token": "WzEsMl0="}):
         with pytest.raises(refused.InvalidArgument, match=next(iter(wrong))):
-            cloud.tpu.list_nodes({"parent": PARENT, **wrong})  # type: ignore[arg-type]
+            cloud.tpu.list_nodes({"parent": PARENT, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -161,10 +162,10 @@ def test_calls_fail_on_purpose(cloud: Cloud) -> None:
 
 
 def test_a_queued_resource_from_request_to_deletion(cloud: Cloud) -> None:
-    created = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001").result(timeout=20)
+    created = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001").result(timeout=60)
     assert created.state.state == QueuedState.ACCEPTED
     again = cloud.queue(spot={}, request_id="a3e1c1a0-0000-4000-8000-000000000001")
-    assert again.result(timeout=20).name == created.name
+    assert again.result(timeout=60).name == created.name
     cloud.wait_for_state(QueuedState.ACTIVE)
     node = cloud.node()
     assert (node.queued_resource, node.scheduling_config.spot) == (created.name, True)
@@ -172,7 +173,7 @@ def test_a_queued_resource_from_request_to_deletion(cloud: Cloud) -> None:
         cloud.unqueue(force=False)
     with pytest.raises(refused.FailedPrecondition, match="cannot be stopped"):
         cloud.tpu.stop_node({"name": node.name})
-    cloud.unqueue().result(timeout=30)
+    cloud.unqueue().result(timeout=60)
     for get in (cloud.queued, cloud.node):
         with pytest.raises(refused.NotFound):
             get()
@@ -188,7 +189,7 @@ def test_a_queued_resource_waits_for_capacity(cloud: Cloud) -> None:
     cloud.wait_for_state(QueuedState.ACTIVE)
     cloud.delete()
     cloud.wait_for_state(QueuedState.SUSPENDED)
-    cloud.unqueue(force=False).result(timeout=20)
+    cloud.unqueue(force=False).result(timeout=60)
 
 
 def test_a_queued_resource_expires_and_stays(cloud: Cloud) -> None:
@@ -196,7 +197,7 @@ def test_a_queued_resource_expires_and_stays(cloud: Cloud) -> None:
     cloud.queue(queueing_policy={"valid_until_duration": {"nanos": 400_000_000}})
     failed = cloud.wait_for_state(QueuedState.FAILED)
     assert (failed.state.failed_data.error.code, "expired" in failed.state.failed_data.error.message) == (4, True)
-    cloud.unqueue(force=False).result(timeout=20)
+    cloud.unqueue(force=False).result(timeout=60)
     assert not list(cloud.tpu.list_queued_resources(parent=PARENT))
 
 
@@ -213,7 +214,7 @@ def test_a_preempted_queued_resource_is_suspended(cloud: Cloud) -> None:
     cloud.wait_for_state(QueuedState.SUSPENDED)
     assert cloud.node().state == State.PREEMPTED
     assert not cloud.processes()
-    cloud.unqueue().result(timeout=20)
+    cloud.unqueue().result(timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_the_next_stack_continues(home: Path) -> None:
     with BackgroundServer(lambda: build(home)) as server:
         third = Cloud(server, home)
         assert third.processes() == machine
-        third.unqueue().result(timeout=20)
+        third.unqueue().result(timeout=60)
         assert not third.processes()
         for channel in third.channels:
             channel.close()

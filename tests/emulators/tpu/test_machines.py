@@ -180,7 +180,7 @@ def test_a_machine_continues_without_the_stack(home: Path) -> None:
         second = Cloud(server, home)
         second.wait_for_line("ended with 3; trace x")
         assert {min(left) for left in second.processes().values()} == {min(left) for left in pids.values()}
-        second.rest.delete_node(name=f"{PARENT}/nodes/n1").result(timeout=20)
+        second.rest.delete_node(name=f"{PARENT}/nodes/n1").result(timeout=60)
 
 
 def test_a_crashed_machine_boots_again(cloud: Cloud) -> None:
@@ -196,9 +196,9 @@ def test_a_crashed_machine_boots_again(cloud: Cloud) -> None:
 def test_stop_and_start(cloud: Cloud) -> None:
     name = cloud.ready(script=IDLE).name
     cloud.wait_for_line("booted")
-    assert cloud.tpu.stop_node({"name": name}).result(timeout=20).state == State.STOPPED
+    assert cloud.tpu.stop_node({"name": name}).result(timeout=60).state == State.STOPPED
     assert not cloud.processes()
-    assert cloud.tpu.start_node({"name": name}).result(timeout=20).state == State.READY
+    assert cloud.tpu.start_node({"name": name}).result(timeout=60).state == State.READY
     cloud.wait_for_line("booted", count=2)
 
 

@@ -267,7 +267,9 @@ def test_the_memory_runs_out(lab: Lab) -> None:
     lab.faults(out_of_memory="n1")
     status = lab.ended()
     assert (status["error_class"], status["exit_code"]) == (ErrorClass.OUT_OF_MEMORY, 137)
-    assert lab.event().error_class == ErrorClass.OUT_OF_MEMORY
+    event = lab.event()
+    assert event.type == "failed"
+    assert event.error_class == ErrorClass.OUT_OF_MEMORY
 
 
 def test_a_machine_past_its_deadline_shuts_itself_down(lab: Lab) -> None:
@@ -334,7 +336,7 @@ def test_a_failure_of_the_first_command_is_reported(lab: Lab, breaks: bool) -> N
             "DROPFORGE_SANDBOX_PYTHON": sys.executable,
             **dict.fromkeys(HOSTS, url if breaks else lab.url),
         }
-        command = ["bash", SCRIPT]
+        command = ["bash", str(SCRIPT)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
     event = lab.event()

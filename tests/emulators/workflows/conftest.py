@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ class Served:
         workflow = f"{PARENT}/workflows/{name}"
         self.call(lambda: self.engine.deploy(workflow, source, **options))
         return workflow
-
-    def run(self, source: str, argument: Any = None, name: str = "flow", **options: Any) -> Any:
-        """The finished record of an execution."""
-        workflow = self.deploy(name, source, **options)
-        record = self.call(lambda: self.engine.create_execution(workflow, json.dumps(argument)))
-        return self.call(lambda: self.engine.wait(record.name))
 
 
 @pytest.fixture

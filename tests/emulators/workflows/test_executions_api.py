@@ -226,7 +226,9 @@ inner:
     - back:
         return: ${n}
 """
-    record = served.run(source)
+    workflow = served.deploy("flow", source)
+    created = served.call(lambda: served.engine.create_execution(workflow))
+    record = served.call(lambda: served.engine.wait(created.name))
     url = f"{served.url}/v1/{record.name}/stepEntries"
     entries = requests.get(url, timeout=10).json()["stepEntries"]
     kinds = [(entry["step"], entry["stepType"], entry["state"]) for entry in entries]

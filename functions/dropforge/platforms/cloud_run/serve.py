@@ -26,7 +26,7 @@ from .spec import CloudRunServe
 
 KIND = "run.googleapis.com/Service"
 PORT = 8000
-READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 0.2
 PROBE_PERIOD_SECONDS = 5  # a startup probe's period and time-out are each at most 240 s
 
@@ -60,7 +60,7 @@ class CloudRunService:
         except client_errors() as error:
             raise classify(error) from error
         message = service.terminal_condition.message if service is not None else "the service does not exist"
-        return CloudError(ErrorClass.CODE, message or "the platform does not call it ready", START_HINT)
+        return CloudError(ErrorClass.CODE, message or "Cloud Run does not report the service as ready", START_HINT)
 
     def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
         try:
@@ -69,7 +69,7 @@ class CloudRunService:
             raise classify(error) from error
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """In every region that may have some: the API has no listing over all regions."""
+        """List each region with GPUs, because the API cannot list all regions at once."""
         yield from list_places(cloud, cloud_run_regions(), lambda region: _services_in(cloud, region))
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
@@ -108,10 +108,10 @@ class CloudRunService:
                 parent=request["parent"], service=service, service_id=request["serviceId"], timeout=TIMEOUT_SECONDS
             )
         except Conflict:
-            return  # ours, from a reply that was lost; `_ready` looks whose it is
+            return  # an earlier create whose reply was lost; `_ready` checks the owner
 
     def _ready(self, cloud: Cloud, deployment: Deployment) -> str | None:
-        """Look for a while; the URL once the service is ready, None while it is still being made."""
+        """Wait for a while. Returns the URL once the service is ready, None while Cloud Run still creates it."""
         from google.cloud import run_v2
 
         state = run_v2.Condition.State
@@ -121,7 +121,7 @@ class CloudRunService:
             if service is not None:
                 check_owner(service.name, service.labels, deployment.run)
                 condition = service.terminal_condition
-                # A failed deployment never becomes the observed generation, so only success is checked for it.
+                # A failed deployment never becomes the observed generation, so only success checks the generation.
                 if not service.reconciling and condition.state == state.CONDITION_FAILED:
                     raise _failure(condition.message)
                 if not service.reconciling and service.observed_generation == service.generation:
@@ -131,7 +131,7 @@ class CloudRunService:
 
 
 def _failure(message: str) -> CloudError:
-    """Why a revision did not become ready: quota, an image and the like, or its own container."""
+    """Why a revision is not ready: a cause in the project (quota, image), or its container."""
     error = classify_text("FAILED_PRECONDITION", message)
     if error.error_class is ErrorClass.CONFIG and re.search(r"container failed|startup probe", message, re.I):
         return CloudError(ErrorClass.CODE, message, START_HINT)
@@ -145,7 +145,7 @@ def service_name(deployment: Deployment) -> str:
 
 
 def service_request(deployment: Deployment) -> dict[str, Any]:
-    """The createService request, as JSON."""
+    """The createService request as JSON."""
     serve, settings = _serve(deployment.spec), deployment.settings
     labels = endpoint_labels(deployment)
     template = {
@@ -178,7 +178,7 @@ def _container(deployment: Deployment, serve: CloudRunServe) -> dict[str, Any]:
     return {
         "image": deployment.settings.serve_vllm_image,
         "env": server_environment(deployment, serve.max_model_len, serve.max_num_seqs),
-        # Instance-based billing: a GPU service must keep its CPU between requests.
+        # Instance-based billing: a service with a GPU must keep its CPU between requests.
         "resources": {"limits": limits, "cpuIdle": False, "startupCpuBoost": True},
         "ports": [{"name": "http1", "containerPort": PORT}],
         "startupProbe": {

@@ -1,7 +1,7 @@
 """Target `cloud_run`: one Cloud Run job per attempt, with one GPU.
 
-The job is created with `startExecutionToken`, so that its one execution has a name that we can look for; retries are
-ours (`maxRetries: 0`), because the platform's would each run the full time-out again without telling anybody.
+`startExecutionToken` gives the job's only execution a name that is known in advance. `maxRetries` is 0: dropforge makes
+the retries, because each retry of Cloud Run may take the full time-out again and sends no event.
 API: https://cloud.google.com/run/docs/reference/rest/v2/projects.locations.jobs
 """
 
@@ -26,15 +26,15 @@ from .catalog import cloud_run_price, cloud_run_regions
 from .spec import CloudRunTarget
 
 KIND = "run.googleapis.com/Job"
-LAUNCH_WAIT_SECONDS = 5.0  # a create or delete is usually done within this; longer ones are looked at again later
+LAUNCH_WAIT_SECONDS = 5.0  # most creates and deletes take less; the next call looks at the rest
 LOOK_SECONDS = 0.1
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
-# As a condition says it, without an exit code: "Task T failed with exit code: 0 and message: ...". No page of Google's
-# has it; people who ran into it do (https://github.com/search?q=%22configured+memory+limit+was+reached%22&type=code).
+# The text of the condition: "Task T failed with exit code: 0 and message: ...". Google does not document this text; it
+# is in users' logs (https://github.com/search?q=%22configured+memory+limit+was+reached%22&type=code).
 _OUT_OF_MEMORY = "configured memory limit was reached"
 _MEMORY_HINT = "raise target.memory_gib"
 # Reasons of a condition (run_v2 Condition.CommonReason) that no further attempt can mend.
-_OUR_MISTAKES = frozenset(
+_CONFIG_REASONS = frozenset(
     {
         "CONTAINER_MISSING",
         "CONTAINER_PERMISSION_DENIED",
@@ -84,13 +84,13 @@ class CloudRunJobs:
             if (execution := self._execution(cloud, launch)) is not None:
                 return status_of_execution(execution, lambda: self._result(cloud, execution.name))
         except NotFound:
-            pass  # deleted since it was looked at
+            pass  # the execution was deleted between the two reads
         except client_errors() as error:
             raise classify(error) from error
         return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """In every region that may have some: the API has no listing over all regions."""
+        """List each region with GPUs, because the API cannot list all regions at once."""
         yield from list_places(cloud, cloud_run_regions(), lambda region: _jobs_in(cloud, region))
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
@@ -108,7 +108,7 @@ class CloudRunJobs:
             return None
 
     def _create(self, cloud: Cloud, launch: Launch) -> Any:
-        """Create the job and give it a moment; None when it is still being made."""
+        """Create the job and wait a moment; None while Cloud Run still creates it."""
         from google.api_core.exceptions import Conflict
         from google.cloud import run_v2
 
@@ -119,7 +119,7 @@ class CloudRunJobs:
                 parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS
             )
         except Conflict:
-            return self._job(cloud, launch)  # ours, from a reply that was lost, or being changed: the caller looks
+            return self._job(cloud, launch)  # an earlier create whose reply was lost; the caller checks the owner
         deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS
         while not operation.done():
             if cloud.clock.monotonic() > deadline:
@@ -138,7 +138,7 @@ class CloudRunJobs:
             return None
 
     def _result(self, cloud: Cloud, execution: str) -> Any:
-        """The first failed task's last attempt: its exit code, or a status when the platform ended it."""
+        """The result of the first failed task: its exit code, or a status if Cloud Run ended the task."""
         tasks = cloud.clients.run_tasks().list_tasks(parent=execution, timeout=TIMEOUT_SECONDS)
         results = [task.last_attempt_result for task in tasks if task.last_attempt_result]
         return next((r for r in results if r.exit_code or r.term_signal or r.status.code), None)
@@ -160,7 +160,7 @@ class CloudRunJobs:
         return False
 
     def _cancel_executions(self, cloud: Cloud, job: str) -> None:
-        """Cloud Run does not promise that deleting a job ends its running executions."""
+        """Cancel the running executions: Cloud Run does not document that deleting a job ends them."""
         from google.api_core.exceptions import BadRequest, NotFound
 
         executions = cloud.clients.run_executions()
@@ -180,13 +180,13 @@ def job_name(launch: Launch) -> str:
 
 
 def execution_name(launch: Launch) -> str:
-    """The full resource name of the job's one execution: `<job>-<token>`."""
+    """The full resource name of the job's only execution: `<job>-<token>`."""
     job = job_name(launch)
     return f"{job}/executions/{job.rsplit('/', 1)[1]}-{_token(launch)}"
 
 
 def job_request(launch: Launch) -> dict[str, Any]:
-    """The createJob request, as JSON."""
+    """The createJob request as JSON."""
     target, settings = _target(launch.spec), launch.settings
     labels = run_labels(launch)
     task: dict[str, Any] = {
@@ -212,7 +212,7 @@ def job_request(launch: Launch) -> dict[str, Any]:
 
 
 def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> Status:
-    """What an Execution resource says; `result_of_task` is asked only when it failed."""
+    """The status of an Execution. `result_of_task` is called only if the execution failed."""
     from google.cloud import run_v2
 
     completed = next((c for c in execution.conditions if c.type_ == "Completed"), run_v2.Condition())
@@ -224,17 +224,17 @@ def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> St
     if execution.cancelled_count:
         return Status(Phase.FAILED, f"the execution was cancelled: {completed.message}", ErrorClass.INFRASTRUCTURE)
     reason = run_v2.Condition.CommonReason(completed.reason).name
-    if reason in _OUR_MISTAKES:
+    if reason in _CONFIG_REASONS:
         return Status(Phase.FAILED, f"{reason}: {completed.message}", ErrorClass.CONFIG)
     if _OUT_OF_MEMORY in completed.message:
         return Status(Phase.FAILED, completed.message, ErrorClass.OUT_OF_MEMORY, hint=_MEMORY_HINT)
     result = result_of_task()
     if result is not None and result.exit_code:
-        found, code = class_of_exit(result.exit_code), result.exit_code
-        return Status(Phase.FAILED, completed.message, found, code, execution.completion_time)
+        error_class, code = class_of_exit(result.exit_code), result.exit_code
+        return Status(Phase.FAILED, completed.message, error_class, code, execution.completion_time)
     timed_out = result is not None and result.status.code == _DEADLINE_EXCEEDED
-    found = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
-    return Status(Phase.FAILED, completed.message, found)
+    error_class = ErrorClass.DEADLINE if timed_out else ErrorClass.INFRASTRUCTURE
+    return Status(Phase.FAILED, completed.message, error_class)
 
 
 def _jobs_in(cloud: Cloud, region: str) -> list[Listed]:

@@ -28,17 +28,17 @@ from .requests import node_labels
 from .spec import ClusterTarget, GkeServe
 
 PORT = 8000
-USER = 10001  # of containers/serve_vllm/Dockerfile: the kubelet accepts a user that is not root by its number only
-INSTANCE = "app.kubernetes.io/instance"  # what tells the endpoint's pods from those that train for the same run
+USER = 10001  # of containers/serve_vllm/Dockerfile; runAsNonRoot needs the user's number
+INSTANCE = "app.kubernetes.io/instance"  # selects the endpoint's pods and not the training pods of the same run
 QUEUE_METRIC = "prometheus.googleapis.com|vllm:num_requests_waiting|gauge"
-READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 0.5
 PROBE_PERIOD_SECONDS = 5
-DRAIN_SECONDS = 10  # until the load balancer sends nothing more to a pod that ends
-GRACE_SECONDS = 25  # all of a pod's end; on Spot capacity there is no more
+DRAIN_SECONDS = 10  # until the load balancer stops sending requests to an ending pod
+GRACE_SECONDS = 25  # for the whole end of a pod; Spot capacity gives no more
 SHARED_MEMORY_GIB = 2  # of /dev/shm per GPU: tensor parallelism passes tensors through it
 _REFUSED = re.compile(r"not found|forbidden|denied|exceeded quota|invalid", re.I)
-# What an endpoint is made of.
+# The kinds of an endpoint's resources.
 _KINDS = (
     ("apps/v1", "Deployment"),
     ("v1", "Service"),
@@ -75,10 +75,11 @@ class GkeDeployment:
             api.ensure(cluster_of(deployment), resource.request)
         deadline = cloud.clock.monotonic() + READY_WAIT_SECONDS
         while cloud.clock.monotonic() < deadline:
-            found, service = api.get(resources[0].name), api.get(resources[1].name)
-            if found and service and _is_available(found, _serve(deployment.spec)) and (url := url_of(service)):
+            server, service = api.get(resources[0].name), api.get(resources[1].name)
+            is_available = server is not None and _is_available(server, _serve(deployment.spec))
+            if is_available and service and (url := url_of(service)):
                 return url
-            if error := _problem(api, deployment):
+            if error := _permanent_problem(api, deployment):
                 raise error
             cloud.clock.sleep(LOOK_SECONDS)
         return None
@@ -86,12 +87,14 @@ class GkeDeployment:
     def why_not_ready(self, cloud: Cloud, deployment: Deployment) -> CloudError:
         api = _connect(cloud, deployment)
         if api is None:
-            return CloudError(ErrorClass.CONFIG, f"{cluster_of(deployment)} is still being made", "wait until it runs")
-        found = _pods(api, deployment)
-        if not found:
+            return CloudError(
+                ErrorClass.CONFIG, f"{cluster_of(deployment)} is still being created", "wait until it runs"
+            )
+        server_pods = _pods(api, deployment)
+        if not server_pods:
             return CloudError(ErrorClass.CODE, _no_pods(api, deployment) or "its Deployment has no pods", START_HINT)
         reasons = []
-        for pod in found:
+        for pod in server_pods:
             events = _events(api, deployment, pod["metadata"]["name"])
             if error := pods.unschedulable(pod, events):
                 return error
@@ -116,7 +119,7 @@ class GkeDeployment:
 
 
 def cluster_of(deployment: Deployment) -> str:
-    """The full name of the cluster that serves: the spec's for it, the one that it trains on, or the deployment's."""
+    """The full name of the cluster that serves: the endpoint's, else the target's, else the deployment's."""
     spec, settings = deployment.spec, deployment.settings
     trains_on = spec.target.cluster.name if isinstance(spec.target, ClusterTarget) else None
     cluster = _serve(spec).cluster or trains_on or settings.gke_cluster
@@ -133,7 +136,7 @@ def deployment_manifest(deployment: Deployment) -> Object:
         "spec": {
             "replicas": serve.min_instances,
             "selector": {"matchLabels": _selector(deployment)},
-            # Never more GPUs than there are instances: a surge would wait for machines that nobody has.
+            # A surge would need more GPUs than there are instances, and wait for them.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
             "progressDeadlineSeconds": seconds(serve.startup_timeout),
             "template": {"metadata": {"labels": labels}, "spec": _pod_spec(deployment, serve)},
@@ -142,7 +145,7 @@ def deployment_manifest(deployment: Deployment) -> Object:
 
 
 def service_manifest(deployment: Deployment) -> Object:
-    """v1 Service with an address of the VPC, for clients in every region of it.
+    """v1 Service with an internal address, for clients in every region of the VPC.
 
     https://cloud.google.com/kubernetes-engine/docs/concepts/service-load-balancer-parameters
     """
@@ -157,7 +160,7 @@ def service_manifest(deployment: Deployment) -> Object:
 
 
 def monitoring_manifest(deployment: Deployment) -> Object:
-    """monitoring.googleapis.com/v1 PodMonitoring, by which Managed Service for Prometheus reads vLLM's metrics."""
+    """monitoring.googleapis.com/v1 PodMonitoring: Managed Service for Prometheus reads vLLM's metrics with it."""
     endpoint = {"port": "http", "path": "/metrics", "interval": "15s"}
     return {
         "apiVersion": "monitoring.googleapis.com/v1",
@@ -168,7 +171,7 @@ def monitoring_manifest(deployment: Deployment) -> Object:
 
 
 def autoscaler_manifest(deployment: Deployment) -> Object:
-    """autoscaling/v2 HorizontalPodAutoscaler on the waiting requests of each instance."""
+    """autoscaling/v2 HorizontalPodAutoscaler: it scales by the number of waiting requests of each instance."""
     serve, metadata = _serve(deployment.spec), _metadata(deployment)
     target = {"type": "AverageValue", "averageValue": str(serve.target_queue_length)}
     return {
@@ -185,7 +188,7 @@ def autoscaler_manifest(deployment: Deployment) -> Object:
 
 
 def url_of(service: Object) -> str | None:
-    """Where a load balancer listens; None while it has no address. A port beside the address goes before our own."""
+    """The URL of a load balancer; None while it has no address. A port beside the address overrides the Service's."""
     for ingress in service.get("status", {}).get("loadBalancer", {}).get("ingress") or ():
         host = ingress.get("ip") or ingress.get("hostname")
         ports = ingress.get("ports") or service["spec"]["ports"]
@@ -199,7 +202,7 @@ def _pod_spec(deployment: Deployment, serve: GkeServe) -> Object:
     return {
         "serviceAccountName": deployment.settings.kubernetes_server_account,
         "automountServiceAccountToken": False,  # the server calls no Kubernetes API
-        "enableServiceLinks": False,  # variables that are named after Services could be taken for vLLM's own
+        "enableServiceLinks": False,  # vLLM could read variables that Kubernetes names after Services
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "nodeSelector": node_labels(serve.accelerator, serve),
         "containers": [_container(deployment, serve)],
@@ -229,10 +232,10 @@ def _container(deployment: Deployment, serve: GkeServe) -> Object:
             "failureThreshold": max(1, seconds(serve.startup_timeout) // PROBE_PERIOD_SECONDS),
         },
         "readinessProbe": {**health, "timeoutSeconds": PROBE_PERIOD_SECONDS - 1},
-        # A server under load answers late; only one that has not answered for a minute is started again.
+        # A server under load answers late, so Kubernetes restarts it only after a minute without an answer.
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
         "lifecycle": {"preStop": {"sleep": {"seconds": DRAIN_SECONDS}}},
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of its log comes with its exit code
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of the log is reported with the exit code
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -261,7 +264,7 @@ def _serve(spec: JobSpec) -> GkeServe:
 
 
 def _connect(cloud: Cloud, deployment: Deployment) -> Kubernetes | None:
-    """The API of the cluster that serves; None while the cluster is being made."""
+    """The API of the cluster that serves; None while the cluster is being created."""
     cluster = kubernetes.standing_cluster(cloud, cluster_of(deployment), "serve.cluster")
     return None if cluster is None else kubernetes.connect(cloud, cluster)
 
@@ -276,26 +279,26 @@ def _events(api: Kubernetes, deployment: Deployment, name: str) -> list[Object]:
     return api.find(deployment.settings.kubernetes_namespace, "events", fieldSelector=selector)
 
 
-def _is_available(found: Object, serve: GkeServe) -> bool:
-    """Whether the controller has seen the present generation, and as many pods as were asked for are ready."""
-    status = found.get("status", {})
-    seen = status.get("observedGeneration", 0) >= found["metadata"]["generation"]
-    return bool(seen and status.get("availableReplicas", 0) >= serve.min_instances)
+def _is_available(server: Object, serve: GkeServe) -> bool:
+    """Whether the controller has observed the current generation and enough pods are ready."""
+    status = server.get("status", {})
+    is_observed = status.get("observedGeneration", 0) >= server["metadata"]["generation"]
+    return bool(is_observed and status.get("availableReplicas", 0) >= serve.min_instances)
 
 
 def _is_ready(pod: Object) -> bool:
     return (pods.condition_of(pod, "Ready") or {}).get("status") == "True"
 
 
-def _problem(api: Kubernetes, deployment: Deployment) -> CloudError | None:
-    """What no waiting can mend."""
-    found = _pods(api, deployment)
-    if not found:
+def _permanent_problem(api: Kubernetes, deployment: Deployment) -> CloudError | None:
+    """A problem that does not pass by waiting."""
+    server_pods = _pods(api, deployment)
+    if not server_pods:
         message = _no_pods(api, deployment)
-        found_class = ErrorClass.QUOTA if "exceeded quota" in message else ErrorClass.CONFIG
+        error_class = ErrorClass.QUOTA if "exceeded quota" in message else ErrorClass.CONFIG
         hint = "mend what the message names in the cluster's namespace"
-        return CloudError(found_class, message, hint) if _REFUSED.search(message) else None
-    unready = [pod for pod in found if not _is_ready(pod)]
+        return CloudError(error_class, message, hint) if _REFUSED.search(message) else None
+    unready = [pod for pod in server_pods if not _is_ready(pod)]
     for pod in unready:
         if error := pods.broken(pod, _events(api, deployment, pod["metadata"]["name"])):
             return error
@@ -303,7 +306,7 @@ def _problem(api: Kubernetes, deployment: Deployment) -> CloudError | None:
 
 
 def _no_pods(api: Kubernetes, deployment: Deployment) -> str:
-    """Why no pod can be made: a service account that is missing, a quota of the namespace; "" when nobody says."""
+    """Why Kubernetes creates no pod (a missing service account, a quota of the namespace); "" if it is not known."""
     name, namespace = names.endpoint_name(deployment.run), deployment.settings.kubernetes_namespace
     selector = "involvedObject.kind=ReplicaSet,reason=FailedCreate"
     events = api.find(namespace, "events", fieldSelector=selector)

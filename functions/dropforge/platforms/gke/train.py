@@ -1,7 +1,7 @@
 """Target `gke`: one Kubernetes Job per attempt on GKE Autopilot, in a standing cluster or in one of the attempt's own.
 
-A cluster takes minutes to make and to delete; each call looks once and goes on when it is there. Retries are ours: the
-Job has one try, and what became of it is read from the Job, its pods and their events.
+A cluster takes minutes to create and to delete. Each call looks once, and continues when the cluster is there.
+dropforge makes the retries: the Job has one try. The attempt's end is read from the Job, its pods and their events.
 API: https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters
 """
 
@@ -81,8 +81,8 @@ class GkeJobs:
             )
         job = requests(launch)[-1]
         api = kubernetes.connect(cloud, cluster)
-        found = api.get(job.name)
-        if found is None:
+        manifest = api.get(job.name)
+        if manifest is None:
             return Status(Phase.GONE, f"{job.name} does not exist")
         namespace = launch.settings.kubernetes_namespace
         pods = api.find(namespace, "pods", labelSelector=_pods_of(job.name))
@@ -90,10 +90,10 @@ class GkeJobs:
         def events_of(uid: str) -> list[Object]:
             return api.find(namespace, "events", fieldSelector=f"involvedObject.uid={uid}")
 
-        return status_of_job(found, pods, gke_target(launch.spec).nodes, events_of)
+        return status_of_job(manifest, pods, gke_target(launch.spec).nodes, events_of)
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """Clusters of an attempt's own, with what is in them and in the standing ones."""
+        """The clusters of attempts, and the resources in them and in the standing clusters."""
         is_used = bool(cloud.settings.gke_cluster)
         yield from list_places(cloud, [cloud], _clusters, is_used=is_used)
         yield from kubernetes.listed(cloud, _listed_in, is_used=is_used)
@@ -104,7 +104,7 @@ class GkeJobs:
         return kubernetes.delete(cloud, name, _pods_of(name) if kind == JOB else "")
 
     def _own_cluster(self, cloud: Cloud, launch: Launch) -> Any:
-        """The attempt's own cluster once it runs, made if need be; None while it is being made."""
+        """The attempt's own cluster once it runs, created if it does not exist; None while it is being created."""
         from google.cloud.container_v1 import Cluster
 
         name = cluster_of(launch)
@@ -120,7 +120,7 @@ class GkeJobs:
         message = f"{name} is {cluster.status.name}: {kubernetes.conditions_of(cluster)}"
         error = classify_text("FAILED_PRECONDITION", message)
         if not error.error_class.moves_on:
-            error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt makes another cluster")
+            error = CloudError(ErrorClass.INFRASTRUCTURE, message, "the next attempt creates another cluster")
         raise error
 
     def _create_cluster(self, cloud: Cloud, launch: Launch) -> None:
@@ -132,12 +132,12 @@ class GkeJobs:
         try:
             cloud.clients.gke().create_cluster(parent=request["parent"], cluster=cluster, timeout=TIMEOUT_SECONDS)
         except Conflict:
-            return  # ours, from a reply that was lost; the next look says whose it is
+            return  # an earlier create whose reply was lost; the next call checks the owner
         except client_errors() as error:
             raise classify(error) from error
 
     def _delete_cluster(self, cloud: Cloud, name: str) -> bool:
-        """Begin to delete a cluster, which takes minutes; True once it does not exist."""
+        """Start to delete a cluster, which takes minutes; True once it does not exist."""
         from google.cloud.container_v1 import Cluster
 
         cluster = kubernetes.find_cluster(cloud, name)
@@ -148,14 +148,14 @@ class GkeJobs:
         try:
             cloud.clients.gke().delete_cluster(name=name, timeout=TIMEOUT_SECONDS)
         except client_errors() as error:
-            # It may be gone by now; or another operation runs, of which a cluster has one at a time.
+            # The cluster may not exist any more, or another operation runs: a cluster has one at a time.
             if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
                 raise classify(error) from error
         return False
 
 
 def _clusters(cloud: Cloud) -> Iterator[Listed]:
-    """Clusters that belong to an attempt, in every state."""
+    """The clusters that belong to an attempt, in every state."""
     for cluster in kubernetes.clusters(cloud).clusters:
         if kubernetes.is_of_attempt(cluster):
             name = kubernetes.cluster_name(cloud.settings.project, cluster.location, cluster.name)
@@ -164,7 +164,7 @@ def _clusters(cloud: Cloud) -> Iterator[Listed]:
 
 
 def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
-    """Jobs, Services, and pods that have lost their Job, in one cluster."""
+    """The Jobs, the Services, and the pods without a Job in one cluster."""
     namespace = settings.kubernetes_namespace
     pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
     jobs = list(api.each(namespace, "batch/v1", "Job", kubernetes.OF_ATTEMPTS))

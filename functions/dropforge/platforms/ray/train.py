@@ -36,7 +36,7 @@ _MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in
 
 
 class RayJobs(GkeJobs):
-    """See `Target` for the contract of each verb. Clusters are made and deleted as for target `gke`."""
+    """See `Target` for the contract of each verb. It creates and deletes clusters as target `gke` does."""
 
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
         target = ray_target(spec)
@@ -75,22 +75,22 @@ class RayJobs(GkeJobs):
             return Status(Phase.GONE, f"{cluster_of(launch)} does not exist, or is being deleted")
         job = requests(launch)[-1]
         api = kubernetes.connect(cloud, cluster)
-        found = api.get(job.name)
-        if found is None:
+        manifest = api.get(job.name)
+        if manifest is None:
             return Status(Phase.GONE, f"{job.name} does not exist")
-        status = status_of_ray_job(found)
+        status = status_of_ray_job(manifest)
         if status.phase not in (Phase.PENDING, Phase.RUNNING):
             return status
         namespace = launch.settings.kubernetes_namespace
-        made = _pods_of_cluster(api, namespace, found)
-        status = _problem(api, namespace, made) or status
-        # The price is that of the hosts, and they may wait for the head.
-        hosts = [pod for pod in made if pod["metadata"]["labels"].get(NODE_TYPE) == "worker"]
+        cluster_pods = _pods_of_cluster(api, namespace, manifest)
+        status = _problem(api, namespace, cluster_pods) or status
+        # The price counts the hosts, which may be paid for while they wait for the head.
+        hosts = [pod for pod in cluster_pods if pod["metadata"]["labels"].get(NODE_TYPE) == "worker"]
         is_paid = status.phase is Phase.PENDING and any(pod["spec"].get("nodeName") for pod in hosts)
         return replace(status, is_paid=is_paid)
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """RayJobs, and what has outlived them. Clusters of an attempt's own are listed by target `gke`."""
+        """The RayJobs and what remains of deleted ones. Target `gke` lists the clusters of attempts."""
         yield from kubernetes.listed(cloud, _listed_in, is_used=bool(cloud.settings.gke_cluster))
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
@@ -99,31 +99,31 @@ class RayJobs(GkeJobs):
         if kind == RAY_CLUSTER:
             return kubernetes.delete(cloud, name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
         is_gone = kubernetes.delete(cloud, name) and self._delete_clusters(cloud, name)
-        return is_gone and kubernetes.delete(cloud, name, _pods_of(name))  # those that somebody has orphaned
+        return is_gone and kubernetes.delete(cloud, name, _pods_of(name))  # pods that a user has orphaned
 
     def _delete_clusters(self, cloud: Cloud, job: str) -> bool:
-        """Delete the Ray clusters that a RayJob has left; True once there is none."""
+        """Delete the Ray clusters that remain of a RayJob; True once there is none."""
         parent, _, path = job.partition("/k8s/namespaces/")
         namespace, name = path.partition("/")[0], path.rpartition("/")[2]
         cluster = kubernetes.find_cluster(cloud, parent)
         if cluster is None or not kubernetes.has_endpoint(cluster):
             return True
         api = kubernetes.connect(cloud, cluster)
-        left = api.find(namespace, "rayclusters", GROUP, labelSelector=f"{ORIGIN}={name}")
-        names = [one["metadata"]["name"] for one in left]
+        remaining = api.find(namespace, "rayclusters", GROUP, labelSelector=f"{ORIGIN}={name}")
         prefix = f"{parent}/k8s/namespaces/{namespace}/{GROUP}/rayclusters"
-        gone = [kubernetes.delete(cloud, f"{prefix}/{one}", f"{OF_CLUSTER}={one}") for one in names]
+        ray_clusters = [ray_cluster["metadata"]["name"] for ray_cluster in remaining]
+        gone = [kubernetes.delete(cloud, f"{prefix}/{short}", f"{OF_CLUSTER}={short}") for short in ray_clusters]
         return all(gone)
 
 
 def _pods_of(job: str) -> str:
-    """The selector of all pods that were made for a RayJob's attempt; "" for one that is of another make."""
+    """The selector of all pods of a RayJob's attempt; "" if the job's name is not an attempt's."""
     origin = names.training_of(job.rpartition("/")[2])
     return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}" if origin else ""
 
 
 def _check_operator(cluster: Any, name: str) -> None:
-    """A RayJob is an unknown kind to a cluster without the add-on, or one that nobody looks at."""
+    """Raise CloudError unless the cluster has the Ray operator: without the add-on nothing runs a RayJob."""
     if not cluster.addons_config.ray_operator_config.enabled:
         raise CloudError(
             ErrorClass.CONFIG,
@@ -133,33 +133,33 @@ def _check_operator(cluster: Any, name: str) -> None:
 
 
 def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
-    """RayJobs, Ray clusters that have lost theirs, and pods that have lost their Ray cluster, in one cluster."""
+    """The RayJobs, the Ray clusters without a RayJob, and the pods without a Ray cluster in one cluster."""
     namespace = settings.kubernetes_namespace
     pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
     clusters = list(api.each(namespace, "ray.io/v1", "RayCluster", ORIGIN))
     jobs = list(api.each(namespace, "ray.io/v1", "RayJob", kubernetes.OF_ATTEMPTS))
     live = {job["metadata"]["name"] for job in jobs}
-    left = [one for one in clusters if one["metadata"]["labels"][ORIGIN] not in live]
+    orphaned = [ray_cluster for ray_cluster in clusters if ray_cluster["metadata"]["labels"][ORIGIN] not in live]
     for item in [*jobs, *kubernetes.orphans(pods, "RayCluster", clusters)]:
         yield kubernetes.listed_of(cluster, item)
-    for item in left:
-        # Whose it is, is said by the RayJob that it names: not every version of the operator copies the labels.
+    for item in orphaned:
+        # The name of the RayJob tells the owner, because not every version of the operator copies the labels.
         if origin := names.training_of(item["metadata"]["labels"][ORIGIN]):
             run, attempt = origin
             owner = {names.ATTEMPT_LABEL: str(attempt), names.DEPLOYMENT_LABEL: settings.deployment}
-            found = kubernetes.listed_of(cluster, item)
-            yield found._replace(labels=names.labels(run, owner | found.labels))
+            listed = kubernetes.listed_of(cluster, item)
+            yield listed._replace(labels=names.labels(run, owner | listed.labels))
 
 
 def _pods_of_cluster(api: kubernetes.Kubernetes, namespace: str, job: Object) -> list[Object]:
-    """The pods of a RayJob's cluster; none before it has one."""
+    """The pods of a RayJob's Ray cluster; none before the RayJob has a cluster."""
     cluster = (job.get("status") or {}).get("rayClusterName")
     return api.find(namespace, "pods", labelSelector=f"{OF_CLUSTER}={cluster}") if cluster else []
 
 
-def _problem(api: kubernetes.Kubernetes, namespace: str, made: list[Object]) -> Status | None:
-    """What the pods of a RayJob's cluster tell and the RayJob does not; None when nothing is wrong with them."""
-    for pod in made:
+def _problem(api: kubernetes.Kubernetes, namespace: str, cluster_pods: list[Object]) -> Status | None:
+    """A problem that the pods of a RayJob's cluster show and the RayJob does not; None if there is none."""
+    for pod in cluster_pods:
         if problem := _problem_of_pending(api, namespace, pod) or _problem_of_head(pod):
             return problem
     return None
@@ -177,7 +177,7 @@ def _problem_of_pending(api: kubernetes.Kubernetes, namespace: str, pod: Object)
 
 
 def _problem_of_head(pod: Object) -> Status | None:
-    """A head that ends is started again, and gets its job again: for ever, if that is what it ends of."""
+    """Why the head ended. Ray restarts a crashed head and submits its job again, endlessly if the job crashes it."""
     if pod["metadata"]["labels"].get(NODE_TYPE) != "head" or pod["status"].get("phase") == "Pending":
         return None
     error = pods.broken(pod, [])

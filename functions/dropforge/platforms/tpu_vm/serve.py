@@ -1,7 +1,7 @@
 """Serving `tpu_vm`: vLLM's TPU build on one TPU VM, reached inside the VPC only.
 
-The machine runs the startup script of those that train, in the role of a server. Nothing of the platform looks whether
-the server answers, so that is asked of the server itself, at the node's own address.
+The machine runs the same startup script as a training machine, in the role of a server. Cloud TPU does not probe the
+server, so `deploy` asks the server itself, at the node's address.
 https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
 """
 
@@ -28,12 +28,12 @@ from .catalog import TPU_VMS
 from .spec import TpuVmServe, TpuVmTarget
 from .train import STARTUP_SCRIPT, status_of
 
-READY_WAIT_SECONDS = 20.0  # one call's patience; the workflow calls again
+READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
 _HINTS = {
     ErrorClass.STOCKOUT: "serve in another zone, on other capacity, or raise serve.startup_timeout",
-    ErrorClass.PREEMPTED: "serve on capacity that is not taken away: on_demand, or a reservation",
+    ErrorClass.PREEMPTED: "serve on capacity that Google does not preempt: on_demand, or a reservation",
     ErrorClass.INFRASTRUCTURE: "drop the spec again, or serve in another zone",
 }
 
@@ -77,7 +77,7 @@ class TpuVmServer:
         return CloudError(ErrorClass.CODE, f"{wanted.node} runs, but nothing answers at {url}/health", hint)
 
     def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
-        """Without its node, a queued resource is nothing that answers."""
+        """A queued resource without its node does not answer, so only the node counts."""
         try:
             _, node = tpu.find_machine(cloud, self.machine(deployment))
         except client_errors() as error:
@@ -87,8 +87,8 @@ class TpuVmServer:
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         lists = (tpu.list_queued, tpu.list_nodes)
         is_used = bool(cloud.settings.serve_vllm_tpu_image)
-        found = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
-        yield from (one for one in found if names.EXPIRES_LABEL in one.labels)
+        resources = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
+        yield from (resource for resource in resources if names.EXPIRES_LABEL in resource.labels)
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         return tpu.delete(cloud, kind, name)
@@ -98,11 +98,11 @@ class TpuVmServer:
         return machine(deployment)
 
     def ensure(self, cloud: Cloud, wanted: tpu.Machine) -> bool:
-        """Ask for the machine, unless it is there; True once it is. Raises CloudError."""
+        """Request the machine unless it exists; True once it does. Raises CloudError."""
         return tpu.ensure(cloud, wanted)
 
     def _ready(self, cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> str | None:
-        """The URL once the server answers, None while it is on its way. Raises CloudError for what no waiting mends."""
+        """The URL once the server answers, None before. Raises CloudError for a problem that does not pass."""
         try:
             status, url, reported = _look(cloud, deployment, wanted)
         except client_errors() as error:
@@ -140,7 +140,7 @@ def machine(deployment: Deployment) -> tpu.Machine:
 
 
 def metadata(deployment: Deployment) -> dict[str, str]:
-    """What the startup script goes by; its head says what each key means. There is no topic: events are training's."""
+    """The parameters of the startup script. There is no topic, because only training publishes job events."""
     serve, settings = _serve(deployment.spec), deployment.settings
     environment = server_environment(deployment, serve.max_model_len, serve.max_num_seqs)
     return {
@@ -156,14 +156,14 @@ def metadata(deployment: Deployment) -> dict[str, str]:
 
 
 def url_of(node: Any) -> str | None:
-    """Where a node's server listens, by the address that the API gives it; None while it has none."""
+    """The URL of a node's server; None while the node has no address."""
     if node is None or not node.network_endpoints:
         return None
     return f"http://{node.network_endpoints[0].ip_address}:{tpu.SERVER_PORT}"
 
 
 def is_healthy(cloud: Cloud, url: str) -> bool:
-    """Whether the server at `url` says that its model is loaded."""
+    """Whether the server at `url` reports that its model is loaded."""
     try:
         return bool(cloud.clients.endpoint(url).get(f"{url}/health", timeout=HEALTH_SECONDS).ok)
     except client_errors():
@@ -171,7 +171,7 @@ def is_healthy(cloud: Cloud, url: str) -> bool:
 
 
 def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[Status, str | None, CloudError | None]:
-    """What the cloud says of the machine, where it can be reached, and what its startup script says it failed of."""
+    """The machine's status, its URL, and the failure that its startup script has written."""
     queued, node = tpu.find_machine(cloud, wanted)
     reported = None if node is None else _reported(cloud, deployment)
     return status_of(queued, node, wanted), url_of(node), reported
@@ -183,17 +183,17 @@ def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
     bucket = cloud.clients.storage().bucket(deployment.settings.runs_bucket)
     try:
         blob = bucket.blob(names.server_object(deployment.run, "status.json"))
-        found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+        written = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
     except NotFound:
         return None
     hint = f"see gs://{bucket.name}/{names.server_object(deployment.run, 'startup.log')}"
-    return CloudError(ErrorClass(found["error_class"]), found["message"], hint)
+    return CloudError(ErrorClass(written["error_class"]), written["message"], hint)
 
 
 def _error(status: Status) -> CloudError:
-    """What the state of a machine that does not serve means for an endpoint."""
+    """The error of an endpoint whose machine does not serve, by the machine's status."""
     error_class = status.error_class or ErrorClass.INFRASTRUCTURE
-    if error_class is ErrorClass.TRANSIENT:  # what has ended so does not pass
+    if error_class is ErrorClass.TRANSIENT:  # the machine has ended, so the error does not pass
         error_class = ErrorClass.INFRASTRUCTURE
     return CloudError(error_class, status.message, _HINTS.get(error_class, status.hint))
 

@@ -1,7 +1,7 @@
-"""Target `tpu_vm`: one TPU VM per attempt, in Google's queue for capacity or at once, and a data disk of its own.
+"""Target `tpu_vm`: one TPU VM per attempt, queued for capacity or created at once, and a data disk for the attempt.
 
-The machine does what startup.sh says, with nothing but metadata values; nobody logs in to it. A node has no exit
-status: how the container ended is what the script writes beside the run, and what the node's own state says.
+The machine runs startup.sh with metadata values as its parameters; nobody logs in to the machine. A node has no exit
+status. The attempt's end is read from the status that the script writes beside the run, and from the node's state.
 API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queuedResources
 """
 
@@ -39,8 +39,8 @@ from .catalog import TPU_VMS
 from .spec import TpuVmTarget, TrainingVmServe
 
 STARTUP_SCRIPT = Path(__file__).with_name("startup.sh")
-GRACE_SECONDS = 25  # of the 30 between a preemption and the end
-# Compute Engine's name for the first disk that is attached without one.
+GRACE_SECONDS = 25  # of the 30 s between a preemption and the end
+# Compute Engine's name for the first disk that is attached without a name.
 DATA_DISK = "persistent-disk-1"
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
 _RESUMES = "training resumes from its last checkpoint"
@@ -71,7 +71,7 @@ class TpuVms:
         try:
             queued, node = tpu.find_machine(cloud, wanted)
             status = status_of(queued, node, wanted)
-            # What the machine has written outlives it, and says more than how the machine ended.
+            # The written status outlives the machine, and says more than the machine's state.
             return (_written(cloud, launch) if node is not None else None) or status
         except client_errors() as error:
             raise classify(error) from error
@@ -79,15 +79,15 @@ class TpuVms:
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         lists = (tpu.list_queued, tpu.list_nodes, list_disks)
         is_used = bool(cloud.settings.train_maxtext_image)
-        found = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
-        yield from (one for one in found if names.ATTEMPT_LABEL in one.labels)
+        resources = list_places(cloud, lists, lambda list_zones: list_zones(cloud), is_used=is_used)
+        yield from (resource for resource in resources if names.ATTEMPT_LABEL in resource.labels)
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         return delete_disk(cloud, name) if kind == DISK else tpu.delete(cloud, kind, name)
 
 
 def tpu_vm_target(spec: JobSpec) -> TpuVmTarget:
-    """The spec's target, which is a TPU VM."""
+    """The spec's target as a TpuVmTarget."""
     assert isinstance(spec.target, TpuVmTarget), "the registry gives this target only specs of its type"
     return spec.target
 
@@ -106,7 +106,7 @@ def disk_name(launch: Launch) -> str:
 
 
 def disk_request(launch: Launch) -> dict[str, Any]:
-    """The disks.insert request, as JSON. The disk comes blank; the startup script formats it."""
+    """The disks.insert request as JSON. The new disk is blank; the startup script formats it."""
     target = tpu_vm_target(launch.spec)
     disk: dict[str, Any] = {
         "name": names.training_name(launch.run, launch.attempt),
@@ -143,7 +143,7 @@ def machine(launch: Launch) -> tpu.Machine:
 
 
 def metadata(launch: Launch) -> dict[str, str]:
-    """What the startup script goes by; its head says what each key means."""
+    """The parameters of the startup script. The comment at its top explains each key."""
     settings = launch.settings
     variables = {
         **container_variables(launch),
@@ -168,7 +168,7 @@ def metadata(launch: Launch) -> dict[str, str]:
 
 
 def _server(launch: Launch) -> Deployment | None:
-    """The endpoint that the machine becomes after the training, if the spec keeps it; `expires` is the latest end."""
+    """The endpoint that the machine becomes after training, if the spec keeps it; `expires` is its latest end."""
     spec = launch.spec
     if not isinstance(spec.serve, TrainingVmServe):
         return None
@@ -178,7 +178,7 @@ def _server(launch: Launch) -> Deployment | None:
 
 def _server_metadata(server: Deployment) -> dict[str, str]:
     serve = server.spec.serve
-    assert isinstance(serve, TrainingVmServe), "only that is kept"
+    assert isinstance(serve, TrainingVmServe), "only this endpoint keeps the machine"
     environment = server_environment(server, serve.max_model_len, serve.max_num_seqs)
     return {
         "dropforge-server-image": server.settings.serve_vllm_tpu_image,
@@ -194,7 +194,7 @@ def _unix(time: datetime) -> str:
 
 
 def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
-    """What a QueuedResource, if there should be one, and a Node say; either is None when it does not exist."""
+    """The status of a machine, by its QueuedResource (if it is queued) and its Node; None for what does not exist."""
     from google.cloud.tpu_v2 import QueuedResourceState
 
     if not machine.queued:
@@ -215,7 +215,7 @@ def status_of(queued: Any, node: Any, machine: tpu.Machine) -> Status:
 
 
 def status_of_node(node: Any, name: str) -> Status:
-    """What a node says by its state; None: it does not exist."""
+    """The status of a node, by its state. None: the node does not exist."""
     from google.cloud.tpu_v2 import Node
 
     if node is None or node.state == Node.State.DELETING:
@@ -228,7 +228,7 @@ def status_of_node(node: Any, name: str) -> Status:
 
 
 def _ended_status(node: Any, name: str) -> Status:
-    """A machine that was taken away: by Google, or by somebody."""
+    """The status of a machine that Google preempted, or that a user stopped or deleted."""
     from google.cloud.tpu_v2 import Node
 
     if node is not None and node.state == Node.State.PREEMPTED:
@@ -238,28 +238,28 @@ def _ended_status(node: Any, name: str) -> Status:
 
 
 def _refused(error: Any) -> Status:
-    """Why a queued resource failed; one that expired found no capacity in its time."""
+    """Why a queued resource failed. A deadline that passed means that there was no capacity in time."""
     from google.rpc import code_pb2
 
     if error.code == _DEADLINE_EXCEEDED:
         return Status(Phase.FAILED, error.message, ErrorClass.STOCKOUT, hint="add placements in other zones")
-    found = classify_text(code_pb2.Code.Name(error.code), error.message)
-    return Status(Phase.FAILED, found.message, found.error_class, hint=found.hint)
+    classified = classify_text(code_pb2.Code.Name(error.code), error.message)
+    return Status(Phase.FAILED, classified.message, classified.error_class, hint=classified.hint)
 
 
 def _written(cloud: Cloud, launch: Launch) -> Status | None:
-    """What the startup script wrote at its end; None while it has not."""
+    """The status that the startup script writes at the end; None before."""
     from google.api_core.exceptions import NotFound
 
     name = names.machine_object(launch.run, launch.attempt, "status.json")
     try:
         blob = cloud.clients.storage().bucket(launch.settings.runs_bucket).blob(name)
-        found = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
+        written = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
     except NotFound:
         return None
-    ended, code = datetime.fromisoformat(found["time"]), found["exit_code"]
-    if found["error_class"] is not None:
-        return Status(Phase.FAILED, found["message"], ErrorClass(found["error_class"]), code, ended)
+    ended, code = datetime.fromisoformat(written["time"]), written["exit_code"]
+    if written["error_class"] is not None:
+        return Status(Phase.FAILED, written["message"], ErrorClass(written["error_class"]), code, ended)
     if code == 0:
         return Status(Phase.SUCCEEDED, exit_code=0, ended=ended)
     return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)

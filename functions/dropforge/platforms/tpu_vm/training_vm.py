@@ -1,7 +1,7 @@
-"""Serving `training_vm`: vLLM's TPU build on the TPU VM that has trained, which is kept.
+"""Serving `training_vm`: vLLM's TPU build on the TPU VM that trained the model.
 
-Nothing is made here. The machine knows from its creation that it is to serve (targets/tpu_vm.py): its startup script
-reports the end of the training, waits until the run's record says that it is being deployed, and starts the server.
+This module creates nothing. The machine's metadata say from the start that the machine will serve (train.py). Its
+startup script reports the end of training, waits until the run's record says DEPLOYING, and starts the server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class TrainingVm(TpuVmServer):
         return tpu_vm.TpuVms().price(spec, 0)
 
     def resources(self, deployment: Deployment) -> list[Resource]:
-        """What has trained, its disk last: the machine stands for the endpoint."""
+        """The resources of the training, the disk last: the first resource stands for the endpoint."""
         disk, *machine = tpu_vm.TpuVms().resources(_trained(deployment))
         return [*machine, disk]
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        """None of its own: `tpu_vm` lists all machines."""
+        """Nothing: `tpu_vm` lists all machines."""
         yield from ()
 
     def machine(self, deployment: Deployment) -> tpu.Machine:
@@ -50,7 +50,7 @@ class TrainingVm(TpuVmServer):
         except client_errors() as error:
             raise classify(error) from error
         if status.phase is Phase.GONE:
-            message = f"{status.message}: what has trained was to serve"
+            message = f"{status.message}: the machine that trained should serve"
             raise CloudError(
                 ErrorClass.INFRASTRUCTURE, message, "drop the spec again, or serve on a machine of its own"
             )
@@ -58,5 +58,5 @@ class TrainingVm(TpuVmServer):
 
 
 def _trained(deployment: Deployment) -> Launch:
-    assert deployment.trained is not None, "deployed only once it has trained"
+    assert deployment.trained is not None, "a run is deployed only after it has trained"
     return deployment.trained

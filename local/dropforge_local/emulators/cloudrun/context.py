@@ -8,6 +8,7 @@ from typing import Any
 from dropforge_local.base.clock import Clock
 
 from ..kit.background import Background
+from ..kit.names import location_of
 from ..kit.operations import Operation, Operations, longrunning
 from .capacity import Capacity
 from .config import CloudRunConfig
@@ -59,6 +60,6 @@ class Context:
 
 def validated(resource: Any) -> Any:
     """The answer to a validateOnly request: a done operation without a record."""
-    location, body = "/".join(resource.name.split("/")[:4]), packed(resource)
+    location, body = location_of(resource.name), packed(resource)
     name = f"{location}/operations/run-validated"
     return longrunning(Operation(name, 0.0, "", resource.name, body, ended=0.0, response=body))

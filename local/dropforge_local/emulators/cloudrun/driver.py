@@ -55,7 +55,9 @@ class Driver:
         if any(state_of(task) == "failed" for task in tasks):
             self._stop_siblings.set()
         unfinished = [task.name for task in tasks if not task.completion_time]
-        await asyncio.gather(*(self._run_task(name, execution, slots) for name in unfinished))
+        async with asyncio.TaskGroup() as group:
+            for name in unfinished:
+                group.create_task(self._run_task(name, execution, slots))
         self._complete()
         self.finished.set()
 

@@ -57,18 +57,16 @@ class Executions:
         """A new execution; not stored."""
         now = self._context.now()
         name = f"{job.name}/executions/{short(job.name)}-{suffix}"
+        waiting = condition("Completed", "RECONCILING", now, "Waiting for execution to complete.")
         return run_v2.Execution(
-            name=name,
             labels={**job.labels, **template.labels},
-            update_time=timestamp(now),
             launch_stage=job.launch_stage,
             job=short(job.name),
             parallelism=template.parallelism,
             task_count=template.task_count,
             template=template.template,
-            conditions=[condition("Completed", "RECONCILING", now, "Waiting for execution to complete.")],
             log_uri=self._context.log_uri(name),
-            **made_from(template, now),
+            **made_from(template, name, now, waiting),
         )
 
     def create(self, job: Any, suffix: str, template: Any) -> Any:
@@ -169,7 +167,6 @@ def _make_task(execution: Any, index: int, now: float) -> Any:
     template = execution.template
     name = f"{execution.name}/tasks/{short(execution.name)}-task{index}"
     return run_v2.Task(
-        name=name,
         labels=execution.labels,
         scheduled_time=timestamp(now),
         job=execution.job,
@@ -177,10 +174,9 @@ def _make_task(execution: Any, index: int, now: float) -> Any:
         containers=template.containers,
         max_retries=template.max_retries,
         timeout=template.timeout,
-        conditions=[condition("Completed", "RECONCILING", now)],
         index=index,
         log_uri=execution.log_uri,
-        **made_from(execution, now),
+        **made_from(execution, name, now, condition("Completed", "RECONCILING", now)),
         **given(template, TASK_FIELDS),
     )
 

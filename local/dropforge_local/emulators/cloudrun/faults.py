@@ -9,7 +9,7 @@ from dropforge_local.base.db import Database
 from ..kit.faults import Switches
 from .config import CloudRunConfig
 
-ACTIONS = ("preempt", "out_of_memory")  # each names an execution, and happens at once
+ACTIONS = {"preempt": str, "out_of_memory": str}  # each names an execution, and happens at once
 
 
 class Faults(Switches):

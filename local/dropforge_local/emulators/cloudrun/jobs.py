@@ -14,8 +14,8 @@ from ..kit.operations import Operation, Step
 from . import rules
 from .context import Context, validated
 from .executions import Executions
-from .messages import accept, condition, duration, has
-from .resources import GENERALLY_AVAILABLE, Resources, set_default_limits
+from .messages import accept, condition, has
+from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
 from .store import check_etag, place_of, short
 from .workloads import Unready
 
@@ -126,10 +126,5 @@ def _set_defaults(job: Any) -> None:
     template.task_count = template.task_count or 1
     if not has(task, "max_retries"):
         task.max_retries = DEFAULT_RETRIES
-    if not has(task, "timeout"):
-        task.timeout = duration(DEFAULT_TIMEOUT_SECONDS)
-    if not task.execution_environment:
-        task.execution_environment = run_v2.ExecutionEnvironment.EXECUTION_ENVIRONMENT_GEN2
-    for container in task.containers:
-        set_default_limits(container)
+    set_template_defaults(task, DEFAULT_TIMEOUT_SECONDS)
     job.launch_stage = job.launch_stage or GENERALLY_AVAILABLE

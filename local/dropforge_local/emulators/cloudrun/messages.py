@@ -85,10 +85,18 @@ def given(message: Any, fields: tuple[str, ...]) -> dict[str, Any]:
     return {field: getattr(message, field) for field in fields if has(message, field)}
 
 
-def made_from(template: Any, now: float) -> dict[str, Any]:
-    """The annotations and output fields of a new execution, task or revision."""
-    fields = {"uid": new_uid(), "generation": 1, "create_time": timestamp(now), "reconciling": True}
-    return {**fields, "annotations": template.annotations}
+def made_from(template: Any, name: str, now: float, first: types.Condition) -> dict[str, Any]:
+    """The annotations and output fields of a new execution, task or revision, with its first condition."""
+    return {
+        "name": name,
+        "uid": new_uid(),
+        "generation": 1,
+        "annotations": template.annotations,
+        "create_time": timestamp(now),
+        "update_time": timestamp(now),
+        "reconciling": True,
+        "conditions": [first],
+    }
 
 
 def condition(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -14,21 +13,12 @@ from yarl import URL
 
 from dropforge_local.base.ports import HOST
 
+from ..kit.relay import copy_body, end_to_end, request_upstream, response_for
 from .instances import Instance, Pool
 from .workloads import Unready
 
 log = logging.getLogger(__name__)
 
-HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
 HEAD_SENT = web.RequestKey("head_sent", bool)
 LARGEST_REQUEST = 32 * 2**20  # HTTP/1; https://cloud.google.com/run/quotas
 
@@ -96,43 +86,23 @@ class Listener:
         return _refuse(503, "Service Unavailable: the instance could not be reached, or it ended.")
 
     async def _forward(self, request: web.BaseRequest, instance: Instance) -> web.StreamResponse:
-        upstream = await self._session.request(
-            request.method,
-            URL(f"{instance.url}{request.raw_path}", encoded=True),
-            headers=_forwarded_headers(request),
-            data=request.content if request.body_exists else None,
-            allow_redirects=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
-        async with upstream:
-            response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-            for name, value in _end_to_end(upstream.headers).items():
-                response.headers.add(name, value)
+        url = URL(f"{instance.url}{request.raw_path}", encoded=True)
+        async with await request_upstream(self._session, request, url, _forwarded_headers(request)) as upstream:
+            response = response_for(upstream)
             request[HEAD_SENT] = True
             await response.prepare(request)
             try:
-                async for chunk in upstream.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
+                await copy_body(upstream, response)
             except (aiohttp.ClientError, ConnectionError):
                 return _cut(request)
             return response
 
 
 def _forwarded_headers(request: web.BaseRequest) -> CIMultiDict[str]:
-    headers = _end_to_end(request.headers)
-    headers.popall("X-Serverless-Authorization", None)
+    headers = end_to_end(request.headers, ["x-serverless-authorization"])
     headers.add("X-Forwarded-For", request.remote or HOST)
     headers["X-Forwarded-Proto"] = request.scheme
     return headers
-
-
-def _end_to_end(headers: Any) -> CIMultiDict[str]:
-    """Headers without the headers of a single connection."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP and name.lower() not in named
-    )
 
 
 def _cut(request: web.BaseRequest) -> web.Response:

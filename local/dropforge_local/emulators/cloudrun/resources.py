@@ -9,13 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from google.cloud import run_v2
+
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation
 from . import rules
 from .capacity import gpu_kind
 from .context import Context, validated
-from .messages import condition, timestamp
+from .messages import condition, duration, has, timestamp
 from .store import check_etag, new_uid, short
 
 GENERALLY_AVAILABLE = 4  # google.api.LaunchStage.GA
@@ -119,7 +121,13 @@ class Resources(ABC):
         """Set the defaults and check the resource. Raises ApiError."""
 
 
-def set_default_limits(container: Any) -> None:
-    for key, value in DEFAULT_LIMITS.items():
-        if key not in container.resources.limits:
-            container.resources.limits[key] = value
+def set_template_defaults(template: Any, timeout_seconds: int) -> None:
+    """The defaults that task and revision templates share."""
+    if not has(template, "timeout"):
+        template.timeout = duration(timeout_seconds)
+    if not template.execution_environment:
+        template.execution_environment = run_v2.ExecutionEnvironment.EXECUTION_ENVIRONMENT_GEN2
+    for container in template.containers:
+        for key, value in DEFAULT_LIMITS.items():
+            if key not in container.resources.limits:
+                container.resources.limits[key] = value

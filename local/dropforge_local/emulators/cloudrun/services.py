@@ -16,8 +16,8 @@ from dropforge_local.base.errors import ApiError
 from ..kit.operations import Operation, Step
 from . import rules
 from .context import Context
-from .messages import accept, condition, duration, given, has, made_from, set_condition, timestamp
-from .resources import GENERALLY_AVAILABLE, Resources, set_default_limits
+from .messages import accept, condition, given, has, made_from, set_condition, timestamp
+from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
 from .store import place_of, short
 from .traffic import Traffic
 from .workloads import Unready
@@ -123,14 +123,11 @@ class Services(Resources):
         if self._context.store.find(name) is not None:
             raise ApiError("ALREADY_EXISTS", f"Revision named {own!r} with different configuration already exists.")
         return run_v2.Revision(
-            name=name,
             labels={**service.labels, **template.labels},
-            update_time=timestamp(now),
             launch_stage=service.launch_stage,
             service=short(service.name),
-            conditions=[condition("Ready", "RECONCILING", now)],
             log_uri=self._context.log_uri(name),
-            **made_from(template, now),
+            **made_from(template, name, now, condition("Ready", "RECONCILING", now)),
             **given(template, REVISION_FIELDS),
         )
 
@@ -254,12 +251,8 @@ def _merge(current: Any, new: Any, mask: field_mask_pb2.FieldMask) -> Any:
 
 def _set_defaults(service: Any) -> None:
     template = service.template
-    if not has(template, "timeout"):
-        template.timeout = duration(DEFAULT_TIMEOUT_SECONDS)
-    if not template.execution_environment:
-        template.execution_environment = run_v2.ExecutionEnvironment.EXECUTION_ENVIRONMENT_GEN2
+    set_template_defaults(template, DEFAULT_TIMEOUT_SECONDS)
     for container in template.containers:
-        set_default_limits(container)
         for kind in ("startup_probe", "liveness_probe"):
             if has(container, kind):
                 _set_probe_defaults(getattr(container, kind))

@@ -35,22 +35,20 @@ Cluster = container_v1.Cluster.pb()
 Status = container_v1.Cluster.Status
 
 
-def _method(name: str, response: str, *http: str) -> rpc.Method:
-    request_class, response_class = (getattr(container_v1, message).pb() for message in (f"{name}Request", response))
-    return rpc.Method(name, request_class, response_class, http)
-
-
-METHODS = (
-    _method("ListClusters", "ListClustersResponse", f"GET /v1/{{parent={LOCATION}}}/clusters"),
-    _method("GetCluster", "Cluster", f"GET /v1/{{name={CLUSTER}}}"),
-    _method("CreateCluster", "Operation", f"POST /v1/{{parent={LOCATION}}}/clusters *"),
-    _method("DeleteCluster", "Operation", f"DELETE /v1/{{name={CLUSTER}}}"),
-    _method("SetLabels", "Operation", f"POST /v1/{{name={CLUSTER}}}:setResourceLabels *"),
-    _method("ListOperations", "ListOperationsResponse", f"GET /v1/{{parent={LOCATION}}}/operations"),
-    _method("GetOperation", "Operation", f"GET /v1/{{name={LOCATION}/operations/*}}"),
-    _method("GetServerConfig", "ServerConfig", f"GET /v1/{{name={LOCATION}}}/serverConfig"),
-    _method("ListNodePools", "ListNodePoolsResponse", f"GET /v1/{{parent={CLUSTER}}}/nodePools"),
-    _method("CreateNodePool", "Operation", f"POST /v1/{{parent={CLUSTER}}}/nodePools *"),
+METHODS = rpc.methods(
+    container_v1,
+    f"""
+    ListClusters() ListClustersResponse GET /v1/{{parent={LOCATION}}}/clusters
+    GetCluster() Cluster GET /v1/{{name={CLUSTER}}}
+    CreateCluster() Operation POST /v1/{{parent={LOCATION}}}/clusters *
+    DeleteCluster() Operation DELETE /v1/{{name={CLUSTER}}}
+    SetLabels() Operation POST /v1/{{name={CLUSTER}}}:setResourceLabels *
+    ListOperations() ListOperationsResponse GET /v1/{{parent={LOCATION}}}/operations
+    GetOperation() Operation GET /v1/{{name={LOCATION}/operations/*}}
+    GetServerConfig() ServerConfig GET /v1/{{name={LOCATION}}}/serverConfig
+    ListNodePools() ListNodePoolsResponse GET /v1/{{parent={CLUSTER}}}/nodePools
+    CreateNodePool() Operation POST /v1/{{parent={CLUSTER}}}/nodePools *
+    """,
 )
 
 

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import HTTP_STATUS, ApiError
 
-from .routing import Call, Handler, Route, parse_object
+from .routing import Call, Handler, Route
 from .rpc import Method, snake_case
 
 Rule = dict[str, Any]
@@ -20,9 +21,9 @@ Rule = dict[str, Any]
 class Switches:
     """One emulator's switches, in its own `table` of keys and values.
 
-    `defaults` has every switch with its initial value; a list stays a list, an object stays an object. `actions` are
-    switches that the emulator carries out at once instead of keeping them. The switch `fail_next` has rules: each
-    refuses or delays `count` calls of a method, before or after the effect of the call.
+    `defaults` has every switch with its initial value; a list stays a list, an object stays an object. `actions` has
+    the type of each switch that the emulator carries out at once instead of keeping it. The switch `fail_next` has
+    rules: each refuses or delays `count` calls of a method, before or after the effect of the call.
     """
 
     # The keys of a rule. A subclass may select calls in another way: it overrides RULE, checked_rule and refusal.
@@ -34,7 +35,7 @@ class Switches:
         table: str,
         defaults: Mapping[str, Any],
         *,
-        actions: Collection[str] = (),
+        actions: Mapping[str, type] = MappingProxyType({}),
         methods: Collection[str] = (),
     ) -> None:
         self._db = db
@@ -47,6 +48,8 @@ class Switches:
     def configure(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Set the switches that `body` names; return the values of all switches. Raises INVALID_ARGUMENT."""
         _refuse_unknown("faults", body, {*self._defaults, *self._actions})
+        for key, shape in self._actions.items():
+            _check_shape(key, body.get(key, shape()), shape)
         values = {key: self.checked(key, value) for key, value in body.items() if key in self._defaults}
         for key, value in values.items():
             self.set(key, value)
@@ -57,15 +60,14 @@ class Switches:
         if key == "fail_next":
             rules = value if isinstance(value, list) else [value]
             return [self._checked_common(rule) for rule in rules if rule]
-        shape = type(self._defaults[key])
-        if shape in (list, dict) and not isinstance(value, shape):
-            raise ApiError("INVALID_ARGUMENT", f"{key} is {value!r}; expected a {shape.__name__}")
+        if isinstance(self._defaults[key], (list, dict)):
+            _check_shape(key, value, type(self._defaults[key]))
         return value
 
     def checked_rule(self, rule: Rule) -> Rule:
         """The rule to keep in `fail_next`; its keys are known. Raises INVALID_ARGUMENT."""
-        _check_choice("method", rule.get("method"), self._methods)
-        _check_choice("status", rule.get("status", "UNAVAILABLE"), HTTP_STATUS)
+        check_choice("method", rule.get("method"), self._methods)
+        check_choice("status", rule.get("status", "UNAVAILABLE"), HTTP_STATUS)
         refusal = {} if "delay_seconds" in rule else {"status": "UNAVAILABLE"}  # every rule refuses or delays
         return {**refusal, **rule}
 
@@ -154,19 +156,17 @@ def names_of(methods: Iterable[Method]) -> set[str]:
     return {snake_case(method.name) for method in methods}
 
 
-def parse_faults(data: bytes) -> dict[str, Any]:
-    """The body of a request to set switches, for an emulator with another router. Raises INVALID_ARGUMENT."""
-    try:
-        return parse_object(data)
-    except ValueError as error:
-        raise ApiError("INVALID_ARGUMENT", str(error)) from error
-
-
 def _refuse_unknown(kind: str, given: Mapping[str, Any], expected: Collection[str]) -> None:
     if unknown := sorted(set(given) - set(expected)):
         raise ApiError("INVALID_ARGUMENT", f"unknown {kind} {unknown!r}; expected {sorted(expected)!r}")
 
 
-def _check_choice(key: str, value: Any, choices: Collection[str]) -> None:
+def _check_shape(key: str, value: Any, shape: type) -> None:
+    if not isinstance(value, shape):
+        raise ApiError("INVALID_ARGUMENT", f"{key} is {value!r}; expected a {shape.__name__}")
+
+
+def check_choice(key: str, value: Any, choices: Collection[str]) -> None:
+    """Raise INVALID_ARGUMENT unless a key of a rule has one of the choices."""
     if value not in choices:
         raise ApiError("INVALID_ARGUMENT", f"fail_next.{key} is {value!r}; expected {sorted(choices)!r}")

@@ -15,7 +15,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.ports import HOST
 
 from . import discovery
-from .faults import Faults, suffer
+from .faults import Faults
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
@@ -141,13 +141,13 @@ class ApiServer:
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._clock.now())
         self._note(request.headers, self._cluster, call.verb, call.target.resource)
-        rule = self._faults.take(self._cluster, call.verb, call.target.kind.plural)
-        await suffer(rule, after_effect=False)
+        rule = self._faults.take_for(self._cluster, call.verb, call.target.kind.plural)
+        await self._faults.suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):
             return await self._stream(call)
         answer = self._act(call, await _read_body(request))
         await self._store.db.durable()
-        await suffer(rule, after_effect=True)
+        await self._faults.suffer(rule, after_effect=True)
         return answer
 
     def _act(self, call: Call, data: bytes) -> web.Response:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import grpc
 from aiohttp import web
 
 from dropforge_local.base.clock import Clock
@@ -17,7 +17,9 @@ from dropforge_local.base.ports import HOST, free_port, is_listening
 from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit.background import stop_all
-from ..kit.faults import parse_faults
+from ..kit.emulator import PassiveEmulator
+from ..kit.logs import log_route
+from ..kit.routing import Call, Route, mount
 from .api import Note
 from .certificates import Certificates, make_certificates
 from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
@@ -31,10 +33,9 @@ from .store import SCHEMA, Object
 
 # Objects that count as leftovers: workloads and the objects through which clients reach them.
 COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER)
-LOGS = "/_local/logs/{cluster:projects/[^/]+/locations/[^/]+/clusters/[^/]+}/k8s/{workload:.+}"
 
 
-class KubernetesEmulator:
+class KubernetesEmulator(PassiveEmulator):
     """The Kubernetes API of every cluster, each on a separate port. Satisfies server.Emulator."""
 
     def __init__(
@@ -57,14 +58,9 @@ class KubernetesEmulator:
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return [
-            web.post("/_local/kubernetes/faults", self._set_faults),
-            web.get("/_local/kubernetes/clusters", self._list_clusters),
-            web.get(LOGS, self._read_log),
-        ]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return ()
+        clusters = Route("GET", "/_local/kubernetes/clusters", self._list_clusters)
+        faults = self._shared.faults.route("kubernetes", self._act)
+        return mount([faults, clusters, log_route("projects/*/locations/*/clusters/*/k8s/**", self._output)])
 
     async def start(self) -> None:
         await self._runtime.start()
@@ -161,30 +157,25 @@ class KubernetesEmulator:
         )
         return [int(row["port"]) for row in rows]
 
-    async def _list_clusters(self, request: web.Request) -> web.Response:
-        return web.json_response({name: f"https://{HOST}:{cluster.port}" for name, cluster in self._clusters.items()})
+    def _list_clusters(self, call: Call) -> dict[str, str]:
+        return {name: f"https://{HOST}:{cluster.port}" for name, cluster in self._clusters.items()}
 
-    async def _read_log(self, request: web.Request) -> web.Response:
+    def _output(self, name: str) -> str:
         """The output of a job, deployment or pod, by its name in Cloud Asset Inventory."""
-        tail = request.query.get("tail")
-        if tail is not None and not tail.isdigit():
-            raise ApiError("INVALID_ARGUMENT", f"tail is {tail!r}; expected a number of lines")
-        cluster, workload = request.match_info["cluster"], request.match_info["workload"]
-        text = read_workload_log(self._db, self._runtime.directory, cluster, workload, int(tail) if tail else None)
+        cluster, _, workload = name.partition("/k8s/")
+        text = read_workload_log(self._db, self._runtime.directory, cluster, workload)
         if text is None:
-            raise ApiError("NOT_FOUND", f"nothing of {workload!r} has run in {cluster!r}")
-        return web.Response(text=text)
+            raise ApiError("NOT_FOUND", f"no container of {workload!r} has run in {cluster!r}")
+        return text
 
-    async def _set_faults(self, request: web.Request) -> web.Response:
-        body = parse_faults(await request.read())
-        switches = self._shared.faults.configure(body)
+    def _act(self, body: Mapping[str, Any]) -> None:
+        """Begin the faults that happen at once; retry the pods that wait for capacity."""
         if preempted := body.get("preempt"):
             self._cluster(preempted.get("cluster", "")).preempt(preempted)
         if evicted := body.get("evict"):
             self._cluster(evicted.get("cluster", "")).evict(evicted.get("pod", ""))
         for cluster in self._clusters.values():
             cluster.retry_pending_pods()
-        return web.json_response(switches)
 
     def _leave_taken_port(self, name: str, port: int) -> None:
         """Move a cluster's API to another port if another process took its port while no stack ran."""

@@ -9,6 +9,10 @@ from types import MappingProxyType
 
 from dropforge_local.base.ports import HOST
 
+# Topologies by number of chips.
+_SQUARE = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -16,26 +20,22 @@ class Generation:
 
     prefix: str
     config_type: str
-    topologies: Mapping[int, str]
-    cores_per_chip: int
-    chips_per_host: int
     zones: frozenset[str]
     runtimes: tuple[str, ...]
     quota: str  # the name in quota errors, by tier
+    topologies: Mapping[int, str] = field(default_factory=lambda: MappingProxyType(_SQUARE))
+    cores_per_chip: int = 1
+    chips_per_host: int = 8
 
     def accelerator_type(self, chips: int) -> str:
         return f"{self.prefix}-{chips * self.cores_per_chip}"
 
 
-_EIGHT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 # https://cloud.google.com/tpu/docs/regions-zones, .../v5e, .../v5p, .../v6e and .../runtimes
 GENERATIONS = (
     Generation(
         prefix="v5litepod",
         config_type="V5LITE_POD",
-        topologies=MappingProxyType(_EIGHT),
-        cores_per_chip=1,
-        chips_per_host=8,
         zones=frozenset(["us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b"]),
         runtimes=("v2-alpha-tpuv5-lite",),
         quota="TPUV5s{tier}Litepod",
@@ -43,19 +43,16 @@ GENERATIONS = (
     Generation(
         prefix="v5p",
         config_type="V5P",
-        topologies=MappingProxyType({4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}),
-        cores_per_chip=2,
-        chips_per_host=4,
         zones=frozenset(["us-east5-a", "us-central1-a", "europe-west4-b"]),
         runtimes=("v2-alpha-tpuv5",),
         quota="TPUV5P{tier}",
+        topologies=MappingProxyType(_CUBE),
+        cores_per_chip=2,
+        chips_per_host=4,
     ),
     Generation(
         prefix="v6e",
         config_type="V6E",
-        topologies=MappingProxyType(_EIGHT),
-        cores_per_chip=1,
-        chips_per_host=8,
         zones=frozenset(["us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "europe-west4-a"]),
         runtimes=("v2-alpha-tpuv6e",),
         quota="TPUV6E{tier}",

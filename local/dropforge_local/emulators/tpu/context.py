@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ Node = tpu_v2.Node.pb()
 QueuedResource = tpu_v2.QueuedResource.pb()
 # The metadata server's port, the number of the current boot, and the metadata server's maintenance event.
 NODE_COLUMNS = "uid TEXT NOT NULL, port INTEGER NOT NULL, boot INTEGER NOT NULL, maintenance TEXT NOT NULL"
+QUEUED_COLUMNS = "entered REAL NOT NULL"  # when the queued resource entered its present state
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,16 @@ class Context:
         await self.clock.sleep_until(self.clock.now() + seconds)
 
 
-def nodes_of(db: Database) -> Messages:
-    return Messages(db, "tpu_nodes", Node, columns=NODE_COLUMNS)
-
-
-def queued_resources_of(db: Database) -> Messages:
-    """`entered` is when a queued resource entered its present state."""
-    return Messages(db, "tpu_queued", QueuedResource, columns="entered REAL NOT NULL")
+def make_context(db: Database, clock: Clock, config: TpuConfig, methods: Collection[str], **platform: Any) -> Context:
+    """The state in `db`, with `disks`, `images`, `platform_env` and `token` of the platform."""
+    return Context(
+        db=db,
+        clock=clock,
+        config=config,
+        nodes=Messages(db, "tpu_nodes", Node, columns=NODE_COLUMNS),
+        queued=Messages(db, "tpu_queued", QueuedResource, columns=QUEUED_COLUMNS),
+        boots=Boots(db),
+        faults=Faults(db, methods),
+        background=Background("Cloud TPU"),
+        **platform,
+    )

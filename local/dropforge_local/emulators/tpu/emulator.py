@@ -24,7 +24,7 @@ from dropforge_local.base.errors import ApiError
 from ...containers.images import ImageStore
 from ..compute.disks import Disks
 from ..kit import rpc
-from ..kit.background import Background, stop_all
+from ..kit.background import stop_all
 from ..kit.faults import Faulty, names_of
 from ..kit.logs import log_route
 from ..kit.names import Named
@@ -32,10 +32,9 @@ from ..kit.operations import EMPTY, Operation, Operations, longrunning, pack
 from ..kit.paging import Paging
 from ..kit.routing import mount
 from . import rules
-from .boots import Boots
 from .config import TpuConfig
-from .context import Context, nodes_of, queued_resources_of
-from .faults import ACTIONS, Faults
+from .context import make_context
+from .faults import ACTIONS
 from .machines import Machines
 from .methods import LOCATION_METHODS, METHODS, NODE, OPERATION_METHODS
 from .nodes import Nodes, State
@@ -61,20 +60,8 @@ class TpuEmulator(Named):
         token: Callable[[str], str],
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:
-        self._context = Context(
-            db=db,
-            clock=clock,
-            config=config,
-            nodes=nodes_of(db),
-            queued=queued_resources_of(db),
-            boots=Boots(db),
-            faults=Faults(db, names_of(METHODS)),
-            disks=disks,
-            images=images,
-            platform_env=platform_env,
-            token=token,
-            background=Background("Cloud TPU"),
-        )
+        platform = {"images": images, "disks": disks, "platform_env": platform_env, "token": token}
+        self._context = make_context(db, clock, config, names_of(METHODS), **platform)
         self._config = config
         self._machines = Machines(self._context, directory)
         self._nodes = Nodes(self._context, self._machines)

@@ -10,7 +10,8 @@ from dropforge_local.base.errors import ApiError
 
 from ..kit.faults import Switches
 
-ACTIONS = ("preempt", "reboot", "maintenance", "out_of_memory")  # each names a node, and happens at once
+# Each names a node, and happens at once.
+ACTIONS = {"preempt": str, "reboot": str, "maintenance": str, "out_of_memory": str}
 PREEMPT_NEXT = {"count", "after_seconds"}
 
 

@@ -22,8 +22,8 @@ LOG_CHARACTERS = 20_000
 class Job:
     """An entrypoint that runs, or ran."""
 
-    def __init__(self, request: dict) -> None:
-        self.info = {"submission_id": request["submission_id"], "entrypoint": request["entrypoint"]}
+    def __init__(self, request: dict[str, str]) -> None:
+        self.info: dict[str, object] = {name: request[name] for name in ("submission_id", "entrypoint")}
         self.info |= {"status": "RUNNING", "message": "Job is currently running.", "start_time": milliseconds()}
         self.stopped = False
         self.process = subprocess.Popen(

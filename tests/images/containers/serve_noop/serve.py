@@ -20,7 +20,7 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.answer({"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]})
 
-    def answer(self, value: dict) -> None:
+    def answer(self, value: dict[str, object]) -> None:
         body = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -29,18 +29,17 @@ class RequestException(Exception):
 
 
 def main() -> int:
-    job, redact, stop = Job.from_environment(), Redactor(), StopRequest()
-    reporter = Reporter(job, redact)
+    job, redact, stop, clients = Job.from_environment(), Redactor(), StopRequest(), Clients()
+    reporter = Reporter(job, redact, clients)
     try:
-        outcome = outcome_of(lambda: run(job, reporter, redact), job, stop, redact)
+        outcome = outcome_of(lambda: run(job, clients, reporter, redact), job, stop, redact)
         reporter.ended(outcome)
         return outcome.exit_code
     finally:
         reporter.close()
 
 
-def run(job: Job, reporter: Reporter, redact: Redactor) -> Outcome:
-    clients = Clients()
+def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Outcome:
     load_secrets(clients, os.environ)
     bucket = clients.storage().bucket(job.bucket)
     spec = parse_spec(bucket.blob(spec_object(job.run)).download_as_bytes())

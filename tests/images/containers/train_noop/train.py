@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
 BUCKET, TOPIC = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
@@ -62,7 +63,7 @@ def quoted(name: str) -> str:
     return name.replace("/", "%2F")
 
 
-def spec() -> dict:
+def spec() -> Any:
     name = quoted(f"runs/{RUN}/spec.json")
     status, body = request("GET", f"/storage/v1/b/{BUCKET}/o/{name}?alt=media")
     assert status == 200, body
@@ -80,7 +81,7 @@ def publish(kind: str, copies: int = 1, **fields: object) -> None:
     assert status == 200, answer
 
 
-def commit(exact_match: float, files: tuple[dict, ...] = ()) -> None:
+def commit(exact_match: float, files: tuple[dict[str, Any], ...] = ()) -> None:
     """The manifest, written once."""
     manifest = {
         "run": RUN,
@@ -122,7 +123,7 @@ def backwards() -> int:
     return 0
 
 
-def put(name: str, body: bytes) -> dict:
+def put(name: str, body: bytes) -> Any:
     """Write an object; what the bucket says of it."""
     status, answer = request("POST", f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quoted(name)}", body)
     assert status == 200, answer
@@ -157,6 +158,17 @@ def fail(error_class: str, code: int) -> int:
     publish("started")
     publish("failed", error_class=error_class, message=f"behaves as {error_class}")
     return code
+
+
+def preempted() -> int:
+    publish("started")
+    publish("preempted", step=1)
+    return 75
+
+
+def killed() -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1
 
 
 def preempted_once() -> int:
@@ -229,9 +241,9 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "exit-76": lambda: 76,
     "exit-3": lambda: 3,
     "preempted-once": preempted_once,
-    "preempted": lambda: (publish("started"), publish("preempted", step=1), 75)[2],
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL) or 1,
-    "killed-once": lambda: succeed() if ATTEMPT > 1 else os.kill(os.getpid(), signal.SIGKILL) or 1,
+    "preempted": preempted,
+    "killed": killed,
+    "killed-once": lambda: succeed() if ATTEMPT > 1 else killed(),
     "hang": hang,
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "hang-at-first-boot": hang_at_first_boot,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dropforge_local.base.db import Database
 
-from ....containers.logs import LOG, TIMES, last_lines
+from ....containers.logs import LOG, TIMES
 from ..refusals import Refusal
 from ..store import Object
 from ..times import timestamp
@@ -55,7 +55,7 @@ async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[],
             yield _stamped(at) + line if request.timestamps else line
 
 
-def read_workload_log(db: Database, directory: Path, cluster: str, workload: str, tail: int | None) -> str | None:
+def read_workload_log(db: Database, directory: Path, cluster: str, workload: str) -> str | None:
     """The output of all containers of a workload by time, also after its deletion. None if no container has run.
 
     `workload` is as Cloud Asset Inventory names it below its cluster: namespaces/NAMESPACE/batch/jobs/NAME.
@@ -66,7 +66,7 @@ def read_workload_log(db: Database, directory: Path, cluster: str, workload: str
     if not rows:
         return None
     lines = heapq.merge(*(_read_all(directory / row["id"]) for row in rows), key=lambda line: line[0])
-    return last_lines(b"".join(line for _, line in lines).decode("utf-8", errors="replace"), tail)
+    return b"".join(line for _, line in lines).decode("utf-8", errors="replace")
 
 
 def _read_new(directory: Path, position: int) -> tuple[list[tuple[float, bytes]], int]:
