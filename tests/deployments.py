@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache, partial
@@ -113,7 +114,7 @@ def context_with(
 @cache
 def here() -> Context:
     """The context of the deployment that the environment names; made again after `forget`."""
-    return Context.from_environment()
+    return Context(Cloud(Settings.from_environment(os.environ), _clients()))
 
 
 def forget() -> None:

@@ -331,7 +331,7 @@ def test_a_deploy_that_comes_late_notes_no_endpoint(user: User, monkeypatch: pyt
     assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
     done: list[dict[str, Any]] = []
 
-    def torn_down_meanwhile(url: str, model: str) -> str:
+    def torn_down_meanwhile(cloud: Cloud, url: str, model: str) -> str:
         done.append(eventually(lambda: teardown(run, ME, "run", False)))
         return ""
 

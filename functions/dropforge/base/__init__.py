@@ -1,1 +1,1 @@
-"""base."""
+"""What every package uses: names, settings, errors, clock, threads, log and redaction. Imports no other package."""

@@ -1,1 +1,1 @@
-"""cloud."""
+"""Google APIs: clients, classified errors, listings, executions, Kubernetes, TPU VMs, disks. Imports `base`."""

@@ -130,7 +130,9 @@ def _refused(context: Context, record: Record, spec: JobSpec, error: CloudError)
     context.log(error.message, stage="provision", run=record.run, severity="WARNING", error_class=error.error_class)
     reason = RunError(error_class=error.error_class, message=error.message, hint=error.hint)
     # The record keeps the reason: its class decides the next placement, and the end stops the cost of the attempt.
-    record = context.store.update(record.run, lambda found: found.with_end(latest.number, reason, context.now()))
+    record = context.store.update(
+        record.run, lambda latest_record: latest_record.with_end(latest.number, reason, context.now())
+    )
     return retry_or_fail(record, spec, reason, context.now())
 
 

@@ -1,1 +1,1 @@
-"""tell."""
+"""Tells people (channels) and other systems (run events) about a run. Imports `money`, `context` and below."""

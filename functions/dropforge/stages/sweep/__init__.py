@@ -1,1 +1,1 @@
-"""stages/sweep."""
+"""Stage `sweep`: orphans in the cloud, and work that was lost."""
