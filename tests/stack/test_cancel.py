@@ -14,7 +14,7 @@ from dropforge.base.clock import Clock, utc_now
 from dropforge.run.record import RunState
 
 from ..deployments import clients
-from ..stages import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
+from ..stage_calls import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
 from .test_runs import assert_clean, deliver, deliver_upload, states

@@ -26,7 +26,7 @@ from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 
 from ..deployments import clients
-from ..stages import (
+from ..stage_calls import (
     deploy,
     inspect,
     notify,

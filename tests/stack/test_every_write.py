@@ -25,7 +25,7 @@ from dropforge.run.store import RunStore
 from dropforge.stages import submit
 
 from ..deployments import clients
-from ..stages import cancel, deploy, inspect, notify, provision, submit_message, teardown
+from ..stage_calls import cancel, deploy, inspect, notify, provision, submit_message, teardown
 from .conftest import User
 from .targets import SERVES
 from .test_runs import assert_clean, states

@@ -15,7 +15,7 @@ from dropforge.platforms.training import Phase, launch_of
 from dropforge.run.record import Record, RunState
 
 from ..deployments import here
-from ..stages import deploy, inspect, provision
+from ..stage_calls import deploy, inspect, provision
 from .conftest import User
 from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import assert_clean

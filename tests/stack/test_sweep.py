@@ -26,7 +26,7 @@ from dropforge.stages.sweep import lost_work, orphans
 from dropforge_cli.main import cli
 
 from ..deployments import clients, here
-from ..stages import submit_message, sweep
+from ..stage_calls import submit_message, sweep
 from .conftest import User
 from .test_crash_windows import accepted
 from .test_runs import assert_clean, states

@@ -14,7 +14,7 @@ from dropforge.platforms.training import Phase, launch_of
 from dropforge.run.record import RunState
 
 from ..deployments import clients, here
-from ..stages import inspect
+from ..stage_calls import inspect
 from .conftest import User
 from .targets import PARTS, SERVES
 from .test_crash_windows import ME, URL, end, eventually, launched

@@ -15,7 +15,7 @@ from dropforge.stages.deploy import completion_problem
 from dropforge_cli.logs import read_log
 
 from ..deployments import here
-from ..stages import inspect
+from ..stage_calls import inspect
 from .conftest import User
 from .targets import PARTS
 from .test_crash_windows import ME, URL, end, eventually, launched

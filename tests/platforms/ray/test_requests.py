@@ -20,10 +20,10 @@ from dropforge.platforms.ray.train import RayJobs
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import JobSpec, parse_spec
 
-from ..deployments import settings_with
-from ..schemas import kuberay
+from ...deployments import settings_with
+from ...schemas import kuberay
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ray-llama3-8b.json"
 RUN = "text-to-sql-0123456789ab"
 SETTINGS = settings_with(gke_cluster="standing", train_ray_image="train-ray")

@@ -31,9 +31,9 @@ from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmu
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
-from ..deployments import clients, here
-from ..stages import deploy, sweep, teardown
-from .shared import (
+from ...deployments import clients, here
+from ...stage_calls import deploy, sweep, teardown
+from ..shared import (
     ME,
     environment,
     eventually,

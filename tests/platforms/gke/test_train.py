@@ -32,8 +32,8 @@ from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
-from ..deployments import Bound, clients, present, settings_with
-from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+from ...deployments import Bound, clients, present, settings_with
+from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
 MAIN_PY = """

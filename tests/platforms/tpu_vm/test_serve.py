@@ -32,9 +32,9 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
-from ..deployments import clients, here
-from ..stages import deploy, sweep, teardown
-from .shared import (
+from ...deployments import clients, here
+from ...stage_calls import deploy, sweep, teardown
+from ..shared import (
     ME,
     environment,
     eventually,

@@ -16,10 +16,10 @@ from dropforge.cloud.disks import DISK
 from dropforge.run.artifacts import MANIFEST, Manifest
 from dropforge.run.record import RunState
 
-from ..deployments import clients, here
-from ..stages import cancel, inspect, provision, sweep, teardown
-from .shared import ME, eventually, is_there, make_run, until
-from .test_serving_tpu_vm import IMAGES, ZONE, Cloud, cloud, running, spec
+from ...deployments import clients, here
+from ...stage_calls import cancel, inspect, provision, sweep, teardown
+from ..shared import ME, eventually, is_there, make_run, until
+from .test_serve import IMAGES, ZONE, Cloud, cloud, running, spec
 
 __all__ = ["cloud", "running"]
 URL = "http://127.0.0.1:1/callback"

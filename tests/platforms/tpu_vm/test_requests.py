@@ -23,10 +23,10 @@ from dropforge.stages.admission import deployment_problems, fit_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
-from ..deployments import cloud_with
+from ...deployments import cloud_with
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tpu-vm-qwen3-4b.json"
-KEPT = Path(__file__).parents[2] / "schemas" / "examples" / "valid" / "tpu-vm-that-is-kept.json"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tpu-vm-qwen3-4b.json"
+KEPT = Path(__file__).parents[3] / "schemas" / "examples" / "valid" / "tpu-vm-that-is-kept.json"
 NAME = "projects/YOUR-PROJECT/locations/us-west1-c/nodes/n"
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 Node, Queued = tpu_v2.Node, tpu_v2.QueuedResourceState

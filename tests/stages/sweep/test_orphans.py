@@ -20,7 +20,7 @@ from dropforge.stages.sweep import orphans
 from dropforge.stages.sweep.orphans import EXPIRED, SURVIVES, Deletions, Orphan, judge, list_all
 from dropforge.stages.sweep.sweep import Look
 
-from ..deployments import cloud_with, context_with, settings_with
+from ...deployments import cloud_with, context_with, settings_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dropforge.base.errors import Conflict, NotFound
 from dropforge.context import Context
 
-from .shared import environment
+from ..platforms.shared import environment
 
 MAIN = Path(__file__).resolve().parents[2] / "functions" / "main.py"
 RUN = {"run": "job-0123456789ab", "execution": "e-1"}

@@ -28,7 +28,7 @@ from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec
 from dropforge.stages.sweep import lost_work, orphans
 
-from .. import stages
+from .. import stage_calls as stages
 from ..deployments import forget, here
 
 ME = "the-execution-of-this-test"

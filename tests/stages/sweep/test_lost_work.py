@@ -19,7 +19,7 @@ from dropforge.run.record import END_TOLD, Attempt, Endpoint, Record, RunState, 
 from dropforge.stages.sweep import lost_work
 from dropforge.stages.sweep.lost_work import LATE_FOR, LOST_AFTER, LOST_FOR, accept, restart, settle, submit
 
-from ..deployments import SETTINGS, Memory, context_with
+from ...deployments import SETTINGS, Memory, context_with
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)

@@ -24,10 +24,10 @@ from dropforge.stages.admission import budget_problems, deployment_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
-from ..deployments import cloud_with, settings_with
-from ..schemas import kubernetes as kubernetes_schemas
+from ...deployments import cloud_with, settings_with
+from ...schemas import kubernetes as kubernetes_schemas
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "gke-gemma-3-12b-fsdp.json"
 MODELS = {"Job": client.V1Job, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"

@@ -19,9 +19,9 @@ from dropforge.platforms.ray.train import RAY_CLUSTER, RayJobs
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 
-from ..deployments import Bound, clients, present
-from .shared import Stages, until
-from .test_gke import SETTINGS, STANDING, Cloud, cloud, running
+from ...deployments import Bound, clients, present
+from ..gke.test_train import SETTINGS, STANDING, Cloud, cloud, running
+from ..shared import Stages, until
 
 __all__ = ["cloud", "running"]
 TARGET = Bound(RayJobs())

@@ -35,8 +35,8 @@ from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
-from ..deployments import Bound, clients, present, settings_with
-from .shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
+from ...deployments import Bound, clients, present, settings_with
+from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
 # What a container does is the first word of its run id.
 MAIN_PY = """
