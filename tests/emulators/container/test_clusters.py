@@ -50,7 +50,10 @@ def build(home: Path, held: HeldClock | None = None) -> Sequence[Emulator]:
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=KubernetesConfig(node_seconds=0.05),
     )
-    return [kubernetes, GkeEmulator(db, held or clock, kubernetes=kubernetes, config=GkeConfig(0.3, 0.2))]
+    return [
+        kubernetes,
+        GkeEmulator(db, held or clock, kubernetes=kubernetes, config=GkeConfig(create_seconds=0.3, delete_seconds=0.2)),
+    ]
 
 
 @dataclass

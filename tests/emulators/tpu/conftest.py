@@ -62,7 +62,9 @@ IMAGE = "us-west1-docker.pkg.dev/p1/dropforge/nap:v1"
 
 def build(home: Path, clock: Clock | None = None) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), clock or SystemClock()
-    compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
+    compute = ComputeEmulator(
+        db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
+    )
     tpu = TpuEmulator(
         db,
         clock,

@@ -166,7 +166,9 @@ def lab(home: Path) -> Iterator[Lab]:
         pubsub.create_topic(TOPIC)
         secrets = SecretManagerEmulator(db, clock, "p1")
         secrets.set_secret("hf", SECRET.encode())
-        compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
+        compute = ComputeEmulator(
+            db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
+        )
         tpu = TpuEmulator(
             db,
             clock,

@@ -118,7 +118,7 @@ def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
         ),
     )
     made.append(api)
-    return [api, GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(0.2, 0.2))]
+    return [api, GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(create_seconds=0.2, delete_seconds=0.2))]
 
 
 @pytest.fixture(scope="module")

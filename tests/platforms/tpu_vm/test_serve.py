@@ -118,7 +118,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             disks=compute.disks,
             platform_env=lambda account: hosts,
             token=lambda scope: "good",
-            config=TpuConfig(0.1, 0.05, 0.05, 2.0, 0.1, 0.1, chips_per_zone=64),
+            config=TpuConfig(
+                create_seconds=0.1,
+                delete_seconds=0.05,
+                queue_seconds=0.05,
+                grace_seconds=2.0,
+                reboot_seconds=0.1,
+                maintenance_seconds=0.1,
+                chips_per_zone=64,
+            ),
         )
         return [storage, pubsub, compute, machines]
 

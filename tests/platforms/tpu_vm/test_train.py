@@ -105,7 +105,9 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
     pubsub.create_topic("projects/p1/topics/job-events")
     secrets = SecretManagerEmulator(db, clock, "p1")
     secrets.set_secret("hf", b"secret")
-    compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(0.05, 0.05))
+    compute = ComputeEmulator(
+        db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
+    )
     tpu = TpuEmulator(
         db,
         clock,
@@ -114,7 +116,14 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
         disks=compute.disks,
         platform_env=lambda account: hosts,
         token=lambda scope: "token",
-        config=TpuConfig(0.1, 0.05, 0.05, 5.0, 0.1, 0.1),
+        config=TpuConfig(
+            create_seconds=0.1,
+            delete_seconds=0.05,
+            queue_seconds=0.05,
+            grace_seconds=5.0,
+            reboot_seconds=0.1,
+            maintenance_seconds=0.1,
+        ),
     )
     made += [compute, tpu]
     return [storage, pubsub, secrets, compute, tpu]

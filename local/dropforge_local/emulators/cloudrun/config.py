@@ -51,7 +51,7 @@ GPUS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CloudRunConfig:
     """Timings and quotas of the emulated Cloud Run."""
 

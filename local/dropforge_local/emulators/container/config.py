@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GkeConfig:
     """Timings and quota of the emulated GKE. Steps that take minutes in the cloud take seconds here."""
 

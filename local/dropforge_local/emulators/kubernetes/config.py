@@ -42,7 +42,7 @@ TPUS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KubernetesConfig:
     """Timings and capacity of the emulated clusters; times of minutes in the cloud are short here."""
 

@@ -61,7 +61,7 @@ GENERATIONS = (
 ANY_RUNTIME = ("tpu-ubuntu2204-base",)  # boots on every generation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TpuConfig:
     """Timings and quotas of the emulated Cloud TPU. Steps that take minutes in the cloud take seconds here."""
 
