@@ -72,14 +72,14 @@ def test_hosts_follow_from_the_topology(accelerator: str, topology: str, expecte
         ({"hosts": 4}, "/target/hosts", ""),
     ],
 )
-def test_a_slice_that_gke_does_not_make_is_refused(target: dict[str, Any], pointer: str, expected: str) -> None:
+def test_a_slice_that_gke_does_not_offer_is_refused(target: dict[str, Any], pointer: str, expected: str) -> None:
     with pytest.raises(InvalidSpec) as refused:
         spec(**target)
     problem = next(problem for problem in refused.value.problems if problem.pointer == pointer)
     assert expected in str(problem.expected)
 
 
-def test_the_tutorial_is_one_slice_of_four_hosts_that_ends_with_its_job() -> None:
+def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() -> None:
     training, dataset = spec().training, spec().dataset
     assert (training.method, dataset.source) == ("pretrain", "synthetic")
     assert (training.max_steps, training.max_length, training.per_device_train_batch_size) == (100, 4096, 1)
@@ -128,7 +128,7 @@ def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
     own = requests(launch(spec(cluster={"create": True})))
     assert [resource.kind for resource in own] == ["container.googleapis.com/Cluster", "ray.io/RayJob"]
     assert own[0].request["cluster"]["addonsConfig"] == {"rayOperatorConfig": {"enabled": True}}
-    assert len(name) <= 47  # as KubeRay demands: the cluster's name has a suffix
+    assert len(name) <= 47  # the limit of KubeRay, which adds a suffix for the cluster's name
 
 
 def test_a_deployment_without_the_image_refuses_the_run() -> None:
@@ -139,7 +139,7 @@ def test_a_deployment_without_the_image_refuses_the_run() -> None:
 @pytest.mark.parametrize(
     "target", [{}, {"cluster": {"create": True}}, {"accelerator": "tpu-v5p-slice", "topology": "2x2x2"}], ids=str
 )
-def test_kuberay_takes_the_rayjob(target: dict[str, Any]) -> None:
+def test_kuberay_accepts_the_rayjob(target: dict[str, Any]) -> None:
     kuberay.check(ray_job_manifest(launch(spec(**target))))
 
 
@@ -173,7 +173,7 @@ def misspell_a_field_of_a_pod(wanted: Any) -> None:
         (misspell_a_field_of_a_pod, "serviceAcountName"),
     ],
 )
-def test_a_mistake_in_the_rayjob_is_noticed(mistake: Callable[[Any], None], named: str) -> None:
+def test_a_mistake_in_the_rayjob_is_refused(mistake: Callable[[Any], None], named: str) -> None:
     manifest = ray_job_manifest(launch())
     mistake(manifest["spec"])
     with pytest.raises(jsonschema.ValidationError, match=named):

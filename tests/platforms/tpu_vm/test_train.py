@@ -1,4 +1,4 @@
-"""Target `tpu_vm` against the emulated Cloud TPU and Compute Engine, whose machines run the startup script."""
+"""Target `tpu_vm` with the emulated Cloud TPU and Compute Engine, whose machines run the startup script."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from ...deployments import Bound, clients, present, settings_with
 from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
-# What a container does is the first word of its run id.
+# The first word of the run id says how the container behaves.
 MAIN_PY = """
     import os, signal, sys, time
-    what = os.environ["DROPFORGE_RUN"].split("-")[0]
+    behaviour = os.environ["DROPFORGE_RUN"].split("-")[0]
     assert os.path.isdir(os.environ["DROPFORGE_WORK_DIRECTORY"]), "the data disk is not there"
-    if what == "polite":
+    if behaviour == "polite":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-    if what == "token" and os.environ["HF_TOKEN"] != "secret":
+    if behaviour == "token" and os.environ["HF_TOKEN"] != "secret":
         sys.exit(70)
-    if what.startswith("exit"):
-        sys.exit(int(what.removeprefix("exit")))
-    if what not in ("succeed", "token"):
+    if behaviour.startswith("exit"):
+        sys.exit(int(behaviour.removeprefix("exit")))
+    if behaviour not in ("succeed", "token"):
         time.sleep(60)
 """
 SETTINGS = replace(
@@ -155,7 +155,7 @@ def _name_of(function: Callable[[Launch], str], attempt: Launch, _: Launch) -> s
     return function(attempt)
 
 
-def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
+def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "hf"})
     STAGES.provision(attempt)
     assert TARGET.provision(attempt)  # the reply was lost
@@ -163,15 +163,15 @@ def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
     assert [disk.kind, queued.kind, node.kind] == [DISK, QUEUED, NODE]
     status = STAGES.ended(attempt)
     assert (status.phase, status.exit_code) == (Phase.SUCCEEDED, 0), cloud.serial(attempt)
-    found = clients.tpu().get_queued_resource(name=queued.name)
-    stored = json.loads(tpu_v2.QueuedResource.to_json(found, use_integers_for_enums=False))
+    stored_resource = clients.tpu().get_queued_resource(name=queued.name)
+    stored = json.loads(tpu_v2.QueuedResource.to_json(stored_resource, use_integers_for_enums=False))
     assert contains(stored, queued.request["queuedResource"])
     made = clients.tpu().get_node(name=node.name)
     assert not made.network_config.enable_external_ips
     assert made.service_account.email == SETTINGS.trainer_service_account
     STAGES.tear_down(TARGET.resources(attempt))
     assert TARGET.inspect(attempt).phase is Phase.GONE
-    assert all(TARGET.teardown(one.kind, one.name) for one in (disk, queued, node))
+    assert all(TARGET.teardown(resource.kind, resource.name) for resource in (disk, queued, node))
 
 
 def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
@@ -190,7 +190,9 @@ def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
         ("exit1", ErrorClass.CODE, 1),
     ],
 )
-def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
+def test_the_exit_code_gives_the_phase_and_the_error_class(
+    cloud: Cloud, behave: str, expected: ErrorClass, code: int
+) -> None:
     attempt = launch(behave)
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
@@ -199,7 +201,7 @@ def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, c
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_token_that_is_missing(cloud: Cloud) -> None:
+def test_a_missing_token_is_a_config_error(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "unknown"})
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
@@ -208,7 +210,7 @@ def test_a_token_that_is_missing(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_capacity_in_time(cloud: Cloud) -> None:
+def test_capacity_that_does_not_arrive_in_time_is_a_stockout(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", placements=[{"zone": ZONE, "max_wait": "2s"}])
     STAGES.provision(attempt)
@@ -219,7 +221,7 @@ def test_no_capacity_in_time(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_capacity_at_once(cloud: Cloud) -> None:
+def test_a_refusal_for_lack_of_capacity_is_a_stockout(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", queued=False)
     with pytest.raises(CloudError, match="There is no more capacity") as refusal:
@@ -229,21 +231,21 @@ def test_no_capacity_at_once(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_no_quota(cloud: Cloud, queued: bool) -> None:
+def test_missing_quota_has_the_class_quota(cloud: Cloud, queued: bool) -> None:
     cloud.faults("tpu", quota={ZONE: 4})
     attempt = launch("succeed", queued=queued)
     if queued:
         STAGES.provision(attempt)
-        found: CloudError | Status = STAGES.ended(attempt)
+        outcome: CloudError | Status = STAGES.ended(attempt)
     else:
         with pytest.raises(CloudError, match="has been exceeded") as refusal:
             STAGES.provision(attempt)
-        found = refusal.value
-    assert found.error_class is ErrorClass.QUOTA
+        outcome = refusal.value
+    assert outcome.error_class is ErrorClass.QUOTA
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_room_for_the_disk(cloud: Cloud) -> None:
+def test_a_disk_above_the_quota_has_the_class_quota(cloud: Cloud) -> None:
     cloud.faults("compute", quota={ZONE: 100})
     attempt = launch("succeed")
     with pytest.raises(CloudError, match="DISKS_TOTAL_GB") as refusal:
@@ -267,7 +269,7 @@ def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("emulator", ["compute", "tpu"])
-def test_an_answer_that_gets_lost_makes_nothing_twice(cloud: Cloud, emulator: str) -> None:
+def test_after_a_lost_answer_nothing_is_created_twice(cloud: Cloud, emulator: str) -> None:
     method = {"compute": "insert_disk", "tpu": "create_queued_resource"}[emulator]
     cloud.faults(emulator, fail_next={"method": method, "status": "UNAVAILABLE", "after_effect": True})
     attempt = launch("succeed")
@@ -298,7 +300,7 @@ def test_preempted_before_the_script_could_do_anything(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
+def test_a_machine_that_a_user_deletes_is_reported(cloud: Cloud) -> None:
     attempt = launch("sleep")
     STAGES.provision(attempt)
     STAGES.wait_for(attempt, Phase.RUNNING)
@@ -309,10 +311,10 @@ def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -> None:
+def test_resources_of_another_run_are_not_touched(cloud: Cloud, queued: bool) -> None:
     attempt = launch("sleep", queued=queued)
     STAGES.provision(attempt)
-    # Names come from the run, so another's resource of that name shows only by its label.
+    # Names are made from the run id, so only the label shows that the resource belongs to another run.
     stranger = replace(attempt, run=attempt.run[::-1])
     with pytest.MonkeyPatch.context() as patch:
         for function in ("node_name", "queued_name", "disk_name"):
@@ -367,17 +369,19 @@ def test_the_request_is_exact() -> None:
     assert json.loads(metadata["dropforge-secrets"]) == {"HF_TOKEN": "projects/p1/secrets/hf/versions/3"}
     documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
     assert {key for key in metadata if f"#   {key} " in documented} == set(metadata) - {"startup-script"}
-    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises on what the API does not have
+    tpu_v2.CreateQueuedResourceRequest.from_json(
+        json.dumps(queued.request)
+    )  # raises for a field that the API does not have
 
 
-def test_attempts_and_requests_have_names_of_their_own() -> None:
+def test_every_attempt_and_every_request_has_its_own_name() -> None:
     first = launch("n")
     second = replace(first, attempt=2)
     names: set[str] = set()
     ids: set[str] = set()
     for attempt in (first, second, launch("n")):
         resources: list[Resource] = TARGET.resources(attempt)
-        names.update(one.name for one in resources)
-        ids.update(one.request["requestId"] for one in resources if "requestId" in one.request)
+        names.update(resource.name for resource in resources)
+        ids.update(r.request["requestId"] for r in resources if "requestId" in r.request)
     assert (len(names), len(ids)) == (9, 6)
     assert TARGET.resources(first) == TARGET.resources(first)
