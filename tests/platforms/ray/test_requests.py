@@ -208,7 +208,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
         (job("Complete", "STOPPED"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Complete", ""), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "FAILED", reason="AppFailed", message=FAILED), Phase.FAILED, ErrorClass.DATA, 65),
-        (job("Failed", "FAILED", reason="AppFailed", message="died"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
+        (job("Failed", "FAILED", reason="AppFailed", message="crashed"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "RUNNING", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),
         (job("Failed", "", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),  # before the job ran
         (job("Failed", "", reason="PreRunningDeadlineExceeded"), Phase.FAILED, ErrorClass.STOCKOUT, None),
@@ -233,7 +233,7 @@ def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
 
 
 def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
-    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster asks for no token."""
+    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster requires no token."""
     wanted = ray_job_manifest(launch())["spec"]
     late = {"authOptions"} & wanted["rayClusterSpec"].keys()
     # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: GKE's add-on may not have them.

@@ -63,13 +63,13 @@ def test_one_spec_replaces_tutorial_002() -> None:
     assert wanted["queueingPolicy"] == {"validUntilDuration": "1800s"}
     assert wanted["spot"] == {}
     [node_spec] = wanted["tpu"]["nodeSpec"]
-    asked = node_spec["node"]
-    assert (asked["acceleratorType"], asked["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
-    assert asked["networkConfig"]["enableExternalIps"] is False
-    assert asked["dataDisks"] == [
+    requested = node_spec["node"]
+    assert (requested["acceleratorType"], requested["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
+    assert requested["networkConfig"]["enableExternalIps"] is False
+    assert requested["dataDisks"] == [
         {"sourceDisk": f"projects/YOUR-PROJECT/zones/us-west1-c/disks/{name}", "mode": "READ_WRITE"}
     ]
-    metadata = asked["metadata"]
+    metadata = requested["metadata"]
     assert metadata.pop("startup-script") == STARTUP_SCRIPT.read_text()
     assert metadata == {
         "dropforge-role": "train",
@@ -94,7 +94,7 @@ def test_one_spec_replaces_tutorial_002() -> None:
         "dropforge-job-events-topic": "projects/YOUR-PROJECT/topics/YOUR-JOB-EVENTS-TOPIC",
         "dropforge-data-disk": "persistent-disk-1",
     }
-    assert sum(len(key) + len(value) for key, value in asked["metadata"].items()) < 2**18
+    assert sum(len(key) + len(value) for key, value in requested["metadata"].items()) < 2**18
 
 
 def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
