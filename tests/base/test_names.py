@@ -12,8 +12,8 @@ RUN = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", 1234
 
 
 def test_run_id_is_a_function_of_bucket_object_and_generation() -> None:
-    again = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
-    assert again == RUN
+    second_id = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
+    assert second_id == RUN
     assert RUN.startswith("my-job-v2-")
 
 

@@ -26,7 +26,7 @@ VALUE = "hf_" + "v" * 30
 
 
 class Secrets(SecretManagerEmulator):
-    """Secret Manager with one secret that no caller may read."""
+    """Secret Manager with a secret that no caller may read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Database(path), VirtualClock(), "test-project")

@@ -250,8 +250,8 @@ def test_each_warning_is_sent_once_and_in_time() -> None:
         for notice in due(run, job, now):
             warnings.append((hour, notice.key))
             run = run.with_notice(notice.key)
-        left = seconds_to_warning(run, job, now)
-        assert left == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
+        seconds = seconds_to_warning(run, job, now)
+        assert seconds == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
     assert warnings == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
 
 
@@ -276,7 +276,7 @@ class Events:
 @pytest.mark.parametrize(
     ("steps", "cloud", "stuck"),
     [
-        ({}, RUNNING, True),  # not even a first step
+        ({}, RUNNING, True),  # the trainer has reported no step
         ({100: 1, 70: 2}, RUNNING, True),  # no event for more than an hour
         ({100: 1, 70: 2, 10: 3}, RUNNING, False),
         ({100: 7, 70: 7, 10: 7, 1: 7}, RUNNING, True),  # it repeats the same step

@@ -68,7 +68,7 @@ def write_servers(home: Path) -> None:
 
 
 def switch_faults(url: str, emulator: str, **switches: Any) -> None:
-    """Set the fault switches of one emulator of the server at `url`."""
+    """Set the fault switches of `emulator` on the server at `url`."""
     request = urllib.request.Request(f"{url}/_local/{emulator}/faults", json.dumps(switches).encode(), method="POST")
     urllib.request.urlopen(request, timeout=10).close()
 
@@ -122,14 +122,14 @@ class Stages:
     def tear_down(self, resources: Iterable[Resource]) -> None:
         """Delete the resources until the target confirms that all are gone."""
         pending = list(resources)
-        until(lambda: [r for r in pending if not self.target.teardown(r.kind, r.name)], lambda left: not left)
+        until(lambda: [r for r in pending if not self.target.teardown(r.kind, r.name)], lambda remaining: not remaining)
 
 
 def make_run(store: RunStore, spec: dict[str, Any], state: RunState = RunState.TRAINING) -> str:
     """Store a run in `state`. The test acts as its execution; no workflow knows this run."""
     run = names.run_id_of_message(f"{time.time_ns()}-{next(_numbers)}")
-    way = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING]
-    history = [Transition(state=passed, time=utc_now()) for passed in way[: way.index(state) + 1]]
+    states = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING]
+    history = [Transition(state=passed, time=utc_now()) for passed in states[: states.index(state) + 1]]
     parsed = JobSpec.model_validate_json(json.dumps(spec))
     region, now = get_target(parsed.target.type).regions(parsed)[0], utc_now()
     attempt = Attempt(number=1, placement=0, region=region, started=now, deadline=now + timedelta(hours=1))

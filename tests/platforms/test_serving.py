@@ -160,8 +160,8 @@ def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
 
 
 def test_the_requests_for_a_tpu_vm_are_exact() -> None:
-    wanted = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
-    queued, node = tpu_vm.TpuVmServer().resources(wanted)
+    deployed = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
+    queued, node = tpu_vm.TpuVmServer().resources(deployed)
     zone, name = "projects/p1/locations/us-west4-a", f"df-{RUN}-serve"
     assert (queued.name, node.name) == (f"{zone}/queuedResources/{name}", f"{zone}/nodes/{name}")
     tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises for an unknown field
@@ -184,7 +184,7 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
             "labels": {
                 "managed-by": "dropforge",
                 "dropforge-run": RUN,
-                "dropforge-deployment": names.deployment_id(wanted.settings.runs_bucket),
+                "dropforge-deployment": names.deployment_id(deployed.settings.runs_bucket),
                 "dropforge-expires": "1795305600",
                 "team": "sql",
             },
@@ -215,8 +215,8 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
 
 def test_without_a_queued_resource_the_node_is_the_endpoint() -> None:
     elsewhere = {"type": "cloud_run", "placements": [{"region": "us-central1"}]}
-    wanted = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
-    [node] = tpu_vm.TpuVmServer().resources(wanted)
+    deployed = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
+    [node] = tpu_vm.TpuVmServer().resources(deployed)
     assert node.kind == "tpu.googleapis.com/Node"
     assert names.is_endpoint(node.name, RUN)
     assert node.request["node"]["schedulingConfig"] == {"reserved": True}
@@ -239,10 +239,10 @@ def test_the_url_has_the_address_of_the_node(addresses: list[str], url: str | No
 
 
 def test_a_deployment_without_the_image_refuses_the_spec() -> None:
-    wanted = on_tpu()
-    complete = replace(wanted.settings, train_maxtext_image="trainer")
-    assert deployment_problems(wanted.spec, complete) == []
-    [problem] = deployment_problems(wanted.spec, replace(complete, serve_vllm_tpu_image=""))
+    deployed = on_tpu()
+    complete = replace(deployed.settings, train_maxtext_image="trainer")
+    assert deployment_problems(deployed.spec, complete) == []
+    [problem] = deployment_problems(deployed.spec, replace(complete, serve_vllm_tpu_image=""))
     assert problem.pointer == "/serve/type"
     assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in str(problem.expected)
     on_gke = deployment()

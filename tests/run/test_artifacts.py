@@ -130,8 +130,8 @@ def test_there_is_no_manifest_before_the_commit(client: Any, bucket: str, export
 
 def test_the_same_manifest_is_committed_only_once(client: Any, bucket: str, exported: Path) -> None:
     written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
-    again = artifacts.write_manifest(client, bucket, written.model_copy(update={"created": datetime.now(UTC)}))
-    assert again.created == written.created
+    second_write = artifacts.write_manifest(client, bucket, written.model_copy(update={"created": datetime.now(UTC)}))
+    assert second_write.created == written.created
 
 
 def test_a_second_writer_loses_and_spoils_nothing(client: Any, bucket: str, exported: Path) -> None:

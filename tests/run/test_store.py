@@ -36,8 +36,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with BackgroundServer(build) as server:
         options = {"api_endpoint": server.url}
-        with storage.Client("p1", AnonymousCredentials(), client_options=options) as made:
-            yield made
+        with storage.Client("p1", AnonymousCredentials(), client_options=options) as storage_client:
+            yield storage_client
 
 
 @pytest.fixture
@@ -86,33 +86,33 @@ def test_a_process_changes_its_own_record_without_another_read(process: Callable
 
 
 def test_a_change_by_another_process_is_not_overwritten(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.with_notice("other"))
-    mine.update(run, lambda record: record.with_notice("mine"))
-    assert mine.reads == 1, "the record is read once, after the refused write"
-    assert other.update(run, lambda record: record.with_notice("again")).notices == ["other", "mine", "again"]
-    mine.intend(run, "kind", "resource", 1)
-    other.intend(run, "kind", "two", 1)
-    mine.note(run, "resource", ResourceState.GONE)
-    assert [entry.name for entry in other.ledger(run).remaining()] == ["two"]
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.with_notice("second"))
+    first.update(run, lambda record: record.with_notice("first"))
+    assert first.reads == 1, "the record is read once, after the refused write"
+    assert second.update(run, lambda record: record.with_notice("again")).notices == ["second", "first", "again"]
+    first.intend(run, "kind", "resource", 1)
+    second.intend(run, "kind", "two", 1)
+    first.note(run, "resource", ResourceState.GONE)
+    assert [entry.name for entry in second.ledger(run).remaining()] == ["two"]
 
 
 def test_an_update_without_a_change_is_decided_on_the_current_record(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.model_copy(update={"cancel_requested": utc_now()}))
-    seen = mine.update(run, lambda record: record.with_notice("seen") if record.cancel_requested else record)
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.model_copy(update={"cancel_requested": utc_now()}))
+    seen = first.update(run, lambda record: record.with_notice("seen") if record.cancel_requested else record)
     assert seen.notices == ["seen"]
 
 
 def test_a_refusal_is_decided_on_the_current_record(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
-    assert mine.update(run, lambda record: record.entered(RunState.TRAINING, utc_now())).state is RunState.TRAINING
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
+    assert first.update(run, lambda record: record.entered(RunState.TRAINING, utc_now())).state is RunState.TRAINING
     with pytest.raises(Conflict, match="is TRAINING; it cannot become ACCEPTED"):
-        mine.update(run, lambda record: record.entered(RunState.ACCEPTED, utc_now()))
+        first.update(run, lambda record: record.entered(RunState.ACCEPTED, utc_now()))
 
 
 def test_no_change_is_lost_when_writes_are_refused(process: Callable[[], CountingStore]) -> None:
@@ -129,8 +129,8 @@ def test_the_cache_of_a_process_is_bounded(
 ) -> None:
     monkeypatch.setattr("dropforge.run.store.KNOWN", 2)
     store = process()
-    made = [new_run(store) for _ in range(3)]
-    for run in made:
+    runs = [new_run(store) for _ in range(3)]
+    for run in runs:
         store.update(run, lambda record: record.with_notice("notice"))
     assert store.reads == 3, "each run is read again: the cache dropped it before its turn"
-    assert all(store.record(run).notices == ["notice"] for run in made)
+    assert all(store.record(run).notices == ["notice"] for run in runs)

@@ -48,7 +48,7 @@ def problems_of(data: bytes) -> list[SpecProblem]:
 
 
 def is_there(pointer: str, document: Any) -> bool:
-    """Return whether a JSON pointer names a value of the document, or a missing field of one of its objects."""
+    """Return whether a JSON pointer names a value of the document, or a missing field of an object in it."""
     *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")]
     for step in steps[1:]:
         try:

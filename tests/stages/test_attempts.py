@@ -131,8 +131,8 @@ def test_the_end_of_an_attempt_is_noted_once() -> None:
     assert first
     error = RunError(error_class=ErrorClass.DATA, message="first")
     ended = _record().model_copy(update={"attempts": [first]}).with_end(1, error, NOW + timedelta(seconds=5))
-    again = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
-    assert again == ended
+    second_end = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
+    assert second_end == ended
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(
     opened = _open_attempt(CONTEXT, _record(), 1, job, NOW)
     assert opened
     state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
-    kept = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
+    versions = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
 
     def update(run: str, change: Callable[[Record], Record]) -> Record:
-        kept.append(change(kept[-1]))
-        return kept[-1]
+        versions.append(change(versions[-1]))
+        return versions[-1]
 
     def inspect_resource(*_: Any) -> Status:
         if status is None:
@@ -175,8 +175,8 @@ def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(
     monkeypatch.setattr(context.store, "update", update)
     monkeypatch.setattr(context.store, "spec", lambda run: job)
     assert inspect(context, "r", "e", 1, "").status == ("CANCELLED" if cancelled else "FAILED")
-    over = kept[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
-    assert over.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
+    cancelled_run = versions[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
+    assert cancelled_run.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
 
 
 def _record() -> Record:

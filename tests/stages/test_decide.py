@@ -97,8 +97,8 @@ def test_pending_too_long_is_a_stockout() -> None:
 
 def test_the_wait_for_capacity_begins_at_the_launch() -> None:
     """The creation of an attempt's own cluster can take longer than the user's longest wait for its nodes."""
-    late = record(started=timedelta(seconds=-1801))
-    launched = late.with_launch(1, NOW - timedelta(seconds=1700))
+    overdue = record(started=timedelta(seconds=-1801))
+    launched = overdue.with_launch(1, NOW - timedelta(seconds=1700))
     assert decide(heard([]), None, Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
 
 

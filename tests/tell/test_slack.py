@@ -133,7 +133,7 @@ def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
 
 
 # The test stops a thread during its import of slack_sdk, after slack_sdk.errors; a second thread sends. The script
-# prints the modules that the second thread begins to import meanwhile.
+# prints the modules that the second thread then begins to import.
 _TWO_SENDERS = """
 import sys, threading
 from dropforge.cloud.clients import Clients

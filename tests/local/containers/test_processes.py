@@ -35,7 +35,7 @@ def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **e
 def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
     """Run `work` with a runtime on a new event loop, as the stack does."""
 
-    async def life() -> Exit:
+    async def start_and_work() -> Exit:
         runtime = Runtime(directory)
         await runtime.start()
         try:
@@ -43,7 +43,7 @@ def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
         finally:
             await runtime.stop()
 
-    return asyncio.run(life())
+    return asyncio.run(start_and_work())
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -107,11 +107,11 @@ def spec(**serve: Any) -> dict[str, Any]:
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("gke")
     write_servers(home)
-    made: dict[str, Any] = {}
+    emulators: dict[str, Any] = {}
 
     def build() -> list[Any]:
         db, clock = Database(home / "state.db"), SystemClock()
-        made["kubernetes"] = KubernetesEmulator(
+        emulators["kubernetes"] = KubernetesEmulator(
             db,
             clock,
             images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
@@ -120,22 +120,22 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             authorize=lambda headers: headers.get("Authorization") == "Bearer good",
             config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
         )
-        made["gke"] = GkeEmulator(db, clock, kubernetes=made["kubernetes"])
+        emulators["gke"] = GkeEmulator(db, clock, kubernetes=emulators["kubernetes"])
         for cluster in ("c1", "c2", "c3"):
-            made["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
-            made["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
+            emulators["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
+            emulators["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
         storage = StorageEmulator(db, home / "blobs", clock)
         storage.create_bucket("runs")
         pubsub = PubSubEmulator(db, clock)
         pubsub.create_topic("projects/p1/topics/run-events")
-        return [storage, pubsub, made["kubernetes"], made["gke"]]
+        return [storage, pubsub, emulators["kubernetes"], emulators["gke"]]
 
     server = BackgroundServer(build)
     with server as running, patch.dict(os.environ):
         os.environ |= environment(running.url, running.grpc_address, GKE_CLUSTER="c1")
         forget_clients()
         store = RunStore(clients.storage(), "runs")
-        yield Cloud(running.url, store, made["kubernetes"], server)
+        yield Cloud(running.url, store, emulators["kubernetes"], server)
         clients.publisher().stop()
         clients.publisher().transport.close()
     forget_clients()
@@ -170,14 +170,14 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     # The end of an attempt and of the run delete the training's objects and keep the endpoint.
     for scope in ("attempt", "run"):
         assert eventually(partial(teardown, run, ME, scope, True))["status"] == "GONE"
-    left = cloud.store.ledger(run).remaining()
-    assert {entry.kind for entry in left} == {
+    entries = cloud.store.ledger(run).remaining()
+    assert {entry.kind for entry in entries} == {
         "apps.k8s.io/Deployment",
         "k8s.io/Service",
         "autoscaling.k8s.io/HorizontalPodAutoscaler",
         "monitoring.googleapis.com/PodMonitoring",
     }
-    assert all(names.is_endpoint(entry.name, run) for entry in left)
+    assert all(names.is_endpoint(entry.name, run) for entry in entries)
     cloud.store.update(run, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
 
     assert sweep()["deleted"] == []  # it has not expired

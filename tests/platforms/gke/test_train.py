@@ -99,7 +99,7 @@ class Cloud:
         return f"{namespace}/{pods[0]['metadata']['name']}"
 
 
-def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
+def build(home: Path, emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     api = KubernetesEmulator(
         db,
@@ -117,7 +117,7 @@ def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
             reservations=frozenset({"known"}),
         ),
     )
-    made.append(api)
+    emulators.append(api)
     return [api, GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(0.2, 0.2))]
 
 
@@ -126,11 +126,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """Start a standing cluster for all tests, with the objects that Terraform creates in it."""
     home = tmp_path_factory.mktemp("gke")
     write_trainer(home, MAIN_PY)
-    made: list[KubernetesEmulator] = []
-    background = BackgroundServer(lambda: build(home, made))
+    emulators: list[KubernetesEmulator] = []
+    background = BackgroundServer(lambda: build(home, emulators))
 
     async def live() -> list[str]:
-        return made[0].live()
+        return emulators[0].live()
 
     with background as server, pytest.MonkeyPatch.context() as environment:
         environment.setenv("GKE_EMULATOR_HOST", server.url)
@@ -285,15 +285,15 @@ def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
     path = f"/apis/batch/v1/namespaces/{SETTINGS.kubernetes_namespace}/jobs/{job.name.rpartition('/')[2]}"
     cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
     until(lambda: cloud.api.get(job.name), lambda stored: stored is None)
-    left = [
+    pods = [
         resource
         for resource in TARGET.listed(SETTINGS)
         if resource.run == attempt.run and resource.kind == "k8s.io/Pod"
     ]
-    assert len(left) == 2
+    assert len(pods) == 2
     STAGES.tear_down(
         [
-            *(Resource(resource.kind, resource.name) for resource in left),
+            *(Resource(resource.kind, resource.name) for resource in pods),
             expected[0],
             *reversed(TARGET.resources(other)),
         ]

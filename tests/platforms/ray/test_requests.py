@@ -35,8 +35,8 @@ def spec(**target: Any) -> JobSpec:
     return parse_spec(json.dumps(document).encode())
 
 
-def launch(wanted: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
-    return Launch(RUN, 1, placement, wanted or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
+def launch(job_spec: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
+    return Launch(RUN, 1, placement, job_spec or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() ->
     training, dataset = spec().training, spec().dataset
     assert (training.method, dataset.source) == ("pretrain", "synthetic")
     assert (training.max_steps, training.max_length, training.per_device_train_batch_size) == (100, 4096, 1)
-    wanted = ray_job_manifest(launch())["spec"]
-    assert (wanted["backoffLimit"], wanted["shutdownAfterJobFinishes"], wanted["activeDeadlineSeconds"]) == (
+    rayjob = ray_job_manifest(launch())["spec"]
+    assert (rayjob["backoffLimit"], rayjob["shutdownAfterJobFinishes"], rayjob["activeDeadlineSeconds"]) == (
         0,
         True,
         3600,
     )
-    cluster = wanted["rayClusterSpec"]
+    cluster = rayjob["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     (group,) = cluster["workerGroupSpecs"]
     assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")] == [1, 1, 1, 4]
@@ -143,24 +143,24 @@ def test_kuberay_accepts_the_rayjob(target: dict[str, Any]) -> None:
     kuberay.check(ray_job_manifest(launch(spec(**target))))
 
 
-def misspell_a_field(wanted: Any) -> None:
-    wanted["rayClusterSpec"]["workerGroupSpecs"][0]["numHosts"] = 4
+def misspell_a_field(rayjob: Any) -> None:
+    rayjob["rayClusterSpec"]["workerGroupSpecs"][0]["numHosts"] = 4
 
 
-def leave_a_field_out(wanted: Any) -> None:
-    del wanted["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
+def leave_a_field_out(rayjob: Any) -> None:
+    del rayjob["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
 
 
-def write_a_number_as_text(wanted: Any) -> None:
-    wanted["activeDeadlineSeconds"] = "3600"
+def write_a_number_as_text(rayjob: Any) -> None:
+    rayjob["activeDeadlineSeconds"] = "3600"
 
 
-def choose_an_unknown_mode(wanted: Any) -> None:
-    wanted["submissionMode"] = "HttpMode"
+def choose_an_unknown_mode(rayjob: Any) -> None:
+    rayjob["submissionMode"] = "HttpMode"
 
 
-def misspell_a_field_of_a_pod(wanted: Any) -> None:
-    wanted["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["serviceAcountName"] = "trainer"
+def misspell_a_field_of_a_pod(rayjob: Any) -> None:
+    rayjob["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["serviceAcountName"] = "trainer"
 
 
 @pytest.mark.parametrize(
@@ -234,12 +234,12 @@ def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
 
 def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
     """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster requires no token."""
-    wanted = ray_job_manifest(launch())["spec"]
-    late = {"authOptions"} & wanted["rayClusterSpec"].keys()
+    rayjob = ray_job_manifest(launch())["spec"]
+    recent_fields = {"authOptions"} & rayjob["rayClusterSpec"].keys()
     # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: GKE's add-on may not have them.
-    assert wanted["submissionMode"] == "HTTPMode"
-    assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & wanted.keys()
-    assert late == {"authOptions"}
+    assert rayjob["submissionMode"] == "HTTPMode"
+    assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & rayjob.keys()
+    assert recent_fields == {"authOptions"}
     status = status_of_ray_job(job("Running", "RUNNING"))  # an old operator sets no `reason`
     assert status.phase is Phase.RUNNING
     old = status_of_ray_job(job("Failed", "FAILED", message=FAILED))

@@ -94,21 +94,21 @@ def test_ray_clusters_left_by_a_rayjob_are_deleted_with_it(in_standing_cluster: 
     job = requests(attempt)[-1]
     name, namespace = job.request["metadata"]["name"], RAY.kubernetes_namespace
     api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
-    left = {
+    leftover = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": "left", "namespace": namespace, "labels": {"ray.io/originated-from-cr-name": name}},
         "spec": ray_job_manifest(attempt)["spec"]["rayClusterSpec"],
     }
-    api.create(left)
+    api.create(leftover)
     other_spec = ray_job_manifest(replace(attempt, run=f"ray-{uuid.uuid4().hex[:12]}"))["spec"]["rayClusterSpec"]
-    api.create({**left, "metadata": {"name": "another-s", "namespace": namespace}, "spec": other_spec})
+    api.create({**leftover, "metadata": {"name": "another-s", "namespace": namespace}, "spec": other_spec})
     until(lambda: TARGET.teardown(job.kind, job.name), bool)
     clusters = api.find(namespace, "rayclusters", "ray.io")
     assert [cluster["metadata"]["name"] for cluster in clusters] == ["another-s"]
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
-    api.create(left)  # an operator creates it that has not seen the end of the job
+    api.create(leftover)  # an operator that has not seen the end of the job creates the cluster again
     [listed] = [resource for resource in TARGET.listed(RAY) if resource.kind == RAY_CLUSTER]
     assert (listed.run, listed.attempt) == (attempt.run, attempt.attempt)
     until(lambda: TARGET.teardown(listed.kind, listed.name), bool)

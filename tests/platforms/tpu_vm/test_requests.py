@@ -59,10 +59,10 @@ def test_one_spec_replaces_tutorial_002() -> None:
             "dropforge-deployment": names.deployment_id("YOUR-RUNS-BUCKET"),
         },
     }
-    wanted = request.request["queuedResource"]
-    assert wanted["queueingPolicy"] == {"validUntilDuration": "1800s"}
-    assert wanted["spot"] == {}
-    [node_spec] = wanted["tpu"]["nodeSpec"]
+    queued_resource = request.request["queuedResource"]
+    assert queued_resource["queueingPolicy"] == {"validUntilDuration": "1800s"}
+    assert queued_resource["spot"] == {}
+    [node_spec] = queued_resource["tpu"]["nodeSpec"]
     requested = node_spec["node"]
     assert (requested["acceleratorType"], requested["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
     assert requested["networkConfig"]["enableExternalIps"] is False
@@ -100,12 +100,12 @@ def test_one_spec_replaces_tutorial_002() -> None:
 def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
     spec = parse_spec(KEPT.read_bytes().replace(b"on_demand", b"guaranteed"))
     run = "kept-0123456789ab"
-    wanted = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
+    training_vm = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
     latest = str(int((NOW + timedelta(hours=8, minutes=20)).timestamp()))
-    assert wanted.labels[names.EXPIRES_LABEL] == latest
-    assert wanted.tags == ("dropforge-server",)
-    assert wanted.use_seconds == 600 + 8 * 3600 + 20 * 60
-    server_metadata = {key: value for key, value in wanted.metadata.items() if "server" in key}
+    assert training_vm.labels[names.EXPIRES_LABEL] == latest
+    assert training_vm.tags == ("dropforge-server",)
+    assert training_vm.use_seconds == 600 + 8 * 3600 + 20 * 60
+    server_metadata = {key: value for key, value in training_vm.metadata.items() if "server" in key}
     assert server_metadata == {
         "dropforge-server-image": "YOUR-SERVE-VLLM-TPU-IMAGE",
         "dropforge-server-env": "\n".join(
@@ -168,8 +168,8 @@ def test_a_missing_node_is_gone() -> None:
 
 def test_a_refusal_is_read_from_any_page_of_operations() -> None:
     """A busy zone has more operations than a page holds; an overlooked refusal would be requested again."""
-    wanted: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
-    refusal = operations_pb2.Operation(**wanted)
+    operation: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
+    refusal = operations_pb2.Operation(**operation)
     refusal.metadata.Pack(tpu_v2.OperationMetadata.pb(tpu_v2.OperationMetadata(target=NAME)))
     pages = {
         "": operations_pb2.ListOperationsResponse(operations=[operations_pb2.Operation(name="p")], next_page_token="2"),
@@ -183,8 +183,8 @@ def test_a_refusal_is_read_from_any_page_of_operations() -> None:
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_node_without_its_queued_resource_is_deleted_directly(is_held: bool) -> None:
-    left = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
-    client = Mock(get_node=Mock(return_value=left))
+    remaining_node = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
+    client = Mock(get_node=Mock(return_value=remaining_node))
     if not is_held:
         client.get_queued_resource.side_effect = NotFound("deleted")
     assert not tpu.delete(cloud_with(tpu=client), tpu.NODE, NAME)

@@ -98,7 +98,7 @@ class Cloud:
             return str(answer.read().decode())
 
 
-def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulator]:
+def build(home: Path, hosts: dict[str, str], emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     storage, pubsub = StorageEmulator(db, home / "blobs", clock), PubSubEmulator(db, clock)
     storage.create_bucket("runs")
@@ -116,7 +116,7 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
         token=lambda scope: "token",
         config=TpuConfig(0.1, 0.05, 0.05, 5.0, 0.1, 0.1),
     )
-    made += [compute, tpu]
+    emulators += [compute, tpu]
     return [storage, pubsub, secrets, compute, tpu]
 
 
@@ -125,11 +125,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("tpu")
     write_trainer(home, MAIN_PY)
     hosts: dict[str, str] = {}
-    made: list[Any] = []
-    background = BackgroundServer(lambda: build(home, hosts, made))
+    emulators: list[Any] = []
+    background = BackgroundServer(lambda: build(home, hosts, emulators))
 
     async def live() -> list[str]:
-        return [name for emulator in made for name in emulator.live()]
+        return [name for emulator in emulators for name in emulator.live()]
 
     with background as server, pytest.MonkeyPatch.context() as environment:
         names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
@@ -166,9 +166,9 @@ def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Clo
     stored_resource = clients.tpu().get_queued_resource(name=queued.name)
     stored = json.loads(tpu_v2.QueuedResource.to_json(stored_resource, use_integers_for_enums=False))
     assert contains(stored, queued.request["queuedResource"])
-    made = clients.tpu().get_node(name=node.name)
-    assert not made.network_config.enable_external_ips
-    assert made.service_account.email == SETTINGS.trainer_service_account
+    stored_node = clients.tpu().get_node(name=node.name)
+    assert not stored_node.network_config.enable_external_ips
+    assert stored_node.service_account.email == SETTINGS.trainer_service_account
     STAGES.tear_down(TARGET.resources(attempt))
     assert TARGET.inspect(attempt).phase is Phase.GONE
     assert all(TARGET.teardown(resource.kind, resource.name) for resource in (disk, queued, node))
@@ -339,10 +339,10 @@ def test_the_request_is_exact() -> None:
     name = f"df-{attempt.run}-a1"
     assert (disk.name, queued.name, node.name) == (disk_name(attempt), queued_name(attempt), node_name(attempt))
     assert disk.request["disk"]["type"] == "zones/us-east5-b/diskTypes/hyperdisk-balanced"
-    wanted = queued.request["queuedResource"]
-    assert wanted["reservationName"] == "projects/p1/locations/us-east5-b/reservations/mine"
-    assert wanted["queueingPolicy"] == {"validUntilDuration": "300s"}
-    [spec] = wanted["tpu"]["nodeSpec"]
+    queued_resource = queued.request["queuedResource"]
+    assert queued_resource["reservationName"] == "projects/p1/locations/us-east5-b/reservations/mine"
+    assert queued_resource["queueingPolicy"] == {"validUntilDuration": "300s"}
+    [spec] = queued_resource["tpu"]["nodeSpec"]
     assert (spec["parent"], spec["nodeId"]) == ("projects/p1/locations/us-east5-b", name)
     metadata = spec["node"].pop("metadata")
     assert spec["node"] == {

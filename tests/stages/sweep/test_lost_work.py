@@ -119,21 +119,21 @@ class World:
         self.store.create(record)
         return record
 
-    def over(self, state: RunState = RunState.FAILED, ended: timedelta = HOUR, **fields: Any) -> Record:
+    def add_finished(self, state: RunState = RunState.FAILED, ended: timedelta = HOUR, **fields: Any) -> Record:
         """Store a run that ended `ended` ago and is still marked as open."""
-        made = record(state, ended, **{"execution": "old", **fields})
+        stored = record(state, ended, **{"execution": "old", **fields})
         self.executions["old"] = "SUCCEEDED"
-        self.store.mark_open(made)
+        self.store.mark_open(stored)
         self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())  # unless the test has stored a spec
-        return self.put(made)
+        return self.put(stored)
 
-    def served(self, **fields: Any) -> Record:
+    def add_served(self, **fields: Any) -> Record:
         """Store a run that has succeeded and whose endpoint, by default, expires in an hour."""
         trained = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW)
-        made = self.over(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
+        stored = self.add_finished(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
         self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
         self.cloud.add(SERVICE)
-        return made
+        return stored
 
     def settle(self, live: frozenset[str] | None = frozenset(), now: datetime = NOW) -> None:
         settle(self.context, self.store.record(RUN), frozenset(self.cloud), live, now)
@@ -274,7 +274,7 @@ def test_the_submission_of_an_accepted_run_is_continued(world: World) -> None:
 
 
 def test_the_leftovers_of_a_finished_run_are_deleted_before_it_is_closed(world: World) -> None:
-    world.over()
+    world.add_finished()
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
     world.cloud |= {JOB, "stuck"}
     world.settle()
@@ -288,7 +288,7 @@ def test_the_leftovers_of_a_finished_run_are_deleted_before_it_is_closed(world: 
 
 def test_a_run_stays_open_while_a_late_call_may_write_to_its_ledger(world: World) -> None:
     """A late call has read the run as open and leaves an unneeded entry."""
-    world.over(ended=LATE_FOR)
+    world.add_finished(ended=LATE_FOR)
     world.settle()
     assert world.is_open
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
@@ -313,7 +313,7 @@ def test_a_run_stays_open_while_a_late_call_may_write_to_its_ledger(world: World
 def test_an_end_is_announced_if_the_execution_may_have_ended_before_it_announced(
     world: World, live: frozenset[str] | None, state: str, is_delivered: bool, done: list[str], closed: bool
 ) -> None:
-    world.over()
+    world.add_finished()
     world.executions["old"], world.is_delivered = state, is_delivered
     world.settle(live)
     assert world.done == done
@@ -325,7 +325,7 @@ def test_an_end_is_announced_if_the_execution_may_have_ended_before_it_announced
 
 
 def test_a_refusal_is_announced_once(world: World) -> None:
-    world.over(RunState.REJECTED, execution=None)
+    world.add_finished(RunState.REJECTED, execution=None)
     world.store.mark_open(record(RunState.REJECTED))
     world.settle()
     world.settle()
@@ -334,7 +334,7 @@ def test_a_refusal_is_announced_once(world: World) -> None:
 
 
 def test_an_end_is_announced_even_if_a_deletion_is_refused(world: World) -> None:
-    world.over()
+    world.add_finished()
     world.executions["old"] = "FAILED"
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
 
@@ -349,7 +349,7 @@ def test_an_end_is_announced_even_if_a_deletion_is_refused(world: World) -> None
 
 
 def test_a_live_endpoint_is_kept_without_a_further_request(world: World) -> None:
-    world.served()
+    world.add_served()
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
     world.settle()
     assert world.done == ["delete a1"]
@@ -360,9 +360,9 @@ def test_a_live_endpoint_is_kept_without_a_further_request(world: World) -> None
 def test_the_sweep_sends_each_warning_about_an_endpoints_cost_once(world: World) -> None:
     world.store.put_new(names.spec_object(RUN), json.dumps({**SPEC, "limits": {"max_cost_usd": 4}}).encode())
     deploying = Transition(state=RunState.DEPLOYING, time=NOW - HOUR)
-    made = world.over(RunState.SUCCEEDED, endpoint=endpoint(8 * HOUR), serving_usd_per_hour=1.0)
+    stored = world.add_finished(RunState.SUCCEEDED, endpoint=endpoint(8 * HOUR), serving_usd_per_hour=1.0)
     world.store.update(
-        RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, made.history[1]]})
+        RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, stored.history[1]]})
     )
     world.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
     world.cloud.add(SERVICE)
@@ -373,7 +373,7 @@ def test_the_sweep_sends_each_warning_about_an_endpoints_cost_once(world: World)
 
 
 def test_an_expired_endpoint_is_ended_and_the_run_closed(world: World) -> None:
-    world.served(expires=-SECOND)
+    world.add_served(expires=-SECOND)
     world.settle()
     ended = world.store.record(RUN).endpoint
     assert ended
@@ -394,7 +394,7 @@ def test_the_reason_for_the_end_of_an_endpoint_is_announced(
     world: World, changes: dict[str, Any], limit: str, why: str
 ) -> None:
     ended = endpoint(-SECOND).model_copy(update={"ended": NOW, "limit": limit})
-    world.over(RunState.SUCCEEDED, endpoint=ended, **changes)
+    world.add_finished(RunState.SUCCEEDED, endpoint=ended, **changes)
     world.is_delivered = False
     world.settle()
     assert world.is_open, "the next sweep announces the end"
@@ -406,14 +406,14 @@ def test_the_reason_for_the_end_of_an_endpoint_is_announced(
 
 
 def test_the_end_of_an_endpoint_that_never_served_is_not_announced(world: World) -> None:
-    world.over(RunState.FAILED, endpoint=endpoint(HOUR).model_copy(update={"ended": NOW}))
+    world.add_finished(RunState.FAILED, endpoint=endpoint(HOUR).model_copy(update={"ended": NOW}))
     world.settle()
     assert world.done == []
     assert not world.is_open
 
 
 def test_an_endpoint_that_a_user_deleted_is_announced_once_and_ended(world: World) -> None:
-    world.served()
+    world.add_served()
     world.cloud.clear()
     world.settle()
     ended = world.store.record(RUN).endpoint
@@ -426,7 +426,7 @@ def test_an_endpoint_that_a_user_deleted_is_announced_once_and_ended(world: Worl
 
 
 def test_a_list_that_lacks_an_endpoint_proves_nothing(world: World) -> None:
-    stored = world.served()
+    stored = world.add_served()
     settle(world.context, stored, frozenset(), frozenset(), NOW)
     assert world.done == ["exists"]
     assert world.store.record(RUN) == stored
@@ -435,7 +435,7 @@ def test_a_list_that_lacks_an_endpoint_proves_nothing(world: World) -> None:
 
 def test_an_endpoint_is_not_ended_before_its_loss_is_announced(world: World) -> None:
     """Otherwise the loss would never be announced, because the sweep does not inspect an ended endpoint again."""
-    world.served()
+    world.add_served()
     world.cloud.clear()
     world.is_delivered = False
     for _ in range(2):
@@ -451,7 +451,7 @@ def test_an_endpoint_that_dropforge_ended_meanwhile_is_not_reported_as_lost(
     world: World, change: dict[str, Any]
 ) -> None:
     """A cancel sets the expiry to now before it deletes the resource."""
-    world.served()
+    world.add_served()
     world.cloud.clear()
 
     def cancel() -> None:

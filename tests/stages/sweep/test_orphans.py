@@ -159,9 +159,9 @@ def test_an_unforeseen_error_of_a_platform_is_reported_and_the_other_platforms_a
         assert name == SERVICE, "a name in an unknown format"
         return True
 
-    odd: Any = SimpleNamespace(listed=list_unknown_format, teardown=delete)
-    even: Any = SimpleNamespace(listed=lambda _: [listed(SERVICE)])
-    context = context_with(SETTINGS, platforms=Platforms(owner=lambda _: odd, all=lambda: [odd, even]))
+    failing: Any = SimpleNamespace(listed=list_unknown_format, teardown=delete)
+    working: Any = SimpleNamespace(listed=lambda _: [listed(SERVICE)])
+    context = context_with(SETTINGS, platforms=Platforms(owner=lambda _: failing, all=lambda: [failing, working]))
     vars(context)["store"] = Mock(RunStore)
     resources, [problem] = list_all(context.cloud, context.platforms)
     assert [resource.name for resource in resources] == [JOB, SERVICE]
@@ -179,5 +179,5 @@ def test_an_execution_that_was_superseded_never_owns_the_run_again() -> None:
     assert released.claimed("first").execution is None
     assert released.claimed("second").execution == "second"
     assert run.released("second") is run
-    over = record(RunState.FAILED, execution="first")
-    assert over.released("first") is over
+    finished = record(RunState.FAILED, execution="first")
+    assert finished.released("first") is finished
