@@ -64,9 +64,9 @@ def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
         "addons_config": {"ray_operator_config": {"enabled": True}},
     }
     clients.gke().create_cluster(parent=parent, cluster=cluster)
-    cluster = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
+    standing = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
     for manifest in namespace_manifests(attempt):
-        kubernetes.connect(present(), cluster).create(manifest)
+        kubernetes.connect(present(), standing).create(manifest)
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
     clients.gke().delete_cluster(name=cluster_of(attempt))

@@ -166,9 +166,8 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     assert sweep()["deleted"] == []  # they have not expired
     assert [is_there(cloud.store, run) for run in (queued, taken)] == [True, True]
     for entry in cloud.store.ledger(queued).entries:
-        cloud.store.note(
-            queued, entry.name, ResourceState.GONE
-        )  # the ledger is wrong; the sweep trusts the cloud's list
+        # The ledger is wrong here; the sweep trusts the cloud's list.
+        cloud.store.note(queued, entry.name, ResourceState.GONE)
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 3  # a queued resource and two nodes
     assert [*cloud.exists(queued), *cloud.exists(taken)] == []

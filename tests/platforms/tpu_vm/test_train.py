@@ -369,9 +369,7 @@ def test_the_request_is_exact() -> None:
     assert json.loads(metadata["dropforge-secrets"]) == {"HF_TOKEN": "projects/p1/secrets/hf/versions/3"}
     documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
     assert {key for key in metadata if f"#   {key} " in documented} == set(metadata) - {"startup-script"}
-    tpu_v2.CreateQueuedResourceRequest.from_json(
-        json.dumps(queued.request)
-    )  # raises for a field that the API does not have
+    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises for an unknown field
 
 
 def test_every_attempt_and_every_request_has_its_own_name() -> None:
