@@ -16,7 +16,7 @@ import pytest
 from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_PYTHON = 3  # the exit code of tools/maxtext_env.py where there is no Python 3.12
+NO_PYTHON = 3  # the exit code of tools/maxtext_env.py without Python 3.12
 MAKER = pytest.StashKey["Maker"]()
 
 
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Replace xdist's scheduler where xdist divides the suite by files."""
+    """Return the project's scheduler if xdist divides the suite by files."""
     if config.getvalue("dist") != "loadfile":
         return None
     from .scheduling import Scheduling
@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Start to install MaxText's environment while the first tests run, if a test needs the environment."""
+    """If a test needs MaxText's environment, start its installation while the first tests run."""
     if any("maxtext_environment" in getattr(item, "fixturenames", ()) for item in session.items):
         start_maker(session.config)
 
@@ -84,9 +84,9 @@ class Maker:
 
 @pytest.fixture(scope="session")
 def maxtext_environment(pytestconfig: pytest.Config) -> Path:
-    """build/maxtext, with MaxText and Ray as their lock file pins them.
+    """Return build/maxtext, which has MaxText and Ray in the versions of their lock file.
 
-    Skips the test where there is no Python 3.12.
+    Skip the test if the machine has no Python 3.12.
     """
     code, output = start_maker(pytestconfig).wait()
     if code == NO_PYTHON:

@@ -1,4 +1,4 @@
-"""Settings and contexts for tests: of an imaginary deployment, or of the one that the environment names."""
+"""Settings and contexts for tests, of an imaginary deployment or of the deployment that the environment names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dropforge.platforms.lookup import Platforms
 
 
 def settings_with(**changes: Any) -> Settings:
-    """Settings whose required values are all "x", but for the changes."""
+    """Return settings with `changes`; every other required value is "x"."""
     return Settings(**{**dict.fromkeys(REQUIRED, "x"), **changes})
 
 
@@ -43,7 +43,7 @@ SETTINGS = settings_with()
 
 
 class TestClock(Clock):
-    """A clock whose time of day the test says, and that does not wait."""
+    """A clock whose time the test sets and whose `sleep` returns at once."""
 
     __test__ = False
 
@@ -55,7 +55,7 @@ class TestClock(Clock):
 
 
 class Memory:
-    """The storage client of a deployment whose buckets are one dictionary: data and generation by name."""
+    """A storage client whose buckets share a single dictionary from name to data and generation."""
 
     def __init__(self, name: str = "runs") -> None:
         self.name, self.objects, self.client = name, dict[str, tuple[bytes, int]](), self
@@ -99,7 +99,7 @@ class Blob:
 
 
 def cloud_with(settings: Settings = SETTINGS, now: Any = utc_now, write: Log = log, **clients: Any) -> Cloud:
-    """A cloud with these clients, by the names of the methods of Clients; a value is what the method returns."""
+    """Return a cloud with these clients: a keyword names a method of Clients, its value is the result."""
     made = {name: lambda *_, client=client: client for name, client in clients.items()}
     return Cloud(settings, SimpleNamespace(**made), clock=TestClock(now), log=write)  # type: ignore[arg-type]
 
@@ -107,18 +107,18 @@ def cloud_with(settings: Settings = SETTINGS, now: Any = utc_now, write: Log = l
 def context_with(
     settings: Settings = SETTINGS, now: Any = utc_now, platforms: Platforms | None = None, **clients: Any
 ) -> Context:
-    """A context with these clients: see `cloud_with`."""
+    """Return a context with these clients; see `cloud_with`."""
     return Context(cloud_with(settings, now, **clients), platforms or Platforms())
 
 
 @cache
 def here() -> Context:
-    """The context of the deployment that the environment names; made again after `forget`."""
+    """Return the context of the deployment that the environment names; `forget` drops it."""
     return Context(Cloud(Settings.from_environment(os.environ), _clients()))
 
 
 def forget() -> None:
-    """Have context and clients made again, for the environment as it is now."""
+    """Drop the context and the clients, so that the next use creates them for the current environment."""
     here.cache_clear()
     _clients.cache_clear()
 
@@ -129,7 +129,7 @@ def _clients() -> Clients:
 
 
 class _Present:
-    """The clients for the environment as it was when the first of them was made after `forget`."""
+    """The clients of the environment; a client created after `forget` stays until the next `forget`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_clients(), name)
@@ -139,7 +139,7 @@ clients: Any = _Present()
 
 
 class Bound:
-    """A target or a server whose verbs get a cloud with the present clients; `listed` takes the settings."""
+    """A target or a server whose methods in VERBS get a cloud with the present clients; `listed` takes the settings."""
 
     VERBS = frozenset({"provision", "inspect", "deploy", "why_not_ready", "exists", "teardown"})
 
@@ -155,5 +155,5 @@ class Bound:
 
 
 def present(settings: Settings = SETTINGS) -> Cloud:
-    """A cloud with the clients of the present environment, whatever deployment that names."""
+    """Return a cloud with `settings` and the clients of the present environment."""
     return Cloud(settings, _clients())

@@ -1,9 +1,9 @@
 """How `make test` divides the suite between three workers on two cores.
 
-Training alone keeps both cores busy; a stack mostly waits. So one worker takes the files that compute, and the two
+Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the two
 other workers take the files that wait. A worker without files of its own kind takes files of the other kind, from their
-end. The worker that computes is nice: a test that waits gets a core as soon as its event arrives. A file stays whole,
-because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's
+end. The computing worker has a low priority: a waiting test gets a core as soon as its event arrives. A file stays
+whole, because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's
 environment are not the first to compute: the environment is installed while the first tests run (conftest.py).
 """
 

@@ -1,4 +1,4 @@
-"""The stages as the functions call them, in this process: with the context of the environment, answering JSON."""
+"""Call the stages in this process as the functions do: with the context of the environment, and answers as JSON."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PLATFORMS: Platforms | None = None  # a test may set other platforms
 
 
 def context() -> Context:
-    """The context of the environment, with PLATFORMS."""
+    """Return the context of the environment, with PLATFORMS if a test has set them."""
     return replace(here(), platforms=PLATFORMS) if PLATFORMS else here()
 
 
-def _called(stage: Callable[..., Any]) -> Callable[..., Any]:
+def with_context(stage: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stage)
     def call(*arguments: Any, **named: Any) -> Any:
         answer = stage(context(), *arguments, **named)
@@ -43,16 +43,16 @@ def _called(stage: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-provision = _called(_provision)
-inspect = _called(_inspect.inspect)
-deploy = _called(_deploy)
-notify = _called(_notify)
-teardown = _called(_teardown)
-sweep = _called(_sweep)
-cancel = _called(_cancel)
-cancel_deleted = _called(_cancel_deleted)
-resume = _called(_resume)
-submit_object = _called(_submit_object)
-submit_message = _called(_submit_message)
-submit_uri = _called(_submit_uri)
-receive_job_event = _called(_job_events.receive_job_event)
+provision = with_context(_provision)
+inspect = with_context(_inspect.inspect)
+deploy = with_context(_deploy)
+notify = with_context(_notify)
+teardown = with_context(_teardown)
+sweep = with_context(_sweep)
+cancel = with_context(_cancel)
+cancel_deleted = with_context(_cancel_deleted)
+resume = with_context(_resume)
+submit_object = with_context(_submit_object)
+submit_message = with_context(_submit_message)
+submit_uri = with_context(_submit_uri)
+receive_job_event = with_context(_job_events.receive_job_event)

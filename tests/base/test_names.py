@@ -12,18 +12,18 @@ RUN = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", 1234
 
 
 def test_run_id_is_a_function_of_bucket_object_and_generation() -> None:
-    again = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
-    assert again == RUN
+    second_id = names.run_id_of_object("specs-bucket", "specs/team/My Job (v2).json", "1234567890123456")
+    assert second_id == RUN
     assert RUN.startswith("my-job-v2-")
 
 
 @pytest.mark.parametrize("change", [("b", "specs/a.json", 1), ("a", "specs/b.json", 1), ("a", "specs/a.json", 2)])
-def test_another_object_or_generation_is_another_run(change: tuple[str, str, int]) -> None:
+def test_another_object_or_generation_gives_another_run_id(change: tuple[str, str, int]) -> None:
     assert names.run_id_of_object(*change) != names.run_id_of_object("a", "specs/a.json", 1)
 
 
 @given(st.text(max_size=300), st.integers(min_value=0, max_value=2**63 - 1))
-def test_every_name_made_from_any_object_keeps_the_limits(name: str, generation: int) -> None:
+def test_names_derived_from_any_object_keep_the_length_limits(name: str, generation: int) -> None:
     run = names.run_id_of_object("bucket", f"specs/{name}.json", generation)
     assert names.is_run_id(run)
     assert re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", names.endpoint_name(run))
@@ -45,7 +45,7 @@ def test_a_message_id_gives_a_run_id() -> None:
         ("a.json", False),
     ],
 )
-def test_only_json_below_specs_is_a_spec(name: str, expected: bool) -> None:
+def test_only_a_json_object_below_specs_is_a_spec(name: str, expected: bool) -> None:
     assert names.is_spec_object(name) is expected
 
 
@@ -70,5 +70,5 @@ def test_the_name_distinguishes_an_endpoint_from_a_training_job() -> None:
 
 
 @pytest.mark.parametrize(("secret", "version"), [("hf-token", "latest"), ("hf-token:", "latest"), ("hf-token:3", "3")])
-def test_a_secret_without_a_version_is_the_latest(secret: str, version: str) -> None:
+def test_a_secret_without_a_version_means_the_latest_version(secret: str, version: str) -> None:
     assert names.secret_version("p1", secret) == f"projects/p1/secrets/hf-token/versions/{version}"

@@ -45,12 +45,12 @@ def test_the_class_is_the_same_over_rest_and_grpc(error: Exception, expected: Er
     assert classified.message
 
 
-def test_the_status_comes_from_the_body_where_the_exception_lacks_it() -> None:
+def test_the_status_is_read_from_the_body_if_the_exception_has_none() -> None:
     assert status_of(over_rest(409, "ABORTED", "x")) == "ABORTED"
     assert status_of(over_rest(409, "ALREADY_EXISTS", "x")) == "ALREADY_EXISTS"
 
 
-def test_an_answer_of_a_proxy_still_has_a_class() -> None:
+def test_an_error_answer_of_a_proxy_has_a_class() -> None:
     response = requests.Response()
     response.status_code = 502
     response._content = b"<html>bad gateway</html>"

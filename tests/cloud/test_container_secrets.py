@@ -26,7 +26,7 @@ VALUE = "hf_" + "v" * 30
 
 
 class Secrets(SecretManagerEmulator):
-    """Secret Manager with one secret that no caller may read."""
+    """Secret Manager with a secret that no caller may read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(Database(path), VirtualClock(), "test-project")
@@ -54,7 +54,7 @@ def environment(**references: object) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("emulator")
-def test_values_come_into_the_environment() -> None:
+def test_the_values_of_secrets_are_set_in_the_environment() -> None:
     environ = environment(HF_TOKEN=f"{PARENT}/hf-token/versions/latest", OTHER=f"{PARENT}/hf-token/versions/1")
     load_secrets(clients, environ)
     assert (environ["HF_TOKEN"], environ["OTHER"], environ["HOME"]) == (VALUE, VALUE, "/")
@@ -70,7 +70,7 @@ def test_values_come_into_the_environment() -> None:
         ("binary/versions/latest", ErrorClass.CONFIG, "is not UTF-8 text"),
     ],
 )
-def test_what_cannot_be_read_is_named_and_nothing_is_changed(
+def test_unreadable_secrets_are_named_and_the_environment_is_unchanged(
     secret: str, error_class: ErrorClass, message: str
 ) -> None:
     environ = environment(FIRST=f"{PARENT}/hf-token/versions/1", HF_TOKEN=f"{PARENT}/{secret}")
@@ -94,7 +94,7 @@ def test_a_disabled_version_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "problem"),
     [
         ("{", "is not JSON"),
         ("[]", "is a JSON list"),
@@ -102,11 +102,11 @@ def test_a_disabled_version_is_not_read() -> None:
         (f'{{"HF_TOKEN": "{VALUE}"}}', "is not a reference for HF_TOKEN"),
     ],
 )
-def test_a_malformed_variable_is_refused_without_being_shown(text: str, found: str) -> None:
+def test_a_malformed_variable_is_refused_and_its_value_is_not_shown(text: str, problem: str) -> None:
     with pytest.raises(CloudError) as caught:
         load_secrets(clients, {"DROPFORGE_SECRETS": text})
     assert caught.value.error_class == ErrorClass.CONFIG
-    assert caught.value.message.startswith(f"DROPFORGE_SECRETS {found}")
+    assert caught.value.message.startswith(f"DROPFORGE_SECRETS {problem}")
     assert VALUE not in caught.value.message
 
 

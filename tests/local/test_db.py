@@ -1,4 +1,4 @@
-"""The database's promise: a commit that a client knows of survives a kill and a power cut."""
+"""The durability of the database: a confirmed commit survives a kill and a power cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOPIC = "projects/local-project/topics/events"
 
 
 class SlowDisk:
-    """An os.fsync that returns when the test allows it; at once by default."""
+    """A replacement of os.fsync that returns when the test allows it; by default it returns at once."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -59,7 +59,7 @@ def test_waiters_share_a_single_fsync(tmp_path: Path, disk: SlowDisk) -> None:
         await asyncio.gather(*(write(number) for number in range(50)))
         assert disk.calls == 1
         await db.durable()
-        assert disk.calls == 1, "nothing was written since"
+        assert disk.calls == 1, "no write happened after the fsync"
         db.close()
 
     asyncio.run(run())

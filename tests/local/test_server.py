@@ -1,4 +1,4 @@
-"""The server of the emulators: its shutdown."""
+"""The shutdown of the emulators' server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dropforge_local.base.server import BackgroundServer, Server
 
 
 class Part:
-    """An emulator without an API that counts its stops, and may fail to stop."""
+    """An emulator without an API. It counts its stops; with `fails`, `stop` raises an error."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -29,7 +29,7 @@ class Part:
         return []
 
     async def start(self) -> None:
-        """Nothing runs in the background."""
+        """Start nothing: this part has no background task."""
 
     async def stop(self) -> None:
         self.stops += 1

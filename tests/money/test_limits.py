@@ -1,4 +1,4 @@
-"""Retries by class, money and time: what is left, what is warned of, and what counts as stuck."""
+"""Retries by class, budget and time: the remaining budget, the warnings, and the check for a stuck attempt."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def spec(limits: dict[str, Any], placements: int = 1, serve: dict[str, Any] | No
 
 
 def record(*ends: str, hours: float = 1, usd: float = 1) -> Record:
-    """A run whose attempts ended so, each after running for `hours`; "" is one that still runs."""
+    """Return a run with an attempt for each class in `ends`, which ran for `hours`; "" stands for a running attempt."""
     attempts, now = [], NOW
     for number, end in enumerate(ends, 1):
         error = RunError(error_class=ErrorClass(end), message="x") if end else None
@@ -74,10 +74,10 @@ def record(*ends: str, hours: float = 1, usd: float = 1) -> Record:
     [
         (["preempted"] * 10, {}, True),
         (["preempted"] * 11, {}, False),
-        (["preempted"] * 9 + ["infrastructure"] * 3, {}, True),  # counted apart
+        (["preempted"] * 9 + ["infrastructure"] * 3, {}, True),  # each class has its own count
         (["preempted"] * 9 + ["infrastructure"] * 4, {}, False),
         (["preempted"], {"retry": {"preempted": 0}}, False),
-        (["preempted"] * 3, {"max_attempts": 3}, False),  # the bound of all of them together
+        (["preempted"] * 3, {"max_attempts": 3}, False),  # the limit for all classes together
         (["code"], {}, False),
         (["code"], {"retry": {"code": 1}}, True),
         (["preempted", "code", "code"], {"retry": {"code": 1}}, False),
@@ -89,7 +89,7 @@ def record(*ends: str, hours: float = 1, usd: float = 1) -> Record:
         (["stuck"], {"on_stuck": "fail"}, False),
     ],
 )
-def test_another_attempt_follows_as_the_class_and_the_spec_say(
+def test_the_class_and_the_spec_decide_about_another_attempt(
     ends: list[str], limits: dict[str, Any], retry: bool
 ) -> None:
     run = record(*ends)
@@ -98,22 +98,24 @@ def test_another_attempt_follows_as_the_class_and_the_spec_say(
     answer = retry_or_fail(run, spec(limits), failure, NOW).to_json()
     assert (answer["status"], answer["retry"]) == ("FAILED", retry)
     if not retry and len(ends) > 1:
-        assert "limits." in answer["error"]["message"], "people must be told which limit that was"
+        assert "limits." in answer["error"]["message"], "the message must name the limit"
 
 
 @pytest.mark.parametrize(
     ("waited", "attempts", "retry"),
     [
         (0, 20, False),
-        (9, 20, False),  # what is left is not worth another start
+        (9, 20, False),  # the remaining budget is too small for another start
         (11, 20, True),
         (90, 20, True),
         (90, 1, False),
-        (None, 20, False),  # never seen to run: it may have, from the start
+        (None, 20, False),  # no inspection saw it run: it may have run from the start
     ],
 )
-def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, attempts: int, retry: bool) -> None:
-    """20 USD at 10 USD per hour are two hours; an attempt that waited for capacity is ended before they are used up."""
+def test_the_wait_for_capacity_does_not_count_against_the_budget(
+    waited: int | None, attempts: int, retry: bool
+) -> None:
+    """20 USD at 10 USD per hour pay for two hours. An attempt that waited for capacity ends before it uses them up."""
     job = spec({"max_cost_usd": 20, "max_duration": "9h", "max_attempts": attempts}, price=10)
     attempt = _open_attempt(CONTEXT, record(), 1, job, NOW)
     assert attempt is not None
@@ -132,7 +134,7 @@ def test_what_was_waited_for_is_not_taken_from_the_budget(waited: int | None, at
         assert allowed == pytest.approx((waited or 0) * 60, abs=1)
 
 
-def test_a_node_that_waits_for_the_others_is_taken_from_the_budget() -> None:
+def test_a_node_that_waits_for_other_nodes_counts_against_the_budget() -> None:
     attempt = _open_attempt(CONTEXT, record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
     assert attempt is not None
     run = record().model_copy(update={"attempts": [attempt]}).with_launch(1, NOW - timedelta(minutes=2))
@@ -149,15 +151,15 @@ def test_a_node_that_waits_for_the_others_is_taken_from_the_budget() -> None:
     ("ends", "placements", "minutes"),
     [
         (["stockout"], 1, 1),
-        (["stockout"], 2, 0),  # there is another placement to ask
+        (["stockout"], 2, 0),  # another placement is left
         (["stockout", "quota"], 2, 1),
-        (["stockout"] * 3, 1, 4),  # after each round twice as long
-        (["stockout"] * 8, 1, 10),  # but not for hours
+        (["stockout"] * 3, 1, 4),  # the pause doubles after each round
+        (["stockout"] * 8, 1, 10),  # the pause has an upper limit
         (["stockout", "preempted"], 1, 0),
         ([], 1, 0),
     ],
 )
-def test_it_pauses_when_every_placement_has_refused(ends: list[str], placements: int, minutes: int) -> None:
+def test_the_run_pauses_after_every_placement_has_refused(ends: list[str], placements: int, minutes: int) -> None:
     job, run = spec({}, placements), record(*ends)
     ended = run.attempts[-1].ended if ends else NOW
     assert ended is not None
@@ -176,7 +178,7 @@ def test_training_and_endpoint_together_cost_no_more_than_the_budget(
     job = spec({"max_cost_usd": budget, "max_duration": "12h"}, serve=serve, price=price)
     run = record()
     attempt = _open_attempt(CONTEXT, run, 1, job, NOW)
-    assert (attempt is None) == bool(budget_problems(job)), "what is accepted can be started, and nothing else is"
+    assert (attempt is None) == bool(budget_problems(job)), "a spec is accepted exactly if its first attempt can start"
     if attempt is None:
         return
     ended = NOW + (attempt.deadline - NOW) * share
@@ -184,11 +186,11 @@ def test_training_and_endpoint_together_cost_no_more_than_the_budget(
     run = run.with_running(1, NOW).with_end(1, None, ended)
     expires = endpoint_expiry(run, job, ended)
     hours = (expires - ended).total_seconds() / 3600
-    assert hours * 3600 > MIN_ATTEMPT_SECONDS, "something is left for the endpoint"
+    assert hours * 3600 > MIN_ATTEMPT_SECONDS, "the endpoint gets a part of the budget"
     assert (run.training_cost(ended) or 0) + hours * serving * instances <= budget + 1e-5
 
 
-def test_a_budget_needs_the_endpoint_s_price_too() -> None:
+def test_a_budget_needs_the_price_of_the_endpoint_too() -> None:
     serve = {"type": "gke", "accelerator": "nvidia-l4", "cluster": "c", "region": "us-central1"}
     [problem] = budget_problems(spec({"max_cost_usd": 100}, serve=serve))
     assert problem.pointer == "/limits/max_cost_usd"
@@ -197,11 +199,11 @@ def test_a_budget_needs_the_endpoint_s_price_too() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.json")), ids=lambda path: path.stem)
-def test_every_example_s_budget_pays_for_its_endpoint_s_ttl(path: Path) -> None:
+def test_the_budget_of_every_example_pays_for_the_ttl_of_its_endpoint(path: Path) -> None:
     assert short_endpoint(parse_spec(path.read_bytes())) == ""
 
 
-def test_a_budget_that_may_end_the_endpoint_early_says_when_and_what_would_do() -> None:
+def test_the_note_about_an_early_end_of_the_endpoint_names_time_and_sufficient_budget() -> None:
     serve = {"type": "cloud_run", "max_instances": 2, "price_usd_per_hour": 1.5, "ttl": "24h", "startup_timeout": "60m"}
     limits = {"max_duration": "2h", "max_cost_usd": 30}
     assert short_endpoint(spec(limits, serve=serve, price=3)) == (
@@ -212,21 +214,21 @@ def test_a_budget_that_may_end_the_endpoint_early_says_when_and_what_would_do() 
     assert short_endpoint(spec({**limits, "max_cost_usd": 81}, serve=serve, price=3)) == ""
     short = short_endpoint(spec({**limits, "max_cost_usd": 6.5}, serve=serve, price=3))
     assert "2.2 h of the endpoint" in short
-    assert "or 10 min when training takes all" in short  # kept back for it
+    assert "or 10 min when training takes all" in short  # the budget reserves this time for the endpoint
     for unbounded in (spec({}, serve=serve), spec(limits), spec({}, price=3)):
         assert short_endpoint(unbounded) == ""
 
 
 @given(money, money, money, st.integers(1, 4), st.booleans())
-def test_no_note_means_that_the_endpoint_has_all_of_its_ttl(
+def test_without_a_note_the_endpoint_has_its_whole_ttl(
     budget: float, price: float, serving: float, instances: int, raised: bool
 ) -> None:
-    """Also after the longest and dearest training; and the budget that the note asks for does."""
+    """This holds after the longest and most expensive training, and also with the budget that the note requests."""
     serve = {"type": "cloud_run", "max_instances": instances, "price_usd_per_hour": serving, "ttl": "5h"}
     job = spec({"max_cost_usd": budget, "max_duration": "2h"}, serve=serve, price=price)
     if raised and (note := short_endpoint(job)):
-        asked = note.rpartition("; ")[2].split(" USD")[0]
-        job = spec({"max_cost_usd": float(asked), "max_duration": "2h"}, serve=serve, price=price)
+        sufficient = note.rpartition("; ")[2].split(" USD")[0]
+        job = spec({"max_cost_usd": float(sufficient), "max_duration": "2h"}, serve=serve, price=price)
         assert short_endpoint(job) == ""
     attempt = _open_attempt(CONTEXT, record(), 1, job, NOW)
     if attempt is None:
@@ -239,27 +241,27 @@ def test_no_note_means_that_the_endpoint_has_all_of_its_ttl(
         assert math.isclose(lasts, (5 * 60 + 20) * 60, abs_tol=2)
 
 
-def test_each_warning_comes_once_and_in_time() -> None:
+def test_each_warning_is_sent_once_and_in_time() -> None:
     job, run = spec({"max_cost_usd": 10, "max_duration": "10h"}), record("", usd=1)
     hours = [0, 4.9, 5, 6, 7.9, 8, 9]
-    told: list[tuple[float, str]] = []
+    warnings: list[tuple[float, str]] = []
     for hour in hours:
         now = NOW + timedelta(hours=hour)
         for notice in due(run, job, now):
-            told.append((hour, notice.key))
+            warnings.append((hour, notice.key))
             run = run.with_notice(notice.key)
-        left = seconds_to_warning(run, job, now)
-        assert left == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
-    assert told == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
+        seconds = seconds_to_warning(run, job, now)
+        assert seconds == pytest.approx(min((h - hour) * 3600 for h in (5, 8, 1e9) if h > hour), rel=1e-3) or hour >= 8
+    assert warnings == [(5, "budget-50"), (8, "budget-80"), (8, "time-80")]
 
 
-def test_a_warning_that_was_slept_through_is_not_given_after_the_next_one() -> None:
+def test_a_missed_warning_is_not_sent_after_a_later_warning() -> None:
     job, run = spec({"max_cost_usd": 10, "max_duration": "12h"}), record("", usd=1)
     assert [notice.key for notice in due(run, job, NOW + timedelta(hours=9))] == ["budget-80"]
 
 
 class Events:
-    """A store that holds progress events by their names, and counts what is read."""
+    """A store that holds progress events by name and counts the reads."""
 
     def __init__(self, steps: dict[str, int]) -> None:
         self.steps = steps
@@ -274,31 +276,31 @@ class Events:
 @pytest.mark.parametrize(
     ("steps", "cloud", "stuck"),
     [
-        ({}, RUNNING, True),  # not even a first step
-        ({100: 1, 70: 2}, RUNNING, True),  # no event for longer than that
+        ({}, RUNNING, True),  # the trainer has reported no step
+        ({100: 1, 70: 2}, RUNNING, True),  # no event for more than an hour
         ({100: 1, 70: 2, 10: 3}, RUNNING, False),
-        ({100: 7, 70: 7, 10: 7, 1: 7}, RUNNING, True),  # it goes on telling the same step
-        ({20: 1, 10: 1}, RUNNING, False),  # it began to train within the hour
+        ({100: 7, 70: 7, 10: 7, 1: 7}, RUNNING, True),  # it repeats the same step
+        ({20: 1, 10: 1}, RUNNING, False),  # the training began less than an hour ago
         ({100: 1}, Status(Phase.PENDING), False),
         ({100: 1}, Status(Phase.FAILED), False),
         ({100: 1}, None, False),
     ],
 )
-def test_stuck_is_what_the_cloud_says_is_running_and_does_not_advance(
+def test_an_attempt_is_stuck_if_it_runs_in_the_cloud_without_progress(
     steps: dict[int, int], cloud: Status | None, stuck: bool
 ) -> None:
-    """`steps` by the minutes since they were told; the attempt has been running for two hours."""
+    """`steps` maps the minutes since a report to the reported step; the attempt has run for two hours."""
     now = NOW + timedelta(hours=2)
     events: Any = Events({f"{minutes}": step for minutes, step in steps.items()})
     context = context_with(now=now)
     vars(context)["store"] = events
     heard = Heard(progress=[(f"{minutes}", now - timedelta(minutes=minutes)) for minutes in steps])
-    found = _stuck(context, record(""), spec({}), cloud, heard)
-    assert (found is not None) is stuck
+    problem = _stuck(context, record(""), spec({}), cloud, heard)
+    assert (problem is not None) is stuck
     assert events.reads <= 2
     assert _stuck(context, record(""), spec({"stuck_after": "3h"}), cloud, heard) is None
     begun = Started(run=RUN, attempt=1, sequence=1, time=now, resumed_step=0)
-    waited = record("")  # for the other one of its machines
+    waited = record("")  # its first machine waited for the other machine
     waited.attempts[0] = waited.attempts[0].model_copy(update={"seen": now - timedelta(minutes=30)})
     assert _stuck(context, waited, spec({}), cloud, Heard()) is None
     restarted = Heard([Report(begun, now - timedelta(minutes=30))], heard.progress)

@@ -1,4 +1,4 @@
-"""What the tests of targets and endpoints have in common: stages as the workflow calls them, runs, fault switches."""
+"""Code that the tests of targets and endpoints share: stages as the workflow calls them, runs, fault switches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _numbers = itertools.count()
 
 
 def write_trainer(home: Path, main_py: str) -> None:
-    """The image `train-x`, which runs `main_py`, in the repository of images at home/repo."""
+    """Write the image `train-x`, which runs `main_py`, to the image repository at home/repo."""
     folder = home / "repo" / "containers" / "train_x"
     folder.mkdir(parents=True)
     (folder / "Dockerfile").write_text(TRAIN_DOCKERFILE)
@@ -58,7 +58,7 @@ def write_trainer(home: Path, main_py: str) -> None:
 
 
 def write_servers(home: Path) -> None:
-    """The images `serve-noop`, `serve-crash` and `serve-deaf`, likewise."""
+    """Write the images `serve-noop`, `serve-crash` and `serve-deaf` to the image repository at home/repo."""
     containers = home / "repo" / "containers"
     shutil.copytree(NOOP, containers / "serve_noop")
     for name, code in BROKEN_SERVERS.items():
@@ -68,32 +68,32 @@ def write_servers(home: Path) -> None:
 
 
 def switch_faults(url: str, emulator: str, **switches: Any) -> None:
-    """Set the fault switches of one emulator of the server at `url`."""
+    """Set the fault switches of `emulator` on the server at `url`."""
     request = urllib.request.Request(f"{url}/_local/{emulator}/faults", json.dumps(switches).encode(), method="POST")
     urllib.request.urlopen(request, timeout=10).close()
 
 
 def forget_clients() -> None:
-    """Have context and clients made again, for the environment as it is now."""
+    """Drop the context and the clients, so that the next use creates them for the current environment."""
     forget()
 
 
 def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 60) -> Any:
-    """What `read` gives, once it is accepted."""
+    """Call `read` until `accept` is true for its value; return that value. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
-    while not accept(found := read()):
-        assert time.monotonic() < deadline, f"not in time: {found}"
+    while not accept(value := read()):
+        assert time.monotonic() < deadline, f"not accepted in time: {value}"
         time.sleep(0.05)
-    return found
+    return value
 
 
 def eventually(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A stage's answer, once it is no longer "call again"."""
+    """Call the stage until its answer is no longer "call again"; return the last answer."""
     return dict(until(stage, lambda answer: answer["status"] not in ("PENDING", "WAITING"), 40))
 
 
 def contains(stored: Any, sent: Any) -> bool:
-    """Whether the server has all that was sent, whatever it added."""
+    """Return whether the stored object has every field that was sent; the server may have added fields."""
     if isinstance(sent, dict):
         return all(key in stored and contains(stored[key], value) for key, value in sent.items())
     if isinstance(sent, list):
@@ -103,7 +103,7 @@ def contains(stored: Any, sent: Any) -> bool:
 
 @dataclass(frozen=True)
 class Stages:
-    """A target's verbs as the workflow calls them: again and again."""
+    """Call the methods of a target repeatedly, as the workflow does."""
 
     target: Any  # a Target, bound to a cloud
 
@@ -120,16 +120,16 @@ class Stages:
         return status
 
     def tear_down(self, resources: Iterable[Resource]) -> None:
-        """All of them, until all are verified gone."""
-        found = list(resources)
-        until(lambda: [one for one in found if not self.target.teardown(one.kind, one.name)], lambda left: not left)
+        """Delete the resources until the target confirms that all are gone."""
+        pending = list(resources)
+        until(lambda: [r for r in pending if not self.target.teardown(r.kind, r.name)], lambda remaining: not remaining)
 
 
 def make_run(store: RunStore, spec: dict[str, Any], state: RunState = RunState.TRAINING) -> str:
-    """A run of this test's own execution, on its way to `state`: no workflow knows of it."""
+    """Store a run in `state`. The test acts as its execution; no workflow knows this run."""
     run = names.run_id_of_message(f"{time.time_ns()}-{next(_numbers)}")
-    way = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING]
-    history = [Transition(state=one, time=utc_now()) for one in way[: way.index(state) + 1]]
+    states = [RunState.ACCEPTED, RunState.PROVISIONING, RunState.TRAINING]
+    history = [Transition(state=passed, time=utc_now()) for passed in states[: states.index(state) + 1]]
     parsed = JobSpec.model_validate_json(json.dumps(spec))
     region, now = get_target(parsed.target.type).regions(parsed)[0], utc_now()
     attempt = Attempt(number=1, placement=0, region=region, started=now, deadline=now + timedelta(hours=1))
@@ -149,7 +149,7 @@ def make_run(store: RunStore, spec: dict[str, Any], state: RunState = RunState.T
 
 
 def is_there(store: RunStore, run: str) -> bool:
-    """Whether the cloud has what serves a run, as the sweep asks for it."""
+    """Return whether the cloud has the resource that serves a run, by the check that the sweep uses."""
     record, spec = store.record(run), store.spec(run)
     assert spec.serve is not None
     deployment = Deployment(run, spec, here().settings, utc_now(), launch_of(record, spec, here().settings))
@@ -157,7 +157,7 @@ def is_there(store: RunStore, run: str) -> bool:
 
 
 def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
-    """What the functions find in theirs; `settings` replace or extend the deployment's."""
+    """Return environment variables as the functions have them; `settings` replace or extend the deployment's."""
     variables = {
         "PROJECT": "p1",
         "LOCATION": "us-central1",
@@ -180,7 +180,7 @@ def environment(http: str, grpc: str, **settings: str) -> dict[str, str]:
 
 
 def sweep_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the sweep look at targets and endpoints of one kind, in a project whose executions are all live."""
+    """Limit the sweep to targets and endpoints of `kind`, in a project whose executions are all live."""
     adapters: list[Any] = [get_target(kind), get_server(kind)]
     monkeypatch.setattr(stages, "PLATFORMS", Platforms(all=lambda: adapters))
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.1)

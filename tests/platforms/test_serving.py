@@ -30,7 +30,7 @@ FULL: dict[str, Any] = {
     "accelerator": "nvidia-h100-80gb",
     "accelerator_count": 4,
     "capacity": "reservation",
-    "reservation": "ours",
+    "reservation": "reserved-gpus",
     "cpu": 24,
     "memory_gib": 200,
     "min_instances": 2,
@@ -107,7 +107,7 @@ def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -
     assert spec["strategy"]["rollingUpdate"]["maxSurge"] == 0  # a surge would need more GPUs
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 30 * 60
-    assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
+    assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "reserved-gpus"
     # Training pods carry the labels of the run, too: a selector on those labels would send them requests.
     assert spec["selector"]["matchLabels"].items() <= labels.items()
     assert names.RUN_LABEL not in spec["selector"]["matchLabels"]
@@ -115,7 +115,7 @@ def test_an_instance_uses_all_its_gpus_and_the_service_selects_its_pods_only() -
     assert gke.service_manifest(deployment())["spec"]["selector"] == spec["selector"]["matchLabels"]
 
 
-def test_the_cluster_is_the_endpoint_s_or_the_target_s_or_the_deployment_s() -> None:
+def test_the_cluster_is_named_by_the_endpoint_the_target_or_the_deployment() -> None:
     assert "/clusters/own/" in gke.GkeDeployment().resources(deployment({"name": "trains"}, cluster="own"))[0].name
     assert gke.cluster_of(deployment({"name": "trains"})) == "projects/x/locations/us-central1/clusters/trains"
     assert gke.cluster_of(deployment({"create": True}, region="europe-west4")).endswith(
@@ -133,7 +133,7 @@ def test_the_cluster_is_the_endpoint_s_or_the_target_s_or_the_deployment_s() -> 
         (None, None),
     ],
 )
-def test_the_url_is_the_load_balancer_s(ingress: Any, url: str | None) -> None:
+def test_the_url_has_the_address_of_the_load_balancer(ingress: Any, url: str | None) -> None:
     status = {} if ingress is None else {"loadBalancer": {"ingress": ingress}}
     assert gke.url_of({**gke.service_manifest(deployment()), "status": status}) == url
 
@@ -160,8 +160,8 @@ def on_tpu(target: dict[str, Any] | None = None, **serve: Any) -> Deployment:
 
 
 def test_the_requests_for_a_tpu_vm_are_exact() -> None:
-    wanted = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
-    queued, node = tpu_vm.TpuVmServer().resources(wanted)
+    deployed = on_tpu(accelerator_type="v5litepod-4", capacity="spot", startup_timeout="20m")
+    queued, node = tpu_vm.TpuVmServer().resources(deployed)
     zone, name = "projects/p1/locations/us-west4-a", f"df-{RUN}-serve"
     assert (queued.name, node.name) == (f"{zone}/queuedResources/{name}", f"{zone}/nodes/{name}")
     tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises for an unknown field
@@ -184,7 +184,7 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
             "labels": {
                 "managed-by": "dropforge",
                 "dropforge-run": RUN,
-                "dropforge-deployment": names.deployment_id(wanted.settings.runs_bucket),
+                "dropforge-deployment": names.deployment_id(deployed.settings.runs_bucket),
                 "dropforge-expires": "1795305600",
                 "team": "sql",
             },
@@ -215,15 +215,15 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
 
 def test_without_a_queued_resource_the_node_is_the_endpoint() -> None:
     elsewhere = {"type": "cloud_run", "placements": [{"region": "us-central1"}]}
-    wanted = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
-    [node] = tpu_vm.TpuVmServer().resources(wanted)
+    deployed = on_tpu(elsewhere, zone="us-south1-a", queued=False, capacity="reservation")
+    [node] = tpu_vm.TpuVmServer().resources(deployed)
     assert node.kind == "tpu.googleapis.com/Node"
     assert names.is_endpoint(node.name, RUN)
     assert node.request["node"]["schedulingConfig"] == {"reserved": True}
     tpu_v2.CreateNodeRequest.from_json(json.dumps(node.request))
 
 
-def test_a_tpu_vm_has_the_price_of_the_spec_or_none() -> None:
+def test_the_price_of_a_tpu_vm_comes_only_from_the_spec() -> None:
     server = tpu_vm.TpuVmServer()
     assert server.price(on_tpu(price_usd_per_hour=4.8).spec).usd_per_hour == 4.8
     unknown = server.price(on_tpu().spec)
@@ -232,17 +232,17 @@ def test_a_tpu_vm_has_the_price_of_the_spec_or_none() -> None:
 
 
 @pytest.mark.parametrize(("addresses", "url"), [(["10.0.0.7"], "http://10.0.0.7:8000"), ([], None)])
-def test_the_url_is_the_node_s(addresses: list[str], url: str | None) -> None:
+def test_the_url_has_the_address_of_the_node(addresses: list[str], url: str | None) -> None:
     # The API gives every node the port 8470; the server listens on another port.
     endpoints = [{"ip_address": address, "port": 8470} for address in addresses]
     assert tpu_vm.url_of(tpu_v2.Node(network_endpoints=endpoints)) == url
 
 
 def test_a_deployment_without_the_image_refuses_the_spec() -> None:
-    wanted = on_tpu()
-    complete = replace(wanted.settings, train_maxtext_image="trainer")
-    assert deployment_problems(wanted.spec, complete) == []
-    [problem] = deployment_problems(wanted.spec, replace(complete, serve_vllm_tpu_image=""))
+    deployed = on_tpu()
+    complete = replace(deployed.settings, train_maxtext_image="trainer")
+    assert deployment_problems(deployed.spec, complete) == []
+    [problem] = deployment_problems(deployed.spec, replace(complete, serve_vllm_tpu_image=""))
     assert problem.pointer == "/serve/type"
     assert "DROPFORGE_SERVE_VLLM_TPU_IMAGE" in str(problem.expected)
     on_gke = deployment()

@@ -1,4 +1,4 @@
-"""The layout of the runs bucket, against the storage emulator and the real client."""
+"""The layout of the runs bucket, tested with the storage emulator and Google's client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def upload(client: Any, bucket: str, exported: Path, attempt: int = 1) -> Manife
     return manifest(artifacts.upload_directory(client, exported, uri), attempt)
 
 
-def test_a_directory_survives_the_way_to_the_bucket_and_back(
+def test_a_directory_is_unchanged_after_upload_and_download(
     client: Any, bucket: str, exported: Path, tmp_path: Path
 ) -> None:
     sent = artifacts.upload_directory(client, exported, f"gs://{bucket}/a/b")
@@ -106,7 +106,7 @@ def test_no_object_is_written_outside_of_the_directory(client: Any, bucket: str,
 
 def test_the_revision_of_a_prefix_changes_with_its_content(client: Any, bucket: str) -> None:
     blob = client.bucket(bucket).blob("model/x")
-    blob.upload_from_string("one")
+    blob.upload_from_string("first")
     first = artifacts.prefix_revision(client, f"gs://{bucket}/model")
     assert first == artifacts.prefix_revision(client, f"gs://{bucket}/model/")
     blob.upload_from_string("two")
@@ -119,7 +119,7 @@ def test_only_gs_uris_are_parsed(uri: str) -> None:
         artifacts.parse_gs_uri(uri)
 
 
-def test_there_is_no_manifest_until_one_is_committed(client: Any, bucket: str, exported: Path) -> None:
+def test_there_is_no_manifest_before_the_commit(client: Any, bucket: str, exported: Path) -> None:
     assert artifacts.read_manifest(client, bucket, RUN) is None
     written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
     read = artifacts.read_manifest(client, bucket, RUN)
@@ -128,10 +128,10 @@ def test_there_is_no_manifest_until_one_is_committed(client: Any, bucket: str, e
     assert read.metrics == {"exact_match": 0.9, "loss": None}
 
 
-def test_the_same_manifest_twice_is_one_commit(client: Any, bucket: str, exported: Path) -> None:
+def test_the_same_manifest_is_committed_only_once(client: Any, bucket: str, exported: Path) -> None:
     written = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
-    again = artifacts.write_manifest(client, bucket, written.model_copy(update={"created": datetime.now(UTC)}))
-    assert again.created == written.created
+    second_write = artifacts.write_manifest(client, bucket, written.model_copy(update={"created": datetime.now(UTC)}))
+    assert second_write.created == written.created
 
 
 def test_a_second_writer_loses_and_spoils_nothing(client: Any, bucket: str, exported: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_second_writer_loses_and_spoils_nothing(client: Any, bucket: str, expo
     assert artifacts.read_artifact(client, bucket, first, "README.md") == b"a model"
 
 
-def test_verification_names_what_is_missing_or_different(client: Any, bucket: str, exported: Path) -> None:
+def test_verification_names_missing_and_different_files(client: Any, bucket: str, exported: Path) -> None:
     committed = artifacts.write_manifest(client, bucket, upload(client, bucket, exported))
     prefix = artifacts.model_prefix(RUN)
     client.bucket(bucket).blob(f"{prefix}attempt-1/empty").delete()
@@ -159,13 +159,13 @@ def test_an_artifact_that_the_manifest_does_not_list_is_not_read(client: Any, bu
         artifacts.read_artifact(client, bucket, committed, "samples.json")
 
 
-def test_a_manifest_that_nobody_can_read_is_an_error(client: Any, bucket: str) -> None:
+def test_a_manifest_that_cannot_be_parsed_is_an_error(client: Any, bucket: str) -> None:
     client.bucket(bucket).blob(f"models/{RUN}/MANIFEST.json").upload_from_string('{"version": 2}')
     with pytest.raises(DropforgeError, match=r"MANIFEST\.json is not a manifest"):
         artifacts.read_manifest(client, bucket, RUN)
 
 
-def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_not(
+def test_the_newest_complete_checkpoint_is_used_and_incomplete_checkpoints_are_not(
     client: Any, bucket: str, exported: Path
 ) -> None:
     assert artifacts.newest_complete_checkpoint(client, bucket, RUN) is None
@@ -180,7 +180,9 @@ def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_not(
     assert newest.uri == f"gs://{bucket}/checkpoints/{RUN}/step-00000100/"
 
 
-def test_pruning_keeps_the_newest_and_never_the_last_hope(client: Any, bucket: str, exported: Path) -> None:
+def test_pruning_keeps_the_newest_and_never_deletes_the_only_checkpoint(
+    client: Any, bucket: str, exported: Path
+) -> None:
     torn = f"gs://{bucket}/{artifacts.checkpoint_prefix(RUN, 5)}"
     artifacts.upload_directory(client, exported, torn)
     for step in (10, 20):

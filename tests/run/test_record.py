@@ -53,26 +53,26 @@ def test_a_terminal_state_is_written_once(terminal: RunState, state: RunState) -
             ended.entered(state, NOW)
 
 
-def test_the_end_of_a_run_ends_its_attempts_and_no_late_call_changes_them() -> None:
+def test_the_end_of_a_run_ends_its_attempts_and_a_late_call_changes_nothing() -> None:
     running = record(RunState.TEARING_DOWN).model_copy(
         update={"attempts": [attempt(1, 1.0, 60), attempt(2, 1.0, None)]}
     )
-    over = running.entered(RunState.CANCELLED, NOW + timedelta(seconds=90))
-    assert [(a.ended - NOW).total_seconds() for a in over.attempts if a.ended] == [60, 90]
-    assert over.with_end(2, RunError(error_class=ErrorClass.PREEMPTED, message="late"), NOW) is over
+    cancelled = running.entered(RunState.CANCELLED, NOW + timedelta(seconds=90))
+    assert [(a.ended - NOW).total_seconds() for a in cancelled.attempts if a.ended] == [60, 90]
+    assert cancelled.with_end(2, RunError(error_class=ErrorClass.PREEMPTED, message="late"), NOW) is cancelled
 
 
-def test_every_state_is_reachable_and_every_path_can_end() -> None:
+def test_every_state_is_reachable_and_leads_to_a_terminal_state() -> None:
     reached, frontier = {RunState.ACCEPTED}, [record()]
     while frontier:
-        here = frontier.pop()
+        current = frontier.pop()
         following = []
         for state in RunState:
             try:
-                following.append(here.entered(state, NOW))
+                following.append(current.entered(state, NOW))
             except Conflict:
                 continue
-        assert here.state.is_terminal or len(following) > 1, f"{here.state} is a dead end"
+        assert current.state.is_terminal or len(following) > 1, f"{current.state} leads to no terminal state"
         frontier += [r for r in following if r.state not in reached]
         reached |= {r.state for r in following}
     assert reached == set(RunState) - {RunState.REJECTED}
@@ -91,13 +91,13 @@ def test_a_terminal_run_spends_no_more_time() -> None:
     assert run.stage_seconds(NOW + timedelta(days=1)) == {"ACCEPTED": 2, "TEARING_DOWN": 3}
 
 
-def test_cost_sums_attempts_and_is_unknown_when_one_price_is() -> None:
+def test_the_cost_is_the_sum_of_the_attempts_and_unknown_if_a_price_is() -> None:
     known = [attempt(1, 2.0, 1800), attempt(2, 4.0, None)]
     run = record().model_copy(update={"attempts": known})
-    assert run.training_cost(NOW + timedelta(minutes=15)) == 1.0  # the second one waits for capacity
+    assert run.training_cost(NOW + timedelta(minutes=15)) == 1.0  # the second attempt waits for capacity
     assert run.with_running(2, NOW).training_cost(NOW + timedelta(minutes=15)) == 2.0
-    late = run.with_running(2, NOW + timedelta(minutes=5)).with_running(2, NOW)  # what was noted first stays
-    assert late.training_cost(NOW + timedelta(minutes=20)) == 2.0
+    repeated = run.with_running(2, NOW + timedelta(minutes=5)).with_running(2, NOW)  # the first stored time stays
+    assert repeated.training_cost(NOW + timedelta(minutes=20)) == 2.0
     run = run.model_copy(update={"attempts": [*known, attempt(3, None, 60)]})
     assert run.training_cost(NOW) is None
 
@@ -109,7 +109,7 @@ def test_an_attempt_that_never_ran_costs_nothing_if_the_cloud_had_no_capacity(er
     assert run.with_end(1, error, NOW + timedelta(hours=1)).training_cost(NOW + timedelta(hours=2)) == usd
 
 
-def test_an_endpoint_costs_what_all_its_instances_would_until_it_expires() -> None:
+def test_the_cost_of_an_endpoint_counts_all_instances_until_its_expiry() -> None:
     run = record().entered(RunState.PROVISIONING, NOW).entered(RunState.DEPLOYING, NOW)
     assert run.serving_cost(NOW + timedelta(hours=1)) is None
     run = run.model_copy(update={"serving_usd_per_hour": 3.0})
@@ -131,16 +131,16 @@ def test_the_ledger_keeps_one_entry_per_resource() -> None:
     ("name", "kept", "expected"),
     [("df-r-a1", False, False), ("df-r-a1", True, True), ("df-r-serve", False, True), ("df-x-serve", False, False)],
 )
-def test_an_endpoint_is_what_was_made_or_kept_for_it(name: str, kept: bool, expected: bool) -> None:
+def test_an_entry_is_of_the_endpoint_if_it_was_created_or_kept_for_it(name: str, kept: bool, expected: bool) -> None:
     entry = LedgerEntry(kind="k", name=f"x/{name}", attempt=1, state=ResourceState.CREATED, intended=NOW, kept=kept)
     assert entry.is_endpoint("r") is expected
 
 
-def test_a_resource_that_was_intended_in_vain_is_looked_at() -> None:
-    """Others may have made it by the same note: it is not gone because this one does not make it."""
+def test_an_unneeded_entry_is_still_inspected() -> None:
+    """Another call may have created the resource of the same entry, so this call must not mark it as gone."""
     store = RunStore(Storage(World(0, Strike(0, "")), ("runs",)), "runs")
-    over = record(RunState.FAILED)
-    assert store.create(over)
-    assert not store.intend_all(over.run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
-    assert [entry.state for entry in store.ledger(over.run).remaining()] == [ResourceState.INTENDED]
-    assert [run for run, _ in store.open_runs()] == [over.run]
+    failed_run = record(RunState.FAILED)
+    assert store.create(failed_run)
+    assert not store.intend_all(failed_run.run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
+    assert [entry.state for entry in store.ledger(failed_run.run).remaining()] == [ResourceState.INTENDED]
+    assert [run for run, _ in store.open_runs()] == [failed_run.run]

@@ -1,4 +1,4 @@
-"""The store of runs against the emulated Cloud Storage: what one process remembers, another may have changed."""
+"""The run store with the emulated Cloud Storage: another process may have changed a record that is cached."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with BackgroundServer(build) as server:
         options = {"api_endpoint": server.url}
-        with storage.Client("p1", AnonymousCredentials(), client_options=options) as made:
-            yield made
+        with storage.Client("p1", AnonymousCredentials(), client_options=options) as storage_client:
+            yield storage_client
 
 
 @pytest.fixture
 def process(client: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], CountingStore]:
-    """A process that remembers nothing yet."""
+    """Return a function that makes a store with an empty cache, like a new process."""
     return lambda: CountingStore(client, BUCKET)
 
 
 class CountingStore(RunStore):
-    """Counts what it reads and writes."""
+    """A store that counts its reads and writes."""
 
     def __init__(self, client: Any, bucket: str) -> None:
         super().__init__(client, bucket)
@@ -70,65 +70,67 @@ def new_run(store: RunStore) -> str:
     return run
 
 
-def test_what_a_process_has_written_it_changes_without_reading_it(process: Callable[[], CountingStore]) -> None:
+def test_a_process_changes_its_own_record_without_another_read(process: Callable[[], CountingStore]) -> None:
     store = process()
     run = new_run(store)
     for key in ("a", "b", "c"):
         store.update(run, lambda record, key=key: record.with_notice(key))  # type: ignore[misc]
-    store.intend(run, "kind", "one", 1)
-    assert store.reads == 1, "a ledger may be there, or not"
-    store.note(run, "one", ResourceState.CREATED)
-    store.note(run, "one", ResourceState.GONE)
+    store.intend(run, "kind", "resource", 1)
+    assert store.reads == 1, "only the ledger is read: it may exist already"
+    store.note(run, "resource", ResourceState.CREATED)
+    store.note(run, "resource", ResourceState.GONE)
     assert store.reads == 1
     other = process()
     assert other.record(run).notices == ["a", "b", "c"]
     assert other.ledger(run).remaining() == []
 
 
-def test_what_another_process_has_written_is_not_overwritten(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.with_notice("other"))
-    mine.update(run, lambda record: record.with_notice("mine"))
-    assert mine.reads == 1, "once it was refused"
-    assert other.update(run, lambda record: record.with_notice("again")).notices == ["other", "mine", "again"]
-    mine.intend(run, "kind", "one", 1)
-    other.intend(run, "kind", "two", 1)
-    mine.note(run, "one", ResourceState.GONE)
-    assert [entry.name for entry in other.ledger(run).remaining()] == ["two"]
+def test_a_change_by_another_process_is_not_overwritten(process: Callable[[], CountingStore]) -> None:
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.with_notice("second"))
+    first.update(run, lambda record: record.with_notice("first"))
+    assert first.reads == 1, "the record is read once, after the refused write"
+    assert second.update(run, lambda record: record.with_notice("again")).notices == ["second", "first", "again"]
+    first.intend(run, "kind", "resource", 1)
+    second.intend(run, "kind", "two", 1)
+    first.note(run, "resource", ResourceState.GONE)
+    assert [entry.name for entry in second.ledger(run).remaining()] == ["two"]
 
 
-def test_that_nothing_is_to_be_done_is_said_of_what_is_there_now(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.model_copy(update={"cancel_requested": utc_now()}))
-    seen = mine.update(run, lambda record: record.with_notice("seen") if record.cancel_requested else record)
+def test_an_update_without_a_change_is_decided_on_the_current_record(process: Callable[[], CountingStore]) -> None:
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.model_copy(update={"cancel_requested": utc_now()}))
+    seen = first.update(run, lambda record: record.with_notice("seen") if record.cancel_requested else record)
     assert seen.notices == ["seen"]
 
 
-def test_a_refusal_is_about_what_is_there_now(process: Callable[[], CountingStore]) -> None:
-    mine, other = process(), process()
-    run = new_run(mine)
-    other.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
-    assert mine.update(run, lambda record: record.entered(RunState.TRAINING, utc_now())).state is RunState.TRAINING
+def test_a_refusal_is_decided_on_the_current_record(process: Callable[[], CountingStore]) -> None:
+    first, second = process(), process()
+    run = new_run(first)
+    second.update(run, lambda record: record.entered(RunState.PROVISIONING, utc_now()))
+    assert first.update(run, lambda record: record.entered(RunState.TRAINING, utc_now())).state is RunState.TRAINING
     with pytest.raises(Conflict, match="is TRAINING; it cannot become ACCEPTED"):
-        mine.update(run, lambda record: record.entered(RunState.ACCEPTED, utc_now()))
+        first.update(run, lambda record: record.entered(RunState.ACCEPTED, utc_now()))
 
 
-def test_a_refused_write_costs_nobody_a_change(process: Callable[[], CountingStore]) -> None:
+def test_no_change_is_lost_when_writes_are_refused(process: Callable[[], CountingStore]) -> None:
     stores = [process() for _ in range(4)]
     run = new_run(stores[0])
     keys = [(store, f"{number}-{key}") for key in range(5) for number, store in enumerate(stores)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda one: one[0].update(run, lambda record: record.with_notice(one[1])), keys))
+        list(pool.map(lambda pair: pair[0].update(run, lambda record: record.with_notice(pair[1])), keys))
     assert sorted(stores[1].record(run).notices) == sorted(key for _, key in keys)
 
 
-def test_no_process_remembers_everything(process: Callable[[], CountingStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_process_is_bounded(
+    process: Callable[[], CountingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dropforge.run.store.KNOWN", 2)
     store = process()
-    made = [new_run(store) for _ in range(3)]
-    for run in made:
-        store.update(run, lambda record: record.with_notice("told"))
-    assert store.reads == 3, "of each, as it was forgotten before its turn came"
-    assert all(store.record(run).notices == ["told"] for run in made)
+    runs = [new_run(store) for _ in range(3)]
+    for run in runs:
+        store.update(run, lambda record: record.with_notice("notice"))
+    assert store.reads == 3, "each run is read again: the cache dropped it before its turn"
+    assert all(store.record(run).notices == ["notice"] for run in runs)

@@ -1,4 +1,4 @@
-"""The job spec's rules: by example (schemas/examples, which are documentation too) and by mutation."""
+"""The rules of the job spec, tested with examples (schemas/examples, also documentation) and with mutated specs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def problems_of(data: bytes) -> list[SpecProblem]:
 
 
 def is_there(pointer: str, document: Any) -> bool:
-    """Return whether a JSON pointer names a value of the document, or a missing field of one of its objects."""
+    """Return whether a JSON pointer names a value of the document, or a missing field of an object in it."""
     *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")]
     for step in steps[1:]:
         try:
@@ -82,7 +82,7 @@ def test_an_invalid_example_is_refused_with_its_documented_problems(path: Path) 
 
 
 def test_every_field_has_an_invalid_example() -> None:
-    """Every field with a rule beyond its type. The pointer of the example ends with the name of the field."""
+    """This applies to fields with a rule beyond their type. An example's pointer ends with the name of its field."""
     pointers = [p["pointer"] for path in INVALID for p in json.loads(path.read_text())["problems"]]
     wrong = {step for pointer in pointers for step in pointer.split("/") if not step.isdecimal()}
     rules = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "enum", "const", "minItems"}
@@ -130,7 +130,7 @@ def test_a_byte_order_mark_is_ignored() -> None:
     assert parse_spec(b"\xef\xbb\xbf" + json.dumps(DOCUMENTS[0]).encode()).name
 
 
-# Values that people write by mistake or fuzzers write on purpose.
+# Values that users write by mistake and that fuzzers write on purpose.
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-2, 70) | st.floats(allow_nan=False) | st.text(max_size=20)
     | st.sampled_from(["", "auto", "lora", "cloud_run", "gs://a", "nvidia-l4", "us-central1", "1h", "0s", 10**400]),
@@ -154,7 +154,7 @@ def places(document: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> Any:
-    """A valid spec with one to three values replaced, added, removed or copied."""
+    """Return a valid spec with up to three values replaced, added, removed or copied."""
     document = copy.deepcopy(draw(st.sampled_from(DOCUMENTS)))
     for _ in range(draw(st.integers(1, 3))):
         candidates = places(document)
@@ -179,7 +179,7 @@ def mutated(draw: st.DrawFn) -> Any:
 @given(mutated())
 @example({**DOCUMENTS[0], "schema_uri": "x"})
 @example({**DOCUMENTS[0], "training": {"adapter": {"type": "lora", "lora": {"r": "x"}, "r": "bad"}}})
-def test_any_mutation_is_a_spec_or_is_refused_at_places_that_exist(document: Any) -> None:
+def test_a_mutated_spec_is_valid_or_its_problems_point_to_existing_places(document: Any) -> None:
     problems = problems_of(json.dumps(document).encode())
     for problem in problems:
         assert problem.message
@@ -197,6 +197,6 @@ def test_a_document_that_the_json_schema_refuses_is_refused(document: Any) -> No
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_any_bytes_are_a_spec_or_are_refused(data: bytes) -> None:
+def test_any_bytes_are_accepted_as_a_spec_or_refused(data: bytes) -> None:
     with pytest.raises(InvalidSpec):
         parse_spec(data)

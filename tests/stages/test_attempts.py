@@ -1,4 +1,4 @@
-"""Attempt after attempt, whatever becomes of each: within the time and the money of the spec, and at its placements."""
+"""Successive attempts, however each of them ends, keep within the time, the budget and the placements of the spec."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spec(minutes: int, usd: float | None, price: float, regions: int) -> JobSpec
 
 
 RETRIED = [error for error in ErrorClass if retries(spec(60, None, 1.0, 1).limits, error)]
-# How long an attempt lasts, of the time that it is allowed, how long nobody looks after that, and how it ends.
+# For each attempt: the used share of its allowed time, the delay until the next inspection, and the attempt's end.
 ENDS = st.tuples(st.floats(0, 1), st.integers(0, 3600), st.sampled_from(RETRIED))
 
 
@@ -96,8 +96,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str) -> None:
-    """An hour, of which the first placement was waited for 40 minutes: the next resource has 20, and says so itself."""
+def test_after_a_wait_the_resources_own_timeout_ends_with_the_run(kind: str) -> None:
+    """The run has an hour and waits 40 minutes for the first placement: the second resource gets a timeout of 20."""
     job = spec(60, None, 1.0, 1).model_dump(mode="json", exclude_none=True)
     job |= {"target": {"type": kind, **TARGETS[kind]}, "training": {"adapter": {"type": "none"}}}
     parsed = JobSpec.model_validate_json(json.dumps({**job, "serve": None}))
@@ -111,11 +111,11 @@ def test_after_a_wait_the_resource_itself_ends_with_the_run_s_time(kind: str) ->
     record = record.model_copy(update={"attempts": [*record.attempts, second]})
     ends = int((NOW + timedelta(hours=1)).timestamp())
     requests = json.dumps(
-        [one.request for one in get_target(kind).resources(launch_of(record, parsed, placeholders()))]
+        [resource.request for resource in get_target(kind).resources(launch_of(record, parsed, placeholders()))]
     )
     assert second.placement == 1
-    told = r'"name": "DROPFORGE_DEADLINE", "value": "(\d+)"|DROPFORGE_DEADLINE=(\d+)'
-    containers = {int(left or right) for left, right in re.findall(told, requests)}
+    deadline_pattern = r'"name": "DROPFORGE_DEADLINE", "value": "(\d+)"|DROPFORGE_DEADLINE=(\d+)'
+    containers = {int(left or right) for left, right in re.findall(deadline_pattern, requests)}
     assert containers == {ends}
     limits = {
         "cloud_run": '"timeout": "1200s"',
@@ -131,25 +131,25 @@ def test_the_end_of_an_attempt_is_noted_once() -> None:
     assert first
     error = RunError(error_class=ErrorClass.DATA, message="first")
     ended = _record().model_copy(update={"attempts": [first]}).with_end(1, error, NOW + timedelta(seconds=5))
-    again = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
-    assert again == ended
+    second_end = ended.with_end(1, RunError(error_class=ErrorClass.CODE, message="second"), NOW + timedelta(seconds=9))
+    assert second_end == ended
 
 
 @pytest.mark.parametrize(
-    ("found", "allowed_minutes", "cancelled", "paid_minutes"),
+    ("status", "allowed_minutes", "cancelled", "paid_minutes"),
     [
         (Status(Phase.PENDING, "", ErrorClass.STOCKOUT), 60, None, 0),
-        # The look that ends the attempt for want of capacity may be the first one that has found them.
+        # The inspection that ends the attempt for lack of capacity may be the first inspection that sees paid machines.
         (Status(Phase.PENDING, "", ErrorClass.STOCKOUT, is_paid=True), 60, None, 5),
         (Status(Phase.PENDING), 30, None, 0),
         (Status(Phase.PENDING), 60, NOW, 0),
         (Status(Phase.PENDING, is_paid=True), 60, NOW, 5),
-        (Status(Phase.RUNNING), 60, NOW, 31),  # nobody has seen since when
+        (Status(Phase.RUNNING), 60, NOW, 31),  # the start is unknown
         (None, 60, NOW, 31),
     ],
 )
-def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
-    found: Status | None,
+def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(
+    status: Status | None,
     allowed_minutes: int,
     cancelled: datetime | None,
     paid_minutes: int,
@@ -159,24 +159,24 @@ def test_what_ends_while_it_waits_has_cost_what_was_there_of_it(
     opened = _open_attempt(CONTEXT, _record(), 1, job, NOW)
     assert opened
     state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
-    kept = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
+    versions = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
 
     def update(run: str, change: Callable[[Record], Record]) -> Record:
-        kept.append(change(kept[-1]))
-        return kept[-1]
+        versions.append(change(versions[-1]))
+        return versions[-1]
 
-    def look(*_: Any) -> Status:
-        if found is None:
+    def inspect_resource(*_: Any) -> Status:
+        if status is None:
             raise CloudError(ErrorClass.TRANSIENT, "the cloud does not answer")
-        return found
+        return status
 
-    target: Any = SimpleNamespace(inspect=look)
+    target: Any = SimpleNamespace(inspect=inspect_resource)
     context = context_with(placeholders(), now, Platforms(target=lambda _: target), storage=Memory())
     monkeypatch.setattr(context.store, "update", update)
     monkeypatch.setattr(context.store, "spec", lambda run: job)
     assert inspect(context, "r", "e", 1, "").status == ("CANCELLED" if cancelled else "FAILED")
-    over = kept[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
-    assert over.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
+    cancelled_run = versions[-1].entered(RunState.TEARING_DOWN, now).entered(RunState.CANCELLED, now)
+    assert cancelled_run.training_cost(NOW + timedelta(hours=9)) == pytest.approx(3.6 * paid_minutes / 60)
 
 
 def _record() -> Record:

@@ -1,4 +1,4 @@
-"""The verdict on an attempt: every combination of what it reported, what it left and what the cloud says."""
+"""The verdict on an attempt: every combination of its reports, its manifest and the status of the cloud."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def record(started: timedelta = timedelta(minutes=-5), allowed: timedelta = time
 
 
 def heard(events: list[Any], ago: float = 0, progress: float | None = None) -> Heard:
-    """What was received `ago` seconds ago, and the last progress, if there was any, `progress` seconds ago."""
-    told = [] if progress is None else [("p", NOW - timedelta(seconds=progress))]
-    return Heard([Report(event, NOW - timedelta(seconds=ago)) for event in events], told)
+    """Return `events` as received `ago` seconds ago, and the last progress, if any, `progress` seconds ago."""
+    progress_events = [] if progress is None else [("p", NOW - timedelta(seconds=progress))]
+    return Heard([Report(event, NOW - timedelta(seconds=ago)) for event in events], progress_events)
 
 
 def verdict(events: list[Any], cloud: Status | None, manifest: Any = None, **times: timedelta) -> Any:
@@ -47,16 +47,16 @@ def verdict(events: list[Any], cloud: Status | None, manifest: Any = None, **tim
 
 @pytest.mark.parametrize("events", [[], [STARTED], [STARTED, FAILED], [PREEMPTED], [SUCCEEDED]])
 @pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.FAILED), Status(Phase.GONE)])
-def test_a_committed_manifest_is_success_whatever_else_is_said(events: list[Any], cloud: Status | None) -> None:
+def test_a_committed_manifest_is_success_despite_any_other_report(events: list[Any], cloud: Status | None) -> None:
     assert verdict(events, cloud, manifest=object()).succeeded
 
 
 @pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.PENDING)])
-def test_it_waits_while_nothing_is_decided(cloud: Status | None) -> None:
-    found = verdict([STARTED], cloud)
-    assert not found.succeeded
-    assert found.error is None
-    assert found.started
+def test_the_verdict_waits_without_a_proof_of_the_end(cloud: Status | None) -> None:
+    decision = verdict([STARTED], cloud)
+    assert not decision.succeeded
+    assert decision.error is None
+    assert decision.started
 
 
 def test_reported_success_without_a_manifest_waits_for_the_cloud() -> None:
@@ -76,36 +76,38 @@ def test_reported_success_without_a_manifest_waits_for_the_cloud() -> None:
         ([], Status(Phase.SUCCEEDED), ErrorClass.CODE),
     ],
 )
-def test_either_path_alone_tells_the_failure(events: list[Any], cloud: Status | None, expected: ErrorClass) -> None:
+def test_the_event_or_the_cloud_alone_proves_the_failure(
+    events: list[Any], cloud: Status | None, expected: ErrorClass
+) -> None:
     assert verdict(events, cloud).error.error_class is expected
 
 
 @pytest.mark.parametrize("cloud", [None, RUNNING, Status(Phase.PENDING), Status(Phase.FAILED)])
 @pytest.mark.parametrize("events", [[], [STARTED], [PREEMPTED]])
-def test_after_the_deadline_it_is_the_deadline(events: list[Any], cloud: Status | None) -> None:
-    found = verdict(events, cloud, started=timedelta(hours=-2))
-    assert found.error.error_class is ErrorClass.DEADLINE
+def test_after_the_deadline_the_class_is_deadline(events: list[Any], cloud: Status | None) -> None:
+    decision = verdict(events, cloud, started=timedelta(hours=-2))
+    assert decision.error.error_class is ErrorClass.DEADLINE
 
 
 def test_pending_too_long_is_a_stockout() -> None:
-    found = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
-    assert found.error.error_class is ErrorClass.STOCKOUT
-    assert "us-central1" in found.error.message
+    decision = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
+    assert decision.error.error_class is ErrorClass.STOCKOUT
+    assert "us-central1" in decision.error.message
 
 
-def test_capacity_is_waited_for_from_the_launch() -> None:
-    """A cluster of the attempt's own takes longer to make than somebody may want to wait for its nodes."""
-    late = record(started=timedelta(seconds=-1801))
-    launched = late.with_launch(1, NOW - timedelta(seconds=1700))
+def test_the_wait_for_capacity_begins_at_the_launch() -> None:
+    """The creation of an attempt's own cluster can take longer than the user's longest wait for its nodes."""
+    overdue = record(started=timedelta(seconds=-1801))
+    launched = overdue.with_launch(1, NOW - timedelta(seconds=1700))
     assert decide(heard([]), None, Status(Phase.PENDING), launched, NOW, SETTINGS).error is None
 
 
 @pytest.mark.parametrize(("ago", "expected"), [(5, None), (1700, None), (1900, ErrorClass.STOCKOUT)])
-def test_what_has_trained_and_waits_again_waits_from_then(ago: float, expected: ErrorClass | None) -> None:
-    """A Ray slice that is replaced; a Cloud Run task that has ended, a moment before its execution has."""
+def test_the_wait_for_capacity_begins_again_after_training(ago: float, expected: ErrorClass | None) -> None:
+    """Examples: a Ray slice is replaced; a Cloud Run task has ended, its execution ends a moment later."""
     trained = record(started=timedelta(hours=-9), allowed=timedelta(hours=12))
-    found = decide(heard([STARTED], 32_000, progress=ago), None, Status(Phase.PENDING), trained, NOW, SETTINGS)
-    assert (found.error and found.error.error_class) == expected
+    decision = decide(heard([STARTED], 32_000, progress=ago), None, Status(Phase.PENDING), trained, NOW, SETTINGS)
+    assert (decision.error and decision.error.error_class) == expected
 
 
 @pytest.mark.parametrize("report", [FAILED, PREEMPTED])
@@ -114,28 +116,28 @@ def test_what_has_trained_and_waits_again_waits_from_then(ago: float, expected: 
     [
         (RUNNING, 0, None, False),  # the container may still be ending
         (RUNNING, 59, 60, False),
-        (RUNNING, 61, None, True),  # ... but not for so long
+        (RUNNING, 61, None, True),  # ... but not for more than a minute
         (Status(Phase.PENDING), 61, None, True),
         (Status(Phase.FAILED), 0, None, True),
         (None, 0, None, False),
-        (None, 3600, None, False),  # never before the cloud was asked
-        (RUNNING, 61, 57, True),  # events in another order
-        (RUNNING, 61, 1, False),  # training goes on: whoever reported its end was not the container
+        (None, 3600, None, False),  # never before the cloud has answered
+        (RUNNING, 61, 57, True),  # the events arrived in another order
+        (RUNNING, 61, 1, False),  # training continues: the report of its end was not from the container
         (RUNNING, 3000, 1, False),
     ],
 )
 def test_a_reported_end_needs_the_cloud_or_silence(
     report: Any, cloud: Status | None, ago: float, progress: float | None, believed: bool
 ) -> None:
-    found = decide(heard([STARTED, report], ago, progress), None, cloud, record(), NOW, SETTINGS)
-    assert (found.error is not None) is believed
+    decision = decide(heard([STARTED, report], ago, progress), None, cloud, record(), NOW, SETTINGS)
+    assert (decision.error is not None) is believed
 
 
 def test_a_forged_failure_does_not_hide_how_the_attempt_really_ended() -> None:
     cloud = Status(Phase.FAILED, "x", ErrorClass.PREEMPTED)
-    found = decide(heard([STARTED, FAILED], 600, 1), None, cloud, record(), NOW, SETTINGS)
-    assert found.error is not None
-    assert found.error.error_class is ErrorClass.PREEMPTED
+    decision = decide(heard([STARTED, FAILED], 600, 1), None, cloud, record(), NOW, SETTINGS)
+    assert decision.error is not None
+    assert decision.error.error_class is ErrorClass.PREEMPTED
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max_duration", "deadline"), ("max_cost_usd", "budget")])
@@ -148,12 +150,12 @@ def test_a_forged_failure_does_not_hide_how_the_attempt_really_ended() -> None:
         ([Failed(**BASE, sequence=2, error_class=ErrorClass.DEADLINE, message="x")], Status(Phase.FAILED), 20),
     ],
 )
-def test_the_class_says_which_limit_ended_an_attempt(
+def test_the_class_names_the_limit_that_ended_an_attempt(
     events: list[Any], cloud: Status | None, left: int, limit: Any, expected: str
 ) -> None:
-    found = record(timedelta(seconds=left) - timedelta(hours=1), timedelta(hours=1))
-    attempt = found.attempts[0].model_copy(update={"limit": limit})
-    now = found.model_copy(update={"attempts": [attempt]})
+    begun = record(timedelta(seconds=left) - timedelta(hours=1), timedelta(hours=1))
+    attempt = begun.attempts[0].model_copy(update={"limit": limit})
+    now = begun.model_copy(update={"attempts": [attempt]})
     error = decide(heard(events), None, cloud, now, NOW, SETTINGS).error
     assert error is not None
     assert error.error_class == expected
@@ -163,15 +165,15 @@ def test_the_class_says_which_limit_ended_an_attempt(
 @pytest.mark.parametrize(
     ("limit", "ran", "expected"),
     [
-        ("max_duration", False, "deadline"),  # from the acceptance, whatever it waited for
-        ("max_cost_usd", False, "stockout"),  # nothing was spent: the next placement has all of the budget
-        ("max_cost_usd", True, "budget"),  # a machine that was taken away, say, and is waited for again
+        ("max_duration", False, "deadline"),  # counted from the acceptance, including every wait
+        ("max_cost_usd", False, "stockout"),  # the attempt cost nothing: the next placement has the whole budget
+        ("max_cost_usd", True, "budget"),  # for example, the attempt lost its machine and waits for another machine
     ],
 )
 def test_an_attempt_that_has_only_waited_has_spent_nothing(limit: Any, ran: bool, expected: str) -> None:
-    found = record(timedelta(minutes=-20), timedelta(minutes=19))
-    attempt = found.attempts[0].model_copy(update={"limit": limit, "running": NOW if ran else None})
-    now = found.model_copy(update={"attempts": [attempt]})
+    begun = record(timedelta(minutes=-20), timedelta(minutes=19))
+    attempt = begun.attempts[0].model_copy(update={"limit": limit, "running": NOW if ran else None})
+    now = begun.model_copy(update={"attempts": [attempt]})
     error = decide(heard([]), None, Status(Phase.PENDING), now, NOW, SETTINGS).error
     assert error is not None
     assert error.error_class == expected

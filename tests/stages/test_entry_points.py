@@ -1,4 +1,4 @@
-"""What the entry points answer to whom: bad events are acknowledged, bad requests are 400, and nothing else is."""
+"""The answers of the entry points: bad events are acknowledged, and only bad requests get 400."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UPLOADS: list[Any] = [
     {"name": "specs/a.json", "generation": "1"},
     {"bucket": "specs", "generation": "1"},
     {"bucket": "specs", "name": "specs/a.json"},
-    {"bucket": "specs", "name": "specs/a.json", "generation": "one"},
+    {"bucket": "specs", "name": "specs/a.json", "generation": "first"},
     {"bucket": "specs", "name": 5, "generation": "1"},
     {"bucket": "specs", "name": "specs/a.json", "generation": "1", "size": {}},
 ]
@@ -70,7 +70,7 @@ def post(name: str, body: Any, headers: dict[str, str] | None = None) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def deployment() -> Iterator[None]:
-    """The functions read their settings before anything else; nothing here calls a service."""
+    """Set the settings in the environment, because the functions read them first; no test here calls a service."""
     with patch.dict(os.environ, environment("http://127.0.0.1:1", "127.0.0.1:1")):
         yield
 
@@ -93,15 +93,15 @@ def test_a_malformed_upload_is_acknowledged(data: Any, capsys: pytest.CaptureFix
     [{"cancel": 5}, {"cancel": None}, {"cancel": ["x"]}, {"cancel": "../x-0123456789ab"}, {"cancel": "\ud800"}],
     ids=repr,
 )
-def test_a_cancel_of_what_is_no_run_is_acknowledged(request_body: Any) -> None:
+def test_a_cancel_of_an_invalid_run_id_is_acknowledged(request_body: Any) -> None:
     data = base64.b64encode(json.dumps(request_body).encode()).decode()
     assert post("on_spec_message", {"message": {"data": data, "messageId": "1"}}, HEADERS).status_code == 200
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(json_values)
-def test_no_job_event_makes_a_fault(data: Any) -> None:
-    """Whatever a container's message says, unless it is a whole event, it is acknowledged."""
+def test_a_job_event_never_causes_a_server_error(data: Any) -> None:
+    """Any message of a container is acknowledged, unless it is a complete event."""
     encoded = base64.b64encode(json.dumps(data).encode()).decode()
     assert (
         JOB_EVENTS.post("/", json={"message": {"data": encoded, "messageId": "1"}}, headers=HEADERS).status_code == 200
@@ -124,17 +124,17 @@ def test_a_request_without_a_run_or_a_caller_is_refused(name: str, change: dict[
     [{"scope": "Run"}, {"scope": ""}, {"scope": None}, {"scope": []}, {"keep_endpoint": "false"}, {"keep_endpoint": 1}],
     ids=repr,
 )
-def test_a_teardown_of_something_else_is_refused(change: dict[str, Any]) -> None:
-    """Taken for the end of an attempt, or for leave to keep the endpoint, it would leave a run as it is."""
+def test_a_teardown_with_an_unknown_scope_is_refused(change: dict[str, Any]) -> None:
+    """If it passed as the end of an attempt or as permission to keep the endpoint, resources of the run would stay."""
     answer = post("teardown", {**STAGES["teardown"], **change})
     assert answer.status_code == 400
-    [(field, found)] = change.items()
-    assert f"{field} is {found!r}; expected one of" in answer.get_json()["error"]
+    [(field, value)] = change.items()
+    assert f"{field} is {value!r}; expected one of" in answer.get_json()["error"]
 
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5"])
-def test_a_request_that_is_no_object_is_refused(name: str, body: bytes) -> None:
+def test_a_request_that_is_not_a_json_object_is_refused(name: str, body: bytes) -> None:
     assert post(name, body).status_code == 400
 
 
@@ -149,10 +149,10 @@ def test_a_request_that_is_no_object_is_refused(name: str, body: bytes) -> None:
     ],
     ids=repr,
 )
-def test_only_a_bad_request_is_a_bad_request(
+def test_only_an_invalid_request_gets_status_400(
     name: str, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workflow gives up on 400 for good, and with it on teardown."""
+    """The workflow never retries after 400, so a wrong 400 would also skip the teardown."""
 
     def fail(_: Context) -> Any:
         raise error

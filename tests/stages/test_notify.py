@@ -1,4 +1,4 @@
-"""What is told again, and what is not."""
+"""Which run events are published again, and which are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 class Publisher:
-    """Notes the ids of events; the first `broken` of them time out."""
+    """A publisher that stores the ids of events; the first `broken` events time out."""
 
     def __init__(self, broken: int = 0) -> None:
         self.broken, self.ids = broken, list[str]()
@@ -37,27 +37,27 @@ def record(state: RunState) -> Record:
     return Record(run="r-1", name="n", source="s", state=state, created=NOW, history=history)
 
 
-def tell(process: Context, state: RunState) -> None:
+def announce_state(process: Context, state: RunState) -> None:
     announce(process, record(state), state)
 
 
-def test_a_stage_that_waits_is_told_of_once_by_a_process_and_again_by_another() -> None:
-    one, other = Publisher(), Publisher()
-    process = context_with(publisher=one)
+def test_each_process_announces_a_waiting_stage_once() -> None:
+    first, second = Publisher(), Publisher()
+    process = context_with(publisher=first)
     for _ in range(3):
-        tell(process, RunState.PROVISIONING)
-    tell(process, RunState.DEPLOYING)
-    assert one.ids == ["r-1/1/provisioning", "r-1/1/deploying"]
-    tell(context_with(publisher=other), RunState.PROVISIONING)
-    assert other.ids == ["r-1/1/provisioning"]
+        announce_state(process, RunState.PROVISIONING)
+    announce_state(process, RunState.DEPLOYING)
+    assert first.ids == ["r-1/1/provisioning", "r-1/1/deploying"]
+    announce_state(context_with(publisher=second), RunState.PROVISIONING)
+    assert second.ids == ["r-1/1/provisioning"]
 
 
-def test_what_may_not_have_arrived_is_told_again() -> None:
+def test_an_event_that_may_not_have_arrived_is_published_again() -> None:
     publisher = Publisher(broken=2)
     process = context_with(publisher=publisher)
-    tell(process, RunState.TEARING_DOWN)  # nobody waits for it
+    announce_state(process, RunState.TEARING_DOWN)  # the stage does not wait for the result
     with pytest.raises(CloudError, match="could not be published"):
-        tell(process, RunState.SUCCEEDED)
+        announce_state(process, RunState.SUCCEEDED)
     for state in (RunState.TEARING_DOWN, RunState.SUCCEEDED, RunState.SUCCEEDED):
-        tell(process, state)
+        announce_state(process, state)
     assert publisher.ids == [f"r-1/1/{state}" for state in ("tearing_down", "succeeded") * 2]

@@ -1,4 +1,4 @@
-"""What a teardown answers while something is on its way to be gone."""
+"""The answer of a teardown while the cloud still deletes a resource."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = "job-0123456789ab"
 
 
 def record(began: datetime) -> Record:
-    """A run whose only attempt ended, and whose teardown began, at that time."""
+    """Return a run whose only attempt ended, and whose teardown began, at `began`."""
     attempt = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW, ended=began)
     history = [Transition(state=RunState.TEARING_DOWN, time=began)]
     state = RunState.TEARING_DOWN
@@ -25,14 +25,12 @@ def record(began: datetime) -> Record:
 
 
 @pytest.mark.parametrize("scope", ["run", "attempt"])
-def test_what_does_not_go_for_long_is_told_and_looked_at_less_often(
-    scope: Scope, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_deletion_is_logged_and_inspected_less_often(scope: Scope, capsys: pytest.CaptureFixture[str]) -> None:
     context = context_with(now=NOW)
     answer = _pending(context, record(NOW - SLOW_AFTER + timedelta(seconds=1)), scope, ["cluster"])
     assert answer.to_json() == {"status": "PENDING", "wait_seconds": RETRY_SECONDS, "remaining": ["cluster"]}
     assert capsys.readouterr().err == ""
     answer = _pending(context, record(NOW - SLOW_AFTER), scope, ["cluster"])
     assert answer.to_json() == {"status": "PENDING", "wait_seconds": SLOW_RETRY_SECONDS, "remaining": ["cluster"]}
-    told = json.loads(capsys.readouterr().err)
-    assert {"severity": "WARNING", "stage": "teardown", "run": RUN, "resources": ["cluster"]}.items() <= told.items()
+    entry = json.loads(capsys.readouterr().err)
+    assert {"severity": "WARNING", "stage": "teardown", "run": RUN, "resources": ["cluster"]}.items() <= entry.items()

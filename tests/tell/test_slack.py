@@ -1,4 +1,4 @@
-"""What a webhook secret may hold, and what is said of it when it cannot be used: never the value."""
+"""The valid values of a webhook secret, and the error for an unusable value, which never contains the value."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def sent(secret: bytes | Exception) -> Failure:
         b"",
     ],
 )
-def test_a_value_that_is_no_webhook_is_told_without_the_value(caplog: pytest.LogCaptureFixture, value: bytes) -> None:
+def test_the_error_for_an_invalid_webhook_does_not_contain_the_value(
+    caplog: pytest.LogCaptureFixture, value: bytes
+) -> None:
     problem, may_pass = sent(value)
     assert "secret 'webhook'" in problem
     assert CANARY not in problem + caplog.text
@@ -64,7 +66,7 @@ def test_a_value_that_is_no_webhook_is_told_without_the_value(caplog: pytest.Log
     ],
     ids=repr,
 )
-def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(error: Any, passes: bool) -> None:
+def test_an_unreadable_secret_is_returned_as_a_problem_not_raised(error: Any, passes: bool) -> None:
     import requests
 
     error = requests.ConnectionError("reset") if isinstance(error, ConnectionError) else error
@@ -73,7 +75,7 @@ def test_a_secret_that_cannot_be_read_is_a_problem_not_an_exception(error: Any, 
     assert may_pass is passes
 
 
-def test_nothing_that_a_spec_says_calls_everybody() -> None:
+def test_no_text_of_a_spec_mentions_a_whole_channel() -> None:
     problem: dict[str, Any] = {
         "pointer": "/name",
         "message": "wrong",
@@ -92,7 +94,7 @@ def test_nothing_that_a_spec_says_calls_everybody() -> None:
     assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
 
 
-def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_be_asked_for() -> None:
+def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
     document = {
         "api_version": "dropforge/v1",
         "name": "n",
@@ -130,8 +132,8 @@ def test_people_are_told_on_how_many_gpus_and_where_and_how_long_an_answer_can_b
     assert "when the budget is used up" in texts[2]
 
 
-# One thread is held in the middle of importing slack_sdk, with slack_sdk.errors done; another one sends. What the other
-# begins to import meanwhile is printed.
+# The test stops a thread during its import of slack_sdk, after slack_sdk.errors; a second thread sends. The script
+# prints the modules that the second thread then begins to import.
 _TWO_SENDERS = """
 import sys, threading
 from dropforge.cloud.clients import Clients
@@ -166,6 +168,6 @@ print(early)
 """
 
 
-def test_a_sender_waits_until_another_has_imported_the_sdk() -> None:
+def test_a_sender_waits_until_another_thread_has_imported_the_sdk() -> None:
     done = subprocess.run([sys.executable, "-c", _TWO_SENDERS], capture_output=True, text=True, timeout=110)
     assert (done.stdout, done.stderr) == ("[]\n", "")

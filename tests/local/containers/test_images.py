@@ -181,7 +181,7 @@ def test_unknown_image_is_refused(root: Path, store: ImageStore, uri: str, reaso
         ("FROM x\nCOPY secret.py /app/", "secret.py"),
     ],
 )
-def test_refusals_of_docker(root: Path, text: str, reason: str) -> None:
+def test_a_dockerfile_that_docker_refuses_is_refused(root: Path, text: str, reason: str) -> None:
     dockerfile = write(root, text, {"secret.py": ""})
     (root / ".dockerignore").write_text("**/secret.py\n")
     with pytest.raises(UnsupportedDockerfile, match=reason):
@@ -203,7 +203,7 @@ def test_continuation_and_flags_are_parsed() -> None:
 
 
 def test_python_of_a_container_has_the_packages_but_not_this_repository(store: ImageStore, tmp_path: Path) -> None:
-    """An editable install must not stand in for a forgotten COPY."""
+    """An editable install must not hide a missing COPY."""
     code = (
         "import importlib.util as u, aiohttp, sys; print(u.find_spec('dropforge'), u.find_spec('dropforge_local'))"
         "; print(sys.executable)"

@@ -33,9 +33,9 @@ def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **e
 
 
 def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
-    """Run `work` with a runtime on a new loop, like a run of the stack."""
+    """Run `work` with a runtime on a new event loop, as the stack does."""
 
-    async def life() -> Exit:
+    async def start_and_work() -> Exit:
         runtime = Runtime(directory)
         await runtime.start()
         try:
@@ -43,7 +43,7 @@ def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
         finally:
             await runtime.stop()
 
-    return asyncio.run(life())
+    return asyncio.run(start_and_work())
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -78,7 +78,9 @@ def test_unknown_command_exits_with_127_and_an_explanation(tmp_path: Path) -> No
     assert "cannot start 'no-such-command'" in (tmp_path / "c/output.log").read_text()
 
 
-def test_environment_is_the_specs_without_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_comes_from_the_spec_and_not_from_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DROPFORGE_TEST_LEAK", "leaked")
     code = "import os; print(sorted(k for k in os.environ if k != 'LC_CTYPE')); print(os.environ['HOME'])"
     run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, A="1")).wait())
@@ -121,7 +123,7 @@ STUBBORN = """
 
 
 def test_terminate_reaches_a_command_that_still_starts(tmp_path: Path) -> None:
-    """A SIGTERM that reaches only the shim would leave the command running for its whole grace time."""
+    """If SIGTERM reached only the shim, the command would run until the end of its grace period."""
 
     async def work(runtime: Runtime) -> Exit:
         for index in range(25):
@@ -180,7 +182,7 @@ def test_memory_limit_kills_with_a_reason(tmp_path: Path) -> None:
     assert "Memory limit of 64 MiB exceeded" in (tmp_path / "c/output.log").read_text()
 
 
-def test_container_is_found_again_and_never_started_twice(tmp_path: Path) -> None:
+def test_a_running_container_is_adopted_and_never_started_twice(tmp_path: Path) -> None:
     code = "import time, pathlib; print('ready', flush=True); time.sleep({}); raise SystemExit(4)"
 
     async def first(runtime: Runtime) -> Exit:
@@ -203,7 +205,7 @@ async def _adopted(runtime: Runtime) -> Exit:
     return await container.wait()
 
 
-def test_container_without_a_record_is_found_by_its_mark(tmp_path: Path) -> None:
+def test_a_container_without_a_record_is_adopted_by_its_mark(tmp_path: Path) -> None:
     """The stack was killed after it started the shim and before it recorded the pid."""
 
     async def work(runtime: Runtime) -> Exit:
@@ -287,7 +289,7 @@ def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_exit_code_survives_a_full_disk(tmp_path: Path) -> None:
-    """The shim may not write files larger than its own: it loses the output, but not the exit code."""
+    """A file size limit stops the shim's writes: it loses the output, but not the exit code."""
     code = "print('x' * 4096, flush=True)"
     limit = (
         "import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"

@@ -114,7 +114,7 @@ def test_each_kind_of_capacity_has_its_node_labels() -> None:
         assert pod_spec(launch(FULL, placement))["nodeSelector"] == {**common, **labels}
 
 
-def test_spot_pods_get_less_grace_and_may_be_moved() -> None:
+def test_spot_pods_have_a_shorter_grace_period_and_may_be_evicted() -> None:
     spot, on_demand = launch(FULL, 2), launch(FULL, 3)
     assert pod_spec(spot)["terminationGracePeriodSeconds"] == 25
     assert variables(spot)["DROPFORGE_GRACE_SECONDS"] == "25"
@@ -135,7 +135,7 @@ def test_the_job_tries_once_and_reports_how_a_pod_ended() -> None:
     assert exits["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
 
 
-def test_the_kubelet_can_tell_that_the_user_is_not_root() -> None:
+def test_the_kubelet_can_check_that_the_user_is_not_root() -> None:
     dockerfile = (ROOT / "containers" / "train_trl" / "Dockerfile").read_text()
     context = pod_spec(launch())["securityContext"]
     assert context["runAsNonRoot"]
@@ -427,7 +427,7 @@ def test_a_job_runs_when_its_last_pod_has_a_machine() -> None:
     assert status(job(), [pod(phase="Running"), waiting("ContainerCreating")], nodes=2).phase is Phase.RUNNING
 
 
-def test_a_node_that_waits_for_the_other_nodes_is_paid_for() -> None:
+def test_a_node_that_waits_for_the_other_nodes_costs_money() -> None:
     for pods in ([pod(phase="Running"), UNSCHEDULED], [pod(phase="Running")], [waiting("ImagePullBackOff")]):
         outcome = status(job(), pods, nodes=len(pods) + 1)
         assert (outcome.phase, outcome.is_paid) == (Phase.PENDING, True)
@@ -452,7 +452,7 @@ def test_a_node_that_waits_for_the_other_nodes_is_paid_for() -> None:
         (False, "DEGRADED", ErrorClass.CONFIG),
     ],
 )
-def test_every_state_of_a_cluster_is_decided(
+def test_every_state_of_a_cluster_has_a_status(
     monkeypatch: pytest.MonkeyPatch, create: bool, state: str, expected: Any
 ) -> None:
     condition = container_v1.StatusCondition(code="UNKNOWN", message="no node has registered")
@@ -486,7 +486,7 @@ class Accepting:
         (False, "203.0.113.7", ("https://203.0.113.7", "PEM")),
     ],
 )
-def test_a_cluster_is_reached_by_its_dns_name_where_that_is_open(
+def test_a_cluster_is_reached_by_its_dns_name_if_that_endpoint_is_open(
     is_open: bool, address: str, expected: tuple[str, str]
 ) -> None:
     dns = {"endpoint": "gke-1.us-central1.gke.goog", "allow_external_traffic": is_open}

@@ -1,4 +1,4 @@
-"""Serving on GKE, stage by stage, against emulated clusters: real clients, sockets, pods that are processes."""
+"""Serving on GKE, stage by stage, with emulated clusters: Google's clients, sockets, pods that are processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ..shared import (
 )
 
 NAMESPACE = "dropforge"
-T4, A100 = "nvidia-tesla-t4", "nvidia-tesla-a100"  # of which no other test here has a node
+T4, A100 = "nvidia-tesla-t4", "nvidia-tesla-a100"  # no other test here uses a node with these GPUs
 SOON = {"startup_timeout": "1s"}
 LOCATION = "projects/p1/locations/us-central1"
 IMAGES = "us-docker.pkg.dev/p1/dropforge"
@@ -55,7 +55,7 @@ IMAGES = "us-docker.pkg.dev/p1/dropforge"
 
 @dataclass
 class Cloud:
-    """The emulated project, and what a test does in it."""
+    """The emulated project, and the actions of a test in it."""
 
     url: str
     store: RunStore
@@ -63,19 +63,19 @@ class Cloud:
     server: BackgroundServer
 
     def run(self, image: str = "serve-noop", **serve: Any) -> str:
-        """A run that has been trained and is to be served."""
+        """Store a run that has trained and whose model must now be served; return its id."""
         os.environ["DROPFORGE_SERVE_VLLM_IMAGE"] = f"{IMAGES}/{image}:test"
         here.cache_clear()
         return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
-        """The stage's answer, once it is no longer "call again"."""
+        """Call the deploy stage until its answer is no longer "call again"; return the last answer."""
         return eventually(lambda: deploy(run, ME))
 
     def objects(self, run: str, cluster: str = "c1") -> list[str]:
-        """The full names of what a cluster has of a run's endpoint and training."""
+        """Return plural and name of each object that a cluster has for a run's endpoint and training."""
         api = kubernetes.connect(here().cloud, kubernetes.find_cluster(here().cloud, f"{LOCATION}/clusters/{cluster}"))
-        found = []
+        objects = []
         for group, plural in [
             ("apps", "deployments"),
             ("", "services"),
@@ -84,8 +84,8 @@ class Cloud:
             ("monitoring.googleapis.com", "podmonitorings"),
         ]:
             items = api.find(NAMESPACE, plural, group, labelSelector=f"{names.RUN_LABEL}={run}")
-            found += [f"{plural}/{item['metadata']['name']}" for item in items]
-        return found
+            objects += [f"{plural}/{item['metadata']['name']}" for item in items]
+        return objects
 
     def faults(self, api: str, **switches: Any) -> None:
         switch_faults(self.url, api, **switches)
@@ -107,11 +107,11 @@ def spec(**serve: Any) -> dict[str, Any]:
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("gke")
     write_servers(home)
-    made: dict[str, Any] = {}
+    emulators: dict[str, Any] = {}
 
     def build() -> list[Any]:
         db, clock = Database(home / "state.db"), SystemClock()
-        made["kubernetes"] = KubernetesEmulator(
+        emulators["kubernetes"] = KubernetesEmulator(
             db,
             clock,
             images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
@@ -120,22 +120,22 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
             authorize=lambda headers: headers.get("Authorization") == "Bearer good",
             config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
         )
-        made["gke"] = GkeEmulator(db, clock, kubernetes=made["kubernetes"])
+        emulators["gke"] = GkeEmulator(db, clock, kubernetes=emulators["kubernetes"])
         for cluster in ("c1", "c2", "c3"):
-            made["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
-            made["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
+            emulators["gke"].ensure_cluster(f"{LOCATION}/clusters/{cluster}")
+            emulators["kubernetes"].ensure_objects(f"{LOCATION}/clusters/{cluster}", cluster_objects())
         storage = StorageEmulator(db, home / "blobs", clock)
         storage.create_bucket("runs")
         pubsub = PubSubEmulator(db, clock)
         pubsub.create_topic("projects/p1/topics/run-events")
-        return [storage, pubsub, made["kubernetes"], made["gke"]]
+        return [storage, pubsub, emulators["kubernetes"], emulators["gke"]]
 
     server = BackgroundServer(build)
     with server as running, patch.dict(os.environ):
         os.environ |= environment(running.url, running.grpc_address, GKE_CLUSTER="c1")
         forget_clients()
         store = RunStore(clients.storage(), "runs")
-        yield Cloud(running.url, store, made["kubernetes"], server)
+        yield Cloud(running.url, store, emulators["kubernetes"], server)
         clients.publisher().stop()
         clients.publisher().transport.close()
     forget_clients()
@@ -159,28 +159,28 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     )
     cloud.store.intend(run, training.kind, training.name, 1)
     assert cloud.deploy(run)["status"] == "READY"
-    assert deploy(run, ME)["status"] == "READY"  # called again, it makes nothing twice
+    assert deploy(run, ME)["status"] == "READY"  # the second call creates nothing
     record = cloud.store.record(run)
     assert record.endpoint
     assert record.endpoint.url.startswith("http://127.0.0.1:")
     assert record.endpoint.service.endswith(f"/clusters/c1/k8s/namespaces/{NAMESPACE}/apps/deployments/df-{run}-serve")
-    kinds = [one.partition("/")[0] for one in cloud.objects(run)]
+    kinds = [name.partition("/")[0] for name in cloud.objects(run)]
     assert kinds == ["deployments", "services", "pods", "horizontalpodautoscalers", "podmonitorings"]
 
-    # The end of an attempt and of the run take what trained, and leave what serves.
+    # The end of an attempt and of the run delete the training's objects and keep the endpoint.
     for scope in ("attempt", "run"):
         assert eventually(partial(teardown, run, ME, scope, True))["status"] == "GONE"
-    left = cloud.store.ledger(run).remaining()
-    assert {entry.kind for entry in left} == {
+    entries = cloud.store.ledger(run).remaining()
+    assert {entry.kind for entry in entries} == {
         "apps.k8s.io/Deployment",
         "k8s.io/Service",
         "autoscaling.k8s.io/HorizontalPodAutoscaler",
         "monitoring.googleapis.com/PodMonitoring",
     }
-    assert all(names.is_endpoint(entry.name, run) for entry in left)
-    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+    assert all(names.is_endpoint(entry.name, run) for entry in entries)
+    cloud.store.update(run, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
 
-    assert sweep()["deleted"] == []  # its time is not over
+    assert sweep()["deleted"] == []  # it has not expired
     assert is_there(cloud.store, run)
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     until(lambda: sweep()["deleted"] == [] and cloud.objects(run) == [])
@@ -192,16 +192,16 @@ def test_an_endpoint_answers_outlives_its_run_and_is_swept(cloud: Cloud, monkeyp
     assert ended.ended
 
 
-def test_a_sweep_goes_round_what_does_not_answer(
+def test_a_sweep_continues_after_an_api_that_does_not_answer(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cluster whose API is down, and one object that cannot be deleted yet; the ledger believes that all is gone."""
+    """The API of a cluster is down, an object cannot be deleted yet, and the ledger has every entry as gone."""
     sweep_only("gke", monkeypatch)
     run = cloud.run(cluster="c2")
     assert cloud.deploy(run)["status"] == "READY"
     for entry in cloud.store.ledger(run).entries:
         cloud.store.note(run, entry.name, ResourceState.GONE)
-    cloud.server.call(cloud.kubernetes.remove_cluster(f"{LOCATION}/clusters/c3"))  # of which GKE knows nothing
+    cloud.server.call(cloud.kubernetes.remove_cluster(f"{LOCATION}/clusters/c3"))  # GKE still lists the cluster
     cloud.faults("kubernetes", fail_next={"cluster": "c2", "verb": "delete", "resource": "services", "code": 403})
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     first = sweep()["deleted"]
@@ -210,11 +210,11 @@ def test_a_sweep_goes_round_what_does_not_answer(
     assert "clusters/c3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("own", "told"), [("", 1), ("c1", 2)], ids=["without", "with"])
-def test_a_project_without_gke_is_swept_all_the_same(
-    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str, told: int
+@pytest.mark.parametrize(("own", "warnings"), [("", 1), ("c1", 2)], ids=["without", "with"])
+def test_a_project_without_gke_is_swept(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: str, warnings: int
 ) -> None:
-    """It is told once; a deployment that should have a cluster tells it each time."""
+    """The sweep logs the missing API once; with a standing cluster in the settings, every sweep logs it."""
     sweep_only("gke", monkeypatch)
     monkeypatch.setenv("DROPFORGE_GKE_CLUSTER", own)
     here.cache_clear()
@@ -223,7 +223,7 @@ def test_a_project_without_gke_is_swept_all_the_same(
     cloud.faults("container", fail_next=fault)
     assert [sweep()["deleted"], sweep()["deleted"]] == [[], []]
     cloud.faults("container", fail_next=[])
-    assert capsys.readouterr().err.count(message) == told
+    assert capsys.readouterr().err.count(message) == warnings
     here.cache_clear()
 
 
@@ -239,7 +239,7 @@ def test_a_project_without_gke_is_swept_all_the_same(
     ],
     ids=["no-image", "crash", "stockout", "quota", "deaf", "no-cluster"],
 )
-def test_what_keeps_an_endpoint_from_answering_is_told(
+def test_the_reason_that_an_endpoint_does_not_answer_is_reported(
     cloud: Cloud, image: str, serve: dict[str, Any], faults: dict[str, Any], expected: str, text: str
 ) -> None:
     cloud.faults("kubernetes", **faults)
@@ -255,17 +255,17 @@ def test_what_keeps_an_endpoint_from_answering_is_told(
     assert cloud.objects(run) == []
 
 
-def test_a_service_account_that_is_missing_is_told_at_once(cloud: Cloud) -> None:
-    with patch.dict(os.environ, {"DROPFORGE_KUBERNETES_SERVER_ACCOUNT": "nobody"}):
+def test_a_missing_service_account_is_reported_at_once(cloud: Cloud) -> None:
+    with patch.dict(os.environ, {"DROPFORGE_KUBERNETES_SERVER_ACCOUNT": "missing"}):
         run = cloud.run()
         answer = cloud.deploy(run)
     here.cache_clear()
     assert answer["error"]["error_class"] == "config"
-    assert 'serviceaccount "nobody" not found' in answer["error"]["message"]
+    assert 'serviceaccount "missing" not found' in answer["error"]["message"]
     assert eventually(lambda: teardown(run, ME, "run", False))["status"] == "GONE"
 
 
-def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
+def test_a_name_that_another_owner_uses_is_refused(cloud: Cloud) -> None:
     run = cloud.run()
     other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
     manifest = gke.service_manifest(other)

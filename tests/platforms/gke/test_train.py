@@ -1,4 +1,4 @@
-"""Target `gke` against the emulated GKE and Kubernetes APIs, over sockets: from the request to nothing left."""
+"""Target `gke` with the emulated GKE and Kubernetes APIs, over sockets: from the request to the deletion."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmu
 from ...deployments import Bound, clients, present, settings_with
 from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
-# What a container does is the first word of its run id.
+# The first word of the run id says how the container behaves.
 MAIN_PY = """
     import os, signal, sys, time
-    what = os.environ["DROPFORGE_RUN"].split("-")[0]
+    behaviour = os.environ["DROPFORGE_RUN"].split("-")[0]
     def stop(*_):
         sys.exit(75)
-    if what == "polite":
+    if behaviour == "polite":
         signal.signal(signal.SIGTERM, stop)
-    if what == "rank":  # the first machine fails by itself, the others because of that
+    if behaviour == "rank":  # the first machine fails, and this failure ends the other machines
         time.sleep(0.5 * int(os.environ["JOB_COMPLETION_INDEX"]))
         sys.exit(65 if os.environ["JOB_COMPLETION_INDEX"] == "0" else 70)
-    if what.startswith("exit"):
-        sys.exit(int(what.removeprefix("exit")))
-    if what == "killed":
+    if behaviour.startswith("exit"):
+        sys.exit(int(behaviour.removeprefix("exit")))
+    if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what != "succeed":
+    if behaviour != "succeed":
         time.sleep(60)
 """
 IMAGE = "us-central1-docker.pkg.dev/p1/dropforge/train-x:v1"
@@ -59,7 +59,7 @@ SETTINGS = replace(
 )
 SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")
-RARE = "nvidia-tesla-a100"  # no other test asks for it: nodes that one has left would be taken, whatever the faults
+RARE = "nvidia-tesla-a100"  # unique to a test: leftover nodes of another test would bypass the faults
 TARGET = Bound(GkeJobs())
 STAGES = Stages(TARGET)
 
@@ -80,7 +80,7 @@ def launch(behave: str, settings: Settings = SETTINGS, timeout_seconds: int = 60
 
 @dataclass
 class Cloud:
-    """The emulators, their switches, and what a user with kubectl could do."""
+    """The emulators, their fault switches, and the actions of a user with kubectl."""
 
     url: str
     live: Callable[[], list[str]]
@@ -93,13 +93,13 @@ class Cloud:
         return kubernetes.connect(present(), kubernetes.find_cluster(present(), STANDING))
 
     def pod(self, attempt: Launch) -> str:
-        """The attempt's first pod, as namespace/name."""
+        """Return the attempt's first pod as namespace/name."""
         namespace = attempt.settings.kubernetes_namespace
         pods = self.api.find(namespace, "pods", labelSelector=f"dropforge-run={attempt.run}")
         return f"{namespace}/{pods[0]['metadata']['name']}"
 
 
-def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
+def build(home: Path, emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     api = KubernetesEmulator(
         db,
@@ -117,20 +117,20 @@ def build(home: Path, made: list[Any]) -> Sequence[Emulator]:
             reservations=frozenset({"known"}),
         ),
     )
-    made.append(api)
+    emulators.append(api)
     return [api, GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(create_seconds=0.2, delete_seconds=0.2))]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
-    """One standing cluster for all tests, with what Terraform puts into it."""
+    """Start a standing cluster for all tests, with the objects that Terraform creates in it."""
     home = tmp_path_factory.mktemp("gke")
     write_trainer(home, MAIN_PY)
-    made: list[KubernetesEmulator] = []
-    background = BackgroundServer(lambda: build(home, made))
+    emulators: list[KubernetesEmulator] = []
+    background = BackgroundServer(lambda: build(home, emulators))
 
     async def live() -> list[str]:
-        return made[0].live()
+        return emulators[0].live()
 
     with background as server, pytest.MonkeyPatch.context() as environment:
         environment.setenv("GKE_EMULATOR_HOST", server.url)
@@ -140,7 +140,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         clients.gke().create_cluster(parent=parent, cluster={"name": name, "autopilot": {"enabled": True}})
         until(
             lambda: kubernetes.find_cluster(present(), STANDING),
-            lambda found: found.status == container_v1.Cluster.Status.RUNNING,
+            lambda cluster: cluster.status == container_v1.Cluster.Status.RUNNING,
         )
         cloud = Cloud(server.url, lambda: background.call(live()))
         account = {"name": SETTINGS.kubernetes_trainer_account, "namespace": SETTINGS.kubernetes_namespace}
@@ -158,7 +158,7 @@ def cloud(running: Cloud) -> Iterator[Cloud]:
     running.faults("container", stockout=[], quota={}, fail_next=[])
 
 
-def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
+def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Cloud) -> None:
     attempt = launch("succeed")
     assert TARGET.provision(attempt)
     assert TARGET.provision(attempt)  # the reply was lost
@@ -185,7 +185,9 @@ def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
         ("killed", ErrorClass.INFRASTRUCTURE, 137),
     ],
 )
-def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
+def test_the_exit_code_gives_the_phase_and_the_error_class(
+    cloud: Cloud, behave: str, expected: ErrorClass, code: int
+) -> None:
     attempt = launch(behave)
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
@@ -195,7 +197,7 @@ def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, c
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_several_nodes_meet_by_name_and_the_first_to_fail_tells_why(cloud: Cloud) -> None:
+def test_nodes_connect_by_name_and_the_first_failed_node_gives_the_reason(cloud: Cloud) -> None:
     attempt = launch("rank", nodes=2)
     service, job = TARGET.resources(attempt)
     STAGES.provision(attempt)
@@ -209,8 +211,8 @@ def test_several_nodes_meet_by_name_and_the_first_to_fail_tells_why(cloud: Cloud
     assert not [name for name in cloud.live() if attempt.run in name]
 
 
-def test_it_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
-    # GPUs that no other test asks for: nodes that one has left would be taken, whatever the quota.
+def test_an_attempt_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
+    # No other test requests these GPUs: leftover nodes of another test would bypass the quota.
     cloud.faults("kubernetes", quota={"nvidia-tesla-t4": 1})
     attempt = launch("sleep", nodes=2, accelerator="nvidia-tesla-t4")
     STAGES.provision(attempt)
@@ -221,23 +223,23 @@ def test_it_runs_only_when_all_its_pods_have_a_machine(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
+def test_an_attempts_own_cluster_is_created_and_deleted(cloud: Cloud) -> None:
     attempt = launch("succeed", cluster={"create": True})
     assert not TARGET.provision(attempt)
-    assert not TARGET.provision(attempt)  # being made, and not made twice
+    assert not TARGET.provision(attempt)  # GKE still creates the cluster; the second call creates no other cluster
     STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
-    found = kubernetes.find_cluster(present(), cluster.name)
-    assert found.autopilot.enabled
-    assert found.resource_labels["dropforge-run"] == attempt.run
-    account = kubernetes.connect(present(), found).get(
+    created = kubernetes.find_cluster(present(), cluster.name)
+    assert created.autopilot.enabled
+    assert created.resource_labels["dropforge-run"] == attempt.run
+    account = kubernetes.connect(present(), created).get(
         f"{cluster.name}/k8s/namespaces/dropforge/serviceaccounts/dropforge-trainer"
     )
     assert account is not None
     assert account["metadata"]["annotations"]["iam.gke.io/gcp-service-account"] == SETTINGS.trainer_service_account
-    assert [one.name for one in TARGET.listed(SETTINGS) if one.run == attempt.run] == [cluster.name]
+    assert [resource.name for resource in TARGET.listed(SETTINGS) if resource.run == attempt.run] == [cluster.name]
     assert STAGES.ended(attempt).phase is Phase.SUCCEEDED
-    # Nobody who deletes may look into it: IAM lets only those who train do so (terraform/permissions.yaml).
+    # IAM lets only the functions that train read Jobs in an attempt's own cluster (terraform/permissions.yaml).
     cloud.faults("kubernetes", fail_next={"verb": "get", "resource": "jobs", "code": 403})
     assert not TARGET.teardown(job.kind, job.name)
     cloud.faults("kubernetes", fail_next=[])
@@ -247,8 +249,8 @@ def test_a_cluster_of_its_own_comes_and_goes(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
-def test_death_between_cluster_and_job_leaves_nothing(cloud: Cloud, calls: int) -> None:
-    """The ledger has both before either is made; what was never made is gone."""
+def test_a_crash_between_cluster_and_job_leaves_no_resource(cloud: Cloud, calls: int) -> None:
+    """The ledger has both entries before either resource is created; a resource never created counts as gone."""
     attempt = launch("sleep", cluster={"create": True})
     for _ in range(calls):
         TARGET.provision(attempt)
@@ -265,28 +267,45 @@ def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
     STAGES.provision(attempt)
     until(lambda: TARGET.inspect(attempt), lambda status: status.phase is Phase.RUNNING)
     TARGET.provision(other)
-    found = {one.name: one for one in TARGET.listed(SETTINGS) if one.run in (attempt.run, other.run)}
-    wanted = [*TARGET.resources(attempt), TARGET.resources(other)[0]]  # no pods: their Job is there
-    assert {(one.kind, one.name) for one in found.values()} == {(one.kind, one.name) for one in wanted}
-    assert {one.attempt for one in found.values()} == {1}
-    assert all(one.created and abs((datetime.now(UTC) - one.created).total_seconds()) < 60 for one in found.values())
+    listed = {
+        resource.name: resource for resource in TARGET.listed(SETTINGS) if resource.run in (attempt.run, other.run)
+    }
+    expected = [*TARGET.resources(attempt), TARGET.resources(other)[0]]  # pods are not listed while their Job exists
+    assert {(resource.kind, resource.name) for resource in listed.values()} == {
+        (resource.kind, resource.name) for resource in expected
+    }
+    assert {resource.attempt for resource in listed.values()} == {1}
+    assert all(
+        resource.created and abs((datetime.now(UTC) - resource.created).total_seconds()) < 60
+        for resource in listed.values()
+    )
     assert list(Bound(RayJobs()).listed(SETTINGS)) == []
 
-    job = wanted[1]
+    job = expected[1]
     path = f"/apis/batch/v1/namespaces/{SETTINGS.kubernetes_namespace}/jobs/{job.name.rpartition('/')[2]}"
     cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
-    until(lambda: cloud.api.get(job.name), lambda one: one is None)
-    left = [one for one in TARGET.listed(SETTINGS) if one.run == attempt.run and one.kind == "k8s.io/Pod"]
-    assert len(left) == 2
-    STAGES.tear_down([*(Resource(one.kind, one.name) for one in left), wanted[0], *reversed(TARGET.resources(other))])
-    assert not [one for one in TARGET.listed(SETTINGS) if one.run in (attempt.run, other.run)]
+    until(lambda: cloud.api.get(job.name), lambda stored: stored is None)
+    pods = [
+        resource
+        for resource in TARGET.listed(SETTINGS)
+        if resource.run == attempt.run and resource.kind == "k8s.io/Pod"
+    ]
+    assert len(pods) == 2
+    STAGES.tear_down(
+        [
+            *(Resource(resource.kind, resource.name) for resource in pods),
+            expected[0],
+            *reversed(TARGET.resources(other)),
+        ]
+    )
+    assert not [resource for resource in TARGET.listed(SETTINGS) if resource.run in (attempt.run, other.run)]
 
 
 @pytest.mark.parametrize("code", [500, 503, 429, 409])
-def test_a_lost_reply_makes_nothing_twice(cloud: Cloud, code: int) -> None:
+def test_after_a_lost_reply_nothing_is_created_twice(cloud: Cloud, code: int) -> None:
     cloud.faults("kubernetes", fail_next={"verb": "create", "resource": "jobs", "code": code, "after_effect": True})
     attempt = launch("sleep")
-    if code == 409:  # an answer that says what is true: it exists
+    if code == 409:  # the answer is correct: the job exists
         assert TARGET.provision(attempt)
     else:
         with pytest.raises(CloudError) as failure:
@@ -297,7 +316,7 @@ def test_a_lost_reply_makes_nothing_twice(cloud: Cloud, code: int) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_lost_reply_of_gke_makes_no_second_cluster(cloud: Cloud) -> None:
+def test_after_a_lost_reply_of_gke_no_second_cluster_is_created(cloud: Cloud) -> None:
     cloud.faults("container", fail_next={"method": "create_cluster", "status": "UNAVAILABLE", "after_effect": True})
     attempt = launch("sleep", cluster={"create": True})
     with pytest.raises(CloudError) as failure:
@@ -331,7 +350,7 @@ def test_a_refusal_of_the_kubernetes_api_has_its_class(
     assert (failure.value.error_class, bool(failure.value.hint)) == (expected, True)
 
 
-def test_a_slow_api_is_not_waited_for(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_api_is_a_transient_error_after_the_timeout(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "TIMEOUT_SECONDS", 0.2)
     cloud.faults("kubernetes", fail_next={"verb": "get", "resource": "jobs", "count": 2, "delay_seconds": 1})
     attempt = launch("sleep")
@@ -343,7 +362,7 @@ def test_a_slow_api_is_not_waited_for(cloud: Cloud, monkeypatch: pytest.MonkeyPa
 
 
 class Credentials:
-    """Google credentials that expire when the test says so."""
+    """Google credentials whose expiry the test sets."""
 
     valid = False
     token = ""
@@ -368,7 +387,7 @@ def test_a_token_is_renewed_when_it_expires_and_only_then(cloud: Cloud, monkeypa
     forget_clients()
 
 
-def test_an_unknown_token_is_refused_with_what_to_grant(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unknown_token_names_the_missing_role(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = launch("sleep")
     monkeypatch.setenv("DROPFORGE_EMULATOR_TOKEN", "expired")
     forget_clients()
@@ -389,7 +408,7 @@ def test_an_unknown_token_is_refused_with_what_to_grant(cloud: Cloud, monkeypatc
         ({}, {"capacity": "reservation", "reservation": "unknown"}, ErrorClass.CONFIG, Phase.FAILED),
     ],
 )
-def test_a_pod_without_a_machine_says_why(
+def test_the_status_of_a_pod_without_a_machine_has_the_reason(
     cloud: Cloud, faults: dict[str, Any], placement: dict[str, str], expected: ErrorClass, phase: Phase
 ) -> None:
     cloud.faults("kubernetes", **faults)
@@ -409,8 +428,10 @@ def test_a_known_reservation_and_spot_are_scheduled(cloud: Cloud) -> None:
         STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_missing_image_is_our_mistake(cloud: Cloud) -> None:
-    attempt = launch("sleep", settings=replace(SETTINGS, train_trl_image=f"{IMAGE}-missing".replace("train-x", "gone")))
+def test_a_missing_image_is_a_config_error(cloud: Cloud) -> None:
+    attempt = launch(
+        "sleep", settings=replace(SETTINGS, train_trl_image=f"{IMAGE}-missing".replace("train-x", "missing"))
+    )
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
     assert (status.error_class, status.exit_code) == (ErrorClass.CONFIG, None)
@@ -418,16 +439,16 @@ def test_a_missing_image_is_our_mistake(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_missing_service_account_is_our_mistake(cloud: Cloud) -> None:
-    attempt = launch("sleep", settings=replace(SETTINGS, kubernetes_trainer_account="nobody"))
+def test_a_missing_service_account_is_a_config_error(cloud: Cloud) -> None:
+    attempt = launch("sleep", settings=replace(SETTINGS, kubernetes_trainer_account="missing"))
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
-    assert 'serviceaccount "nobody" not found' in status.message
+    assert 'serviceaccount "missing" not found' in status.message
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_preempted_node_is_told_from_a_failure(cloud: Cloud) -> None:
+def test_a_preempted_node_is_distinguished_from_a_failure(cloud: Cloud) -> None:
     attempt = launch("polite", placements=SPOT)
     STAGES.provision(attempt)
     STAGES.wait_for(attempt, Phase.RUNNING)
@@ -443,7 +464,7 @@ def is_running(pod: Any) -> bool:
     return bool(pod["status"]["phase"] == "Running")
 
 
-def test_an_evicted_pod_ran_out_of_memory(cloud: Cloud) -> None:
+def test_an_evicted_pod_is_reported_as_out_of_memory(cloud: Cloud) -> None:
     attempt = launch("sleep")
     STAGES.provision(attempt)
     STAGES.wait_for(attempt, Phase.RUNNING)
@@ -454,14 +475,14 @@ def test_an_evicted_pod_ran_out_of_memory(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_the_deadline_is_the_jobs_own(cloud: Cloud) -> None:
+def test_the_job_itself_enforces_the_deadline(cloud: Cloud) -> None:
     attempt = launch("sleep", timeout_seconds=1)
     STAGES.provision(attempt)
     assert STAGES.ended(attempt).error_class is ErrorClass.DEADLINE
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_job_deleted_by_hand_is_gone_and_orphans_are_ended(cloud: Cloud) -> None:
+def test_a_job_deleted_by_a_user_is_gone_and_its_orphaned_pods_are_deleted(cloud: Cloud) -> None:
     attempt = launch("sleep")
     STAGES.provision(attempt)
     STAGES.wait_for(attempt, Phase.RUNNING)
@@ -474,7 +495,7 @@ def test_a_job_deleted_by_hand_is_gone_and_orphans_are_ended(cloud: Cloud) -> No
     assert not [name for name in cloud.live() if attempt.run in name]
 
 
-def test_a_cluster_deleted_by_hand_is_gone(cloud: Cloud) -> None:
+def test_a_cluster_deleted_by_a_user_is_gone(cloud: Cloud) -> None:
     attempt = launch("sleep", cluster={"create": True})
     STAGES.provision(attempt)
     cluster, job = TARGET.resources(attempt)
@@ -497,7 +518,7 @@ def test_a_cluster_deleted_by_hand_is_gone(cloud: Cloud) -> None:
         ({"fail_next": {"method": "create_cluster", "status": "UNAVAILABLE"}}, ErrorClass.TRANSIENT),
     ],
 )
-def test_a_cluster_that_cannot_be_made_has_its_class(
+def test_a_cluster_that_cannot_be_created_has_its_error_class(
     cloud: Cloud, faults: dict[str, Any], expected: ErrorClass
 ) -> None:
     cloud.faults("container", **faults)
@@ -508,7 +529,7 @@ def test_a_cluster_that_cannot_be_made_has_its_class(
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_standing_cluster_has_to_stand(cloud: Cloud) -> None:
+def test_a_standing_cluster_that_does_not_exist_is_refused(cloud: Cloud) -> None:
     attempt = launch("sleep", cluster={"name": "absent"})
     with pytest.raises(CloudError, match="clusters/absent does not exist") as failure:
         TARGET.provision(attempt)
@@ -517,11 +538,11 @@ def test_a_standing_cluster_has_to_stand(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_what_is_somebody_elses_is_left_alone(cloud: Cloud) -> None:
+def test_resources_of_another_run_are_not_touched(cloud: Cloud) -> None:
     attempt = launch("sleep")
     [job] = TARGET.resources(attempt)
-    theirs = {**job.request, "metadata": {**job.request["metadata"], "labels": {"dropforge-run": "other"}}}
-    assert cloud.api.create(theirs)
+    unowned_job = {**job.request, "metadata": {**job.request["metadata"], "labels": {"dropforge-run": "other"}}}
+    assert cloud.api.create(unowned_job)
     with pytest.raises(CloudError, match="belongs to") as failure:
         TARGET.provision(attempt)
     assert failure.value.error_class is ErrorClass.CONFIG

@@ -35,8 +35,8 @@ def spec(**target: Any) -> JobSpec:
     return parse_spec(json.dumps(document).encode())
 
 
-def launch(wanted: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
-    return Launch(RUN, 1, placement, wanted or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
+def launch(job_spec: JobSpec | None = None, settings: Settings = SETTINGS, placement: int = 0) -> Launch:
+    return Launch(RUN, 1, placement, job_spec or spec(), settings, datetime(2026, 11, 20, tzinfo=UTC), 3600)
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_hosts_follow_from_the_topology(accelerator: str, topology: str, expecte
         ({"hosts": 4}, "/target/hosts", ""),
     ],
 )
-def test_a_slice_that_gke_does_not_make_is_refused(target: dict[str, Any], pointer: str, expected: str) -> None:
+def test_a_slice_that_gke_does_not_offer_is_refused(target: dict[str, Any], pointer: str, expected: str) -> None:
     with pytest.raises(InvalidSpec) as refused:
         spec(**target)
     problem = next(problem for problem in refused.value.problems if problem.pointer == pointer)
     assert expected in str(problem.expected)
 
 
-def test_the_tutorial_is_one_slice_of_four_hosts_that_ends_with_its_job() -> None:
+def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() -> None:
     training, dataset = spec().training, spec().dataset
     assert (training.method, dataset.source) == ("pretrain", "synthetic")
     assert (training.max_steps, training.max_length, training.per_device_train_batch_size) == (100, 4096, 1)
-    wanted = ray_job_manifest(launch())["spec"]
-    assert (wanted["backoffLimit"], wanted["shutdownAfterJobFinishes"], wanted["activeDeadlineSeconds"]) == (
+    rayjob = ray_job_manifest(launch())["spec"]
+    assert (rayjob["backoffLimit"], rayjob["shutdownAfterJobFinishes"], rayjob["activeDeadlineSeconds"]) == (
         0,
         True,
         3600,
     )
-    cluster = wanted["rayClusterSpec"]
+    cluster = rayjob["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     (group,) = cluster["workerGroupSpecs"]
     assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")] == [1, 1, 1, 4]
@@ -128,7 +128,7 @@ def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
     own = requests(launch(spec(cluster={"create": True})))
     assert [resource.kind for resource in own] == ["container.googleapis.com/Cluster", "ray.io/RayJob"]
     assert own[0].request["cluster"]["addonsConfig"] == {"rayOperatorConfig": {"enabled": True}}
-    assert len(name) <= 47  # as KubeRay demands: the cluster's name has a suffix
+    assert len(name) <= 47  # the limit of KubeRay, which adds a suffix for the cluster's name
 
 
 def test_a_deployment_without_the_image_refuses_the_run() -> None:
@@ -139,28 +139,28 @@ def test_a_deployment_without_the_image_refuses_the_run() -> None:
 @pytest.mark.parametrize(
     "target", [{}, {"cluster": {"create": True}}, {"accelerator": "tpu-v5p-slice", "topology": "2x2x2"}], ids=str
 )
-def test_kuberay_takes_the_rayjob(target: dict[str, Any]) -> None:
+def test_kuberay_accepts_the_rayjob(target: dict[str, Any]) -> None:
     kuberay.check(ray_job_manifest(launch(spec(**target))))
 
 
-def misspell_a_field(wanted: Any) -> None:
-    wanted["rayClusterSpec"]["workerGroupSpecs"][0]["numHosts"] = 4
+def misspell_a_field(rayjob: Any) -> None:
+    rayjob["rayClusterSpec"]["workerGroupSpecs"][0]["numHosts"] = 4
 
 
-def leave_a_field_out(wanted: Any) -> None:
-    del wanted["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
+def leave_a_field_out(rayjob: Any) -> None:
+    del rayjob["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"]
 
 
-def write_a_number_as_text(wanted: Any) -> None:
-    wanted["activeDeadlineSeconds"] = "3600"
+def write_a_number_as_text(rayjob: Any) -> None:
+    rayjob["activeDeadlineSeconds"] = "3600"
 
 
-def choose_an_unknown_mode(wanted: Any) -> None:
-    wanted["submissionMode"] = "HttpMode"
+def choose_an_unknown_mode(rayjob: Any) -> None:
+    rayjob["submissionMode"] = "HttpMode"
 
 
-def misspell_a_field_of_a_pod(wanted: Any) -> None:
-    wanted["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["serviceAcountName"] = "trainer"
+def misspell_a_field_of_a_pod(rayjob: Any) -> None:
+    rayjob["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["serviceAcountName"] = "trainer"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def misspell_a_field_of_a_pod(wanted: Any) -> None:
         (misspell_a_field_of_a_pod, "serviceAcountName"),
     ],
 )
-def test_a_mistake_in_the_rayjob_is_noticed(mistake: Callable[[Any], None], named: str) -> None:
+def test_a_mistake_in_the_rayjob_is_refused(mistake: Callable[[Any], None], named: str) -> None:
     manifest = ray_job_manifest(launch())
     mistake(manifest["spec"])
     with pytest.raises(jsonschema.ValidationError, match=named):
@@ -208,7 +208,7 @@ FAILED = "Job entrypoint command failed with exit code 65, last available logs"
         (job("Complete", "STOPPED"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Complete", ""), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "FAILED", reason="AppFailed", message=FAILED), Phase.FAILED, ErrorClass.DATA, 65),
-        (job("Failed", "FAILED", reason="AppFailed", message="died"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
+        (job("Failed", "FAILED", reason="AppFailed", message="crashed"), Phase.FAILED, ErrorClass.INFRASTRUCTURE, None),
         (job("Failed", "RUNNING", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),
         (job("Failed", "", reason="DeadlineExceeded"), Phase.FAILED, ErrorClass.DEADLINE, None),  # before the job ran
         (job("Failed", "", reason="PreRunningDeadlineExceeded"), Phase.FAILED, ErrorClass.STOCKOUT, None),
@@ -233,13 +233,13 @@ def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
 
 
 def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
-    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster asks for no token."""
-    wanted = ray_job_manifest(launch())["spec"]
-    late = {"authOptions"} & wanted["rayClusterSpec"].keys()
+    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster requires no token."""
+    rayjob = ray_job_manifest(launch())["spec"]
+    recent_fields = {"authOptions"} & rayjob["rayClusterSpec"].keys()
     # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: GKE's add-on may not have them.
-    assert wanted["submissionMode"] == "HTTPMode"
-    assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & wanted.keys()
-    assert late == {"authOptions"}
+    assert rayjob["submissionMode"] == "HTTPMode"
+    assert not {"preRunningDeadlineSeconds", "deletionStrategy", "submitterConfig"} & rayjob.keys()
+    assert recent_fields == {"authOptions"}
     status = status_of_ray_job(job("Running", "RUNNING"))  # an old operator sets no `reason`
     assert status.phase is Phase.RUNNING
     old = status_of_ray_job(job("Failed", "FAILED", message=FAILED))

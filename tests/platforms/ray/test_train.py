@@ -1,4 +1,4 @@
-"""Target `ray` against the emulated GKE and KubeRay; Ray itself is in tests/emulators/kubernetes/test_ray.py."""
+"""Target `ray` with the emulated GKE and KubeRay; tests/emulators/kubernetes/test_ray.py tests Ray itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch(**target: Any) -> Launch:
 
 @pytest.fixture
 def attempt(cloud: Cloud) -> Iterator[Launch]:
-    """Launched in an Autopilot cluster of its own, which is deleted with all that is in it."""
+    """Launch an attempt in its own Autopilot cluster; delete the cluster after the test."""
     attempt = launch(cluster={"create": True})
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
@@ -55,7 +55,7 @@ def attempt(cloud: Cloud) -> Iterator[Launch]:
 
 @pytest.fixture
 def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
-    """Launched in a standing cluster that has the operator."""
+    """Launch an attempt in a standing cluster that has the operator."""
     attempt = launch(cluster={"name": f"ray-{uuid.uuid4().hex[:12]}"})
     parent, _, name = cluster_of(attempt).rpartition("/clusters/")
     cluster = {
@@ -64,15 +64,15 @@ def in_standing_cluster(cloud: Cloud) -> Iterator[Launch]:
         "addons_config": {"ray_operator_config": {"enabled": True}},
     }
     clients.gke().create_cluster(parent=parent, cluster=cluster)
-    found = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
+    standing = until(lambda: kubernetes.standing_cluster(present(), cluster_of(attempt), "target.cluster.name"), bool)
     for manifest in namespace_manifests(attempt):
-        kubernetes.connect(present(), found).create(manifest)
+        kubernetes.connect(present(), standing).create(manifest)
     until(lambda: TARGET.provision(attempt), bool)
     yield attempt
     clients.gke().delete_cluster(name=cluster_of(attempt))
 
 
-def test_a_cluster_without_the_operator_is_refused_before_anything_is_made(cloud: Cloud) -> None:
+def test_a_cluster_without_the_operator_is_refused_before_anything_is_created(cloud: Cloud) -> None:
     with pytest.raises(CloudError, match="has no Ray operator") as refused:
         TARGET.provision(launch())
     assert refused.value.error_class is ErrorClass.CONFIG
@@ -80,42 +80,42 @@ def test_a_cluster_without_the_operator_is_refused_before_anything_is_made(cloud
     assert cloud.api.find(SETTINGS.kubernetes_namespace, "rayjobs", "ray.io") == []
 
 
-def test_launched_twice_it_is_one_and_a_missing_image_is_told(attempt: Launch) -> None:
+def test_a_second_launch_creates_nothing_and_a_missing_image_is_reported(attempt: Launch) -> None:
     assert TARGET.provision(attempt)
     api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
     assert len(api.find(RAY.kubernetes_namespace, "rayjobs", "ray.io")) == 1
-    status = until(lambda: TARGET.inspect(attempt), lambda found: found.phase is not Phase.PENDING)
+    status = until(lambda: TARGET.inspect(attempt), lambda status: status.phase is not Phase.PENDING)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
     assert MISSING in status.message
 
 
-def test_ray_clusters_that_a_rayjob_has_left_go_with_it(in_standing_cluster: Launch) -> None:
+def test_ray_clusters_left_by_a_rayjob_are_deleted_with_it(in_standing_cluster: Launch) -> None:
     attempt = in_standing_cluster
     job = requests(attempt)[-1]
     name, namespace = job.request["metadata"]["name"], RAY.kubernetes_namespace
     api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
-    left = {
+    leftover = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": "left", "namespace": namespace, "labels": {"ray.io/originated-from-cr-name": name}},
         "spec": ray_job_manifest(attempt)["spec"]["rayClusterSpec"],
     }
-    api.create(left)
-    others = ray_job_manifest(replace(attempt, run=f"ray-{uuid.uuid4().hex[:12]}"))["spec"]["rayClusterSpec"]
-    api.create({**left, "metadata": {"name": "another-s", "namespace": namespace}, "spec": others})
+    api.create(leftover)
+    other_spec = ray_job_manifest(replace(attempt, run=f"ray-{uuid.uuid4().hex[:12]}"))["spec"]["rayClusterSpec"]
+    api.create({**leftover, "metadata": {"name": "another-s", "namespace": namespace}, "spec": other_spec})
     until(lambda: TARGET.teardown(job.kind, job.name), bool)
-    found = api.find(namespace, "rayclusters", "ray.io")
-    assert [one["metadata"]["name"] for one in found] == ["another-s"]
+    clusters = api.find(namespace, "rayclusters", "ray.io")
+    assert [cluster["metadata"]["name"] for cluster in clusters] == ["another-s"]
     assert TARGET.inspect(attempt).phase is Phase.GONE
 
-    api.create(left)  # made by an operator that had not heard of the end
-    [listed] = [one for one in TARGET.listed(RAY) if one.kind == RAY_CLUSTER]
+    api.create(leftover)  # an operator that has not seen the end of the job creates the cluster again
+    [listed] = [resource for resource in TARGET.listed(RAY) if resource.kind == RAY_CLUSTER]
     assert (listed.run, listed.attempt) == (attempt.run, attempt.attempt)
     until(lambda: TARGET.teardown(listed.kind, listed.name), bool)
-    found = api.find(namespace, "rayclusters", "ray.io")
-    assert [one["metadata"]["name"] for one in found] == ["another-s"]
+    clusters = api.find(namespace, "rayclusters", "ray.io")
+    assert [cluster["metadata"]["name"] for cluster in clusters] == ["another-s"]
 
 
-def test_what_never_was_is_gone(cloud: Cloud) -> None:
+def test_a_resource_that_never_existed_is_gone(cloud: Cloud) -> None:
     assert TARGET.teardown("ray.io/RayJob", f"{STANDING}/k8s/namespaces/x/ray.io/rayjobs/never-was")
     assert TARGET.inspect(launch()).phase is Phase.GONE

@@ -1,4 +1,4 @@
-"""What target `tpu_vm` asks for and what it reads from queued resources and nodes, without a cloud."""
+"""The requests of target `tpu_vm`, and the states that it reads from queued resources and nodes, without a cloud."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def queued(state: str, **fields: Any) -> tpu_v2.QueuedResource:
     return tpu_v2.QueuedResource(name="q", state={"state": Queued.State[state], **fields})
 
 
-def test_tutorial_002_is_one_spec() -> None:
-    """`gcloud compute disks create`, `tpus tpu-vm create` and all that was typed over SSH."""
+def test_one_spec_replaces_tutorial_002() -> None:
+    """The spec replaces `gcloud compute disks create`, `tpus tpu-vm create` and the commands typed over SSH."""
     spec = parse_spec(EXAMPLE.read_bytes())
     plan = make_plan(spec, placeholders(), EXAMPLE.name, NOW)
     assert [placement.region for placement in plan.placements] == ["us-west1-c", "us-west4-a", "us-central1-a"]
@@ -59,17 +59,17 @@ def test_tutorial_002_is_one_spec() -> None:
             "dropforge-deployment": names.deployment_id("YOUR-RUNS-BUCKET"),
         },
     }
-    wanted = request.request["queuedResource"]
-    assert wanted["queueingPolicy"] == {"validUntilDuration": "1800s"}
-    assert wanted["spot"] == {}
-    [node_spec] = wanted["tpu"]["nodeSpec"]
-    asked = node_spec["node"]
-    assert (asked["acceleratorType"], asked["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
-    assert asked["networkConfig"]["enableExternalIps"] is False
-    assert asked["dataDisks"] == [
+    queued_resource = request.request["queuedResource"]
+    assert queued_resource["queueingPolicy"] == {"validUntilDuration": "1800s"}
+    assert queued_resource["spot"] == {}
+    [node_spec] = queued_resource["tpu"]["nodeSpec"]
+    requested = node_spec["node"]
+    assert (requested["acceleratorType"], requested["runtimeVersion"]) == ("v5litepod-8", "v2-alpha-tpuv5-lite")
+    assert requested["networkConfig"]["enableExternalIps"] is False
+    assert requested["dataDisks"] == [
         {"sourceDisk": f"projects/YOUR-PROJECT/zones/us-west1-c/disks/{name}", "mode": "READ_WRITE"}
     ]
-    metadata = asked["metadata"]
+    metadata = requested["metadata"]
     assert metadata.pop("startup-script") == STARTUP_SCRIPT.read_text()
     assert metadata == {
         "dropforge-role": "train",
@@ -94,19 +94,19 @@ def test_tutorial_002_is_one_spec() -> None:
         "dropforge-job-events-topic": "projects/YOUR-PROJECT/topics/YOUR-JOB-EVENTS-TOPIC",
         "dropforge-data-disk": "persistent-disk-1",
     }
-    assert sum(len(key) + len(value) for key, value in asked["metadata"].items()) < 2**18
+    assert sum(len(key) + len(value) for key, value in requested["metadata"].items()) < 2**18
 
 
-def test_a_machine_that_is_kept_knows_what_it_is_to_serve() -> None:
+def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
     spec = parse_spec(KEPT.read_bytes().replace(b"on_demand", b"guaranteed"))
     run = "kept-0123456789ab"
-    wanted = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
+    training_vm = machine(Launch(run, 2, 0, spec, placeholders(), NOW, 600))
     latest = str(int((NOW + timedelta(hours=8, minutes=20)).timestamp()))
-    assert wanted.labels[names.EXPIRES_LABEL] == latest
-    assert wanted.tags == ("dropforge-server",)
-    assert wanted.use_seconds == 600 + 8 * 3600 + 20 * 60
-    told = {key: value for key, value in wanted.metadata.items() if "server" in key}
-    assert told == {
+    assert training_vm.labels[names.EXPIRES_LABEL] == latest
+    assert training_vm.tags == ("dropforge-server",)
+    assert training_vm.use_seconds == 600 + 8 * 3600 + 20 * 60
+    server_metadata = {key: value for key, value in training_vm.metadata.items() if "server" in key}
+    assert server_metadata == {
         "dropforge-server-image": "YOUR-SERVE-VLLM-TPU-IMAGE",
         "dropforge-server-env": "\n".join(
             [
@@ -122,11 +122,11 @@ def test_a_machine_that_is_kept_knows_what_it_is_to_serve() -> None:
         "dropforge-server-deadline": latest,
     }
     documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
-    assert all(f"#   {key} " in documented for key in told)
+    assert all(f"#   {key} " in documented for key in server_metadata)
 
 
 @pytest.mark.parametrize(
-    ("resource", "found", "phase", "error_class"),
+    ("resource", "tpu_node", "phase", "error_class"),
     [
         (None, None, Phase.GONE, None),
         (queued("ACCEPTED"), None, Phase.PENDING, ErrorClass.STOCKOUT),
@@ -155,21 +155,21 @@ def test_a_machine_that_is_kept_knows_what_it_is_to_serve() -> None:
         ),
     ],
 )
-def test_states_decide(resource: Any, found: Any, phase: Phase, error_class: ErrorClass | None) -> None:
+def test_states_decide(resource: Any, tpu_node: Any, phase: Phase, error_class: ErrorClass | None) -> None:
     attempt = Launch("r", 1, 0, parse_spec(EXAMPLE.read_bytes()), placeholders(), NOW, 600)
-    status = status_of(resource, found, machine(attempt))
+    status = status_of(resource, tpu_node, machine(attempt))
     assert (status.phase, status.error_class) == (phase, error_class)
 
 
-def test_a_node_that_is_gone() -> None:
+def test_a_missing_node_is_gone() -> None:
     assert status_of_node(None, NAME).phase is Phase.GONE
     assert status_of_node(node("DELETING"), NAME).phase is Phase.GONE
 
 
-def test_a_refusal_is_found_on_whatever_page_it_is() -> None:
-    """A busy zone has more operations than one page has; a refusal that is overlooked is asked for again."""
-    wanted: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
-    refusal = operations_pb2.Operation(**wanted)
+def test_a_refusal_is_read_from_any_page_of_operations() -> None:
+    """A busy zone has more operations than a page holds; an overlooked refusal would be requested again."""
+    operation: dict[str, Any] = {"name": "o", "done": True, "error": {"code": 8, "message": "no more capacity"}}
+    refusal = operations_pb2.Operation(**operation)
     refusal.metadata.Pack(tpu_v2.OperationMetadata.pb(tpu_v2.OperationMetadata(target=NAME)))
     pages = {
         "": operations_pb2.ListOperationsResponse(operations=[operations_pb2.Operation(name="p")], next_page_token="2"),
@@ -182,16 +182,16 @@ def test_a_refusal_is_found_on_whatever_page_it_is() -> None:
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_node_that_its_queued_resource_has_left_is_deleted_by_itself(is_held: bool) -> None:
-    left = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
-    client = Mock(get_node=Mock(return_value=left))
+def test_a_node_without_its_queued_resource_is_deleted_directly(is_held: bool) -> None:
+    remaining_node = Node(name=NAME, state="READY", queued_resource=NAME.replace("nodes", "queuedResources"))
+    client = Mock(get_node=Mock(return_value=remaining_node))
     if not is_held:
-        client.get_queued_resource.side_effect = NotFound("it is gone")
+        client.get_queued_resource.side_effect = NotFound("deleted")
     assert not tpu.delete(cloud_with(tpu=client), tpu.NODE, NAME)
     assert client.delete_node.called is not is_held
 
 
-def test_what_does_not_fit_or_has_no_image_is_refused_early() -> None:
+def test_a_spec_that_does_not_fit_or_has_no_image_is_refused_early() -> None:
     spec = parse_spec(EXAMPLE.read_bytes())
     assert fit_problems(spec) == []
     assert deployment_problems(spec, placeholders()) == []

@@ -1,4 +1,4 @@
-"""Serving on TPU VMs, stage by stage, against the emulated Cloud TPU: real clients, sockets, machines with servers."""
+"""Serving on TPU VMs, stage by stage, with the emulated Cloud TPU: Google's clients, sockets, servers on machines."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ IMAGES = "us-west1-docker.pkg.dev/p1/dropforge"
 
 @dataclass
 class Cloud:
-    """The emulated project, and what a test does in it."""
+    """The emulated project, and the actions of a test in it."""
 
     url: str
     store: RunStore
 
     def run(self, image: str = "serve-noop", **serve: Any) -> str:
-        """A run that has been trained and is to be served."""
+        """Store a run that has trained and whose model must now be served; return its id."""
         os.environ["DROPFORGE_SERVE_VLLM_TPU_IMAGE"] = f"{IMAGES}/{image}:test"
         here.cache_clear()
         return make_run(self.store, spec(**serve))
 
     def deploy(self, run: str) -> dict[str, Any]:
-        """The stage's answer, once it is no longer "call again"."""
+        """Call the deploy stage until its answer is no longer "call again"; return the last answer."""
         return eventually(lambda: deploy(run, ME))
 
     def clean_up(self, run: str) -> None:
@@ -75,12 +75,12 @@ class Cloud:
         assert self.store.ledger(run).remaining() == []
 
     def exists(self, run: str) -> list[str]:
-        """The kinds of what Cloud TPU has of a run, whoever made it."""
+        """Return the kinds of the run's resources in Cloud TPU, including resources that dropforge did not create."""
         parent = "projects/p1/locations/-"
         queued = clients.tpu().list_queued_resources(request={"parent": parent})
-        found = [("queued", one.tpu.node_spec[0].node.labels) for one in queued]
-        found += [("node", node.labels) for node in clients.tpu().list_nodes(request={"parent": parent})]
-        return [kind for kind, labels in found if labels.get(names.RUN_LABEL) == run]
+        resources = [("queued", resource.tpu.node_spec[0].node.labels) for resource in queued]
+        resources += [("node", node.labels) for node in clients.tpu().list_nodes(request={"parent": parent})]
+        return [kind for kind, labels in resources if labels.get(names.RUN_LABEL) == run]
 
     def faults(self, **switches: Any) -> None:
         switch_faults(self.url, "tpu", **switches)
@@ -155,7 +155,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     sweep_only("tpu_vm", monkeypatch)
     queued, taken = cloud.run(), cloud.run(queued=False, capacity="spot")
     assert [cloud.deploy(run)["status"] for run in (queued, taken)] == ["READY", "READY"]
-    assert deploy(queued, ME)["status"] == "READY"  # called again, it makes nothing twice
+    assert deploy(queued, ME)["status"] == "READY"  # the second call creates nothing
     assert (cloud.exists(queued), cloud.exists(taken)) == (["queued", "node"], ["node"])
     endpoints = [cloud.store.record(run).endpoint for run in (queued, taken)]
     assert [endpoint.service.rsplit("/", 2)[1:] for endpoint in endpoints if endpoint] == [
@@ -167,14 +167,15 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     assert node.service_account.email == "server@p1.iam.gserviceaccount.com"
     assert list(node.tags) == [tpu.SERVER_TAG]
 
-    # The end of an attempt and of the run leave what serves.
+    # The endpoint outlives the end of the attempt and of the run.
     for scope in ("attempt", "run"):
         assert eventually(partial(teardown, queued, ME, scope, True))["status"] == "GONE"
-    cloud.store.update(queued, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
-    assert sweep()["deleted"] == []  # their time is not over
+    cloud.store.update(queued, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
+    assert sweep()["deleted"] == []  # they have not expired
     assert [is_there(cloud.store, run) for run in (queued, taken)] == [True, True]
     for entry in cloud.store.ledger(queued).entries:
-        cloud.store.note(queued, entry.name, ResourceState.GONE)  # the ledger errs; the cloud's list is what counts
+        # The ledger is wrong here; the sweep trusts the cloud's list.
+        cloud.store.note(queued, entry.name, ResourceState.GONE)
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 3  # a queued resource and two nodes
     assert [*cloud.exists(queued), *cloud.exists(taken)] == []
@@ -194,7 +195,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
             *("serve-deaf", {"startup_timeout": "4s"}, {}, "code", "runs, but nothing answers at http://"),
             marks=pytest.mark.slow,
         ),
-        # Its time in the queue and the endpoint's time to start are over at one moment: who sees it first, says so.
+        # The queue time and the start timeout end at the same moment: whichever check runs first reports it.
         ("serve-noop", SOON, {"stockout": [ZONE]}, "stockout", "no resources became available|WAITING_FOR_RESOURCES"),
         ("serve-noop", {"queued": False}, {"stockout": [ZONE]}, "stockout", "no more capacity in the zone"),
         ("serve-noop", {}, {"quota": {ZONE: 4}}, "quota", "Limit: 4 in zone"),
@@ -202,7 +203,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
     ],
     ids=["no-image", "crash", "deaf", "stockout-in-queue", "stockout-at-once", "quota", "preempted"],
 )
-def test_what_keeps_an_endpoint_from_answering_is_told(
+def test_the_reason_that_an_endpoint_does_not_answer_is_reported(
     cloud: Cloud, image: str, serve: dict[str, Any], faults: dict[str, Any], expected: str, text: str
 ) -> None:
     cloud.faults(**faults)
@@ -216,10 +217,10 @@ def test_what_keeps_an_endpoint_from_answering_is_told(
     cloud.clean_up(run)
 
 
-def test_a_project_without_tpus_is_swept_all_the_same(
+def test_a_project_without_tpus_is_swept(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told once."""
+    """The sweep logs the missing API once."""
     sweep_only("tpu_vm", monkeypatch)
     monkeypatch.delenv("DROPFORGE_SERVE_VLLM_TPU_IMAGE", raising=False)
     here.cache_clear()
@@ -230,7 +231,7 @@ def test_a_project_without_tpus_is_swept_all_the_same(
     assert capsys.readouterr().err.count(message) == 1
 
 
-def test_a_name_that_somebody_else_has_is_refused(cloud: Cloud) -> None:
+def test_a_name_that_another_owner_uses_is_refused(cloud: Cloud) -> None:
     run = cloud.run()
     other = Deployment("other-0123456789ab", cloud.store.spec(run), here().settings, utc_now())
     with patch.object(names, "endpoint_name", lambda _: f"df-{run}-serve"):

@@ -1,4 +1,4 @@
-"""Target `tpu_vm` against the emulated Cloud TPU and Compute Engine, whose machines run the startup script."""
+"""Target `tpu_vm` with the emulated Cloud TPU and Compute Engine, whose machines run the startup script."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from ...deployments import Bound, clients, present, settings_with
 from ..shared import Stages, contains, forget_clients, switch_faults, until, write_trainer
 
-# What a container does is the first word of its run id.
+# The first word of the run id says how the container behaves.
 MAIN_PY = """
     import os, signal, sys, time
-    what = os.environ["DROPFORGE_RUN"].split("-")[0]
+    behaviour = os.environ["DROPFORGE_RUN"].split("-")[0]
     assert os.path.isdir(os.environ["DROPFORGE_WORK_DIRECTORY"]), "the data disk is not there"
-    if what == "polite":
+    if behaviour == "polite":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-    if what == "token" and os.environ["HF_TOKEN"] != "secret":
+    if behaviour == "token" and os.environ["HF_TOKEN"] != "secret":
         sys.exit(70)
-    if what.startswith("exit"):
-        sys.exit(int(what.removeprefix("exit")))
-    if what not in ("succeed", "token"):
+    if behaviour.startswith("exit"):
+        sys.exit(int(behaviour.removeprefix("exit")))
+    if behaviour not in ("succeed", "token"):
         time.sleep(60)
 """
 SETTINGS = replace(
@@ -98,7 +98,7 @@ class Cloud:
             return str(answer.read().decode())
 
 
-def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulator]:
+def build(home: Path, hosts: dict[str, str], emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     storage, pubsub = StorageEmulator(db, home / "blobs", clock), PubSubEmulator(db, clock)
     storage.create_bucket("runs")
@@ -125,7 +125,7 @@ def build(home: Path, hosts: dict[str, str], made: list[Any]) -> Sequence[Emulat
             maintenance_seconds=0.1,
         ),
     )
-    made += [compute, tpu]
+    emulators += [compute, tpu]
     return [storage, pubsub, secrets, compute, tpu]
 
 
@@ -134,11 +134,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     home = tmp_path_factory.mktemp("tpu")
     write_trainer(home, MAIN_PY)
     hosts: dict[str, str] = {}
-    made: list[Any] = []
-    background = BackgroundServer(lambda: build(home, hosts, made))
+    emulators: list[Any] = []
+    background = BackgroundServer(lambda: build(home, hosts, emulators))
 
     async def live() -> list[str]:
-        return [name for emulator in made for name in emulator.live()]
+        return [name for emulator in emulators for name in emulator.live()]
 
     with background as server, pytest.MonkeyPatch.context() as environment:
         names = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
@@ -164,7 +164,7 @@ def _name_of(function: Callable[[Launch], str], attempt: Launch, _: Launch) -> s
     return function(attempt)
 
 
-def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
+def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "hf"})
     STAGES.provision(attempt)
     assert TARGET.provision(attempt)  # the reply was lost
@@ -172,15 +172,15 @@ def test_an_attempt_from_its_request_to_nothing_left(cloud: Cloud) -> None:
     assert [disk.kind, queued.kind, node.kind] == [DISK, QUEUED, NODE]
     status = STAGES.ended(attempt)
     assert (status.phase, status.exit_code) == (Phase.SUCCEEDED, 0), cloud.serial(attempt)
-    found = clients.tpu().get_queued_resource(name=queued.name)
-    stored = json.loads(tpu_v2.QueuedResource.to_json(found, use_integers_for_enums=False))
+    stored_resource = clients.tpu().get_queued_resource(name=queued.name)
+    stored = json.loads(tpu_v2.QueuedResource.to_json(stored_resource, use_integers_for_enums=False))
     assert contains(stored, queued.request["queuedResource"])
-    made = clients.tpu().get_node(name=node.name)
-    assert not made.network_config.enable_external_ips
-    assert made.service_account.email == SETTINGS.trainer_service_account
+    stored_node = clients.tpu().get_node(name=node.name)
+    assert not stored_node.network_config.enable_external_ips
+    assert stored_node.service_account.email == SETTINGS.trainer_service_account
     STAGES.tear_down(TARGET.resources(attempt))
     assert TARGET.inspect(attempt).phase is Phase.GONE
-    assert all(TARGET.teardown(one.kind, one.name) for one in (disk, queued, node))
+    assert all(TARGET.teardown(resource.kind, resource.name) for resource in (disk, queued, node))
 
 
 def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
@@ -199,7 +199,9 @@ def test_an_attempt_without_the_queue(cloud: Cloud) -> None:
         ("exit1", ErrorClass.CODE, 1),
     ],
 )
-def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, code: int) -> None:
+def test_the_exit_code_gives_the_phase_and_the_error_class(
+    cloud: Cloud, behave: str, expected: ErrorClass, code: int
+) -> None:
     attempt = launch(behave)
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
@@ -208,7 +210,7 @@ def test_an_exit_code_decides(cloud: Cloud, behave: str, expected: ErrorClass, c
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_token_that_is_missing(cloud: Cloud) -> None:
+def test_a_missing_token_is_a_config_error(cloud: Cloud) -> None:
     attempt = launch("token", {"HF_TOKEN": "unknown"})
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
@@ -217,7 +219,7 @@ def test_a_token_that_is_missing(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_capacity_in_time(cloud: Cloud) -> None:
+def test_capacity_that_does_not_arrive_in_time_is_a_stockout(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", placements=[{"zone": ZONE, "max_wait": "2s"}])
     STAGES.provision(attempt)
@@ -228,7 +230,7 @@ def test_no_capacity_in_time(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_capacity_at_once(cloud: Cloud) -> None:
+def test_a_refusal_for_lack_of_capacity_is_a_stockout(cloud: Cloud) -> None:
     cloud.faults("tpu", stockout=[ZONE])
     attempt = launch("succeed", queued=False)
     with pytest.raises(CloudError, match="There is no more capacity") as refusal:
@@ -238,21 +240,21 @@ def test_no_capacity_at_once(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_no_quota(cloud: Cloud, queued: bool) -> None:
+def test_missing_quota_has_the_class_quota(cloud: Cloud, queued: bool) -> None:
     cloud.faults("tpu", quota={ZONE: 4})
     attempt = launch("succeed", queued=queued)
     if queued:
         STAGES.provision(attempt)
-        found: CloudError | Status = STAGES.ended(attempt)
+        outcome: CloudError | Status = STAGES.ended(attempt)
     else:
         with pytest.raises(CloudError, match="has been exceeded") as refusal:
             STAGES.provision(attempt)
-        found = refusal.value
-    assert found.error_class is ErrorClass.QUOTA
+        outcome = refusal.value
+    assert outcome.error_class is ErrorClass.QUOTA
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_no_room_for_the_disk(cloud: Cloud) -> None:
+def test_a_disk_above_the_quota_has_the_class_quota(cloud: Cloud) -> None:
     cloud.faults("compute", quota={ZONE: 100})
     attempt = launch("succeed")
     with pytest.raises(CloudError, match="DISKS_TOTAL_GB") as refusal:
@@ -276,7 +278,7 @@ def test_a_disk_in_use_is_not_gone_yet(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("emulator", ["compute", "tpu"])
-def test_an_answer_that_gets_lost_makes_nothing_twice(cloud: Cloud, emulator: str) -> None:
+def test_after_a_lost_answer_nothing_is_created_twice(cloud: Cloud, emulator: str) -> None:
     method = {"compute": "insert_disk", "tpu": "create_queued_resource"}[emulator]
     cloud.faults(emulator, fail_next={"method": method, "status": "UNAVAILABLE", "after_effect": True})
     attempt = launch("succeed")
@@ -307,7 +309,7 @@ def test_preempted_before_the_script_could_do_anything(cloud: Cloud) -> None:
     STAGES.tear_down(TARGET.resources(attempt))
 
 
-def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
+def test_a_machine_that_a_user_deletes_is_reported(cloud: Cloud) -> None:
     attempt = launch("sleep")
     STAGES.provision(attempt)
     STAGES.wait_for(attempt, Phase.RUNNING)
@@ -318,10 +320,10 @@ def test_a_machine_that_somebody_deletes(cloud: Cloud) -> None:
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_what_belongs_to_another_run_is_left_alone(cloud: Cloud, queued: bool) -> None:
+def test_resources_of_another_run_are_not_touched(cloud: Cloud, queued: bool) -> None:
     attempt = launch("sleep", queued=queued)
     STAGES.provision(attempt)
-    # Names come from the run, so another's resource of that name shows only by its label.
+    # Names are made from the run id, so only the label shows that the resource belongs to another run.
     stranger = replace(attempt, run=attempt.run[::-1])
     with pytest.MonkeyPatch.context() as patch:
         for function in ("node_name", "queued_name", "disk_name"):
@@ -346,10 +348,10 @@ def test_the_request_is_exact() -> None:
     name = f"df-{attempt.run}-a1"
     assert (disk.name, queued.name, node.name) == (disk_name(attempt), queued_name(attempt), node_name(attempt))
     assert disk.request["disk"]["type"] == "zones/us-east5-b/diskTypes/hyperdisk-balanced"
-    wanted = queued.request["queuedResource"]
-    assert wanted["reservationName"] == "projects/p1/locations/us-east5-b/reservations/mine"
-    assert wanted["queueingPolicy"] == {"validUntilDuration": "300s"}
-    [spec] = wanted["tpu"]["nodeSpec"]
+    queued_resource = queued.request["queuedResource"]
+    assert queued_resource["reservationName"] == "projects/p1/locations/us-east5-b/reservations/mine"
+    assert queued_resource["queueingPolicy"] == {"validUntilDuration": "300s"}
+    [spec] = queued_resource["tpu"]["nodeSpec"]
     assert (spec["parent"], spec["nodeId"]) == ("projects/p1/locations/us-east5-b", name)
     metadata = spec["node"].pop("metadata")
     assert spec["node"] == {
@@ -376,17 +378,17 @@ def test_the_request_is_exact() -> None:
     assert json.loads(metadata["dropforge-secrets"]) == {"HF_TOKEN": "projects/p1/secrets/hf/versions/3"}
     documented = STARTUP_SCRIPT.read_text().split("set -Eeuo")[0]
     assert {key for key in metadata if f"#   {key} " in documented} == set(metadata) - {"startup-script"}
-    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises on what the API does not have
+    tpu_v2.CreateQueuedResourceRequest.from_json(json.dumps(queued.request))  # raises for an unknown field
 
 
-def test_attempts_and_requests_have_names_of_their_own() -> None:
+def test_every_attempt_and_every_request_has_its_own_name() -> None:
     first = launch("n")
     second = replace(first, attempt=2)
     names: set[str] = set()
     ids: set[str] = set()
     for attempt in (first, second, launch("n")):
         resources: list[Resource] = TARGET.resources(attempt)
-        names.update(one.name for one in resources)
-        ids.update(one.request["requestId"] for one in resources if "requestId" in one.request)
+        names.update(resource.name for resource in resources)
+        ids.update(r.request["requestId"] for r in resources if "requestId" in r.request)
     assert (len(names), len(ids)) == (9, 6)
     assert TARGET.resources(first) == TARGET.resources(first)

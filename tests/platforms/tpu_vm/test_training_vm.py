@@ -26,7 +26,7 @@ URL = "http://127.0.0.1:1/callback"
 
 
 def train(cloud: Cloud, image: str = "serve-noop", target: dict[str, Any] | None = None) -> str:
-    """A run whose training has succeeded, by its own container and the startup script."""
+    """Train a run with its own container and the startup script until it succeeds; return its id."""
     images = {"SERVE_VLLM_TPU_IMAGE": f"{IMAGES}/{image}:test", "TRAIN_MAXTEXT_IMAGE": f"{IMAGES}/train-x:test"}
     os.environ.update({f"DROPFORGE_{name}": value for name, value in images.items()})
     here.cache_clear()
@@ -64,7 +64,7 @@ def manifest(run: str) -> Manifest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("queued", [True, False], ids=["queued", "at-once"])
-def test_what_trained_serves_outlives_its_run_and_is_swept(
+def test_the_training_vm_serves_outlives_its_run_and_is_swept(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, queued: bool
 ) -> None:
     run = train(cloud, target={"queued": queued})
@@ -84,8 +84,8 @@ def test_what_trained_serves_outlives_its_run_and_is_swept(
 
     for scope in ("attempt", "run"):
         assert eventually(lambda scope=scope: teardown(run, ME, scope, True))["status"] == "GONE"  # type: ignore[misc]
-    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
-    assert sweep()["deleted"] == []  # its time is not over
+    cloud.store.update(run, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
+    assert sweep()["deleted"] == []  # it has not expired
     assert is_there(cloud.store, run)
     assert cloud.exists(run) == machines
     assert {entry.kind for entry in cloud.store.ledger(run).remaining()} > {DISK}
@@ -99,11 +99,11 @@ def test_what_trained_serves_outlives_its_run_and_is_swept(
     assert ended.ended
 
 
-def test_a_cancelled_endpoint_takes_machine_and_disk_with_it(cloud: Cloud) -> None:
+def test_the_cancel_of_an_endpoint_deletes_machine_and_disk(cloud: Cloud) -> None:
     run = train(cloud)
     assert cloud.deploy(run)["status"] == "READY"
     assert eventually(lambda: teardown(run, ME, "run", True))["status"] == "GONE"
-    cloud.store.update(run, lambda found: found.entered(RunState.SUCCEEDED, utc_now()))
+    cloud.store.update(run, lambda record: record.entered(RunState.SUCCEEDED, utc_now()))
 
     def is_ended() -> bool:
         try:
@@ -125,7 +125,9 @@ def test_a_cancelled_endpoint_takes_machine_and_disk_with_it(cloud: Cloud) -> No
     ],
     ids=["no-image", "crash"],
 )
-def test_what_keeps_it_from_answering_is_told(cloud: Cloud, image: str, expected: str, text: str) -> None:
+def test_the_reason_that_the_endpoint_does_not_answer_is_reported(
+    cloud: Cloud, image: str, expected: str, text: str
+) -> None:
     run = train(cloud, image)
     answer = cloud.deploy(run)
     assert (answer["status"], answer["error"]["error_class"]) == ("FAILED", expected), answer
@@ -134,7 +136,7 @@ def test_what_keeps_it_from_answering_is_told(cloud: Cloud, image: str, expected
 
 
 @pytest.mark.parametrize(("loss", "expected"), [("preempted", "preempted"), ("deleted", "infrastructure")])
-def test_a_machine_that_is_lost_before_it_serves_is_not_made_again(cloud: Cloud, loss: str, expected: str) -> None:
+def test_a_machine_that_is_lost_before_it_serves_is_not_created_again(cloud: Cloud, loss: str, expected: str) -> None:
     run = train(cloud, target={"placements": [{"zone": ZONE, "capacity": "spot"}], "queued": loss == "preempted"})
     node = f"projects/p1/locations/{ZONE}/nodes/df-{run}-a1"
     if loss == "preempted":

@@ -1,4 +1,4 @@
-"""What the sweep makes of lost work: what is lost, who goes on with it, who is told, and when a run is closed."""
+"""How the sweep handles lost work: which work is lost, who continues it, which end is announced, when a run closes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ KINDS = {JOB: "run.googleapis.com/Job", SERVICE: "run.googleapis.com/Service"}
 
 
 class World:
-    """The deployment's bucket, its executions by state, what the cloud has, and what was done, in order."""
+    """The deployment's bucket, its executions by state, the resources in the cloud, and the actions in order."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.executions: dict[str, str] = {}
         self.cloud: set[str] = set()
         self.done: list[str] = []
         self.notices: list[str] = []
-        self.told = True  # what is to be told can be told
-        self.meanwhile: Any = lambda: None  # what somebody else does while the cloud is asked
+        self.is_delivered = True  # whether published events arrive
+        self.concurrent_action: Any = lambda: None  # another caller's action while the sweep queries the cloud
         self.delete: Callable[[str], bool] = self.delete_resource
         platform: Any = SimpleNamespace(
             exists=lambda cloud, deployment: self.exists(), teardown=lambda cloud, kind, name: self.delete(name)
@@ -82,14 +82,14 @@ class World:
         return SimpleNamespace(name=f"executions/{id_}", state=state, labels={names.RUN_LABEL: RUN}, start_time=None)
 
     def publish(self, topic: str, data: bytes, **attributes: Any) -> Any:
-        """A run event: "tell FAILED" for a state, "warn KEY" for a notice."""
+        """Note a run event as an action: "announce FAILED" for a state, "warn KEY" for a notice."""
         event = json.loads(data)
-        self.done.append(f"warn {event['notice']}" if event["notice"] else f"tell {event['state']}")
+        self.done.append(f"warn {event['notice']}" if event["notice"] else f"announce {event['state']}")
         self.notices.append(event["details"].get("text", ""))
         return SimpleNamespace(result=self.arrive)
 
     def arrive(self, timeout: float) -> None:
-        if not self.told:
+        if not self.is_delivered:
             raise TimeoutError
 
     def submit_object(self, context: Context, bucket: str, name: str, generation: str, size: int) -> Record:
@@ -97,15 +97,15 @@ class World:
         state = RunState.REJECTED if "bad" in name else RunState.ACCEPTED
         return self.put(record(state, run=names.run_id_of_object(bucket, name, generation)))
 
-    def resume(self, context: Context, found: Record) -> Record:
+    def resume(self, context: Context, record: Record) -> Record:
         if self.live:
-            raise RetryLater("another delivery is about it")
+            raise RetryLater("another delivery handles this run")
         self.start()
-        return self.store.update(found.run, lambda old: old.claimed("new"))
+        return self.store.update(record.run, lambda old: old.claimed("new"))
 
     def exists(self) -> bool:
         self.done.append("exists")
-        self.meanwhile()
+        self.concurrent_action()
         return SERVICE in self.cloud
 
     def delete_resource(self, name: str) -> bool:
@@ -115,25 +115,25 @@ class World:
         self.cloud.discard(name)
         return True
 
-    def put(self, found: Record) -> Record:
-        self.store.create(found)
-        return found
+    def put(self, record: Record) -> Record:
+        self.store.create(record)
+        return record
 
-    def over(self, state: RunState = RunState.FAILED, ended: timedelta = HOUR, **fields: Any) -> Record:
-        """A run that ended so long ago and is still marked as open."""
-        made = record(state, ended, **{"execution": "old", **fields})
+    def add_finished(self, state: RunState = RunState.FAILED, ended: timedelta = HOUR, **fields: Any) -> Record:
+        """Store a run that ended `ended` ago and is still marked as open."""
+        stored = record(state, ended, **{"execution": "old", **fields})
         self.executions["old"] = "SUCCEEDED"
-        self.store.mark_open(made)
-        self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())  # unless a test has put one
-        return self.put(made)
+        self.store.mark_open(stored)
+        self.store.put_new(names.spec_object(RUN), json.dumps(SPEC).encode())  # unless the test has stored a spec
+        return self.put(stored)
 
-    def served(self, **fields: Any) -> Record:
-        """A run that has succeeded and whose endpoint has an hour left."""
+    def add_served(self, **fields: Any) -> Record:
+        """Store a run that has succeeded and whose endpoint, by default, expires in an hour."""
         trained = Attempt(number=1, placement=0, region="r", started=NOW, deadline=NOW)
-        made = self.over(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
+        stored = self.add_finished(RunState.SUCCEEDED, endpoint=endpoint(**fields), attempts=[trained])
         self.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
         self.cloud.add(SERVICE)
-        return made
+        return stored
 
     def settle(self, live: frozenset[str] | None = frozenset(), now: datetime = NOW) -> None:
         settle(self.context, self.store.record(RUN), frozenset(self.cloud), live, now)
@@ -172,11 +172,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.parametrize(
     ("age", "lost"),
     [
-        (LOST_AFTER, False),  # its event may be on its way
+        (LOST_AFTER, False),  # its event may still arrive
         (LOST_AFTER + SECOND, True),
         (LOST_FOR - SECOND, True),
-        (LOST_FOR, False),  # older than the deployment, perhaps: nobody wants hundreds of old specs to run
-        (-SECOND, False),  # of a clock that is ahead
+        (LOST_FOR, False),  # the spec may be older than the deployment: hundreds of old specs must not start
+        (-SECOND, False),  # Cloud Storage's clock is ahead
     ],
 )
 def test_a_spec_without_a_run_is_lost_after_a_while_and_for_a_week(world: World, age: timedelta, lost: bool) -> None:
@@ -184,18 +184,18 @@ def test_a_spec_without_a_run_is_lost_after_a_while_and_for_a_week(world: World,
     assert submit(world.context, blob(age=age), NOW) == (run if lost else "")
     assert world.done == (["submit x/specs/a.json#5 of 7"] if lost else [])
     if lost:
-        # Whoever dies in the submission leaves a mark: the sweep looks at the run again, if not at the object.
+        # A submission that crashes leaves the open mark, so the sweep reads the run again without the object's event.
         assert world.store.read(names.open_object(run)).data == b"gs://x/specs/a.json#5"
-        assert submit(world.context, blob(age=age), NOW) == ""  # it has a run by now
+        assert submit(world.context, blob(age=age), NOW) == ""  # the spec has a run now
 
 
-def test_a_lost_spec_that_is_refused_is_told_by_its_submission(world: World) -> None:
+def test_the_submission_of_a_lost_spec_announces_its_refusal(world: World) -> None:
     run = submit(world.context, blob("specs/bad.json", size=None), NOW)
     assert world.done == ["submit x/specs/bad.json#5 of 0"]
-    assert END_TOLD in world.store.record(run).notices  # so that it is not told again
+    assert END_TOLD in world.store.record(run).notices  # so the sweep does not announce the end again
 
 
-def test_a_record_that_was_to_be_written_is_written_after_a_while(world: World) -> None:
+def test_a_missing_record_is_written_after_a_while(world: World) -> None:
     world.store.put_new(names.spec_object(RUN), b"{}")
     assert accept(world.context, RUN, NOW - LOST_AFTER + SECOND, NOW) == ""
     assert world.done == []
@@ -203,8 +203,8 @@ def test_a_record_that_was_to_be_written_is_written_after_a_while(world: World) 
     assert world.done == [f"accept {RUN}"]
 
 
-def test_a_mark_of_a_spec_that_was_deleted_before_it_was_accepted_is_taken_away(world: World) -> None:
-    """Whoever submitted it died before it was read, and no other will ever be."""
+def test_the_open_mark_of_a_spec_deleted_before_acceptance_is_removed(world: World) -> None:
+    """Its submission crashed before it read the spec, and no other submission can read a deleted spec."""
     world.store.put_new(names.open_object(RUN), b"gs://x/specs/a.json#5")
     for age, is_open in ((LATE_FOR, True), (LATE_FOR + SECOND, False)):
         assert accept(world.context, RUN, NOW - age, NOW) == ""
@@ -213,68 +213,68 @@ def test_a_mark_of_a_spec_that_was_deleted_before_it_was_accepted_is_taken_away(
 
 
 @pytest.mark.parametrize(
-    ("old", "now", "goes_on"),
+    ("old", "now", "is_live"),
     [
         ("ACTIVE", "ACTIVE", True),
         ("QUEUED", "QUEUED", True),  # in the backlog
-        ("", "ACTIVE", True),  # it was started after the live ones were listed
-        ("", "UNAVAILABLE", True),  # nobody knows: two of them would be worse than a wait
+        ("", "ACTIVE", True),  # it started after the sweep listed the live executions
+        ("", "UNAVAILABLE", True),  # the state is unknown: two executions would be worse than a wait
         ("", "SUCCEEDED", False),
         ("", "FAILED", False),
         ("", "CANCELLED", False),
-        ("", "", False),  # Google forgets them
+        ("", "", False),  # Google deletes old executions
     ],
 )
-def test_a_run_is_restarted_only_when_its_execution_has_ended(world: World, old: str, now: str, goes_on: bool) -> None:
-    """`old` is the state when the live ones were listed, `now` the one in which it is found."""
-    found = world.put(record(RunState.TRAINING, execution="first"))
+def test_a_run_is_restarted_only_when_its_execution_has_ended(world: World, old: str, now: str, is_live: bool) -> None:
+    """`old` is the state when the live executions were listed, `now` the state when the sweep reads the execution."""
+    stored = world.put(record(RunState.TRAINING, execution="first"))
     world.executions["first"] = now
     live = frozenset({"first"} if old else ())
-    assert restart(world.context, found, live) is not goes_on
+    assert restart(world.context, stored, live) is not is_live
     after = world.store.record(RUN)
-    if goes_on:
+    if is_live:
         assert (after.execution, after.superseded, world.done) == ("first", [], [])
     else:
         assert (after.execution, after.superseded, world.done) == ("new", ["first"], ["start"])
 
 
 def test_two_sweeps_at_once_restart_a_run_once(world: World) -> None:
-    """Both have read the record before either of them released it."""
-    found = world.put(record(RunState.TRAINING, execution="first"))
-    assert [restart(world.context, found, frozenset()) for _ in range(2)] == [True, False]
+    """Both sweeps have read the record before either sweep released the run."""
+    stored = world.put(record(RunState.TRAINING, execution="first"))
+    assert [restart(world.context, stored, frozenset()) for _ in range(2)] == [True, False]
     assert world.done == ["start"]
     assert world.store.record(RUN).execution == "new"
 
 
-def test_an_execution_that_a_sweep_started_and_could_not_note_is_found(world: World) -> None:
-    """The sweep died after it had released the run and before it noted the one that goes on."""
-    found = world.put(record(RunState.TRAINING, superseded=["first"]))
-    world.executions["unnoted"] = "ACTIVE"
-    assert restart(world.context, found, world.live)
+def test_an_execution_that_a_sweep_started_but_did_not_store_takes_over(world: World) -> None:
+    """The sweep crashed after it released the run and before it stored the new execution in the record."""
+    stored = world.put(record(RunState.TRAINING, superseded=["first"]))
+    world.executions["unstored"] = "ACTIVE"
+    assert restart(world.context, stored, world.live)
     assert world.done == []
-    assert world.store.record(RUN).execution == "unnoted"
+    assert world.store.record(RUN).execution == "unstored"
 
 
 def test_a_run_that_ended_meanwhile_is_not_restarted(world: World) -> None:
-    found = record(RunState.TEARING_DOWN, execution="first")
+    stored = record(RunState.TEARING_DOWN, execution="first")
     world.put(record(RunState.FAILED, execution="first"))
-    assert not restart(world.context, found, frozenset())
+    assert not restart(world.context, stored, frozenset())
     assert world.done == []
     assert world.store.record(RUN).execution == "first"
 
 
-def test_a_run_that_was_only_accepted_is_submitted_on(world: World) -> None:
-    """By the submission's own rules, which know of deliveries that are under way."""
-    found = world.put(record(RunState.ACCEPTED))
-    world.executions["of another delivery"] = "ACTIVE"
-    assert not restart(world.context, found, world.live)
+def test_the_submission_of_an_accepted_run_is_continued(world: World) -> None:
+    """The sweep uses the rules of the submission, which detect a concurrent delivery of the same spec."""
+    stored = world.put(record(RunState.ACCEPTED))
+    world.executions["of-another-delivery"] = "ACTIVE"
+    assert not restart(world.context, stored, world.live)
     world.executions.clear()
-    assert restart(world.context, found, frozenset())
+    assert restart(world.context, stored, frozenset())
     assert world.store.record(RUN).execution == "new"
 
 
-def test_what_a_run_that_is_over_has_left_goes_and_then_it_is_closed(world: World) -> None:
-    world.over()
+def test_the_leftovers_of_a_finished_run_are_deleted_before_it_is_closed(world: World) -> None:
+    world.add_finished()
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
     world.cloud |= {JOB, "stuck"}
     world.settle()
@@ -286,9 +286,9 @@ def test_what_a_run_that_is_over_has_left_goes_and_then_it_is_closed(world: Worl
     assert not world.is_open
 
 
-def test_a_run_stays_open_while_a_call_that_is_late_may_write_into_its_ledger(world: World) -> None:
-    """Such a call has found the run open, and leaves what it has intended in vain."""
-    world.over(ended=LATE_FOR)
+def test_a_run_stays_open_while_a_late_call_may_write_to_its_ledger(world: World) -> None:
+    """A late call has read the run as open and leaves an unneeded entry."""
+    world.add_finished(ended=LATE_FOR)
     world.settle()
     assert world.is_open
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
@@ -298,41 +298,43 @@ def test_a_run_stays_open_while_a_call_that_is_late_may_write_into_its_ledger(wo
 
 
 @pytest.mark.parametrize(
-    ("live", "state", "told", "done", "closed"),
+    ("live", "state", "is_delivered", "done", "closed"),
     [
-        (frozenset({"old"}), "ACTIVE", True, [], False),  # about to tell
-        (frozenset(), "ACTIVE", True, [], False),  # since they were listed
-        (None, "FAILED", True, [], False),  # nobody knows which are live
-        (frozenset(), "SUCCEEDED", True, [], True),  # it has told
-        (frozenset(), "FAILED", True, ["tell FAILED"], True),
-        (frozenset(), "CANCELLED", True, ["tell FAILED"], True),
-        (frozenset(), "", True, ["tell FAILED"], True),
-        (frozenset(), "FAILED", False, ["tell FAILED"], False),  # again by the next sweep
+        (frozenset({"old"}), "ACTIVE", True, [], False),  # the execution will announce the end
+        (frozenset(), "ACTIVE", True, [], False),  # the execution started after the listing
+        (None, "FAILED", True, [], False),  # the live executions are unknown
+        (frozenset(), "SUCCEEDED", True, [], True),  # the execution has announced the end
+        (frozenset(), "FAILED", True, ["announce FAILED"], True),
+        (frozenset(), "CANCELLED", True, ["announce FAILED"], True),
+        (frozenset(), "", True, ["announce FAILED"], True),
+        (frozenset(), "FAILED", False, ["announce FAILED"], False),  # the next sweep announces the end again
     ],
 )
-def test_an_end_is_told_when_its_execution_may_have_died_before_it_told(
-    world: World, live: frozenset[str] | None, state: str, told: bool, done: list[str], closed: bool
+def test_an_end_is_announced_if_the_execution_may_have_ended_before_it_announced(
+    world: World, live: frozenset[str] | None, state: str, is_delivered: bool, done: list[str], closed: bool
 ) -> None:
-    world.over()
-    world.executions["old"], world.told = state, told
+    world.add_finished()
+    world.executions["old"], world.is_delivered = state, is_delivered
     world.settle(live)
     assert world.done == done
     assert world.is_open is not closed
     world.settle(live)
-    assert len(world.done) == len(done) * (1 if told else 2), "told twice"
+    assert len(world.done) == len(done) * (1 if is_delivered else 2), (
+        "the end is announced again only if the event did not arrive"
+    )
 
 
-def test_a_refusal_is_told_once(world: World) -> None:
-    world.over(RunState.REJECTED, execution=None)
+def test_a_refusal_is_announced_once(world: World) -> None:
+    world.add_finished(RunState.REJECTED, execution=None)
     world.store.mark_open(record(RunState.REJECTED))
     world.settle()
     world.settle()
-    assert world.done == ["tell REJECTED"]
+    assert world.done == ["announce REJECTED"]
     assert not world.is_open
 
 
-def test_an_end_is_told_even_if_a_resource_is_refused(world: World) -> None:
-    world.over()
+def test_an_end_is_announced_even_if_a_deletion_is_refused(world: World) -> None:
+    world.add_finished()
     world.executions["old"] = "FAILED"
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
 
@@ -342,12 +344,12 @@ def test_an_end_is_told_even_if_a_resource_is_refused(world: World) -> None:
     world.delete = refuse
     with pytest.raises(CloudError):
         world.settle()
-    assert world.done == ["tell FAILED"]
+    assert world.done == ["announce FAILED"]
     assert world.is_open
 
 
-def test_what_serves_is_left_alone_without_a_request_more(world: World) -> None:
-    world.served()
+def test_a_live_endpoint_is_kept_without_a_further_request(world: World) -> None:
+    world.add_served()
     world.store.intend(RUN, KINDS[JOB], JOB, 1)
     world.settle()
     assert world.done == ["delete a1"]
@@ -355,23 +357,23 @@ def test_what_serves_is_left_alone_without_a_request_more(world: World) -> None:
     assert world.is_open
 
 
-def test_the_sweep_warns_of_what_an_endpoint_costs_once_each(world: World) -> None:
+def test_the_sweep_sends_each_warning_about_an_endpoints_cost_once(world: World) -> None:
     world.store.put_new(names.spec_object(RUN), json.dumps({**SPEC, "limits": {"max_cost_usd": 4}}).encode())
     deploying = Transition(state=RunState.DEPLOYING, time=NOW - HOUR)
-    made = world.over(RunState.SUCCEEDED, endpoint=endpoint(8 * HOUR), serving_usd_per_hour=1.0)
+    stored = world.add_finished(RunState.SUCCEEDED, endpoint=endpoint(8 * HOUR), serving_usd_per_hour=1.0)
     world.store.update(
-        RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, made.history[1]]})
+        RUN, lambda old: old.model_copy(update={"history": [old.history[0], deploying, stored.history[1]]})
     )
     world.store.intend(RUN, KINDS[SERVICE], SERVICE, 1)
     world.cloud.add(SERVICE)
-    for hours, told in ((0, []), (1, ["warn budget-50"]), (1.5, []), (3, ["warn budget-80"]), (3.5, [])):
+    for hours, warnings in ((0, []), (1, ["warn budget-50"]), (1.5, []), (3, ["warn budget-80"]), (3.5, [])):
         world.done.clear()
         world.settle(now=NOW + hours * HOUR)
-        assert (hours, world.done) == (hours, told)
+        assert (hours, world.done) == (hours, warnings)
 
 
-def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> None:
-    world.served(expires=-SECOND)
+def test_an_expired_endpoint_is_ended_and_the_run_closed(world: World) -> None:
+    world.add_served(expires=-SECOND)
     world.settle()
     ended = world.store.record(RUN).endpoint
     assert ended
@@ -388,30 +390,30 @@ def test_an_endpoint_past_its_time_is_ended_and_the_run_closed(world: World) -> 
         ({"cancel_requested": NOW}, "ttl", "a user has cancelled it"),
     ],
 )
-def test_people_are_told_why_nothing_is_served_any_more(
+def test_the_reason_for_the_end_of_an_endpoint_is_announced(
     world: World, changes: dict[str, Any], limit: str, why: str
 ) -> None:
     ended = endpoint(-SECOND).model_copy(update={"ended": NOW, "limit": limit})
-    world.over(RunState.SUCCEEDED, endpoint=ended, **changes)
-    world.told = False
+    world.add_finished(RunState.SUCCEEDED, endpoint=ended, **changes)
+    world.is_delivered = False
     world.settle()
-    assert world.is_open, "it is told at the next sweep"
-    world.told = True
+    assert world.is_open, "the next sweep announces the end"
+    world.is_delivered = True
     world.settle()
     assert world.done == ["warn endpoint-ended"] * 2
     assert why in world.notices[-1]
     assert not world.is_open
 
 
-def test_the_end_of_an_endpoint_that_never_served_is_not_told(world: World) -> None:
-    world.over(RunState.FAILED, endpoint=endpoint(HOUR).model_copy(update={"ended": NOW}))
+def test_the_end_of_an_endpoint_that_never_served_is_not_announced(world: World) -> None:
+    world.add_finished(RunState.FAILED, endpoint=endpoint(HOUR).model_copy(update={"ended": NOW}))
     world.settle()
     assert world.done == []
     assert not world.is_open
 
 
-def test_an_endpoint_that_somebody_else_has_deleted_is_told_once_and_ended(world: World) -> None:
-    world.served()
+def test_an_endpoint_that_a_user_deleted_is_announced_once_and_ended(world: World) -> None:
+    world.add_served()
     world.cloud.clear()
     world.settle()
     ended = world.store.record(RUN).endpoint
@@ -424,36 +426,38 @@ def test_an_endpoint_that_somebody_else_has_deleted_is_told_once_and_ended(world
 
 
 def test_a_list_that_lacks_an_endpoint_proves_nothing(world: World) -> None:
-    found = world.served()
-    settle(world.context, found, frozenset(), frozenset(), NOW)
+    stored = world.add_served()
+    settle(world.context, stored, frozenset(), frozenset(), NOW)
     assert world.done == ["exists"]
-    assert world.store.record(RUN) == found
+    assert world.store.record(RUN) == stored
     assert world.is_open
 
 
-def test_an_endpoint_is_not_ended_before_people_could_be_told(world: World) -> None:
-    """Otherwise nobody would tell them: what has ended is not looked for again."""
-    world.served()
+def test_an_endpoint_is_not_ended_before_its_loss_is_announced(world: World) -> None:
+    """Otherwise the loss would never be announced, because the sweep does not inspect an ended endpoint again."""
+    world.add_served()
     world.cloud.clear()
-    world.told = False
+    world.is_delivered = False
     for _ in range(2):
         world.settle()
     assert world.done == ["exists", "warn endpoint-lost"] * 2
-    found = world.store.record(RUN).endpoint
-    assert found
-    assert found.ended is None
+    stored = world.store.record(RUN).endpoint
+    assert stored
+    assert stored.ended is None
 
 
 @pytest.mark.parametrize("change", [{"expires": NOW - SECOND}, {"ended": NOW}], ids=lambda change: next(iter(change)))
-def test_an_endpoint_that_we_have_ended_meanwhile_is_not_called_lost(world: World, change: dict[str, Any]) -> None:
-    """A cancel sets its time to now before it deletes anything."""
-    world.served()
+def test_an_endpoint_that_dropforge_ended_meanwhile_is_not_reported_as_lost(
+    world: World, change: dict[str, Any]
+) -> None:
+    """A cancel sets the expiry to now before it deletes the resource."""
+    world.add_served()
     world.cloud.clear()
 
     def cancel() -> None:
-        ours = endpoint().model_copy(update=change)
-        world.store.update(RUN, lambda found: found.model_copy(update={"endpoint": ours}))
+        ended_endpoint = endpoint().model_copy(update=change)
+        world.store.update(RUN, lambda record: record.model_copy(update={"endpoint": ended_endpoint}))
 
-    world.meanwhile = cancel
+    world.concurrent_action = cancel
     world.settle()
     assert world.done == ["exists"]

@@ -1,4 +1,4 @@
-"""What the sweep makes of one resource and one record: every case that decides whether something is deleted."""
+"""The sweep's decision about a resource and its run's record: every case that decides about a deletion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOB, SERVICE = f"projects/p/locations/r/jobs/df-{RUN}-a1", f"projects/p/location
 
 
 def listed(name: str = JOB, age: timedelta = HOUR, **labels: str) -> Listed:
-    """A training job of attempt 1, or, with an expiry, something that serves."""
+    """Return a listed training job of attempt 1, or an endpoint's resource if an expiry is given."""
     own = {names.DEPLOYMENT_LABEL: SETTINGS.deployment, **{f"dropforge-{key}": value for key, value in labels.items()}}
     if not labels:
         own[names.ATTEMPT_LABEL] = "1"
@@ -55,18 +55,18 @@ def expiry(after: timedelta) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("found", "of", "why"),
+    ("resource", "owner", "why"),
     [
         (listed(), record(RunState.TRAINING), ""),
         (listed(), record(RunState.TEARING_DOWN), ""),
         (listed(), record(RunState.TRAINING, attempts=2), "left by an attempt that is over"),
-        (listed(attempt="3"), record(RunState.TRAINING, attempts=2), ""),  # a record of a newer version of it
+        (listed(attempt="3"), record(RunState.TRAINING, attempts=2), ""),  # the record was read before attempt 3
         (listed(), record(RunState.SUCCEEDED), "left by a run that is over"),
         (listed(), record(RunState.CANCELLED), "left by a run that is over"),
         (listed(), None, "of a run that does not exist"),
         (listed(age=timedelta(seconds=30)), None, ""),
         (listed()._replace(created=None), None, ""),
-        (listed()._replace(labels=names.labels(RUN, {})), None, ""),  # of a version that named no deployment
+        (listed()._replace(labels=names.labels(RUN, {})), None, ""),  # dropforge once set no deployment label
         (listed()._replace(labels=names.labels(RUN, {})), record(RunState.FAILED), "left by a run that is over"),
         (listed(SERVICE, **expiry(HOUR)), record(RunState.DEPLOYING), ""),
         (listed(SERVICE, **expiry(-HOUR)), record(RunState.DEPLOYING), EXPIRED),
@@ -87,88 +87,89 @@ def expiry(after: timedelta) -> dict[str, Any]:
             record(RunState.FAILED, endpoint=endpoint()),
             "left by a run that is over",
         ),
-        # A machine that has trained and serves: it is known by the name of the endpoint's service.
+        # A training machine that serves now: the endpoint's service has its name.
         (listed(**expiry(HOUR), attempt="1"), record(RunState.SUCCEEDED, endpoint=endpoint(service=JOB)), ""),
         (listed(), record(RunState.SUCCEEDED, endpoint=endpoint()), "left by a run that is over"),
     ],
 )  # fmt: skip
-def test_what_is_deleted_and_why(found: Listed, of: Record | None, why: str) -> None:
-    assert judge(found, of, SETTINGS, NOW) == why
+def test_the_reason_for_a_deletion(resource: Listed, owner: Record | None, why: str) -> None:
+    assert judge(resource, owner, SETTINGS, NOW) == why
 
 
 @pytest.mark.parametrize(
-    ("gone", "doomed"),
+    ("gone", "is_orphan"),
     [
         (None, True),
-        (NOW - SECOND, True),  # and made again since, by a call that had stalled
-        (NOW + SECOND, False),  # listed before it was deleted; by the record read after that, its run is over
+        (NOW - SECOND, True),  # a stalled call created the resource again later
+        # The list is older than the deletion, and the run ended before the sweep read its record.
+        (NOW + SECOND, False),
     ],
 )
-def test_what_its_run_has_deleted_since_it_was_listed_is_nobody_s_fault(
-    gone: datetime | None, doomed: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_resource_that_its_run_deleted_after_the_listing_is_no_orphan(
+    gone: datetime | None, is_orphan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = ResourceState.GONE if gone else ResourceState.CREATED
     entry = LedgerEntry(kind="kind", name=JOB, attempt=1, state=state, intended=NOW - HOUR, gone=gone)
     deleted: list[Orphan] = []
 
-    def delete(_: Any, doomed: list[Orphan]) -> Deletions:
-        deleted.extend(doomed)
+    def delete(_: Any, judged: list[Orphan]) -> Deletions:
+        deleted.extend(judged)
         return Deletions([], [], [])
 
     monkeypatch.setattr(orphans, "delete_orphans", delete)
-    look = object.__new__(Look)
-    look.context, look.now, look.problems, look.marks, look.live = context_with(SETTINGS), NOW, [], {}, None
-    look.resources, look.records = [listed()], {RUN: record(RunState.FAILED)}
-    vars(look.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
-    look.delete()
-    assert [orphan.resource.name for orphan in deleted] == [JOB] * doomed
-    assert look.problems == []
+    view = object.__new__(Look)
+    view.context, view.now, view.problems, view.marks, view.live = context_with(SETTINGS), NOW, [], {}, None
+    view.resources, view.records = [listed()], {RUN: record(RunState.FAILED)}
+    vars(view.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
+    view.delete()
+    assert [orphan.resource.name for orphan in deleted] == [JOB] * is_orphan
+    assert view.problems == []
 
 
-def test_only_what_is_made_for_runs_of_this_deployment_is_looked_at() -> None:
-    ours = {names.MANAGED_BY: "dropforge", names.RUN_LABEL: RUN, names.DEPLOYMENT_LABEL: SETTINGS.deployment}
-    assert is_of_deployment(ours, SETTINGS)
-    for key, value in ((names.MANAGED_BY, "somebody"), (names.RUN_LABEL, "any"), (names.DEPLOYMENT_LABEL, "other")):
-        assert not is_of_deployment({**ours, key: value}, SETTINGS)
+def test_only_resources_of_this_deployments_runs_are_inspected() -> None:
+    labels = {names.MANAGED_BY: "dropforge", names.RUN_LABEL: RUN, names.DEPLOYMENT_LABEL: SETTINGS.deployment}
+    assert is_of_deployment(labels, SETTINGS)
+    for key, value in ((names.MANAGED_BY, "another-tool"), (names.RUN_LABEL, "any"), (names.DEPLOYMENT_LABEL, "other")):
+        assert not is_of_deployment({**labels, key: value}, SETTINGS)
 
 
-def test_a_place_that_cannot_be_listed_spares_the_others_and_is_told() -> None:
-    def look(place: str) -> Any:
+def test_a_place_that_cannot_be_listed_is_reported_and_the_other_places_are_listed() -> None:
+    def list_place(place: str) -> Any:
         yield listed(place)
         if place == "half":
             yield CloudError(ErrorClass.TRANSIENT, "half is incomplete")
         if place == "forbidden":
             raise CloudError(ErrorClass.PERMISSION, "forbidden is forbidden")
 
-    found: list[Listed] = []
+    resources: list[Listed] = []
     with pytest.raises(Unlisted, match="half is incomplete; forbidden is forbidden"):
-        found.extend(list_places(CLOUD, ["one", "half", "forbidden", "two"], look))
-    assert [one.name for one in found] == ["one", "half", "forbidden", "two"]
-    with pytest.raises(Unlisted, match=r"^half is incomplete$"):  # of a kind that the deployment does not use
-        list(list_places(CLOUD, ["half", "forbidden"], look, is_used=False))
-    assert [one.name for one in list_places(CLOUD, ["forbidden"], look, is_used=False)] == ["forbidden"]
+        resources.extend(list_places(CLOUD, ["first", "half", "forbidden", "last"], list_place))
+    assert [resource.name for resource in resources] == ["first", "half", "forbidden", "last"]
+    with pytest.raises(Unlisted, match=r"^half is incomplete$"):  # the deployment does not use this kind
+        list(list_places(CLOUD, ["half", "forbidden"], list_place, is_used=False))
+    assert [resource.name for resource in list_places(CLOUD, ["forbidden"], list_place, is_used=False)] == ["forbidden"]
 
 
-def test_what_nobody_has_foreseen_of_one_spares_the_others_and_is_told() -> None:
-    def of_a_new_shape(_: Cloud) -> Any:
+def test_an_unforeseen_error_of_a_platform_is_reported_and_the_other_platforms_are_swept() -> None:
+    def list_unknown_format(_: Cloud) -> Any:
         yield listed()
         raise KeyError("createTime")
 
     def delete(cloud: Cloud, kind: str, name: str) -> bool:
-        assert name == SERVICE, "a name of another make"
+        assert name == SERVICE, "a name in an unknown format"
         return True
 
-    odd: Any = SimpleNamespace(listed=of_a_new_shape, teardown=delete)
-    even: Any = SimpleNamespace(listed=lambda _: [listed(SERVICE)])
-    context = context_with(SETTINGS, platforms=Platforms(owner=lambda _: odd, all=lambda: [odd, even]))
+    failing: Any = SimpleNamespace(listed=list_unknown_format, teardown=delete)
+    working: Any = SimpleNamespace(listed=lambda _: [listed(SERVICE)])
+    context = context_with(SETTINGS, platforms=Platforms(owner=lambda _: failing, all=lambda: [failing, working]))
     vars(context)["store"] = Mock(RunStore)
-    found, [problem] = list_all(context.cloud, context.platforms)
-    assert [one.name for one in found] == [JOB, SERVICE]
+    resources, [problem] = list_all(context.cloud, context.platforms)
+    assert [resource.name for resource in resources] == [JOB, SERVICE]
     assert "createTime" in problem
 
-    deletions = orphans.delete_orphans(context, [Orphan(one, "left") for one in found])
-    assert [one.name for one in deletions.gone] == [SERVICE]
-    assert "of another make" in deletions.problems[0]
+    deletions = orphans.delete_orphans(context, [Orphan(resource, "left") for resource in resources])
+    assert [resource.name for resource in deletions.gone] == [SERVICE]
+    assert "in an unknown format" in deletions.problems[0]
 
 
 def test_an_execution_that_was_superseded_never_owns_the_run_again() -> None:
@@ -178,5 +179,5 @@ def test_an_execution_that_was_superseded_never_owns_the_run_again() -> None:
     assert released.claimed("first").execution is None
     assert released.claimed("second").execution == "second"
     assert run.released("second") is run
-    over = record(RunState.FAILED, execution="first")
-    assert over.released("first") is over
+    finished = record(RunState.FAILED, execution="first")
+    assert finished.released("first") is finished
