@@ -72,7 +72,7 @@ class Nodes:
         world.after(stop, lambda: self.finish(pod, TERMINATED))
         world.after(stop + rest, lambda: self.api.release(pod))
 
-    def gone(self, pod: Object) -> None:
+    def removed(self, pod: Object) -> None:
         """Remove the pod with everything that ran in it."""
         self._stop_paying(pod, None)
         pod["status"]["phase"] = pod["status"]["phase"] if is_over(pod) else "Failed"

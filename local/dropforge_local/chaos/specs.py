@@ -34,15 +34,15 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
     target = TARGETS[kind](draw)
     if draw.random() < 0.3:
         target["placements"][0]["max_wait"] = "5m"
-    found = spec(name, target, limits=_limits(draw))
+    dropped = spec(name, target, limits=_limits(draw))
     if draw.random() < 0.3:
-        found["evaluation"] = {"gate": {"metric": "exact_match", "min": 0.5}}
+        dropped["evaluation"] = {"gate": {"metric": "exact_match", "min": 0.5}}
     if draw.random() < 0.5:
-        found["serve"] = draw.choice(SERVERS[kind])(draw)
+        dropped["serve"] = draw.choice(SERVERS[kind])(draw)
     valid = draw.random() >= 0.1
     if not valid:
-        found["epochs"] = 3
-    return found, valid
+        dropped["epochs"] = 3
+    return dropped, valid
 
 
 def whole(kind: str) -> dict[str, Any]:

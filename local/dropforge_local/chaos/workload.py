@@ -42,7 +42,7 @@ class Workload:
             if draw.random() < self.world.faults.forged_cancels:
                 self.world.after(draw.random() * 2 * DROPS_SECONDS, partial(self._forge_cancel, run))
 
-    def begin_one(self) -> None:
+    def begin_single(self) -> None:
         """Plan one run with a full spec and a preemption."""
         spec = specs.whole(self.targets[0])
         work = Work(total=300.0, metric=0.9, fates=["preempted"])
@@ -97,8 +97,8 @@ class Workload:
             self._drop(name, spec, valid, self._work(spec))
 
     def _is_there(self, name: str, generation: int) -> bool:
-        found = self.cloud.storage.objects[SPECS].get(name)
-        return found is not None and found.generation == generation
+        stored = self.cloud.storage.objects[SPECS].get(name)
+        return stored is not None and stored.generation == generation
 
     def _request(self, key: str, spec: dict[str, Any], valid: bool, work: Work) -> None:
         run = names.run_id_of_message(key)
