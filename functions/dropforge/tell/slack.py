@@ -142,7 +142,7 @@ def _machines(spec: JobSpec | None) -> str:
 def _endpoint(record: Record, spec: JobSpec | None) -> str:
     endpoint = record.endpoint
     if endpoint is None:
-        return "trained only; the spec asks for no endpoint"
+        return "trained only; the spec has no endpoint"
     is_private = spec is not None and spec.serve is not None and spec.serve.is_private
     where = ", inside the VPC only," if is_private else ""
     text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"

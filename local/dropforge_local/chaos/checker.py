@@ -186,8 +186,8 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
         if record is None or record["state"] == "REJECTED":
             continue
         kept = life.over.value["state"] == "CANCELLED" and any(i.index < handled.index for i in life.intents)
-        is_going = record["state"] in TERMINAL or record["state"] == "TEARING_DOWN"
-        if not is_going and not record["cancel_requested"] and not kept:
+        is_ending = record["state"] in TERMINAL or record["state"] == "TEARING_DOWN"
+        if not is_ending and not record["cancel_requested"] and not kept:
             yield (
                 handled.time,
                 f"the cancel was answered in state {record['state']}, but the record has no cancel request",

@@ -229,7 +229,7 @@ class _Reader:
         elif kind == "write":
             self._wrote(here)
         else:
-            _sort(self.lives, kind, here)
+            _record_message(self.lives, kind, here)
 
     def _created(self, here: At) -> None:
         """Record a new resource. If a queue or a controller creates it, it is as late as the request behind it."""
@@ -305,7 +305,7 @@ def _happened(machine: Machine, kind: str, here: At) -> None:
         machine.deleting = here
 
 
-def _sort(lives: dict[str, Life], kind: str, here: At) -> None:
+def _record_message(lives: dict[str, Life], kind: str, here: At) -> None:
     data = here.value
     if kind == "dropped":
         lives[data["run"]].dropped.append(here)
