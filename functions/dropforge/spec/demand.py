@@ -18,7 +18,7 @@ class Demand(NamedTuple):
     """The accelerators that a target or an endpoint may request at a place: a region, or a zone of TPU VMs.
 
     `number` counts GPUs or chips. `quota` is None when the right quota is unknown; `unknown` says why.
-    `listed_by` is the API that lists where Google has the accelerator, if there is one.
+    `listed_by` is the API that lists where Google has the accelerator, if such an API exists.
     """
 
     name: str

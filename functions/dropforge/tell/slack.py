@@ -45,7 +45,7 @@ def secrets_of(spec: JobSpec) -> dict[str, str]:
 
 
 def secret_of(spec: JobSpec | None, settings: Settings) -> str:
-    """The webhook secret of the spec or, without one, of the deployment; "" if neither names a secret."""
+    """The webhook secret of the spec or, if the spec has none, of the deployment; "" if neither names a secret."""
     return spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings.slack_webhook_secret
 
 

@@ -43,7 +43,7 @@ class Container:
 
 
 class Trainer:
-    """What runs in every training container."""
+    """The program in every training container."""
 
     def __init__(self, world: World, storage: Storage, events: Events, bucket: str) -> None:
         self.world = world

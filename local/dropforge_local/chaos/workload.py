@@ -1,4 +1,4 @@
-"""What users do: they drop specs, drop some twice, send others as messages, and cancel, delete and overwrite."""
+"""The actions of users: drop specs, drop some twice, send some as messages, and cancel, delete and overwrite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .world import World
 DROPS_SECONDS = 1200.0
 # When a user deletes a spec: at once, while the run waits for capacity, while it trains, and after its end.
 REGRETS_SECONDS = (0.0, 1.0, 60.0, 600.0, 3000.0, 7200.0)
-# Last digits of the seeds whose specs ask for progress notices. Kept seeds that found a defect end in other digits.
+# Last digits of the seeds whose specs ask for progress notices. Kept seeds that revealed a defect end in other digits.
 WATCHED = (2, 3, 7, 8)
 # A malformed run id, and a well-formed id that no run has.
 FORGED = ("nobody-0123456789ab", "request-000000000000", "../../specs", "", "None", "job-0")
