@@ -1,6 +1,6 @@
-"""What the limits of a spec amount to: how long a run may train and serve, what it has used, and when to warn people.
+"""The limits of a spec in numbers: how long a run may train and serve, how much it has used, and when to warn people.
 
-The prices are those that were pinned when the attempt or the endpoint began. Time that may have been used counts as
+Each price was pinned when the attempt or the endpoint began. Time that may have been used counts as
 used: each sum is an upper bound.
 """
 
@@ -55,7 +55,7 @@ def training_seconds(spec: JobSpec, price: HourlyPrice) -> int:
 
 
 def endpoint_seconds(spec: JobSpec, usd_per_hour: float | None, spent_usd: float = 0.0) -> int:
-    """How many seconds the endpoint may exist from its beginning: its start and its ttl, or less if the budget says so.
+    """Seconds for which the endpoint may exist: its startup time-out and its ttl, or less if the budget pays for less.
 
     `usd_per_hour` is the price of all its instances. An endpoint that scales to zero costs less, which is not known
     beforehand.
@@ -114,7 +114,7 @@ def _time(length: float) -> str:
 
 
 def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:
-    """The earliest start of an attempt that runs now: the look before, a check interval ago, did not see it running."""
+    """The earliest start of a running attempt: the inspect of a check interval ago did not see the attempt running."""
     return max(attempt.launched or attempt.started, now - timedelta(seconds=settings.check_interval_seconds))
 
 

@@ -23,8 +23,8 @@ VARIABLES: dict[tuple[str, str], tuple[str, ...]] = {
     ("notify", "result"): ("notify",),
     ("train", "result"): ("provision", "inspect"),
     ("run_stages", "trained"): ("provision", "inspect"),
-    ("main", "gone"): ("teardown",),
-    ("main", "told"): ("notify",),
+    ("main", "deleted"): ("teardown",),
+    ("main", "announced"): ("notify",),
 }
 # A subworkflow that hands on what another one returns, in a map of its own: `outcome` holds one of these.
 OUTCOMES = {"SUCCEEDED", "FAILED", "CANCELLED", "SUPERSEDED"}

@@ -1,6 +1,6 @@
 """The platforms: where runs train and where models are served.
 
-A platform is one folder: the classes of its part of the spec (spec.py), what Google offers there (catalog.py), training
+A platform is a folder: the classes of its part of the spec (spec.py), Google's offer there (catalog.py), training
 (train.py), serving (serve.py), and the declaration that the rest of dropforge reads (PLATFORM in `__init__.py`). The
 functions here search the declarations of all registered platforms.
 """

@@ -1,4 +1,4 @@
-"""How stages find the platforms. A simulation or a test hands in other platforms."""
+"""How stages find the platforms. A simulation or a test passes other platforms."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The declaration of a platform: everything that the rest of dropforge asks about it.
+"""The declaration of a platform: everything that the rest of dropforge needs to know about it.
 
-Each platform's folder has one, as PLATFORM in its `__init__.py`. The declaration imports the spec classes and the
-catalog, which are light. The adapters that call Google APIs are imported when they are first needed.
+Each platform's folder has a declaration, PLATFORM in its `__init__.py`. The declaration imports the spec classes and
+the catalog, which are light. The adapters that call Google APIs are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Training:
 
     `adapter` is "module:class"; the class implements `Target`. `kinds` are the kinds of the resources that it creates
     and deletes, as in the ledger. `needs` are the fields of Settings without which a deployment does not have the
-    target. `permissions` are those whose absence would fail a run only after it was accepted. `smoke_shows` are pairs
-    of a check in docs/cloud-checklist.md and the check of `dropforge smoke` that shows it on this target.
+    target. `permissions` are the permissions whose absence would fail a run only after its acceptance. `smoke_shows`
+    are pairs of a check in docs/cloud-checklist.md and the check of `dropforge smoke` that shows it on this target.
     """
 
     spec: type[TargetSpec]
@@ -55,7 +55,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a platform serves one type of endpoint; see `Training` for the fields. The class implements `Server`."""
+    """How a platform serves a type of endpoint; see `Training` for the fields. The class implements `Server`."""
 
     spec: type[ServeSpec]
     adapter: str
@@ -70,7 +70,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Platform:
-    """One platform. `services` are the Google APIs that it needs beside those of every deployment."""
+    """A platform. `services` are the Google APIs that it needs in addition to the APIs of every deployment."""
 
     name: str
     training: Training | None = None

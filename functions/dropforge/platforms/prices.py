@@ -10,7 +10,7 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one unit for one hour, the regions where it holds, its date and its source."""
+    """The price of a unit for an hour, the regions where it holds, its date and its source."""
 
     usd_per_hour: float
     regions: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The protocol of an endpoint type: what dropforge does with the served model of one run."""
+"""The protocol of an endpoint type: the operations on the served model of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was stil
 
 @dataclass(frozen=True)
 class Deployment:
-    """The endpoint of one run, with everything that its resources are created from.
+    """The endpoint of a run: all inputs for the creation of its resources.
 
     `trained` is the attempt that succeeded.
     """
@@ -41,7 +41,7 @@ class Server(Protocol):
         """The region or zone of the endpoint."""
 
     def price(self, spec: JobSpec) -> HourlyPrice:
-        """The price of one running instance for an hour."""
+        """The price of a running instance for an hour."""
 
     def resources(self, deployment: Deployment) -> list[Any]:
         """The resources that `deploy` creates, in order. Pure. The first resource stands for the endpoint."""
@@ -53,7 +53,7 @@ class Server(Protocol):
         """The platform's reason why an endpoint did not become ready in time."""
 
     def exists(self, cloud: Cloud, deployment: Deployment) -> bool:
-        """Whether the cloud still has the resource that answers; True if that is not known yet."""
+        """Whether the cloud still has the resource that answers; True if the platform does not know yet."""
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """Every resource of every endpoint in the project, as the cloud lists them.
@@ -62,7 +62,7 @@ class Server(Protocol):
         """
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        """Delete one resource; True once a read shows that it does not exist. A missing resource is a success."""
+        """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
 def endpoint_labels(deployment: Deployment) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The protocol of a target: what dropforge does with the training resources of one attempt.
+"""The protocol of a target: the operations on the training resources of an attempt.
 
-Each verb is one short call. No verb waits for the cloud longer than a few seconds, and none keeps state in memory.
+Each verb is a short call. No verb waits for the cloud longer than a few seconds or keeps state in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .prices import HourlyPrice
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt, with everything that its resources are created from."""
+    """An attempt: all inputs for the creation of its resources."""
 
     run: str
     attempt: int
@@ -88,7 +88,7 @@ class Target(Protocol):
         """
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
-        """Delete one resource; True once a read shows that it does not exist. A missing resource is a success."""
+        """Delete a resource; True once a read shows that it does not exist. A missing resource is a success."""
 
 
 def launch_of(record: Record, spec: JobSpec, settings: Settings) -> Launch:
@@ -130,7 +130,7 @@ def secret_references(launch: Launch) -> str:
     return json.dumps({name: names.secret_version(project, secret) for name, secret in launch.spec.secrets.items()})
 
 
-# Exit codes of our training containers (docs/training.md).
+# Exit codes of dropforge's training containers (docs/training.md).
 EXIT_CLASSES = {
     64: ErrorClass.CONFIG,
     65: ErrorClass.DATA,

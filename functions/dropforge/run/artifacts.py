@@ -5,7 +5,7 @@
     models/<run>/attempt-1/{model,adapter}/…      the export of that attempt
     models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files are the model
 
-Each attempt writes below its own prefix: an attempt that was given up too early cannot damage another attempt's files.
+Each attempt writes below its own prefix: an abandoned attempt that still runs cannot damage another attempt's files.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:
 
 
 def verify_manifest(client: Any, bucket: str, manifest: Manifest) -> list[str]:
-    """Problems of the committed files, from one listing: missing files, wrong sizes, wrong checksums."""
+    """Problems of the committed files, from a single listing: missing files, wrong sizes, wrong checksums."""
     prefix = model_prefix(manifest.run)
     blobs = {blob.name.removeprefix(prefix): blob for blob in client.list_blobs(bucket, prefix=prefix)}
     problems = []
@@ -227,7 +227,7 @@ def prune_checkpoints(client: Any, bucket: str, run: str, keep: int) -> None:
 
 
 def delete_blobs(blobs: Iterable[Any]) -> None:
-    """Delete objects one after the other; ignore objects that do not exist."""
+    """Delete objects in sequence; ignore objects that do not exist."""
     from google.api_core.exceptions import NotFound as ObjectNotFound
 
     for blob in blobs:
@@ -256,7 +256,7 @@ def download_prefix(client: Any, uri: str, directory: Path) -> list[ArtifactFile
 
 
 def prefix_revision(client: Any, uri: str) -> str:
-    """A digest of the names and contents below a prefix, from one listing: the revision of a model kept there."""
+    """A digest of the names and contents below a prefix, from a single listing: the revision of a model kept there."""
     bucket, prefix = parse_gs_uri(uri)
     prefix = f"{prefix.rstrip('/')}/"
     lines = sorted(f"{b.name.removeprefix(prefix)} {b.crc32c}" for b in client.list_blobs(bucket, prefix=prefix))
@@ -264,7 +264,7 @@ def prefix_revision(client: Any, uri: str) -> str:
 
 
 def describe_file(path: Path, name: str) -> ArtifactFile:
-    """Size and checksums of a local file, in one pass."""
+    """Size and checksums of a local file, read once."""
     import google_crc32c
 
     sha256, crc32c, size = hashlib.sha256(), google_crc32c.Checksum(), 0

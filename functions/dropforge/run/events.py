@@ -71,7 +71,7 @@ class Succeeded(JobEventBase):
 
 
 class Failed(JobEventBase):
-    """The container gave up; `error_class` says whether another attempt may help."""
+    """The container stopped with an error; `error_class` says whether another attempt may help."""
 
     type: Literal["failed"] = "failed"
     error_class: ErrorClass
@@ -145,11 +145,11 @@ def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     """
     message = event_data.get("message") if isinstance(event_data, dict) else None
     if not isinstance(message, dict):
-        raise ValueError(f"expected the data of a Pub/Sub CloudEvent with a `message`; found {str(event_data)[:80]!r}")
+        raise ValueError(f"expected the data of a Pub/Sub CloudEvent with a `message`, not {str(event_data)[:80]!r}")
     encoded, attributes = message.get("data") or "", message.get("attributes") or {}
     message_id = message.get("messageId") or message.get("message_id")
     if not (isinstance(encoded, str) and isinstance(attributes, dict) and message_id):
-        raise ValueError(f"expected text as data, a map as attributes, and a messageId; found {sorted(message)!r}")
+        raise ValueError(f"expected text as data, a map as attributes, and a messageId, not {sorted(message)!r}")
     return base64.b64decode(encoded, validate=True), attributes, str(message_id)
 
 

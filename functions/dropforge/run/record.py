@@ -46,13 +46,13 @@ _ALLOWED = {
 
 
 class Stored(BaseModel):
-    """Base class of stored documents. It refuses unknown fields, so that a document of a newer version is noticed."""
+    """Base class of stored documents. Unknown fields are errors, so that the document of a newer version is noticed."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class RunError(Stored):
-    """Why a run failed, for people: what happened, the class of the failure, and what to do next."""
+    """Why a run failed, for people: the cause, the class of the failure, and a hint for the next step."""
 
     error_class: ErrorClass
     message: str
@@ -216,7 +216,7 @@ class Record(Stored):
         return self.model_copy(update={"attempts": attempts})
 
     def stage_seconds(self, now: datetime) -> dict[str, float]:
-        """Seconds spent in each state so far, in the order of the first entry."""
+        """Seconds spent in each state so far, in the order in which the run first entered them."""
         spent: dict[str, float] = {}
         ends = [*[t.time for t in self.history[1:]], self.history[-1].time if self.state.is_terminal else now]
         for transition, end in zip(self.history, ends, strict=True):

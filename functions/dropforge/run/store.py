@@ -111,8 +111,8 @@ class RunStore:
         """Enter the intent to create resources, by kind and name; False if the caller must not create them any more.
 
         This method writes the ledger and then reads the record; teardown writes the record and then reads the ledger.
-        So at least one of them sees the other. Unneeded entries stay: another call may have created the resources on
-        the strength of these entries. The next teardown resolves them or, after the run's end, the sweep.
+        So at least one side sees the write of the other side. Unneeded entries stay: another call may have created the
+        resources on the strength of these entries. The next teardown resolves them or, after the run's end, the sweep.
         """
         added = [name for kind, name in resources if self.intend(run, kind, name, attempt)]
         record = self.record(run)
@@ -204,7 +204,7 @@ class RunStore:
             yield blob.name.removeprefix(names.OPEN_PREFIX), blob.time_created
 
     def mark_open(self, record: Record) -> None:
-        """Write the open mark of a run: the sweep looks at the run until the mark is removed."""
+        """Write the open mark of a run: the sweep checks the run until the mark is removed."""
         self.put_new(names.open_object(record.run), record.source.encode(), "text/plain")
 
     def close(self, run: str) -> None:

@@ -1,4 +1,4 @@
-"""What a spec asks of a place: accelerators, and the quota that counts them."""
+"""The accelerators that a spec requests at a place, and the quota that counts them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Quota(NamedTuple):
-    """A quota at one place. One accelerator takes `units` of it."""
+    """A quota at a place. Each accelerator takes `units` of the quota."""
 
     service: str
     id: str
@@ -15,10 +15,10 @@ class Quota(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """The accelerators that a target or an endpoint may ask for at one place: a region, or a zone of TPU VMs.
+    """The accelerators that a target or an endpoint may request at a place: a region, or a zone of TPU VMs.
 
-    `number` counts GPUs or chips. `quota` is None when it is not known which quota counts them; `unknown` says why.
-    `listed_by` is the API that lists where Google has the accelerator, if there is one.
+    `number` counts GPUs or chips. `quota` is None when the right quota is unknown; `unknown` says why.
+    `listed_by` is the API that lists where Google has the accelerator, if such an API exists.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Demand(NamedTuple):
 
 
 def is_preemptible(capacity: str) -> bool:
-    """Whether a capacity is counted by the quota for preemptible accelerators."""
+    """Whether the quota for preemptible accelerators counts a capacity."""
     return capacity in ("spot", "flex_start")
 
 

@@ -1,7 +1,7 @@
 """The job spec, version 1: the contract with users, and the source of schemas/job_spec.schema.json.
 
-What depends on where a run trains and serves is in the platforms' own classes (kinds.py). Rules that JSON Schema cannot
-say are the validators at the end of each class.
+The fields that depend on where a run trains and serves are in the platforms' own classes (kinds.py). Validators at the
+end of each class check the rules that JSON Schema cannot express.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
 
 class Model(Part):
-    """The base model: a Hugging Face Hub id, or a gs:// prefix that holds what `save_pretrained` writes."""
+    """The base model: a Hugging Face Hub id, or a gs:// prefix with the files that `save_pretrained` writes."""
 
     source: str = Field(min_length=1, max_length=1024, examples=["google/gemma-2b", "gs://bucket/models/tiny"])
     revision: str = Field(default="main", min_length=1, max_length=255)
@@ -55,30 +55,30 @@ class Dataset(Part):
         return check_source(value)
 
     @model_validator(mode="after")
-    def _columns_go_with_their_format(self) -> Dataset:
+    def _columns_match_format(self) -> Dataset:
         if self.format == "columns" and self.columns is None:
             raise Wrong(
                 "/columns", "format 'columns' needs templates", None, "an object with `prompt` and `completion`"
             )
         if self.columns is not None and self.format not in ("auto", "columns"):
-            raise Wrong("/format", "`columns` goes with another format", self.format, "'auto' or 'columns'")
+            raise Wrong("/format", "`columns` needs another format", self.format, "'auto' or 'columns'")
         return self
 
 
 class SyntheticDataset(Part):
-    """Random tokens, as MaxText's `dataset_type: synthetic`: they show what the machines can do, and teach nothing."""
+    """Random tokens, as MaxText's `dataset_type: synthetic`: they measure the machines and teach the model nothing."""
 
     type: Literal["synthetic"]
     rows: int = Field(default=1024, ge=1, le=100_000, description="Sequences of training.max_length tokens.")
 
     @property
     def source(self) -> str:
-        """What other data sets have as a field."""
+        """The type, where other data sets have a source."""
         return self.type
 
 
-def _dataset_tag(found: object) -> str:
-    typed = "type" in found if isinstance(found, dict) else isinstance(found, SyntheticDataset)
+def _dataset_tag(dataset: object) -> str:
+    typed = "type" in dataset if isinstance(dataset, dict) else isinstance(dataset, SyntheticDataset)
     return "synthetic" if typed else "sourced"
 
 
@@ -119,7 +119,7 @@ Adapter = Annotated[NoAdapter | LoraAdapter | QloraAdapter, Field(discriminator=
 class Training(Part):
     """How to train; the names are TRL's SFTConfig names, with units where they were missing.
 
-    sft begins with the model's weights; pretrain with random ones, of which the model gives shapes and tokenizer.
+    sft starts with the model's weights. pretrain starts with random weights; the model gives shapes and tokenizer.
     """
 
     method: Literal["sft", "pretrain"] = "sft"
@@ -141,7 +141,7 @@ class Training(Part):
 
 
 class Gate(Part):
-    """What the model must reach on the held-out rows before it is served."""
+    """The metric that the model must reach on the held-out rows before it is served."""
 
     metric: Literal["exact_match", "loss"] = "exact_match"
     min: float | None = None
@@ -150,7 +150,9 @@ class Gate(Part):
     @model_validator(mode="after")
     def _has_a_bound(self) -> Gate:
         if (self.min is None) == (self.max is None):
-            raise Wrong("", "a gate has one bound", {"min": self.min, "max": self.max}, "either `min` or `max`")
+            raise Wrong(
+                "", "a gate needs exactly one bound", {"min": self.min, "max": self.max}, "either `min` or `max`"
+            )
         return self
 
     def passes(self, value: float | None) -> bool:
@@ -161,7 +163,7 @@ class Gate(Part):
 
 
 class Evaluation(Part):
-    """Evaluation on rows that training never sees, before and after; with a gate, it decides about serving."""
+    """Evaluation before and after training, on rows that training never sees. A gate decides whether to serve."""
 
     holdout_fraction: float = Field(default=0.05, gt=0, le=0.5)
     max_rows: int = Field(default=200, ge=1, le=10_000)
@@ -173,9 +175,9 @@ Retries = Annotated[int, Field(ge=0, le=50)]
 
 
 class Retry(Part):
-    """How many attempts that end so are followed by another one, which goes on from the last checkpoint.
+    """How often a new attempt follows each class of failure; it resumes from the last checkpoint.
 
-    What is not listed ends the run at once: another attempt could not help.
+    Every other class ends the run at once, because a new attempt could not help.
     """
 
     preempted: Retries = 10
@@ -189,7 +191,7 @@ class Retry(Part):
 
 
 class Limits(Part):
-    """What the run may use; enforced on the resources themselves as well."""
+    """The time and the money that the run may use; also enforced on the resources themselves."""
 
     max_duration: Duration = Field(default="2h", description="From the acceptance to the end of the training.")
     max_cost_usd: float | None = Field(default=None, gt=0, description="Of training and endpoint together.")
@@ -210,7 +212,7 @@ class Notify(Part):
 
 
 class JobSpec(Part):
-    """One fine-tuning job: what to train, on what, where, and what to do with the result."""
+    """A fine-tuning job: the model, its data, the place of the training, and the use of the result."""
 
     model_config = ConfigDict(title="dropforge job spec", defer_build=True)  # until the platforms are known
 
@@ -229,17 +231,17 @@ class JobSpec(Part):
     labels: dict[LabelKey, LabelValue] = Field(default={}, max_length=32)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> JobSpec:
+    def _parts_match(self) -> JobSpec:
         if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
             message, expected = "a variable that dropforge sets itself", "a name that does not start with DROPFORGE_"
             raise Wrong(f"/secrets/{taken[0]}", message, taken[0], expected)
         self.target.check(self)
-        self._trains_what_it_is_given()
+        self._check_dataset_fits_method()
         if self.serve is not None:
             self.serve.check(self)
         return self
 
-    def _trains_what_it_is_given(self) -> None:
+    def _check_dataset_fits_method(self) -> None:
         synthetic = isinstance(self.dataset, SyntheticDataset)
         if self.training.method == "pretrain" and not synthetic:
             expected = '{"type": "synthetic"}, or training.method \'sft\''

@@ -1,4 +1,4 @@
-"""The two open parts of a spec, `target` and `serve`: each platform brings its own classes.
+"""The two open parts of a spec, `target` and `serve`: each platform has its own classes.
 
 `TargetSpec` and `ServeSpec` are the base classes. JobSpec's fields have the types `AnyTarget` and `AnyServe`. These
 become unions of the registered classes when the first spec is read, so this package never imports a platform.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accelerators:
-    """What an attempt trains on: the number of accelerators (or slices), their name, and their memory in all."""
+    """The accelerators of an attempt: the number of accelerators (or slices), their name, and their total memory."""
 
     count: int
     name: str
@@ -37,7 +37,7 @@ class Accelerators:
 
 
 class _Typed(Part):
-    """A part of a spec whose class is told by its `type`, which has one value in each subclass."""
+    """A part of a spec whose `type` selects the class. Each subclass has a single value of `type`."""
 
     if TYPE_CHECKING:
         type: str
@@ -50,7 +50,7 @@ class _Typed(Part):
 
 
 class TargetSpec(_Typed):
-    """Where a run trains. Subclasses have a `type` of their own and what only this target has.
+    """Where a run trains. Subclasses have their own `type` and the fields of their target.
 
     `methods` are the values of training.method that the target takes. `placement_key` is the field of a placement that
     says where: "region" or "zone".
@@ -66,7 +66,7 @@ class TargetSpec(_Typed):
 
     @property
     def accelerators(self) -> Accelerators:
-        """What an attempt trains on."""
+        """The accelerators of an attempt."""
         raise NotImplementedError
 
     @property
@@ -84,19 +84,19 @@ class TargetSpec(_Typed):
             raise Wrong("/training/method", message, method, expected)
 
     def demands(self) -> Iterator[Demand]:
-        """The accelerators that an attempt may ask for, at each placement."""
+        """The accelerators that an attempt may request, at each placement."""
         return iter(())
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
-        """What this deployment lacks for the target: an image, a cluster, a right."""
+        """The images, clusters and rights that this deployment lacks for the target."""
         return iter(())
 
 
 class ServeSpec(_Typed):
-    """Where a run's model is served. Subclasses have a `type` of their own and what only this endpoint has.
+    """Where a run's model is served. Subclasses have their own `type` and the fields of their endpoint.
 
-    `is_private` says that the endpoint is reached inside the VPC only. `keeps_machine` says that the machine that
-    trained is kept to serve.
+    `is_private`: clients reach the endpoint only from inside the VPC. `keeps_machine`: the training machine is kept and
+    serves.
     """
 
     is_private: ClassVar[bool] = True
@@ -117,16 +117,16 @@ class ServeSpec(_Typed):
         """Raise Wrong unless the rest of the spec fits this endpoint."""
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
-        """The accelerators that the endpoint may ask for."""
+        """The accelerators that the endpoint may request."""
         return iter(())
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
-        """What this deployment lacks for the endpoint: an image, a cluster, a right."""
+        """The images, clusters and rights that this deployment lacks for the endpoint."""
         return iter(())
 
 
 class _OneOf:
-    """Marks a field whose type is the union of the registered classes, told apart by `type`."""
+    """Marks a field whose type is the union of the registered classes; `type` selects the class."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -146,7 +146,7 @@ def serving_seconds(serve: ServeSpec) -> int:
 
 
 def check_full_training(job: JobSpec) -> None:
-    """Raise Wrong if the spec asks for an adapter: MaxText trains every weight."""
+    """Raise Wrong if the spec has an adapter: MaxText trains every weight."""
     if (adapter := job.training.adapter.type) != "none":
         given = "training" in job.model_fields_set and "adapter" in job.training.model_fields_set
         pointer = "/training/adapter/type" if given else "/training"

@@ -1,4 +1,4 @@
-"""From the bytes of an uploaded document to a job spec, or to everything that is wrong with it."""
+"""Parse the bytes of an uploaded document into a job spec, or list every problem of the document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .job import JobSpec
 from .parts import Wrong, shown
 
 MAX_SPEC_BYTES = 256 * 1024
-MAX_PROBLEMS = 50  # listed for one spec: all of them must fit a run event, and be found within a function's time-out
+# For each spec: all problems must fit a run event, and a function must list them within its time-out.
+MAX_PROBLEMS = 50
 
 
 def parse_spec(data: bytes) -> JobSpec:
@@ -31,7 +32,7 @@ def parse_spec(data: bytes) -> JobSpec:
     if literal := [*islice(_literal_secrets("", document), MAX_PROBLEMS)]:
         raise InvalidSpec(literal)
     try:
-        # Validated as JSON, so that strict mode accepts what JSON has (1 for a float, lists) and nothing else.
+        # Validated as JSON, so that strict mode accepts the values of JSON (1 for a float, lists) and no other values.
         return JobSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
         errors = error.errors(include_url=False)
@@ -56,15 +57,15 @@ def _parse_json(data: bytes) -> JsonValue:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise InvalidSpec([SpecProblem("", "the spec is not UTF-8 text", found, "JSON encoded as UTF-8")]) from None
+        present = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise InvalidSpec([SpecProblem("", "the spec is not UTF-8 text", present, "JSON encoded as UTF-8")]) from None
     try:
         document: JsonValue = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-        json.dumps(document, ensure_ascii=False).encode()  # what "\ud800" alone stands for is no text
+        json.dumps(document, ensure_ascii=False).encode()  # a lone "\ud800" is not text
         return document
     except UnicodeEncodeError as error:
-        found = f"\\u{ord(error.object[error.start]):04x}"
-        raise InvalidSpec([SpecProblem("", "half of a surrogate pair", found, "whole characters")]) from None
+        present = f"\\u{ord(error.object[error.start]):04x}"
+        raise InvalidSpec([SpecProblem("", "half of a surrogate pair", present, "whole characters")]) from None
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise InvalidSpec([SpecProblem("", "the spec is not JSON", where, "a JSON object")]) from None
@@ -79,7 +80,7 @@ def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice in one object")
+        raise ValueError(f"the key {twice!r} appears twice in an object")
     return result
 
 
@@ -92,13 +93,13 @@ _LENGTH = re.compile(r"(\w+) should have (.+?)(?: after validation)?(?:, not \S+
 
 
 def _literal_secrets(pointer: str, value: JsonValue) -> Iterator[SpecProblem]:
-    """Every string that looks like a credential; the credential itself is never repeated."""
+    """Every string that looks like a credential; a problem never repeats the credential."""
     if isinstance(value, dict):
         for key, item in value.items():
             if TOKEN.search(key):
-                found = f"a secret-like field name of {len(key)} characters"
+                present = f"a secret-like field name of {len(key)} characters"
                 yield SpecProblem(
-                    pointer, "a field name looks like a credential; a spec never holds one", found, _NAMES
+                    pointer, "a field name looks like a credential; a spec never holds a credential", present, _NAMES
                 )
             else:
                 yield from _literal_secrets(f"{pointer}/{_escape(key)}", item)
@@ -108,14 +109,14 @@ def _literal_secrets(pointer: str, value: JsonValue) -> Iterator[SpecProblem]:
     elif isinstance(value, str) and TOKEN.search(value):
         yield SpecProblem(
             pointer,
-            "this looks like a credential; a spec never holds one",
+            "this looks like a credential; a spec never holds a credential",
             f"a secret-like string of {len(value)} characters",
             _NAMES,
         )
 
 
 def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
-    """A pydantic error as a problem: where, what was found there, what was expected."""
+    """A pydantic error as a problem: the place, the present value, the expected value."""
     kind, context = error["type"], error.get("ctx", {})
     steps = _document_path(error["loc"], document, missing=kind == "missing")
     pointer = "".join(f"/{_escape(str(step))}" for step in steps)
@@ -124,10 +125,10 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
     if kind == "missing":
         return SpecProblem(pointer, "a required field is missing", "nothing", "a value")
     if kind in ("union_tag_invalid", "literal_error"):
-        found = context.get("tag", error["input"])
+        present = context.get("tag", error["input"])
         pointer += f"/{context['discriminator'].strip(chr(39))}" if "discriminator" in context else ""
         return SpecProblem(
-            pointer, "unknown value", shown(found), context.get("expected_tags") or context.get("expected")
+            pointer, "unknown value", shown(present), context.get("expected_tags") or context.get("expected")
         )
     if kind == "union_tag_not_found":
         return SpecProblem(f"{pointer}/type", "a required field is missing", "nothing", "a type")
@@ -139,12 +140,12 @@ def _problem(error: dict[str, Any], document: JsonValue) -> SpecProblem:
         message = "wrong type" if kind.endswith("_type") else "wrong value"
         return SpecProblem(pointer, message, shown(error["input"]), error["msg"].removeprefix("Input should be "))
     length = _LENGTH.fullmatch(error["msg"])
-    expected = f"a {length[1].lower()} of {length[2]}" if length else "what the schema of a job spec allows"
+    expected = f"a {length[1].lower()} of {length[2]}" if length else "a value that the schema of a job spec allows"
     return SpecProblem(pointer, error["msg"], shown(error["input"]), expected)
 
 
 def _merged(problems: list[SpecProblem]) -> list[SpecProblem]:
-    """One problem per place: a value that fits no branch of a union is reported once for each."""
+    """Merge the problems of a place: pydantic reports a value that fits no branch of a union for each branch."""
     merged: dict[tuple[str, str | None], SpecProblem] = {}
     for problem in problems:
         first = merged.setdefault((problem.pointer, problem.found), problem)
@@ -154,9 +155,9 @@ def _merged(problems: list[SpecProblem]) -> list[SpecProblem]:
 
 
 def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: bool) -> list[str | int]:
-    """pydantic's location without the union tags that it adds (`lora`, `list[str]`), i.e. a path in the document.
+    """pydantic's location without the union tags that it adds (`lora`, `list[str]`), that is, a path in the document.
 
-    Only the last step of a missing field is not there.
+    If a field is missing, the last step does not exist in the document.
     """
     path: list[str | int] = []
     here: Any = document

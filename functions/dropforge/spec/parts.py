@@ -1,4 +1,4 @@
-"""What every part of a job spec is made of: the base class, types with patterns, and how a broken rule is said."""
+"""The building blocks of a job spec's parts: the base class, types with patterns, and the error for a broken rule."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
 
 
 class Wrong(ValueError):
-    """A rule that JSON Schema cannot say was broken, at `pointer` below the part whose validator raises it."""
+    """A broken rule that JSON Schema cannot express, at `pointer` below the part whose validator raises the error."""
 
-    def __init__(self, pointer: str, message: str, found: object, expected: str) -> None:
+    def __init__(self, pointer: str, message: str, value: object, expected: str) -> None:
         super().__init__(message)
-        self.problem = SpecProblem(pointer, message, shown(found), expected)
+        self.problem = SpecProblem(pointer, message, shown(value), expected)
 
 
 class Part(BaseModel):
@@ -45,7 +45,7 @@ class Part(BaseModel):
 
 
 class PlacementSpec(Protocol):
-    """What the placements of every target have."""
+    """The fields that the placements of every target have."""
 
     @property
     def region(self) -> str: ...
@@ -58,7 +58,7 @@ class Placement(Part):
 
     region: Region
     max_wait: Duration | None = Field(
-        default=None, description="How long capacity is waited for before the next placement; default: 30m."
+        default=None, description="How long to wait for capacity before the next placement; default: 30m."
     )
 
 

@@ -1,7 +1,7 @@
-"""The platforms, by name. A new platform is one line here; everything else is in its folder.
+"""The platforms, by name. A new platform adds a line here; everything else is in the platform's folder.
 
 A platform is imported when it is first needed, by the name of its module. So this package never imports a platform.
-A platform outside of this repository is one entry of the environment variable DROPFORGE_PLATFORMS: `name=module`,
+A platform outside of this repository is an entry of the environment variable DROPFORGE_PLATFORMS: `name=module`,
 separated by commas.
 """
 
@@ -28,7 +28,7 @@ VARIABLE = "DROPFORGE_PLATFORMS"
 def platforms() -> tuple[Platform, ...]:
     """The declaration of every platform, in the order of the registry.
 
-    Raises ImportError for a module that cannot be imported, AttributeError for one without PLATFORM.
+    Raises ImportError for a module that cannot be imported, AttributeError for a module without PLATFORM.
     """
     return tuple(import_module(module).PLATFORM for module in {**PLATFORMS, **_added()}.values())
 
@@ -39,7 +39,7 @@ def module_of(name: str) -> str:
 
 
 def classes(part: str) -> tuple[type[Any], ...]:
-    """The spec classes for one part of a spec: "target" or "serve"."""
+    """The spec classes for a part of a spec: "target" or "serve"."""
     if part == "target":
         return tuple(platform.training.spec for platform in platforms() if platform.training)
     return tuple(serving.spec for platform in platforms() for serving in platform.serving)

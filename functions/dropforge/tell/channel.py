@@ -1,4 +1,4 @@
-"""What a channel is: a module that sends messages to people. channels.py lists the channels."""
+"""The protocol of a channel: a module that sends messages to people. channels.py lists the channels."""
 
 from __future__ import annotations
 

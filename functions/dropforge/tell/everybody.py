@@ -44,7 +44,7 @@ def warn(context: Context, record: Record, spec: JobSpec, notice: Notice) -> Rec
     is_published = announce_notice(context, record, notice)
     is_sent = send_notice(context, record, spec, notice)
     if not (is_published and is_sent):
-        return record  # the next look sends the notice again
+        return record  # the next check sends the notice again
     return context.store.update(record.run, lambda latest: latest.with_notice(notice.key))
 
 
@@ -54,7 +54,7 @@ def is_unstarted(record: Record) -> bool:
 
 
 def tell_unstarted(context: Context, record: Record) -> None:
-    """Announce the end of a run that was cancelled before it got an execution, unless that was done.
+    """Announce the end of a run that was cancelled before it got an execution, unless it is announced.
 
     Raises CloudError if another try may succeed.
     """

@@ -1,4 +1,4 @@
-"""The report of a finished run, and what the run has cost."""
+"""The report of a finished run, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(record: Record, spec: JobSpec, now: datetime) -> dict[str, Any]:
 
 
 def cost(record: Record, now: datetime) -> dict[str, Any]:
-    """The cost of a run by part, in US dollars, and what the endpoint may still cost; null for an unknown price.
+    """The cost of a run by part, in US dollars, and the highest further cost of the endpoint; null without a price.
 
     `endpoint_at_most` is the cost so far if all instances ran all the time; `endpoint_until_it_expires` is the same sum
     at the endpoint's expiry.

@@ -45,7 +45,7 @@ def secrets_of(spec: JobSpec) -> dict[str, str]:
 
 
 def secret_of(spec: JobSpec | None, settings: Settings) -> str:
-    """The webhook secret of the spec or, without one, of the deployment; "" if neither names a secret."""
+    """The webhook secret of the spec or, if the spec has none, of the deployment; "" if neither names a secret."""
     return spec.notify.slack.webhook_secret if spec and spec.notify.slack else settings.slack_webhook_secret
 
 
@@ -142,7 +142,7 @@ def _machines(spec: JobSpec | None) -> str:
 def _endpoint(record: Record, spec: JobSpec | None) -> str:
     endpoint = record.endpoint
     if endpoint is None:
-        return "trained only; the spec asks for no endpoint"
+        return "trained only; the spec has no endpoint"
     is_private = spec is not None and spec.serve is not None and spec.serve.is_private
     where = ", inside the VPC only," if is_private else ""
     text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"

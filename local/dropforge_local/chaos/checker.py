@@ -59,22 +59,22 @@ def one_run(life: Life) -> Iterator[tuple[float, str]]:
     A spec that is deleted before submit reads it may have no record, or a record that was rejected or cancelled.
     """
     if life.records and not life.dropped:
-        yield life.records[0].time, "a record, and nobody dropped its spec"
+        yield life.records[0].time, "the run has a record, but no user dropped its spec"
     if life.dropped and not life.records and not (life.withdrawn and life.was_lost):
-        yield life.end.time, "its spec was dropped, and there is no record"
+        yield life.end.time, "a user dropped its spec, but the run has no record"
     if len(life.creations) > 1:
-        yield life.creations[1].time, "its record was created twice"
+        yield life.creations[1].time, "the record was created twice"
     if life.records and life.dropped:
         first = life.records[0].value["history"][0]["state"]
         unread = life.withdrawn is not None and life.withdrawn.index < life.records[0].index
         if first != ("ACCEPTED" if life.valid else "REJECTED") and not (unread and first in ("REJECTED", "CANCELLED")):
-            yield life.records[0].time, f"its spec is {'valid' if life.valid else 'invalid'}, and it was {first}"
+            yield life.records[0].time, f"the spec is {'valid' if life.valid else 'invalid'}, but the run was {first}"
 
 
 def ends(life: Life) -> Iterator[tuple[float, str]]:
     """Every run and each of its executions ends."""
     if life.records and life.over is None:
-        yield life.end.time, f"still {life.last['state']}"
+        yield life.end.time, f"the run is still {life.last['state']}"
     for id_ in life.executions:
         if id_ not in life.ended:
             yield life.end.time, f"execution {id_} still runs"
@@ -85,9 +85,9 @@ def terminal_once(life: Life) -> Iterator[tuple[float, str]]:
     for before, after in pairwise(life.records):
         old, new = before.value, after.value
         if new["history"][: len(old["history"])] != old["history"]:
-            yield after.time, "its history was rewritten"
+            yield after.time, "the history of the record was rewritten"
         if old["state"] in TERMINAL and any(old[key] != new[key] for key in ("state", "error", "attempts", "history")):
-            yield after.time, f"it was {old['state']}, and was changed: now {new['state']}"
+            yield after.time, f"the record was {old['state']}, but then changed to {new['state']}"
 
 
 def attempts_are_closed(life: Life) -> Iterator[tuple[float, str]]:
@@ -95,18 +95,18 @@ def attempts_are_closed(life: Life) -> Iterator[tuple[float, str]]:
     if life.over is not None:
         for attempt in life.over.value["attempts"]:
             if attempt["ended"] is None:
-                yield life.over.time, f"attempt {attempt['number']} has no end in the record of a run that is over"
+                yield life.over.time, f"attempt {attempt['number']} has no end in the record of a finished run"
 
 
 def one_owner(life: Life) -> Iterator[tuple[float, str]]:
     """One execution owns a run. Another takes over only after the owner has ended. Other executions change nothing."""
     owners: list[str] = []
-    for found in life.records:
-        owner = found.value["execution"]
+    for record in life.records:
+        owner = record.value["execution"]
         if owner and owner not in owners:
             former = owners[-1] if owners else None
-            if former and (former not in life.ended or life.ended[former].index > found.index):
-                yield found.time, f"execution {owner} took it while {former} was running"
+            if former and (former not in life.ended or life.ended[former].index > record.index):
+                yield record.time, f"execution {owner} took over the run while {former} was running"
             owners.append(owner)
     for id_, ended in life.ended.items():
         if (
@@ -114,7 +114,7 @@ def one_owner(life: Life) -> Iterator[tuple[float, str]]:
             and ended.value["state"] == "SUCCEEDED"
             and ended.value["result"]["status"] != "SUPERSEDED"
         ):
-            yield ended.time, f"execution {id_} does not own it, and ended as {ended.value['result']['status']}"
+            yield ended.time, f"execution {id_} does not own the run, but ended as {ended.value['result']['status']}"
 
 
 def rejected_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
@@ -133,16 +133,16 @@ def intent_first(life: Life) -> Iterator[tuple[float, str]]:
         if machine.owner is not None:
             continue  # created by a controller, so no request names it
         if entry is None:
-            yield machine.created.time, f"{machine.name} was created, and the ledger did not know of it"
+            yield machine.created.time, f"{machine.name} was created without a ledger entry"
         elif entry["state"] == "gone" and not machine.late and not _was_known(life, machine):
-            yield machine.created.time, f"{machine.name} was created while the ledger said that it was gone"
+            yield machine.created.time, f"{machine.name} was created while its ledger entry was gone"
 
 
 def one_at_a_time(life: Life) -> Iterator[tuple[float, str]]:
     """The training resources of an attempt are deleted before the next attempt or the endpoint creates resources."""
     for machine in life.machines:
-        others = [other for other in life.training if other.exists_at(machine.created.index)]
-        others = [other for other in others if other.attempt != machine.attempt]
+        present = [other for other in life.training if other.exists_at(machine.created.index)]
+        others = [other for other in present if other.attempt != machine.attempt]
         for other in others:
             if not life.is_stray(machine) and not life.is_stray(other):
                 yield machine.created.time, f"{machine.name} was created while {other.name} existed"
@@ -162,56 +162,59 @@ def nothing_left(life: Life) -> Iterator[tuple[float, str]]:
                 yield machine.gone.time, f"{machine.name} had no owner for {machine.gone.time - since:.0f} s"
             sweep = life.swept_after(max(machine.created.index, life.over.index), 0.0)
             if sweep is not None and outlives(machine, sweep):
-                yield sweep.ended.time, f"a sweep found nothing wrong, and left {machine.name}, which nobody owned"
+                yield sweep.ended.time, f"a clean sweep did not delete {machine.name}, which had no owner"
 
 
 def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
     """A run that a user cancels before its teardown begins ends CANCELLED and serves nothing."""
     if life.over is None:
         return
-    asked = next((found for found in life.records if found.value["cancel_requested"]), None)
+    request = next((record for record in life.records if record.value["cancel_requested"]), None)
     # A later cancel request ends the endpoint.
-    obeyed = asked is not None and asked.value["state"] not in (*TERMINAL, "TEARING_DOWN")
-    if obeyed and life.over.value["state"] != "CANCELLED":
-        yield life.over.time, f"its cancel was recorded, and it ended {life.over.value['state']}"
-    unasked = asked is None or not (life.cancels or life.withdrawn)
-    if life.over.value["state"] == "CANCELLED" and unasked:
-        yield life.over.time, "it ended CANCELLED, and nobody asked"
+    must_cancel = request is not None and request.value["state"] not in (*TERMINAL, "TEARING_DOWN")
+    if must_cancel and life.over.value["state"] != "CANCELLED":
+        yield life.over.time, f"the cancel was recorded, but the run ended {life.over.value['state']}"
+    unrequested = request is None or not (life.cancels or life.withdrawn)
+    if life.over.value["state"] == "CANCELLED" and unrequested:
+        yield life.over.time, "the run ended CANCELLED without a cancel request"
     for cancel in life.cancels:
         handled = life.handled.get(cancel.value["message"])
         if handled is None:
-            yield life.end.time, f"nobody answered its cancel, message {cancel.value['message']}"
+            yield life.end.time, f"no function answered the cancel message {cancel.value['message']}"
             continue
         record = life.record_at(handled.index)
         if record is None or record["state"] == "REJECTED":
             continue
         kept = life.over.value["state"] == "CANCELLED" and any(i.index < handled.index for i in life.intents)
-        is_going = record["state"] in TERMINAL or record["state"] == "TEARING_DOWN"
-        if not is_going and not record["cancel_requested"] and not kept:
-            yield handled.time, f"it was {record['state']} when its cancel was answered, and knows nothing of it"
+        is_ending = record["state"] in TERMINAL or record["state"] == "TEARING_DOWN"
+        if not is_ending and not record["cancel_requested"] and not kept:
+            yield (
+                handled.time,
+                f"the cancel was answered in state {record['state']}, but the record has no cancel request",
+            )
         serving = [m for m in life.machines if life.serves(m) and m.exists_at(handled.index) and not life.is_stray(m)]
         if record["state"] in TERMINAL and serving and cancel.value["how"] == "message":
-            yield handled.time, f"its cancel was answered while {serving[0].name} existed"
+            yield handled.time, f"the cancel was answered while {serving[0].name} existed"
 
 
 def forged_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
     """A request about an unknown run is answered and has no effect."""
-    for found in life.forged:
-        if found.value["message"] not in life.handled:
-            yield life.end.time, f"message {found.value['message']}, in the name of no run, was never acknowledged"
+    for request in life.forged:
+        if request.value["message"] not in life.handled:
+            yield life.end.time, f"message {request.value['message']} names an unknown run and was never acknowledged"
     if life.forged and not life.dropped:
-        for what in ("records", "ledgers", "machines", "executions", "published", "slack"):
-            if getattr(life, what):
-                yield life.end.time, f"nobody dropped its spec, and it has {what}"
+        for kind in ("records", "ledgers", "machines", "executions", "published", "slack"):
+            if getattr(life, kind):
+                yield life.end.time, f"no user dropped its spec, but the run has {kind}"
 
 
 def attempts_end(life: Life) -> Iterator[tuple[float, str]]:
     """No attempt follows a permanent failure, and there are no more attempts than the spec allows."""
     attempts = life.last.get("attempts", [])
     for before, after in pairwise(attempts):
-        found = (before["error"] or {}).get("error_class")
-        if found in FINAL_CLASSES:
-            yield seconds_of(after["started"]), f"attempt {after['number']} followed one that failed for good: {found}"
+        error_class = (before["error"] or {}).get("error_class")
+        if error_class in FINAL_CLASSES:
+            yield seconds_of(after["started"]), f"attempt {after['number']} followed a permanent failure: {error_class}"
     most = life.spec.get("limits", {}).get("max_attempts", 20)
     if len(attempts) > most:
         yield seconds_of(attempts[-1]["started"]), f"{len(attempts)} attempts; the spec allows {most}"
@@ -222,30 +225,30 @@ def everybody_is_told(life: Life) -> Iterator[tuple[float, str]]:
     if not life.records:
         return
     reached = {_event_id(life.run, entry): seconds_of(entry["time"]) for entry in life.last["history"]}
-    by_event = {found.value["id"] for found in life.published}
-    in_slack = {found.value["event"] for found in life.slack if found.value["status"] == 200}
-    for found in life.published:
-        event = found.value["event"]
+    by_event = {message.value["id"] for message in life.published}
+    in_slack = {message.value["event"] for message in life.slack if message.value["status"] == 200}
+    for message in life.published:
+        event = message.value["event"]
         if event.get("notice"):
             continue
-        if found.value["id"] not in reached or event["id"] != found.value["id"]:
-            yield found.time, f"event {found.value['id']} tells of a state that it did not reach"
+        if message.value["id"] not in reached or event["id"] != message.value["id"]:
+            yield message.time, f"event {message.value['id']} reports a state that the run did not reach"
         elif abs(seconds_of(event["time"]) - reached[event["id"]]) > 0.001:
-            yield found.time, f"event {event['id']} was published with another time: {event['time']}"
-    for found in life.slack:
-        if found.value["event"] not in reached and "/notice/" not in found.value["event"]:
-            yield found.time, f"Slack was told {found.value['event']}, a state that it did not reach"
+            yield message.time, f"event {event['id']} was published with another time: {event['time']}"
+    for message in life.slack:
+        if message.value["event"] not in reached and "/notice/" not in message.value["event"]:
+            yield message.time, f"Slack got {message.value['event']}, a state that the run did not reach"
     if life.over is not None:
         final = _event_id(life.run, life.last["history"][-1])
         if final not in by_event:
             yield life.end.time, f"no event {final} was published"
         if final not in in_slack:
-            yield life.end.time, f"Slack was never told {final}"
+            yield life.end.time, f"Slack never got {final}"
     unstarted = [entry["state"] for entry in life.last["history"]] == ["ACCEPTED", "CANCELLED"]
     if not life.publish_faults and not unstarted:  # cancelled before its start was reported
         for id_, time in reached.items():
             if id_ not in by_event:
-                yield time, f"no event {id_} was published, and publishing never failed"
+                yield time, f"no event {id_} was published, although publishing never failed"
 
 
 RULES: tuple[Rule, ...] = (
@@ -284,9 +287,9 @@ def _was_known(life: Life, machine: Machine) -> bool:
     """Whether the ledger once had the resource: its create request was still under way during teardown."""
     return any(
         entry["name"] == machine.name and entry["state"] != "gone"
-        for found in life.ledgers
-        if found.index < machine.created.index
-        for entry in found.value["entries"]
+        for ledger in life.ledgers
+        if ledger.index < machine.created.index
+        for entry in ledger.value["entries"]
     )
 
 

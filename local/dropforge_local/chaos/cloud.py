@@ -26,7 +26,7 @@ SECRETS = {"slack-webhook": b"https://slack.chaos/hook"}
 
 
 def deployment() -> Settings:
-    """What Terraform would have set."""
+    """The settings that Terraform would set."""
     return Settings(
         project=PROJECT,
         location=LOCATION,
@@ -53,7 +53,7 @@ class Platform(Protocol):
     """A service that has machines."""
 
     def clients(self) -> dict[str, Callable[..., Any]]:
-        """What it stands in for, by the names of clients.py."""
+        """The simulated clients, by their names in clients.py."""
 
     def living(self) -> list[str]:
         """Every resource that exists."""
@@ -101,7 +101,7 @@ class Cloud:
         return [name for platform in self.platforms for name in platform.living()]
 
     def sweep(self) -> None:
-        """What Cloud Scheduler does: it calls, and does not care for the answer."""
+        """Call the sweep as Cloud Scheduler does, which ignores the answer."""
         self.functions.post("sweep", {}, lambda _: None)
 
     def _uploaded(self, bucket: str, name: str, generation: int, size: int) -> None:

@@ -61,10 +61,10 @@ class CloudRun:
 
     def list_jobs(self, parent: Any = None, request: Any = None, timeout: float = 0, **_: Any) -> Iterator[Any]:
         where = parent or request["parent"]
-        found = self.world.effect(
+        jobs = self.world.effect(
             "run.list_jobs", lambda: [self._shown_job(job) for job in _within(self.jobs, f"{where}/jobs/")]
         )
-        return iter(found)
+        return iter(jobs)
 
     def delete_job(self, name: str, timeout: float) -> Any:
         return self.world.effect("run.delete_job", lambda: self._delete(self.jobs, name), changes=True)
@@ -109,10 +109,10 @@ class CloudRun:
         self.launched(self._container(job))
 
     def _container(self, job: Resource) -> Container:
-        told = {variable.name: variable.value for variable in job.request.template.template.containers[0].env}
+        environment = {variable.name: variable.value for variable in job.request.template.template.containers[0].env}
         lose = partial(self.end, job, None)
         die = partial(self.end, job, KILLED)
-        return Container(told, lambda: job.ended is not None, partial(self.end, job), die, lambda: None, lose)
+        return Container(environment, lambda: job.ended is not None, partial(self.end, job), die, lambda: None, lose)
 
     def end(self, job: Resource, exit_code: int | None) -> None:
         """End the task, once: with an exit code, or with None if the platform ends it."""
@@ -174,7 +174,7 @@ class CloudRun:
         return self.world.effect("run.list_tasks", read)
 
     def _timed_out(self, job: Resource) -> bool:
-        assert job.running is not None, "asked of what has run"
+        assert job.running is not None, "only a job that has run has a time-out"
         allowed: float = job.request.template.template.timeout.total_seconds()
         return (job.ended or self.world.now) - job.running >= allowed - 0.001
 
@@ -218,11 +218,11 @@ class CloudRun:
 
     def list_services(self, parent: Any = None, request: Any = None, timeout: float = 0, **_: Any) -> Iterator[Any]:
         where = parent or request["parent"]
-        found = self.world.effect(
+        services = self.world.effect(
             "run.list_services",
-            lambda: [self._shown_service(one) for one in _within(self.services, f"{where}/services/")],
+            lambda: [self._shown_service(service) for service in _within(self.services, f"{where}/services/")],
         )
-        return iter(found)
+        return iter(services)
 
     def delete_service(self, name: str, timeout: float) -> Any:
         return self.world.effect("run.delete_service", lambda: self._delete(self.services, name), changes=True)
@@ -252,7 +252,7 @@ class CloudRun:
 
     def answers(self, url: str) -> bool:
         """Whether the service at a URL would answer a completion."""
-        return any(_url(one) == url and one.ready is not None for one in self.services.values())
+        return any(_url(service) == url and service.ready is not None for service in self.services.values())
 
     def _shown_service(self, service: Resource) -> Any:
         from google.cloud import run_v2
@@ -288,26 +288,26 @@ class CloudRun:
         return kind[name]
 
     def _delete(self, kind: dict[str, Resource], name: str) -> Any:
-        found = self._find(kind, name)
-        if found.deleted is None:
-            found.deleted = self.world.now
+        resource = self._find(kind, name)
+        if resource.deleted is None:
+            resource.deleted = self.world.now
             self.world.fact("deleting", name=name)
             wait = self.world.random.uniform(0.1, 3)
             if self.world.happens(self.world.faults.slow_end):
                 wait = self.world.random.uniform(5, 600)
-            self.world.after(wait, lambda: self._gone(kind, found))
-        return _Operation(lambda: kind.get(name) is not found, lambda: None)
+            self.world.after(wait, lambda: self._gone(kind, resource))
+        return _Operation(lambda: kind.get(name) is not resource, lambda: None)
 
-    def _gone(self, kind: dict[str, Resource], found: Resource) -> None:
-        if kind.get(found.name) is not found:
+    def _gone(self, kind: dict[str, Resource], resource: Resource) -> None:
+        if kind.get(resource.name) is not resource:
             return
-        del kind[found.name]
-        if found.running is not None:
-            self.end(found, None)
-        found.ended = found.ended or self.world.now
-        self.world.fact("gone", name=found.name)
-        for told in found.ends:
-            told()
+        del kind[resource.name]
+        if resource.running is not None:
+            self.end(resource, None)
+        resource.ended = resource.ended or self.world.now
+        self.world.fact("gone", name=resource.name)
+        for callback in resource.ends:
+            callback()
 
     def _perhaps_by_hand(self, kind: dict[str, Resource], made: Resource) -> None:
         """Maybe a user deletes the resource in the console."""

@@ -32,12 +32,12 @@ class Functions:
         self._main = entry_points(context)
 
     def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
-        """Call a stage; `done` gets its answer, or None when the instance died."""
+        """Call a stage; `done` gets its answer, or None when the instance crashed."""
         request = SimpleNamespace(get_json=lambda silent: body)
 
         def answer() -> tuple[int, Any]:
-            found: Any = getattr(self._main, name)(request)
-            content, status = found if isinstance(found, tuple) else (found, 200)
+            answered: Any = getattr(self._main, name)(request)
+            content, status = answered if isinstance(answered, tuple) else (answered, 200)
             return status, json.loads(json.dumps(content))
 
         self._start(name, {"run": body.get("run", "")}, answer, done)

@@ -67,8 +67,8 @@ class Gke:
 
     def list_clusters(self, parent: str, timeout: float) -> Any:
         def read() -> Any:
-            found = [_shown(self.clusters[name]) for name in sorted(self.clusters)]
-            return SimpleNamespace(clusters=found, missing_zones=[])
+            clusters = [_shown(self.clusters[name]) for name in sorted(self.clusters)]
+            return SimpleNamespace(clusters=clusters, missing_zones=[])
 
         # Seeds without clusters draw no random number for GKE.
         return self.world.effect("gke.list_clusters", read) if self.clusters else read()

@@ -34,8 +34,11 @@ _PATH = re.compile(r"/(?:api|apis/([^/]+))/([^/]+)/(?:namespaces/([^/]+)/)?([a-z
 
 
 class Api:
-    """One cluster's API and its client. `made` is called for each new object, `doomed` for an object whose deletion
-    has begun (until it calls `release`), `going` for an object that is deleted now."""
+    """One cluster's API and its client. `made` is called for each new object.
+
+    `deletion_began` is called when the deletion of an object begins; it calls `release` when the object may disappear.
+    `removed` is called when the object disappears.
+    """
 
     def __init__(self, world: World, cluster: str, has_ray: bool, lets_in: frozenset[str] | None = None) -> None:
         self.world = world
@@ -47,8 +50,8 @@ class Api:
         self.events: list[Object] = []
         self.is_open = True
         self.made: Callable[[Object], None] = lambda _: None
-        self.doomed: Callable[[Object], None] = self.release
-        self.going: Callable[[Object], None] = lambda _: None
+        self.deletion_began: Callable[[Object], None] = self.release
+        self.removed: Callable[[Object], None] = lambda _: None
         self._released: set[str] = set()
 
     # The client's side
@@ -80,9 +83,9 @@ class Api:
     def _answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Object]:
         if not self.is_open:
             return 503, _status("the server is gone")
-        found = _PATH.fullmatch(path)
-        assert found is not None, f"{path} is no path of the Kubernetes API"
-        group, version, namespace, plural, name = found.groups()
+        match = _PATH.fullmatch(path)
+        assert match is not None, f"{path} is no path of the Kubernetes API"
+        group, version, namespace, plural, name = match.groups()
         collection = f"{group}/{version}/{plural}" if group else f"{version}/{plural}"
         if namespace is not None and namespace not in self.accounts:
             return 404, _status(f'namespaces "{namespace}" not found')
@@ -122,13 +125,13 @@ class Api:
         after = rest.pop("continue", "")
         assert not rest, f"query {rest} is not simulated"
         names = [name for name in sorted(self.objects) if name.rsplit("/", 1)[0] == prefix and name > after]
-        found = [name for name in names if is_selected(labelSelector, _labels(self.objects[name]))]
-        page = found[: min(PAGE, int(limit))] if limit else found
-        items = [{key: self.objects[one][key] for key in ("metadata", "spec", "status")} for one in page]
-        return {"metadata": {"continue": page[-1]} if len(page) < len(found) else {}, "items": items}
+        selected = [name for name in names if is_selected(labelSelector, _labels(self.objects[name]))]
+        page = selected[: min(PAGE, int(limit))] if limit else selected
+        items = [{key: self.objects[name][key] for key in ("metadata", "spec", "status")} for name in page]
+        return {"metadata": {"continue": page[-1]} if len(page) < len(selected) else {}, "items": items}
 
     def _delete(self, item: Object, propagationPolicy: str, preconditions: Object) -> tuple[int, Object]:
-        assert propagationPolicy == "Foreground", "what it owns is to go first"
+        assert propagationPolicy == "Foreground", "only deletion of the dependents first is simulated"
         if preconditions != {"uid": item["metadata"]["uid"]}:
             return 409, _status("the UID in the precondition does not match the UID in record")
         self.delete(item)
@@ -169,11 +172,11 @@ class Api:
 
     def owned(self, item: Object) -> list[Object]:
         uid = item["metadata"]["uid"]
-        return [one for one in self.objects.values() if uid in _owners(one)]
+        return [child for child in self.objects.values() if uid in _owners(child)]
 
     def family(self, item: Object) -> list[Object]:
         """An object and all its dependents."""
-        return [item, *(one for child in self.owned(item) for one in self.family(child))]
+        return [item, *(member for child in self.owned(item) for member in self.family(child))]
 
     def of_kind(self, kind: str) -> list[Object]:
         return [item for item in self.objects.values() if item["kind"] == kind]
@@ -188,11 +191,11 @@ class Api:
         for child in self.owned(item):
             if orphan:
                 del child["metadata"]["ownerReferences"]
-                for one in self.family(child):
-                    self.world.fact("orphaned", name=self.name_of(one))
+                for member in self.family(child):
+                    self.world.fact("orphaned", name=self.name_of(member))
             else:
                 self.delete(child)
-        self.doomed(item)
+        self.deletion_began(item)
 
     def release(self, item: Object) -> None:
         """Remove the last hold on an object except its dependents."""
@@ -218,13 +221,13 @@ class Api:
         if self.exists(item) and item["metadata"]["uid"] in self._released and not self.owned(item):
             owners = _owners(item)
             self._end(item)
-            for owner in [one for one in self.objects.values() if one["metadata"]["uid"] in owners]:
+            for owner in [other for other in self.objects.values() if other["metadata"]["uid"] in owners]:
                 self._settle(owner)
 
     def _end(self, item: Object) -> None:
         name = self.name_of(item)
         del self.objects[name]
-        self.going(item)
+        self.removed(item)
         self.world.fact("gone", name=name)
 
     def _prefix(self, collection: str, namespace: str | None) -> str:
@@ -235,14 +238,14 @@ class Api:
 
 def set_condition(item: Object, kind: str, status: str, reason: str = "", message: str = "") -> None:
     """Write a condition into an object's status; it replaces the condition of the same type."""
-    others = [one for one in item["status"].get("conditions", []) if one["type"] != kind]
+    others = [present for present in item["status"].get("conditions", []) if present["type"] != kind]
     condition = {"type": kind, "status": status, "reason": reason, "message": message}
     item["status"]["conditions"] = [*others, condition]
 
 
 def has_condition(item: Object, *kinds: str) -> bool:
-    found = item["status"].get("conditions", [])
-    return any(one["type"] in kinds and one["status"] == "True" for one in found)
+    conditions = item["status"].get("conditions", [])
+    return any(condition["type"] in kinds and condition["status"] == "True" for condition in conditions)
 
 
 def is_selected(selector: str, labels: Mapping[str, str]) -> bool:
@@ -257,12 +260,12 @@ def _collection(item: Object) -> str:
 
 
 def _labels(item: Object) -> dict[str, str]:
-    found: dict[str, str] = item["metadata"].get("labels", {})
-    return found
+    labels: dict[str, str] = item["metadata"].get("labels", {})
+    return labels
 
 
 def _owners(item: Object) -> list[str]:
-    return [one["uid"] for one in item["metadata"].get("ownerReferences", [])]
+    return [owner["uid"] for owner in item["metadata"].get("ownerReferences", [])]
 
 
 def _field(event: Object, path: str) -> Any:

@@ -40,14 +40,14 @@ def within_budget(life: Life) -> Iterator[tuple[float, str]]:
     unknown += sum(_patience(life, use) for use in training if not use.machine.ends_by_itself)
     spent, allowed = sum(use.usd for use in training), limit + unknown * price
     if spent > allowed:
-        yield life.end.time, f"its training cost {spent:.3f} USD; the limit is {limit}"
+        yield life.end.time, f"the training cost {spent:.3f} USD; the limit is {limit}"
     for use in serving_uses(life):
         paid_until = use.since + max(0.0, allowed - spent) / use.usd_per_second
         spent += use.usd
         sweep = life.swept_after(use.machine.created.index, paid_until + SLACK_SECONDS)
         late = use.until - max(paid_until, life.calm) > SWEEP_SECONDS + 2 * SLACK_SECONDS
         if use.until > paid_until and (late or (sweep is not None and outlives(use.machine, sweep))):
-            yield use.until, f"with its endpoint it cost {spent:.3f} USD; the limit is {limit}"
+            yield use.until, f"training and endpoint cost {spent:.3f} USD; the limit is {limit}"
 
 
 def within_duration(life: Life) -> Iterator[tuple[float, str]]:
@@ -72,31 +72,31 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
     The control plane may learn one check interval later when a machine began to run; until then it does not know
     the cost. The next sweep sends a warning that is due while the model is served.
     """
-    for found in life.published:
-        if (key := found.value["event"].get("notice")) and found.value["id"] != f"{life.run}/notice/{key}":
-            yield found.time, f"notice {key} was told by the id {found.value['id']}"
+    for message in life.published:
+        if (key := message.value["event"].get("notice")) and message.value["id"] != f"{life.run}/notice/{key}":
+            yield message.time, f"notice {key} was sent with the id {message.value['id']}"
     if not life.records or not life.valid:
         return
     limit = _budget(life)
     for percent in WARN_AT if limit is not None else ():
-        assert limit is not None, "looked at only with a budget"
+        assert limit is not None, "checked only with a budget"
         keys = [f"budget-{other}" for other in WARN_AT if other >= percent]
         training = [use for use in training_uses(life) if not life.is_stray(use.machine)]
         if (due := _reached(training, limit * percent / 100)) is not None:
             patience = 0.0 if due[1] - due[0].since > 2 * CHECK_SECONDS else CHECK_SECONDS
-            yield from _untold(life, keys, *due, patience)
+            yield from _not_sent(life, keys, *due, patience)
             continue
         serving = [use for use in serving_uses(life) if not life.is_stray(use.machine)]
         if (due := _reached([*training, *serving], limit * percent / 100)) is not None:
-            yield from _untold_by_sweep(life, keys, *due)
+            yield from _not_sent_by_sweep(life, keys, *due)
     created, allowed = _bounds(life)
     time = created + allowed * WARN_OF_TIME_AT / 100
-    for found in life.published:
-        if found.value["event"].get("notice") == f"time-{WARN_OF_TIME_AT}" and found.time < time - SLACK_SECONDS:
-            yield found.time, f"{time - found.time:.0f} s too early it was told that its time is nearly over"
+    for message in life.published:
+        if message.value["event"].get("notice") == f"time-{WARN_OF_TIME_AT}" and message.time < time - SLACK_SECONDS:
+            yield message.time, f"{time - message.time:.0f} s too early, notice time-{WARN_OF_TIME_AT} was sent"
     use = next((use for use in training_uses(life) if use.since <= time < use.until), None)
     if use is not None:
-        yield from _untold(life, [f"time-{WARN_OF_TIME_AT}"], use, time, 0.0)
+        yield from _not_sent(life, [f"time-{WARN_OF_TIME_AT}"], use, time, 0.0)
 
 
 def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
@@ -104,19 +104,21 @@ def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
     if life.over is None or (life.last["error"] or {}).get("error_class") not in ("budget", "deadline"):
         return
     if "TEARING_DOWN" not in [entry["state"] for entry in life.last["history"]]:
-        yield life.over.time, "a limit ended it, and nothing was torn down"
+        yield life.over.time, "a limit ended the run, but no resource was torn down"
     if not life.last["attempts"]:
         return
     last = life.last["attempts"][-1]
     stops, number = seconds_of(last["deadline"]) - SLACK_SECONDS, last["number"]
-    told = [found for found in life.told if found.value["attempt"] == number]
-    began = next((found.time for found in told if found.value["type"] == "started"), None)
+    events = [event for event in life.job_events if event.value["attempt"] == number]
+    began = next((event.time for event in events if event.value["type"] == "started"), None)
     uses = [use for use in training_uses(life) if use.machine.attempt == number]
     was_lost = number in life.silenced or any(use.machine.by_hand or use.until < stops for use in uses)
     if began is None or began > stops - SLACK_SECONDS or was_lost:
         return
-    asked = min((asked.index for use in uses if (asked := use.machine.asked_to_go())), default=life.end.index)
-    if not any(found.index < asked and found.value["type"] in LAST_WORDS for found in told):
+    stopped = min(
+        (request.index for use in uses if (request := use.machine.deletion_request())), default=life.end.index
+    )
+    if not any(event.index < stopped and event.value["type"] in LAST_WORDS for event in events):
         yield life.over.time, f"attempt {number} was ended by a limit before it could save a checkpoint"
 
 
@@ -126,23 +128,28 @@ def endpoint_lives(life: Life) -> Iterator[tuple[float, str]]:
     if not endpoint or not life.valid or life.over is None or life.over.value["state"] != "SUCCEEDED":
         return
     ready, serve, deployed = seconds_of(endpoint["ready"]), life.spec["serve"], _deploying(life)
-    assert deployed is not None, "it has an endpoint"
+    assert deployed is not None, "the run has an endpoint"
     # An endpoint that is ready only after its startup time lives less: its expiry label is set at its creation.
     promised = min(ready, deployed + duration_of(serve.get("startup_timeout", "20m"))) + duration_of(serve["ttl"])
     if serve.get("type") == "training_vm":  # the label was set before the attempt began
         whole = duration_of(serve.get("startup_timeout", "30m")) + duration_of(serve["ttl"])
         promised = min(promised, seconds_of(life.last["attempts"][-1]["deadline"]) + whole)
     if seconds_of(endpoint["expires"]) > promised + SLACK_SECONDS:
-        yield life.over.time, "its endpoint expires after its ttl"
+        yield life.over.time, "the endpoint expires after its ttl"
     for machine in life.machines:
-        asked = machine.asked_to_go()
-        if not life.serves(machine) or asked is None or asked.time < ready or asked.time > promised - SLACK_SECONDS:
+        request = machine.deletion_request()
+        if (
+            not life.serves(machine)
+            or request is None
+            or request.time < ready
+            or request.time > promised - SLACK_SECONDS
+        ):
             continue
-        was_cancelled = (life.record_at(asked.index) or {})["cancel_requested"] is not None
+        was_cancelled = (life.record_at(request.index) or {})["cancel_requested"] is not None
         parts = [other for other in life.machines if life.serves(other) and not other.is_disk]
-        was_lost = any(other.by_hand or (other.ended or asked.time) < asked.time - 1 for other in parts)
-        if not was_cancelled and not was_lost and not _may_be_spent(life, asked.time + SLACK_SECONDS):
-            yield asked.time, f"{machine.name} was deleted {promised - asked.time:.0f} s before its ttl"
+        was_lost = any(other.by_hand or (other.ended or request.time) < request.time - 1 for other in parts)
+        if not was_cancelled and not was_lost and not _may_be_spent(life, request.time + SLACK_SECONDS):
+            yield request.time, f"{machine.name} was deleted {promised - request.time:.0f} s before its ttl"
 
 
 def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
@@ -152,32 +159,32 @@ def endpoint_ends(life: Life) -> Iterator[tuple[float, str]]:
         return
     expires = seconds_of(endpoint["expires"])
     for machine in life.machines:
-        asked = machine.asked_to_go()
-        if not life.serves(machine) or machine.is_disk or asked is None:
+        request = machine.deletion_request()
+        if not life.serves(machine) or machine.is_disk or request is None:
             continue
         since = max(expires, machine.created.time)
         sweep = life.swept_after(machine.created.index, since + SLACK_SECONDS)
         if sweep is not None and outlives(machine, sweep):
-            yield sweep.ended.time, f"a sweep found nothing wrong, and left {machine.name}, which had expired"
-        late = asked.time - max(since, life.calm)
+            yield sweep.ended.time, f"a clean sweep did not delete {machine.name}, although it had expired"
+        late = request.time - max(since, life.calm)
         if late > SWEEP_SECONDS + 2 * SLACK_SECONDS:
-            yield asked.time, f"{machine.name} was deleted {late:.0f} s after its ttl"
+            yield request.time, f"{machine.name} was deleted {late:.0f} s after its ttl"
 
 
 def endpoint_end_is_told(life: Life) -> Iterator[tuple[float, str]]:
     """The next sweep after an endpoint's end reports that end, and nothing reports it earlier."""
     endpoint = life.last.get("endpoint")
-    told = [found.time for found in life.published if found.value["event"].get("notice") == "endpoint-ended"]
+    sent = [message.time for message in life.published if message.value["event"].get("notice") == "endpoint-ended"]
     ended = seconds_of(endpoint["ended"]) if endpoint and endpoint["ended"] else None
-    if told and (ended is None or told[0] < ended - SLACK_SECONDS):
-        yield told[0], "it was told that its endpoint has ended, and that has not"
+    if sent and (ended is None or sent[0] < ended - SLACK_SECONDS):
+        yield sent[0], "notice endpoint-ended was sent before the endpoint ended"
     if ended is None or life.over is None or life.over.value["state"] != "SUCCEEDED":
         return
     sweep = _sweep_after(life, max(ended, life.over.time) + SLACK_SECONDS)
     if sweep is None:
         return
-    for where in _silent(life, ["endpoint-ended", "endpoint-lost"], sweep.ended.time):
-        yield sweep.ended.time, f"a sweep found nothing wrong, and no {where} told that its endpoint has ended"
+    for where in _places_without(life, ["endpoint-ended", "endpoint-lost"], sweep.ended.time):
+        yield sweep.ended.time, f"a clean sweep did not send endpoint-ended by {where}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -196,10 +203,10 @@ def outlives(machine: Machine, sweep: Sweep) -> bool:
 
     A disk can be deleted only after its machine, and a cluster only after its creation.
     """
-    asked = machine.asked_to_go()
+    request = machine.deletion_request()
     if machine.is_disk or (machine.is_cluster and (machine.made is None or machine.made.index > sweep.began.index)):
         return False
-    return asked is None or asked.index > sweep.ended.index
+    return request is None or request.index > sweep.ended.index
 
 
 def training_uses(life: Life) -> Iterator[Use]:
@@ -224,9 +231,9 @@ def serving_uses(life: Life) -> Iterator[Use]:
     """The periods for which endpoints were paid. A service counts from its creation, as if it never scaled to zero."""
     (training, serving), deployed = _prices(life), _deploying(life)
     for machine in life.machines:
-        asked = machine.asked_to_go()
+        request = machine.deletion_request()
         if "/services/" in machine.name and "/k8s/" not in machine.name:
-            until = life.end.time if asked is None else asked.time
+            until = life.end.time if request is None else request.time
             yield Use(machine, machine.created.time, until, serving)
         elif machine.running is not None and life.serves(machine) and deployed is not None:
             until = life.end.time if machine.ended is None else machine.ended
@@ -246,7 +253,7 @@ def _reached(uses: list[Use], usd: float) -> tuple[Use, float] | None:
     return None
 
 
-def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) -> Iterator[tuple[float, str]]:
+def _not_sent(life: Life, keys: list[str], use: Use, due: float, patience: float) -> Iterator[tuple[float, str]]:
     """A violation if none of the notices was sent in time while the machine ran and no user cancelled."""
     until = due + patience + SLACK_SECONDS
     until += life.delay(use.machine.created.time, until)
@@ -256,11 +263,11 @@ def _untold(life: Life, keys: list[str], use: Use, due: float, patience: float) 
     attempt = record["attempts"][-1]
     if record["cancel_requested"] or attempt["number"] != use.machine.attempt or attempt["ended"]:
         return
-    for where in _silent(life, keys, until):
-        yield until, f"{keys[0]} was due for {until - due:.0f} s, and no {where} told it"
+    for where in _places_without(life, keys, until):
+        yield until, f"{keys[0]} was due for {until - due:.0f} s, but was not sent by {where}"
 
 
-def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
+def _not_sent_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Iterator[tuple[float, str]]:
     """A violation if the sweep after a served model's notices were due did not send them."""
     over = life.over
     if over is None or over.value["state"] != "SUCCEEDED":
@@ -269,15 +276,15 @@ def _untold_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Itera
     if sweep is None or use.until < sweep.ended.time:
         return
     record = life.record_when(sweep.ended.time)
-    assert record is not None, "it is over"
+    assert record is not None, "the run is over"
     if (
         record["cancel_requested"]
         or not record["endpoint"]
         or seconds_of(record["endpoint"]["expires"]) < sweep.ended.time + SLACK_SECONDS
     ):
         return
-    for where in _silent(life, keys, sweep.ended.time):
-        yield sweep.ended.time, f"a sweep found nothing wrong, and {keys[0]}, which was due, was told by no {where}"
+    for where in _places_without(life, keys, sweep.ended.time):
+        yield sweep.ended.time, f"a clean sweep did not send {keys[0]} by {where}, although it was due"
 
 
 def _sweep_after(life: Life, time: float) -> Sweep | None:
@@ -286,12 +293,12 @@ def _sweep_after(life: Life, time: float) -> Sweep | None:
     return next((sweep for sweep in sweeps if not life.delay(sweep.began.time, sweep.ended.time)), None)
 
 
-def _silent(life: Life, keys: list[str], until: float) -> Iterator[str]:
+def _places_without(life: Life, keys: list[str], until: float) -> Iterator[str]:
     """The places (run event, Slack) where none of the notices was sent."""
-    by_event = {found.value["event"].get("notice") for found in life.published if found.time <= until}
-    in_slack = {found.value["event"].rsplit("/", 1)[-1] for found in life.slack if found.time <= until}
-    for told, where in ((by_event, "event"), (in_slack, "Slack message")):
-        if not told & set(keys):
+    by_event = {message.value["event"].get("notice") for message in life.published if message.time <= until}
+    in_slack = {message.value["event"].rsplit("/", 1)[-1] for message in life.slack if message.time <= until}
+    for sent, where in ((by_event, "run event"), (in_slack, "Slack message")):
+        if not sent & set(keys):
             yield where
 
 
@@ -315,7 +322,7 @@ def _rest(life: Life, use: Use) -> float:
     """
     if use.machine.owner is None:
         return SLACK_SECONDS
-    began = next(one["started"] for one in life.last["attempts"] if one["number"] == use.machine.attempt)
+    began = next(attempt["started"] for attempt in life.last["attempts"] if attempt["number"] == use.machine.attempt)
     return SLACK_SECONDS + GRACE_SECONDS + max(0.0, use.machine.origin.created.time - seconds_of(began))
 
 

@@ -82,13 +82,13 @@ class Machine:
     @property
     def attempt(self) -> int:
         """The attempt that it trains for; 0 for an endpoint."""
-        found = re.search(r"-a(\d+)$", self.origin.name)
-        return int(found[1]) if found else 0
+        match = re.search(r"-a(\d+)$", self.origin.name)
+        return int(match[1]) if match else 0
 
     def exists_at(self, index: int) -> bool:
         return self.created.index < index and (self.gone is None or self.gone.index > index)
 
-    def asked_to_go(self) -> At | None:
+    def deletion_request(self) -> At | None:
         """The first request to delete it, or its end if there was no such request."""
         return self.deleting or self.gone
 
@@ -122,7 +122,7 @@ class Life:
     slack: list[At] = field(default_factory=list)
     cancels: list[At] = field(default_factory=list)
     intents: list[At] = field(default_factory=list)  # cancel marks, written before the record existed
-    told: list[At] = field(default_factory=list)
+    job_events: list[At] = field(default_factory=list)
     received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event
     silenced: set[int] = field(default_factory=set)  # attempts whose container could not report its end
     delays: list[tuple[float, float]] = field(default_factory=list)
@@ -145,21 +145,21 @@ class Life:
     @property
     def over(self) -> At | None:
         """When the run became terminal."""
-        return next((found for found in self.records if found.value["state"] in TERMINAL), None)
+        return next((record for record in self.records if record.value["state"] in TERMINAL), None)
 
     @property
     def training(self) -> list[Machine]:
         return [machine for machine in self.machines if not machine.is_endpoint]
 
     def record_at(self, index: int) -> dict[str, Any] | None:
-        return next((found.value for found in reversed(self.records) if found.index < index), None)
+        return next((record.value for record in reversed(self.records) if record.index < index), None)
 
     def record_when(self, time: float) -> dict[str, Any] | None:
-        return next((found.value for found in reversed(self.records) if found.time <= time), None)
+        return next((record.value for record in reversed(self.records) if record.time <= time), None)
 
     def entry_at(self, index: int, name: str) -> dict[str, Any] | None:
         """The ledger's entry for a resource at an index."""
-        ledger = next((found.value for found in reversed(self.ledgers) if found.index < index), None)
+        ledger = next((ledger.value for ledger in reversed(self.ledgers) if ledger.index < index), None)
         return next((entry for entry in ledger["entries"] if entry["name"] == name), None) if ledger else None
 
     def is_stray(self, machine: Machine) -> bool:
@@ -190,8 +190,8 @@ def read(history: History) -> dict[str, Life]:
     for run, life in reader.lives.items():
         life.run, life.handled, life.publish_faults, life.sweeps = run, reader.handled, reader.faults, reader.sweeps
         life.delays = sorted([*life.delays, *reader.delays])
-        found = life.dropped[0].value if life.dropped else {}
-        life.was_lost = (found.get("object"), found.get("generation")) in reader.lost
+        dropped = life.dropped[0].value if life.dropped else {}
+        life.was_lost = (dropped.get("object"), dropped.get("generation")) in reader.lost
     return dict(reader.lives)
 
 
@@ -229,7 +229,7 @@ class _Reader:
         elif kind == "write":
             self._wrote(here)
         else:
-            _told(self.lives, kind, here)
+            _record_message(self.lives, kind, here)
 
     def _created(self, here: At) -> None:
         """Record a new resource. If a queue or a controller creates it, it is as late as the request behind it."""
@@ -243,20 +243,20 @@ class _Reader:
         self.lives[machine.origin.labels.get("dropforge-run", "")].machines.append(machine)
 
     def _failed(self, here: At) -> None:
-        """Record a fault and the longest delay that it explains: to the next look, retry, or second sweep."""
-        data, what = here.value, here.value["what"]
-        self.faults = self.faults or what in CALL_FAULTS or what == "cancelled_execution"
-        if what == "deleted":
+        """Record a fault and the longest delay that it explains: to the next check, retry, or second sweep."""
+        data, fault = here.value, here.value["what"]
+        self.faults = self.faults or fault in CALL_FAULTS or fault == "cancelled_execution"
+        if fault == "deleted":
             self.machines[data["resource"]].by_hand = True
-        elif what == "dropped" and "object" in data:
+        elif fault == "dropped" and "object" in data:
             self.lost.add((data["object"], data["generation"]))
-        elif what in ("lost_machine", "silent"):
+        elif fault in ("lost_machine", "silent"):
             self.lives[data["run"]].silenced.add(data["attempt"])
-        elif what == "cancelled_execution":
+        elif fault == "cancelled_execution":
             self.lives[data["run"]].delays.append((here.time, 2 * SWEEP_SECONDS))
-        elif what == "restart":
+        elif fault == "restart":
             self.delays.append((here.time, CHECK_SECONDS))
-        elif what in CALL_FAULTS or what == "stalled":
+        elif fault in CALL_FAULTS or fault == "stalled":
             process = data["process"]
             is_sweep = process.startswith("sweep-")
             seconds = (SWEEP_SECONDS if is_sweep else CHECK_SECONDS) + data.get("seconds", 0.0)
@@ -276,15 +276,15 @@ class _Reader:
     def _wrote(self, here: At) -> None:
         parts = here.value["name"].split("/")
         if len(parts) == 3 and parts[0] == "runs":
-            found = At(here.index, here.time, here.value["content"])
+            content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":
-                self.lives[parts[1]].records.append(found)
+                self.lives[parts[1]].records.append(content)
                 if here.value["replaced"] == 0:
-                    self.lives[parts[1]].creations.append(found)
+                    self.lives[parts[1]].creations.append(content)
             elif parts[2] == "ledger.json":
-                self.lives[parts[1]].ledgers.append(found)
+                self.lives[parts[1]].ledgers.append(content)
             elif parts[2] == "cancel.json":
-                self.lives[parts[1]].intents.append(found)
+                self.lives[parts[1]].intents.append(content)
         elif parts[0] == "runs" and parts[2:3] == ["events"]:
             attempt, sequence, kind = parts[3].removesuffix(".json").split("-")
             self.lives[parts[1]].received.append(At(here.index, here.time, (int(attempt), int(sequence), kind)))
@@ -305,7 +305,7 @@ def _happened(machine: Machine, kind: str, here: At) -> None:
         machine.deleting = here
 
 
-def _told(lives: dict[str, Life], kind: str, here: At) -> None:
+def _record_message(lives: dict[str, Life], kind: str, here: At) -> None:
     data = here.value
     if kind == "dropped":
         lives[data["run"]].dropped.append(here)
@@ -320,7 +320,7 @@ def _told(lives: dict[str, Life], kind: str, here: At) -> None:
     elif kind == "execution_ended":
         lives[data["run"]].ended[data["id"]] = here
     elif kind == "told":
-        lives[data["run"]].told.append(here)
+        lives[data["run"]].job_events.append(here)
     elif kind == "published":
         lives[data["event"]["run"]].published.append(here)
     elif kind == "slack":

@@ -1,9 +1,9 @@
-"""The life of one run, explored to the end: every order of what can happen, with a bound on the faults.
+"""The life of one run, explored to the end: every order of events, with a bound on the faults.
 
-A state is what is durable: the runs bucket, the cloud, the snapshots of executions, and messages on their way.
+A state is everything durable: the runs bucket, the cloud, the snapshots of executions, and undelivered messages.
 A transition is the real code: a function called whole, or killed before one of its effects; a step of the workflow; an
-event of the cloud. So nothing of the control plane is modelled but time, which stands still, and two functions at once,
-which are left to the seeds.
+event of the cloud. The model simplifies two things: time stands still, and two functions never run at once.
+The seeds cover both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 JOB, SERVICE = "run.googleapis.com/Job", "run.googleapis.com/Service"
 OBJECT = "specs/job.json"
 MOST_EFFECTS = 400
-SWEEP_AFTER = 60.0  # seconds: what is to be found lost is old enough
+SWEEP_AFTER = 60.0  # seconds: old enough for the sweep to treat a resource as lost
 LATE_SWEEP_AFTER = 5 * 86400.0  # every endpoint is past its ttl
 MAX_ATTEMPTS = 2
 RUN = names.run_id_of_object(SPECS, OBJECT, 1)
@@ -64,32 +64,32 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 
 
 class State(NamedTuple):
-    """Everything that outlives a call. `told` are the ids of run events that were published."""
+    """Everything that outlives a call. `announced` are the ids of run events that were published."""
 
     objects: tuple[tuple[str, bytes], ...] = ()
     cloud: tuple[tuple[str, str], ...] = ()  # name and phase
     executions: tuple[tuple[str, str, str, str], ...] = ()  # id, state, snapshot, wait
     mail: tuple[str, ...] = ()
-    told: frozenset[str] = frozenset()
+    announced: frozenset[str] = frozenset()
     faults: int = 0
     late: bool = False  # every endpoint is past its ttl
-    asked: bool = False  # for the run's end, before its teardown began
+    is_cancelled: bool = False  # a cancel was recorded before the teardown began
 
     @property
     def record(self) -> dict[str, Any]:
         """The run's record; empty while there is none."""
-        found = next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")
-        return dict(json.loads(found))
+        content = next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")
+        return dict(json.loads(content))
 
     @property
     def ledger(self) -> dict[str, str]:
         """The state of each resource in the run's ledger, by its name."""
-        found = next((data for name, data in self.objects if name.endswith("/ledger.json")), b'{"entries": []}')
-        return {entry["name"]: entry["state"] for entry in json.loads(found)["entries"]}
+        content = next((data for name, data in self.objects if name.endswith("/ledger.json")), b'{"entries": []}')
+        return {entry["name"]: entry["state"] for entry in json.loads(content)["entries"]}
 
 
 class Step(NamedTuple):
-    """What can happen in a state, in words, and whether it is a fault."""
+    """An event that can happen in a state, its name for people, and whether it is a fault."""
 
     name: str
     take: Callable[[Stage], None]
@@ -111,13 +111,13 @@ class Stage(World):
         self.cloud = dict(state.cloud)
         self.mail = list(state.mail)
         self.soon: list[Callable[[], None]] = []
-        self.scheduler.wait = self.sleep  # type: ignore[method-assign]  # time passes for the one call only
+        self.scheduler.wait = self.sleep  # type: ignore[method-assign]  # time passes only within a call
         self.storage = Storage(self, (SPECS, RUNS))
         self.storage.objects[RUNS] = {name: StoredObject(data, 1, START) for name, data in state.objects}
         self.storage.objects[SPECS] = {OBJECT: StoredObject(SPEC, 1, START)}
         self.workflows = Workflows(self, lambda *_: None)
-        for id_, found, snapshot, wait in state.executions:
-            self.workflows.executions[id_] = self._execution(id_, found, snapshot, wait)
+        for id_, phase, snapshot, wait in state.executions:
+            self.workflows.executions[id_] = self._execution(id_, phase, snapshot, wait)
         self._ids = len(state.executions)
         self.main = ModuleType("main")
 
@@ -140,7 +140,7 @@ class Stage(World):
         changes: bool = False,
         error: Callable[[bool], Exception] | None = None,
     ) -> T:
-        """One effect of the function that is called: where it may die."""
+        """One effect of the called function; the function may crash before it."""
         self.count += 1
         if self.count == self.kill_at:
             raise Killed(name)
@@ -150,12 +150,12 @@ class Stage(World):
         """A stage by HTTP, on this stack."""
         request = SimpleNamespace(get_json=lambda silent: body)
         try:
-            found: Any = getattr(self.main, name)(request)
+            answered: Any = getattr(self.main, name)(request)
         except Killed:
             return None
         except Exception as error:  # noqa: BLE001  # as functions-framework does
             return 500, {"error": repr(error)}
-        content, status = found if isinstance(found, tuple) else (found, 200)
+        content, status = answered if isinstance(answered, tuple) else (answered, 200)
         return status, json.loads(json.dumps(content))
 
     def deliver(self, name: str, data: dict[str, Any]) -> bool:
@@ -167,23 +167,23 @@ class Stage(World):
         return True
 
     def next(self, fault: bool) -> State:
-        """The state that this transition has led to."""
+        """The state after this transition."""
         while self.soon:
             self.soon.pop(0)()
         facts = self.history.of("published")
-        found = State(
-            tuple(sorted((name, found.data) for name, found in self.storage.objects[RUNS].items())),
+        following = State(
+            tuple(sorted((name, stored.data) for name, stored in self.storage.objects[RUNS].items())),
             tuple(sorted(self.cloud.items())),
             tuple(self._frozen(execution) for execution in self.workflows.executions.values()),
             tuple(self.mail),
-            self.state.told | {fact.data["id"] for fact in facts},
+            self.state.announced | {fact.data["id"] for fact in facts},
             self.state.faults + fault,
             self.state.late,
-            self.state.asked,
+            self.state.is_cancelled,
         )
-        old, new = self.state.record, found.record
+        old, new = self.state.record, following.record
         early = old.get("state") not in (*TERMINAL, "TEARING_DOWN")
-        return found._replace(asked=found.asked or (early and bool(new.get("cancel_requested"))))
+        return following._replace(is_cancelled=following.is_cancelled or (early and bool(new.get("cancel_requested"))))
 
     def _execution(self, id_: str, state: str, snapshot: str, wait: str) -> Execution:
         text, values = json.loads(snapshot)
@@ -191,13 +191,13 @@ class Stage(World):
         machine: Any = None
         execution = Execution(id_, RUN, {names.RUN_LABEL: RUN}, START, machine, restored, state)
         if wait:
-            found = self.waits[wait]
-            execution.waits[found.thread] = found
-            execution.early = {found.ref: None} if found.ref else {}
+            restored_wait = self.waits[wait]
+            execution.waits[restored_wait.thread] = restored_wait
+            execution.early = {restored_wait.ref: None} if restored_wait.ref else {}
         return execution
 
     def _frozen(self, execution: Execution) -> tuple[str, str, str, str]:
-        """An execution as part of a state; counts and moments that decide nothing are left out, so that waits recur."""
+        """An execution as part of a state; without counts and times that decide nothing, so that waits recur."""
         wait = next(iter(execution.waits.values()), None)
         if wait is None or execution.snapshot is None:
             return execution.id, execution.state, json.dumps(["", {}]), ""
@@ -213,7 +213,7 @@ class Stage(World):
 
 
 class ModelTarget:
-    """Target and server in one: a resource exists, is running or has ended, and is deleted at once."""
+    """Both target and server: a resource exists, is running or has ended, and is deleted at once."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -249,11 +249,11 @@ class ModelTarget:
         return "https://endpoint.chaos"
 
     def why_not_ready(self, cloud: Any, deployment: Any) -> CloudError:
-        return CloudError(ErrorClass.CODE, "it is ready at once")
+        return CloudError(ErrorClass.CODE, "the endpoint is ready at once")
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
-        found = self.stage.effect("list", lambda: sorted(self.stage.cloud))
-        for name in found:
+        resources = self.stage.effect("list", lambda: sorted(self.stage.cloud))
+        for name in resources:
             labels = names.labels(RUN, {}, **{names.DEPLOYMENT_LABEL: cloud.settings.deployment})
             if name.startswith("jobs/"):
                 labels[names.ATTEMPT_LABEL] = name.rsplit("-a", 1)[1]
@@ -281,23 +281,23 @@ class Explorer:
         self.problems: list[tuple[State, str]] = []
 
     def explore(self) -> None:
-        """Visit everything. What breaks a rule is noted, with the way that led there."""
+        """Visit every state. Note each broken rule, with the state that breaks it."""
         ahead = deque([self.first])
         while ahead:
             state = ahead.popleft()
             self.edges[state] = []
-            for name, found, fault in self._successors(state):
-                self.edges[state].append((found, fault))
-                new = found not in self.came
+            for name, following, fault in self._successors(state):
+                self.edges[state].append((following, fault))
+                new = following not in self.came
                 if new:
-                    self.came[found] = state, name
-                    ahead.append(found)
-                if new or found.record != state.record or found.cloud != state.cloud:
-                    self.problems += [(found, problem) for problem in broken(state, found)]
-        self.problems += [(state, "it can never come to a good end from here") for state in self._hopeless()]
+                    self.came[following] = state, name
+                    ahead.append(following)
+                if new or following.record != state.record or following.cloud != state.cloud:
+                    self.problems += [(following, problem) for problem in broken(state, following)]
+        self.problems += [(state, "no good end can be reached from here") for state in self._hopeless()]
 
     def way(self, state: State) -> list[str]:
-        """What happened, from the beginning to a state."""
+        """The names of the steps from the first state to a state."""
         steps: list[str] = []
         at: State = state
         while (came := self.came[at]) is not None:
@@ -328,12 +328,12 @@ class Explorer:
         return stage
 
     def _hopeless(self) -> list[State]:
-        """States from which no way without further faults leads to a good end."""
+        """States from which no good end can be reached without further faults."""
         back: dict[State, list[State]] = {}
         for state, edges in self.edges.items():
-            for found, fault in edges:
+            for following, fault in edges:
                 if not fault:
-                    back.setdefault(found, []).append(state)
+                    back.setdefault(following, []).append(state)
         ahead = deque(state for state in self.edges if is_good_end(state))
         hopeful = set(ahead)
         while ahead:
@@ -345,22 +345,22 @@ class Explorer:
 
 
 def steps(state: State) -> Iterator[Step]:
-    """Everything that can happen next."""
+    """Every event that can happen next."""
     for kind in state.mail:
         yield Step(f"{kind} arrives", _mail(kind, keep=False))
         yield Step(f"{kind} arrives twice", _mail(kind, keep=True), fault=True)
-    for id_, found, _, wait in state.executions:
-        if found == "ACTIVE":
-            yield Step(f"{id_} goes on", _go_on(id_))
+    for id_, phase, _, wait in state.executions:
+        if phase == "ACTIVE":
+            yield Step(f"{id_} continues", _continue(id_))
             yield Step(f"{id_} is cancelled by hand", _cancel_execution(id_), fault=True)
             if "/provision" in wait:
-                yield Step(f"{id_} goes on: no capacity", _go_on(id_, refuse=True), fault=True)
+                yield Step(f"{id_} continues: no capacity", _continue(id_, refuse=True), fault=True)
             if "http" in wait:
-                yield Step(f"{id_} goes on: its reply is lost", _go_on(id_, lose=True), fault=True)
+                yield Step(f"{id_} continues: its reply is lost", _continue(id_, lose=True), fault=True)
     for name, phase in state.cloud:
         if name.startswith("jobs/") and phase == "running":
             yield Step(f"{name} succeeds", _train(name))
-            yield Step(f"{name} fails for good", _end(name, "failed"))
+            yield Step(f"{name} fails permanently", _end(name, "failed"))
             yield Step(f"{name} is preempted", _end(name, "preempted"), fault=True)
     yield Step("a sweep", _sweep)
     if not state.late and state.record.get("state") in TERMINAL:
@@ -372,33 +372,33 @@ def broken(before: State, after: State) -> Iterator[str]:
     old, new = before.record, after.record
     over = new.get("state") in TERMINAL
     if old.get("state") in TERMINAL and any(old[key] != new[key] for key in ("state", "error", "history", "attempts")):
-        yield f"a run that was {old['state']} was changed"
+        yield f"a run was changed after it was {old['state']}"
     jobs = [name for name, _ in after.cloud if name.startswith("jobs/")]
     if len(jobs) > 1:
         yield f"two attempts have resources at once: {jobs}"
     created = {name for name, _ in after.cloud} - {name for name, _ in before.cloud}
     for name in created:
         if after.ledger.get(name) not in ("intended", "created"):
-            yield f"{name} was created, and the ledger says {after.ledger.get(name)}"
+            yield f"{name} was created, but the ledger says {after.ledger.get(name)}"
     if over and old.get("state") not in TERMINAL:
         if jobs:
             yield f"{jobs} existed when the run was {new['state']}"
-        if before.asked and new["state"] != "CANCELLED":
-            yield f"its cancel was recorded, and it ended {new['state']}"
+        if before.is_cancelled and new["state"] != "CANCELLED":
+            yield f"the cancel was recorded, but the run ended {new['state']}"
         if any(attempt["ended"] is None for attempt in new["attempts"]):
-            yield "an attempt has no end in the record of a run that is over"
+            yield "an attempt has no end in the record of a finished run"
     if len(new.get("attempts", [])) > MAX_ATTEMPTS:
         yield "more attempts than the spec allows"
 
 
 def is_good_end(state: State) -> bool:
-    """The run is over, its end was told, nothing is left, and nobody works any more."""
+    """The run is over, its end was announced, no resource exists, and no execution is active."""
     record = state.record
     if record.get("state") not in TERMINAL or state.mail or not state.late:
         return False
     end = record["history"][-1]
-    told = f"{RUN}/{end['attempt']}/{end['state'].lower()}" in state.told
-    return told and not state.cloud and all(found != "ACTIVE" for _, found, _, _ in state.executions)
+    is_announced = f"{RUN}/{end['attempt']}/{end['state'].lower()}" in state.announced
+    return is_announced and not state.cloud and all(phase != "ACTIVE" for _, phase, _, _ in state.executions)
 
 
 def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
@@ -415,10 +415,10 @@ def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
     return arrive
 
 
-def _go_on(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stage], None]:
-    """What the execution waits for comes: a function's answer, the end of a sleep, or of the wait for a callback."""
+def _continue(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stage], None]:
+    """The wait of the execution ends: a function answers, or a sleep or the wait for a callback ends."""
 
-    def go_on(stage: Stage) -> None:
+    def proceed(stage: Stage) -> None:
         execution = stage.workflows.executions[id_]
         wait = next(iter(execution.waits.values()), None)
         if wait is None:
@@ -432,7 +432,7 @@ def _go_on(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stag
         reply = stage.call(*stage.workflows.request_of(wait))
         stage.workflows.reply(execution, wait, None if lose else reply)
 
-    return go_on
+    return proceed
 
 
 def _cancel_execution(id_: str) -> Callable[[Stage], None]:
@@ -440,7 +440,7 @@ def _cancel_execution(id_: str) -> Callable[[Stage], None]:
 
 
 def _train(name: str) -> Callable[[Stage], None]:
-    """The model is committed, by the first attempt that comes so far, and the container ends."""
+    """The container ends. The first attempt that gets here commits the model."""
 
     def end(stage: Stage) -> None:
         path = f"models/{RUN}/MANIFEST.json"
@@ -462,7 +462,7 @@ def _sweep(stage: Stage) -> None:
 
 
 def _age(stage: Stage) -> float:
-    """How far time has gone on when somebody looks at the run again: what can be lost is lost by then."""
+    """Seconds until the next check of the run: long enough that lost work counts as lost."""
     created = stage.state.record.get("created")
     return SWEEP_AFTER + (datetime.fromisoformat(created).timestamp() - START if created else 0.0)
 
@@ -474,7 +474,7 @@ def _late_sweep(stage: Stage) -> None:
 
 
 class Publisher:
-    """A client that nobody has used before, as that of an instance that has just started."""
+    """An unused client, like the client of an instance that has just started."""
 
     def __init__(self, publish: Callable[..., Any]) -> None:
         self.publish = publish

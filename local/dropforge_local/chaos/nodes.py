@@ -1,4 +1,4 @@
-"""The nodes of a GKE cluster: Autopilot creates one for a pod, its kubelet runs the container, and a node can be lost.
+"""The nodes of a GKE cluster. Autopilot creates a node for a pod, its kubelet runs the container, nodes can be lost.
 
 A pod is paid for from the moment it has a node until its container has ended. Its status:
 https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/. The status when its node is disrupted:
@@ -72,7 +72,7 @@ class Nodes:
         world.after(stop, lambda: self.finish(pod, TERMINATED))
         world.after(stop + rest, lambda: self.api.release(pod))
 
-    def gone(self, pod: Object) -> None:
+    def removed(self, pod: Object) -> None:
         """Remove the pod with everything that ran in it."""
         self._stop_paying(pod, None)
         pod["status"]["phase"] = pod["status"]["phase"] if is_over(pod) else "Failed"

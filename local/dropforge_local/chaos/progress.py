@@ -13,7 +13,7 @@ _POD = "k8s.io/Pod"
 
 
 def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
-    """An attempt without progress for stuck_after is reported once, and ended if the spec says so. No other is.
+    """An attempt without progress for stuck_after is reported once, and ended if the spec says so. No other attempt is.
 
     Progress is a step beyond all received steps, or any other report of the attempt.
     """
@@ -22,29 +22,29 @@ def stuck_is_told(life: Life) -> Iterator[tuple[float, str]]:
     policy = life.spec["limits"].get("on_stuck", "notify")
     for attempt in life.last.get("attempts", []):
         number, error_class = attempt["number"], (attempt["error"] or {}).get("error_class")
-        told = _told(life, f"stuck-a{number}")
+        sent = _first_sent(life, f"stuck-a{number}")
         signs = _signs(life, number)
-        if told is not None:
-            yield from _told_too_early(life, signs, told, number)
-        if error_class == "stuck" and (policy == "notify" or told is None):
+        if sent is not None:
+            yield from _sent_too_early(life, signs, sent, number)
+        if error_class == "stuck" and (policy == "notify" or sent is None):
             yield seconds_of(attempt["ended"]), f"attempt {number} was ended as stuck: on_stuck is {policy}"
-        yield from _not_told(life, signs, told, number)
+        yield from _sent_too_late(life, signs, sent, number)
         if (
-            told is not None
+            sent is not None
             and policy != "notify"
             and error_class != "stuck"
-            and not any(sign > told for sign in signs[:-1])
+            and not any(sign > sent for sign in signs[:-1])
         ):
-            until = told + CHECK_SECONDS + SLACK_SECONDS
-            until += life.delay(told, until)
+            until = sent + CHECK_SECONDS + SLACK_SECONDS
+            until += life.delay(sent, until)
             if _trains(life, number, until):
-                yield until, f"attempt {number} is stuck, and trains: on_stuck is {policy}"
+                yield until, f"attempt {number} is stuck, but still trains: on_stuck is {policy}"
 
 
-def _told(life: Life, key: str) -> float | None:
+def _first_sent(life: Life, key: str) -> float | None:
     """The first time a notice was sent, by run event or in Slack. A failure of one channel does not delay the other."""
-    times = [found.time for found in life.published if found.value["event"].get("notice") == key]
-    times += [found.time for found in life.slack if found.value["event"].endswith(f"/notice/{key}")]
+    times = [message.time for message in life.published if message.value["event"].get("notice") == key]
+    times += [message.time for message in life.slack if message.value["event"].endswith(f"/notice/{key}")]
     return min(times, default=None)
 
 
@@ -53,34 +53,36 @@ def _signs(life: Life, number: int) -> list[float]:
     uses = [use for use in training_uses(life) if use.machine.attempt == number]
     if not uses:
         return []
-    steps = {(found.value["attempt"], found.value.get("sequence")): found.value.get("step") for found in life.told}
+    steps = {
+        (event.value["attempt"], event.value.get("sequence")): event.value.get("step") for event in life.job_events
+    }
     signs, best = [max(use.since for use in uses)], -1
-    for found in life.received:
-        of, sequence, kind = found.value
+    for event in life.received:
+        of, sequence, kind = event.value
         step = steps.get((of, sequence))
         if of == number and (kind not in PROGRESS or (step is not None and step > best)):
-            signs.append(found.time)
+            signs.append(event.time)
             best = max(best, step or 0) if kind in PROGRESS else best
     return [*sorted(signs), min(use.until for use in uses)]
 
 
-def _told_too_early(life: Life, signs: list[float], told: float, number: int) -> Iterator[tuple[float, str]]:
-    """Reports that come too early. A look takes time, and need not know what arrives meanwhile."""
+def _sent_too_early(life: Life, signs: list[float], sent: float, number: int) -> Iterator[tuple[float, str]]:
+    """Reports that come too early. An inspect takes time, and need not know the events that arrive meanwhile."""
     after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
-    look = told - SLACK_SECONDS - life.delay(told - after, told)
-    last = max((sign for sign in signs[:-1] if sign <= look), default=signs[0] if signs else told)
-    if last > told - after + SLACK_SECONDS:
-        yield told, f"attempt {number} was said to be stuck after {told - last:.0f} s"
+    inspected = sent - SLACK_SECONDS - life.delay(sent - after, sent)
+    last = max((sign for sign in signs[:-1] if sign <= inspected), default=signs[0] if signs else sent)
+    if last > sent - after + SLACK_SECONDS:
+        yield sent, f"attempt {number} was reported as stuck after {sent - last:.0f} s"
 
 
-def _not_told(life: Life, signs: list[float], told: float | None, number: int) -> Iterator[tuple[float, str]]:
+def _sent_too_late(life: Life, signs: list[float], sent: float | None, number: int) -> Iterator[tuple[float, str]]:
     """Reports that come too late. The control plane may learn a check interval later when a machine began to run."""
     after = duration_of(life.spec["limits"].get("stuck_after", "1h"))
     for since, until in pairwise(signs):
         late = since + after + 2 * CHECK_SECONDS + SLACK_SECONDS
         late += life.delay(since, late)
-        if late < until and (told is None or told > late) and _trains(life, number, late) and _runs(life, number, late):
-            yield late, f"attempt {number} made no progress for {late - since:.0f} s, and nobody was told"
+        if late < until and (sent is None or sent > late) and _trains(life, number, late) and _runs(life, number, late):
+            yield late, f"attempt {number} made no progress for {late - since:.0f} s, but no notice was sent"
 
 
 def _trains(life: Life, number: int, time: float) -> bool:
@@ -94,5 +96,5 @@ def _trains(life: Life, number: int, time: float) -> bool:
 def _runs(life: Life, number: int, time: float) -> bool:
     """Whether all of an attempt's pods had a node then. Otherwise the cloud reports the attempt as pending."""
     pods = [machine for machine in life.training if machine.kind == _POD and machine.attempt == number]
-    there = [pod for pod in pods if pod.created.time <= time and (pod.gone is None or pod.gone.time > time)]
-    return all(pod.running is not None and pod.running <= time for pod in there)
+    present = [pod for pod in pods if pod.created.time <= time and (pod.gone is None or pod.gone.time > time)]
+    return all(pod.running is not None and pod.running <= time for pod in present)

@@ -99,7 +99,7 @@ class Ray:
             template = (cluster["spec"]["headGroupSpec"] if group == HEAD else workers)["template"]
             self._add_pod(cluster, group, template, 0.0 if group == HEAD else 1 / workers["numOfHosts"])
 
-    def cluster_went(self, cluster: Object) -> None:
+    def cluster_removed(self, cluster: Object) -> None:
         """A user has deleted the cluster: create it again and submit its job again."""
         job = self._job_of(cluster)
         if job is not None and job["status"]["jobDeploymentStatus"] not in OVER:
@@ -158,13 +158,15 @@ class Ray:
 
     def cluster_of(self, pod: Object) -> Object | None:
         name = pod["metadata"]["labels"].get(OF_CLUSTER)
-        return next((one for one in self.api.of_kind("RayCluster") if one["metadata"]["name"] == name), None)
+        return next(
+            (cluster for cluster in self.api.of_kind("RayCluster") if cluster["metadata"]["name"] == name), None
+        )
 
     def _pods_of(self, cluster: Object) -> list[Object]:
         return [pod for pod in self.api.of_kind("Pod") if self.cluster_of(pod) is cluster]
 
     def _job_of(self, cluster: Object) -> Any:
         """The RayJob of a cluster; None if the RayJob is deleted or its deletion has begun."""
-        owners = [one["uid"] for one in cluster["metadata"].get("ownerReferences", [])]
-        found = [job for job in self.api.of_kind("RayJob") if job["metadata"]["uid"] in owners]
-        return found[0] if found and self.api.is_live(found[0]) else None
+        owners = [owner["uid"] for owner in cluster["metadata"].get("ownerReferences", [])]
+        jobs = [job for job in self.api.of_kind("RayJob") if job["metadata"]["uid"] in owners]
+        return jobs[0] if jobs and self.api.is_live(jobs[0]) else None

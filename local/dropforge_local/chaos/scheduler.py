@@ -56,7 +56,7 @@ class _Worker(threading.Thread):
             following.turn.release()
 
 
-_IDLE: list[_Worker] = []  # threads outlive a seed: making one costs more than many turns
+_IDLE: list[_Worker] = []  # threads outlive a seed: making a thread costs more than many turns
 
 
 class Scheduler:

@@ -31,7 +31,7 @@ def run_struck(strike: Strike, target: str = "cloud_run") -> History:
     world = World(0, strike)
     cloud = Cloud(world, clusters([target]))
     workload = Workload(world, cloud, [target])
-    workload.begin_one()
+    workload.begin_single()
     world.calm = START + 3600
     world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}
     return _live(world, cloud, world.calm + 3600)

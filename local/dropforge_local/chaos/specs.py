@@ -34,15 +34,15 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
     target = TARGETS[kind](draw)
     if draw.random() < 0.3:
         target["placements"][0]["max_wait"] = "5m"
-    found = spec(name, target, limits=_limits(draw))
+    dropped = spec(name, target, limits=_limits(draw))
     if draw.random() < 0.3:
-        found["evaluation"] = {"gate": {"metric": "exact_match", "min": 0.5}}
+        dropped["evaluation"] = {"gate": {"metric": "exact_match", "min": 0.5}}
     if draw.random() < 0.5:
-        found["serve"] = draw.choice(SERVERS[kind])(draw)
+        dropped["serve"] = draw.choice(SERVERS[kind])(draw)
     valid = draw.random() >= 0.1
     if not valid:
-        found["epochs"] = 3
-    return found, valid
+        dropped["epochs"] = 3
+    return dropped, valid
 
 
 def whole(kind: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _tpu_vm(draw: random.Random) -> dict[str, Any]:
 
 
 def _gke(draw: random.Random) -> dict[str, Any]:
-    """In a standing cluster or in the attempt's own; on one node or two."""
+    """In a standing cluster or in the attempt's own cluster; on 1 or 2 nodes."""
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
@@ -85,7 +85,7 @@ def _gke(draw: random.Random) -> dict[str, Any]:
 
 
 def _ray(draw: random.Random) -> dict[str, Any]:
-    """In a standing cluster or in the attempt's own; on a slice of one host or four."""
+    """In a standing cluster or in the attempt's own cluster; on a slice of 1 or 4 hosts."""
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "ray", "placements": placements, "price_usd_per_hour": TRAINING_USD}

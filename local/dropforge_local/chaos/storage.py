@@ -53,9 +53,9 @@ class Storage:
         name = bucket if isinstance(bucket, str) else bucket.name
 
         def read() -> tuple[list[Blob], list[str]]:
-            found = sorted(self._bucket(name))
+            names = sorted(self._bucket(name))
             kept, prefixes = [], set()
-            for key in found:
+            for key in names:
                 if not key.startswith(prefix or "") or (start_offset and key < start_offset):
                     continue
                 if end_offset and key >= end_offset:
@@ -92,16 +92,16 @@ class Storage:
     def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
         from google.api_core.exceptions import NotFound
 
-        found = self._bucket(bucket).get(name)
-        if found is None or generation not in (None, found.generation):
+        stored = self._bucket(bucket).get(name)
+        if stored is None or generation not in (None, stored.generation):
             raise NotFound(f"No such object: {bucket}/{name}")
-        return found
+        return stored
 
     def remove(self, bucket: str, name: str) -> None:
-        found = self.get(bucket, name)
+        stored = self.get(bucket, name)
         del self.objects[bucket][name]
-        self.world.fact("delete", bucket=bucket, name=name, generation=found.generation)
-        self.deleted(bucket, name, found.generation)
+        self.world.fact("delete", bucket=bucket, name=name, generation=stored.generation)
+        self.deleted(bucket, name, stored.generation)
 
     def _bucket(self, name: str) -> dict[str, StoredObject]:
         from google.api_core.exceptions import NotFound
@@ -111,9 +111,9 @@ class Storage:
         return self.objects[name]
 
     def _blob(self, bucket: str, name: str) -> Blob:
-        found = self.objects[bucket][name]
+        stored = self.objects[bucket][name]
         blob = Blob(self, bucket, name)
-        blob.seen(found)
+        blob.seen(stored)
         return blob
 
 
@@ -180,10 +180,10 @@ class Blob:
     def client(self) -> Storage:
         return self._client
 
-    def seen(self, found: StoredObject) -> None:
-        self.generation, self.size = found.generation, len(found.data)
-        self.crc32c = b64encode(zlib.crc32(found.data).to_bytes(4, "big")).decode()
-        self.time_created = self.updated = datetime.fromtimestamp(found.created, UTC)
+    def seen(self, stored: StoredObject) -> None:
+        self.generation, self.size = stored.generation, len(stored.data)
+        self.crc32c = b64encode(zlib.crc32(stored.data).to_bytes(4, "big")).decode()
+        self.time_created = self.updated = datetime.fromtimestamp(stored.created, UTC)
 
     def upload_from_string(
         self, data: bytes | str, content_type: str = "", if_generation_match: int | None = None, **_: Any
@@ -197,9 +197,9 @@ class Blob:
 
     def download_as_bytes(self, **_: Any) -> bytes:
         def read() -> bytes:
-            found = self._client.get(self._bucket, self.name, self.generation)
-            self.seen(found)
-            return found.data
+            stored = self._client.get(self._bucket, self.name, self.generation)
+            self.seen(stored)
+            return stored.data
 
         return self._client.world.effect(f"storage.get {self.name}", read)
 

@@ -79,8 +79,8 @@ class Tpu:
 
     def answers(self, url: str) -> bool:
         """Whether the server at a URL would answer."""
-        found = (node for node in self.nodes.values() if f"http://{node.address}:{PORT}" == url)
-        return any(node.machine is not None and node.machine.serves for node in found)
+        nodes = (node for node in self.nodes.values() if f"http://{node.address}:{PORT}" == url)
+        return any(node.machine is not None and node.machine.serves for node in nodes)
 
     # Queued resources
 
@@ -95,8 +95,8 @@ class Tpu:
 
     def list_queued_resources(self, request: Any, timeout: float) -> Any:
         def read() -> Any:
-            found = [_shown_queued(self.queued[name]) for name in sorted(self.queued)]
-            return SimpleNamespace(pages=[SimpleNamespace(queued_resources=found, unreachable=[])])
+            resources = [_shown_queued(self.queued[name]) for name in sorted(self.queued)]
+            return SimpleNamespace(pages=[SimpleNamespace(queued_resources=resources, unreachable=[])])
 
         return self.world.effect("tpu.list_queued", read)
 
@@ -188,8 +188,8 @@ class Tpu:
 
     def list_nodes(self, request: Any, timeout: float) -> Any:
         def read() -> Any:
-            found = [_shown_node(self.nodes[name]) for name in sorted(self.nodes)]
-            return SimpleNamespace(pages=[SimpleNamespace(nodes=found, unreachable=[])])
+            nodes = [_shown_node(self.nodes[name]) for name in sorted(self.nodes)]
+            return SimpleNamespace(pages=[SimpleNamespace(nodes=nodes, unreachable=[])])
 
         return self.world.effect("tpu.list_nodes", read)
 
@@ -201,10 +201,10 @@ class Tpu:
         first = int(request["page_token"] or 0)
 
         def read() -> Any:
-            found = [one for zone, one in self._operations if zone == request["name"]]
+            operations = [operation for zone, operation in self._operations if zone == request["name"]]
             after = first + OPERATIONS_PER_PAGE
-            following = str(after) if after < len(found) else ""
-            return SimpleNamespace(operations=found[first:after], next_page_token=following)
+            following = str(after) if after < len(operations) else ""
+            return SimpleNamespace(operations=operations[first:after], next_page_token=following)
 
         return self.world.effect("tpu.list_operations", read)
 

@@ -43,7 +43,7 @@ class Container:
 
 
 class Trainer:
-    """What runs in every training container."""
+    """The program in every training container."""
 
     def __init__(self, world: World, storage: Storage, events: Events, bucket: str) -> None:
         self.world = world
@@ -60,12 +60,12 @@ class Trainer:
 
 class _Attempt:
     def __init__(self, trainer: Trainer, container: Container) -> None:
-        told = container.environment
+        environment = container.environment
         self.trainer = trainer
         self.world = trainer.world
         self.container = container
-        self.run, self.number = told["DROPFORGE_RUN"], int(told["DROPFORGE_ATTEMPT"])
-        self.deadline = float(told["DROPFORGE_DEADLINE"])
+        self.run, self.number = environment["DROPFORGE_RUN"], int(environment["DROPFORGE_ATTEMPT"])
+        self.deadline = float(environment["DROPFORGE_DEADLINE"])
         self.work = trainer.work.setdefault(self.run, Work(total=120.0, metric=0.9))
         self.began = self.world.now
         self.sequence = 0
@@ -134,9 +134,9 @@ class _Attempt:
         self._tell("failed", error_class="deadline", message="stopped before the deadline")
         self._end(PREEMPTED)
 
-    def _vanish(self, what: str, end: Callable[[], None]) -> None:
+    def _vanish(self, fault: str, end: Callable[[], None]) -> None:
         self.work.saved += (self.world.now - self.began) // CHECKPOINT_SECONDS * CHECKPOINT_SECONDS
-        self.world.fact("fault", what=what, run=self.run, attempt=self.number)
+        self.world.fact("fault", what=fault, run=self.run, attempt=self.number)
         end()
 
     def _break(self) -> None:

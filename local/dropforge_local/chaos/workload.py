@@ -1,4 +1,4 @@
-"""What users do: they drop specs, drop some twice, send others as messages, and cancel, delete and overwrite."""
+"""The actions of users: drop specs, drop some twice, send some as messages, and cancel, delete and overwrite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .world import World
 DROPS_SECONDS = 1200.0
 # When a user deletes a spec: at once, while the run waits for capacity, while it trains, and after its end.
 REGRETS_SECONDS = (0.0, 1.0, 60.0, 600.0, 3000.0, 7200.0)
-# Last digits of the seeds whose specs ask for progress notices. Kept seeds that found a defect end in other digits.
+# Last digits of the seeds whose specs ask for progress notices. Kept seeds that revealed a defect end in other digits.
 WATCHED = (2, 3, 7, 8)
 # A malformed run id, and a well-formed id that no run has.
 FORGED = ("nobody-0123456789ab", "request-000000000000", "../../specs", "", "None", "job-0")
@@ -42,7 +42,7 @@ class Workload:
             if draw.random() < self.world.faults.forged_cancels:
                 self.world.after(draw.random() * 2 * DROPS_SECONDS, partial(self._forge_cancel, run))
 
-    def begin_one(self) -> None:
+    def begin_single(self) -> None:
         """Plan one run with a full spec and a preemption."""
         spec = specs.whole(self.targets[0])
         work = Work(total=300.0, metric=0.9, fates=["preempted"])
@@ -97,8 +97,8 @@ class Workload:
             self._drop(name, spec, valid, self._work(spec))
 
     def _is_there(self, name: str, generation: int) -> bool:
-        found = self.cloud.storage.objects[SPECS].get(name)
-        return found is not None and found.generation == generation
+        stored = self.cloud.storage.objects[SPECS].get(name)
+        return stored is not None and stored.generation == generation
 
     def _request(self, key: str, spec: dict[str, Any], valid: bool, work: Work) -> None:
         run = names.run_id_of_message(key)

@@ -46,7 +46,7 @@ class Workloads:
         self.nodes = Nodes(world, api)
         self.ray = Ray(world, api, self.nodes, self._try_pod, self._drive)
         self.nodes.began, self.nodes.ended = self._pod_began, self._pod_ended
-        api.made, api.doomed, api.going = self._made, self._doomed, self._going
+        api.made, api.deletion_began, api.removed = self._made, self._deletion_began, self._removed
         self._serving: set[str] = set()  # pods that answer, by uid
 
     def answers(self, url: str) -> bool:
@@ -69,7 +69,7 @@ class Workloads:
             controllers[item["kind"]](item)
         self._perhaps_by_hand(item)
 
-    def _doomed(self, item: Object) -> None:
+    def _deletion_began(self, item: Object) -> None:
         """An object whose deletion has begun is held by its controller for a while."""
         if item["kind"] == "Pod":
             return self.nodes.remove(item)
@@ -77,12 +77,12 @@ class Workloads:
         wait = self.world.random.uniform(5, 300) if slow else self.world.random.uniform(0.1, 2)
         self.world.after(wait, lambda: self.api.release(item))
 
-    def _going(self, item: Object) -> None:
+    def _removed(self, item: Object) -> None:
         if item["kind"] == "Pod":
-            self.nodes.gone(item)
-            self._look_at_owners(item)
+            self.nodes.removed(item)
+            self._update_owners(item)
         elif item["kind"] == "RayCluster":
-            self.ray.cluster_went(item)
+            self.ray.cluster_removed(item)
 
     def _perhaps_by_hand(self, item: Object) -> None:
         """Maybe a user deletes an object, with or without its dependents."""
@@ -93,8 +93,8 @@ class Workloads:
 
         def delete() -> None:
             if self.api.is_live(item) and world.now < world.calm:
-                for one in [item] if orphan else self.api.family(item):
-                    world.fact("fault", what="deleted", resource=self.api.name_of(one))
+                for member in [item] if orphan else self.api.family(item):
+                    world.fact("fault", what="deleted", resource=self.api.name_of(member))
                 self.api.delete(item, orphan=orphan)
 
         world.after(world.random.uniform(1, 1200), delete)
@@ -111,9 +111,9 @@ class Workloads:
                 self.ray.pod_began(owner)
 
     def _pod_ended(self, pod: Object) -> None:
-        self._look_at_owners(pod)
+        self._update_owners(pod)
 
-    def _look_at_owners(self, pod: Object) -> None:
+    def _update_owners(self, pod: Object) -> None:
         for owner in self._owners(pod):
             if owner["kind"] == "Job":
                 self._judge(owner)
@@ -125,8 +125,8 @@ class Workloads:
     def _owners(self, pod: Object) -> list[Object]:
         if cluster := self.ray.cluster_of(pod):
             return [cluster]
-        uids = [one["uid"] for one in pod["metadata"].get("ownerReferences", [])]
-        return [one for one in self.api.objects.values() if one["metadata"]["uid"] in uids]
+        uids = [owner["uid"] for owner in pod["metadata"].get("ownerReferences", [])]
+        return [item for item in self.api.objects.values() if item["metadata"]["uid"] in uids]
 
     def _add_pod(self, owner: Object, template: Object, name: str, labels: dict[str, str], share: float) -> None:
         template = copy.deepcopy(template)
@@ -185,10 +185,10 @@ class Workloads:
 
     def _container(self, pods: list[Object], end: Callable[[int | None], None]) -> Container:
         """The training container of several pods, by the first pod's environment. It ends if any pod ends."""
-        told = {one["name"]: one["value"] for one in pods[0]["spec"]["containers"][0]["env"]}
+        environment = {variable["name"]: variable["value"] for variable in pods[0]["spec"]["containers"][0]["env"]}
         victim = self.world.random.choice(pods) if len(pods) > 1 else pods[0]
         return Container(
-            environment=told,
+            environment=environment,
             is_over=lambda: any(self.nodes.has_stopped(pod) for pod in pods),
             end=end,
             die=partial(self.nodes.finish, victim, KILLED),
@@ -214,7 +214,9 @@ class Workloads:
         failed = next((pod for pod in pods if pod["status"]["phase"] == "Failed"), None)
         if has_condition(job, "FailureTarget"):
             if all(is_over(pod) for pod in pods):
-                target = next(one for one in job["status"]["conditions"] if one["type"] == "FailureTarget")
+                target = next(
+                    condition for condition in job["status"]["conditions"] if condition["type"] == "FailureTarget"
+                )
                 self._conclude(job, "Failed", target["reason"], target["message"])
         elif failed is not None:
             self._fail(job, *_reason(job, failed))
@@ -237,7 +239,7 @@ class Workloads:
 
         self.world.after(job["spec"]["ttlSecondsAfterFinished"], forget)
 
-    # Deployments, and what is before them
+    # Deployments and Services
 
     def _begin_deployment(self, deployment: Object) -> None:
         self.world.after(self.world.random.uniform(0.2, 2), lambda: self._scale(deployment))
@@ -296,9 +298,9 @@ class Workloads:
 
 
 def _reason(job: Object, pod: Object) -> tuple[str, str]:
-    """Why a Job has failed with a pod: by its podFailurePolicy, or because it has but one try."""
+    """Why a Job has failed with a pod: by its podFailurePolicy, or because a Job has only one try."""
     name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
-    ended = [one["state"]["terminated"]["exitCode"] for one in pod["status"].get("containerStatuses", [])]
+    ended = [status["state"]["terminated"]["exitCode"] for status in pod["status"].get("containerStatuses", [])]
     for index, rule in enumerate(job["spec"]["podFailurePolicy"]["rules"]):
         assert rule["action"] == "FailJob", f"rule {rule} is not simulated"
         matching = f"matching FailJob rule at index {index}"
@@ -314,5 +316,5 @@ def _reason(job: Object, pod: Object) -> tuple[str, str]:
 
 def _url(service: Object) -> str:
     """The URL of a Service's load balancer; "" if it has no address."""
-    found: list[Any] = service["status"].get("loadBalancer", {}).get("ingress", [])
-    return f"http://{found[0]['ip']}:{service['spec']['ports'][0]['port']}" if found else ""
+    addresses: list[Any] = service["status"].get("loadBalancer", {}).get("ingress", [])
+    return f"http://{addresses[0]['ip']}:{service['spec']['ports'][0]['port']}" if addresses else ""

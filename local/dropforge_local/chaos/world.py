@@ -44,13 +44,13 @@ class World:
         """Whether a fault strikes now. A fault that is off draws no random number."""
         return probability > 0 and self.now < self.calm and self.random.random() < probability
 
-    def lasts(self, what: str, probability: float) -> bool:
-        """Whether a lasting fault is on: the same answer for `what` as long as faults last."""
+    def lasts(self, fault: str, probability: float) -> bool:
+        """Whether a lasting fault is on: the same answer for `fault` as long as faults last."""
         if self.now >= self.calm:
             return False
-        if what not in self._lasting:
-            self._lasting[what] = self.happens(probability)
-        return self._lasting[what]
+        if fault not in self._lasting:
+            self._lasting[fault] = self.happens(probability)
+        return self._lasting[fault]
 
     def id(self) -> int:
         self._ids += 1
@@ -152,8 +152,8 @@ def _answer(action: Callable[[], T]) -> Callable[[], T]:
 def _api_error() -> type[Exception]:
     from google.api_core.exceptions import GoogleAPIError
 
-    found: type[Exception] = GoogleAPIError
-    return found
+    base: type[Exception] = GoogleAPIError
+    return base
 
 
 def unavailable(timed_out: bool) -> Exception:
