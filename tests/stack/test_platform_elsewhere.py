@@ -27,7 +27,7 @@ from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
 
 from ..deployments import here
-from .conftest import NOOP_CONFIG, SELDOM, User, user_of
+from .conftest import NOOP_CONFIG, RARE_SWEEP_SECONDS, User, user_of
 from .test_runs import assert_clean
 from .test_targets import (  # noqa: F401  # pytest collects these cases here, with the fixtures of this module
     test_a_failure_that_cannot_be_mended_ends_the_run_at_once,
@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def shared_stack(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A stack whose functions know the platform."""
     state = tmp_path_factory.mktemp("stack")
-    replace(NOOP_CONFIG, sweep_seconds=SELDOM).save(state)
+    replace(NOOP_CONFIG, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
     local.up(state)
     yield state
     local.down(state)
