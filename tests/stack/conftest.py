@@ -244,7 +244,7 @@ def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield the state directory of the stack that all tests share which do not break it."""
+    """Yield the state directory of the stack that the tests share; a test must not break it."""
     state = tmp_path_factory.mktemp("stack")
     replace(NOOP_CONFIG, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
     local.up(state)

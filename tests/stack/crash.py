@@ -104,7 +104,7 @@ class Result:
 
 
 class Harness:
-    """A stack that is killed and restarted again and again; earlier runs stay in it."""
+    """A stack that is killed and restarted repeatedly; earlier runs stay in it."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -126,10 +126,10 @@ class Harness:
         self._post("_local/crash", {"commit": commit, "moment": case.moment, "kill": case.kill})
         run = self._drop(self.user.spec(life.behave, **case.spec))
         try:
-            record = self._until(lambda: self._ended(run))
+            record = self._until(lambda: self._terminal_record(run))
             if record.endpoint:
                 self._until(lambda: self._cancel(run))
-                record = self._until(lambda: self._without_endpoint(run))
+                record = self._until(lambda: self._record_with_ended_endpoint(run))
             self._until(lambda: all(e["state"] != "ACTIVE" for e in self._executions(run)))
         except TimeoutError:
             return Result(True, time.monotonic() - begin, [f"{run} did not end: {self._record(run)!r}"])
@@ -240,11 +240,11 @@ class Harness:
             return None
         return Record.model_validate_json(json.dumps(content))
 
-    def _ended(self, run: str) -> Record | None:
+    def _terminal_record(self, run: str) -> Record | None:
         record = self._record(run)
         return record if record and record.state.is_terminal else None
 
-    def _without_endpoint(self, run: str) -> Record | None:
+    def _record_with_ended_endpoint(self, run: str) -> Record | None:
         record = self._record(run)
         return record if record and record.endpoint and record.endpoint.ended else None
 

@@ -123,7 +123,8 @@ def sinks(user: User) -> Iterator[tuple[str, str]]:
 class ProcessWatch(threading.Thread):
     """Inspects all processes repeatedly.
 
-    `leaks` names each process that has a secret in its arguments, or in its environment without being a container.
+    `leaks` names each process that has a secret in its arguments, and each process outside containers that has a
+    secret in its environment. `trainers` has the container processes with a secret in their environment.
     """
 
     def __init__(self) -> None:

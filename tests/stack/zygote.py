@@ -2,7 +2,8 @@
 
 Most of a stack's start is 2 s of imports in two processes. A harness that starts thousands of stacks would spend its
 time there. Before it forks, the zygote opens no file, starts no thread and makes no client. So a forked stack is as
-new as a stack that `python -P -m dropforge_local.stack.main` starts, and dies, locks and leaves children alike.
+new as a stack that `python -P -m dropforge_local.stack.main` starts. It also dies, holds its lock and leaves its
+children in the same way.
 
     harness ── zygote ── a stack (a child of init, as every stack)
                            └─ the nursery, forked while the stack has one thread ── each start of the functions
@@ -127,7 +128,7 @@ def main(descriptor: int) -> None:
     requests = socket.socket(fileno=descriptor)
     while message := requests.recv(MESSAGE_BYTES):
         reading, writing = os.pipe()
-        if not (shell := os.fork()):
+        if not (intermediate := os.fork()):
             os.setsid()
             if not (pid := os.fork()):
                 requests.close()
@@ -137,7 +138,7 @@ def main(descriptor: int) -> None:
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
-        os.waitpid(shell, 0)
+        os.waitpid(intermediate, 0)
         requests.send(os.read(reading, MESSAGE_BYTES))
         os.close(reading)
 
