@@ -1,4 +1,4 @@
-"""How many seeds of the chaos simulation run and are checked in a minute: by the clock, and by CPU time.
+"""The number of seeds that the chaos simulation runs and checks per minute, by the clock and by CPU time.
 
 python -m bench.chaos --seeds 1000
 """
@@ -19,14 +19,14 @@ SEEDS = 300
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.chaos")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many seeds, from seed 0")
-    wanted = parser.parse_args(arguments)
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="number of seeds, from seed 0")
+    options = parser.parse_args(arguments)
     began, used = time.monotonic(), time.process_time()
-    results = [_simulate(seed) for seed in range(wanted.seeds)]
+    results = [_simulate(seed) for seed in range(options.seeds)]
     seconds, used = time.monotonic() - began, time.process_time() - used
     milliseconds, facts = (statistics.median(values) for values in zip(*results, strict=True))
-    print(f"{wanted.seeds} seeds, every promise kept: {wanted.seeds / seconds * 60:.0f} per minute", end="")
-    print(f" ({wanted.seeds / used * 60:.0f} per minute of CPU); a seed: {milliseconds:.0f} ms, {facts:.0f} facts")
+    print(f"{options.seeds} seeds, every promise kept: {options.seeds / seconds * 60:.0f} per minute", end="")
+    print(f" ({options.seeds / used * 60:.0f} per minute of CPU); a seed: {milliseconds:.0f} ms, {facts:.0f} facts")
 
 
 def _simulate(seed: int) -> tuple[float, int]:

@@ -121,10 +121,10 @@ async def measure_pure(home: Path) -> None:
     await engine.stop()
 
 
-# The fastest other emulator, in its own environment; it is slower, so its loop is shorter
+# The fastest other emulator, in its own environment. Its loop is shorter because the emulator is slower
 
-OTHER = Path("build/peers/workflows-emulator/bin/python")
-OTHER_SCRIPT = """
+EMULATOR_PYTHON = Path("build/peers/workflows-emulator/bin/python")
+EMULATOR_SCRIPT = """
 import copy, sys, time
 from workflows_emulator.main import execute_workflow, load_workflow
 config = load_workflow(sys.argv[1])
@@ -136,14 +136,14 @@ for argument in ([], list(range(1000))):
 
 
 def measure_workflows_emulator(home: Path) -> None:
-    if not OTHER.exists():
-        folder = OTHER.parent.parent
+    if not EMULATOR_PYTHON.exists():
+        folder = EMULATOR_PYTHON.parent.parent
         print(f"  workflows-emulator 1.10.0 is not installed in {folder}; to compare:")
         print(f"    python3.11 -m venv {folder} && {folder}/bin/pip install workflows-emulator==1.10.0")
         return
     source = home / "loop.yaml"
     source.write_text(LOOP.replace("90000", "500"))
-    command = [str(OTHER), "-c", OTHER_SCRIPT, str(source), "500"]
+    command = [str(EMULATOR_PYTHON), "-c", EMULATOR_SCRIPT, str(source), "500"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     if done.returncode != 0:
         print(f"  workflows-emulator 1.10.0 failed with status {done.returncode}")

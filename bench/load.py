@@ -38,16 +38,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("--waiting", type=int, default=WAITING, metavar="N", help="runs that wait for a GPU")
     parser.add_argument(
-        "--cancel", type=int, default=CANCELLED, metavar="N", help="how many of the runs are cancelled first"
+        "--cancel", type=int, default=CANCELLED, metavar="N", help="number of runs that are cancelled first"
     )
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with running_stack() as (state, info):
         post(info, "_local/cloudrun/faults", {"stockout": ["us-central1"]})
         user = User(info)
-        runs = measure_waiting(user, wanted.waiting)
+        runs = measure_waiting(user, options.waiting)
         info = measure_recovery(state, user, runs)
-        measure_cancel(user, runs[: wanted.cancel], runs[wanted.cancel :])
-        measure_cancel(user, runs[wanted.cancel :], [])
+        measure_cancel(user, runs[: options.cancel], runs[options.cancel :])
+        measure_cancel(user, runs[options.cancel :], [])
         user.check_ended(runs, "CANCELLED")
         check_nothing_left(state)
 

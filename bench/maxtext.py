@@ -42,12 +42,12 @@ def measure(http: str) -> None:
     from dropforge_cli.logs import read_log
 
     run, store = drop(), Context.from_environment().store
-    record = ended(store, run)
+    record = wait_for_end(store, run)
     if record.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {record.state}: {record.error or record.problems}")
     node = next(entry.name for entry in store.ledger(run).entries if "/nodes/" in entry.name)
-    print("run        ", described(record.stage_seconds(record.history[-1].time).items()))
-    print("container  ", described(stages(read_log(http, node) or "")))
+    print("run        ", describe(record.stage_seconds(record.history[-1].time).items()))
+    print("container  ", describe(stages(read_log(http, node) or "")))
     print("metrics    ", ", ".join(f"{name} {record.metrics[name]:.4f}" for name in LOSSES))
 
 
@@ -67,7 +67,7 @@ def drop() -> str:
     return names.run_id_of_object(bucket, blob.name, blob.generation)
 
 
-def ended(store: Any, run: str) -> Any:
+def wait_for_end(store: Any, run: str) -> Any:
     """Wait for the end of the run; return its record."""
     from dropforge.base.errors import NotFound
 
@@ -90,5 +90,6 @@ def stages(log: str) -> Iterator[tuple[str, float]]:
                 yield entry["stage"], entry["seconds"]
 
 
-def described(seconds: Any) -> str:
+def describe(seconds: Any) -> str:
+    """Format (name, seconds) pairs on a single line."""
     return ", ".join(f"{name.lower()} {value:.1f} s" for name, value in seconds)

@@ -47,7 +47,7 @@ def main() -> None:
         try:
             _report("publish -> push request arriving", _push(publisher, subscriber, receiver))
             _report("publish -> streaming pull callback", _stream(publisher, subscriber))
-            _report("publish (one message, unary)", _publish(publisher))
+            _report("publish (1 message, unary)", _publish(publisher))
             print(f"bulk: {_bulk(publisher, subscriber)}")
             print(f"idle with 200 push subscriptions: {_idle(publisher, subscriber, receiver, process)}")
         finally:

@@ -1,10 +1,10 @@
-"""Target ray on a laptop: the duration and memory of a real Ray cluster, and the loss with one host and with two hosts.
+"""Target ray on a laptop: the duration and memory of a real Ray cluster, and the loss with 1 host and with 2 hosts.
 
 Needs `make maxtext`; takes some minutes.
 
 RayJob → driver, first step    from the attempt's launch to the job events `started` and the first `progress` or later
 memory                         largest proportional set size of all processes of the cluster's pods
-loss                           of the same rows, 16 in each step: 8 on each of two hosts, or 16 on one host
+loss                           of the same rows, 16 in each step: 8 on each of 2 hosts, or 16 on 1 host
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dropforge_local.stack import control as local
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "local" / "ray.json"
 RUN_SECONDS = 1200.0
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 ROWS, STEPS = 16, 10
 TOPOLOGIES = {2: "2x2x2", 1: "2x2x1"}  # hosts of v5p
 
@@ -104,7 +104,7 @@ def measure(cloud: Cloud, state: Path, hosts: int) -> float:
             raise SystemExit(f"run {run} did not end in {RUN_SECONDS:.0f} s")
         received += cloud.events()
         largest, processes = max((largest, processes), memory(state))
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     received += cloud.events()
     if ended.state != "SUCCEEDED":
         raise SystemExit(f"run {run} ended {ended.state}: {ended.error}")

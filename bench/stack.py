@@ -34,7 +34,7 @@ from dropforge_local.stack.deployment import IMAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENTIAL, TOGETHER = 40, 100
-RUN_SECONDS = 3.0  # a run may take so long on a busy laptop before the benchmark fails
+RUN_SECONDS = 3.0  # the benchmark fails if a run takes longer on average; generous, for a busy laptop
 SETTINGS = {
     "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:bench",
     "DROPFORGE_SLACK_WEBHOOK_SECRET": "",
@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.stack")
     parser.add_argument("--one-by-one", type=int, default=SEQUENTIAL, metavar="N", help="runs for the latencies")
     parser.add_argument("--runs", type=int, default=TOGETHER, metavar="N", help="runs at once, for the rate")
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with running_stack() as (state, info):
         user = User(info)
         user.wait([user.drop("warm-up")])
         print(f"memory idle: {describe_memory(info)}")
-        measure_latency(user, wanted.one_by_one)
-        measure_rate(user, wanted.runs)
+        measure_latency(user, options.one_by_one)
+        measure_rate(user, options.runs)
         check_nothing_left(state)
 
 
@@ -167,7 +167,7 @@ def measure_latency(user: User, count: int) -> None:
     started, ended = [], []
     for number in range(count):
         began = time.time()
-        run = user.drop(f"one-{number}")
+        run = user.drop(f"sequential-{number}")
         user.wait([run])
         started.append(_execution_start(user, run) - began)
         ended.append(_terminal_delay(user, run))

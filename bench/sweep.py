@@ -26,8 +26,10 @@ RUNS, ORPHANS, SWEEPS, WORKERS = 10_000, 200, 3, 16
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.sweep")
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help="live runs, each with a resource")
-    parser.add_argument("--orphans", type=int, default=ORPHANS, metavar="N", help="how many of the runs end")
-    wanted = parser.parse_args(arguments)
+    parser.add_argument(
+        "--orphans", type=int, default=ORPHANS, metavar="N", help="number of runs that end and become orphans"
+    )
+    options = parser.parse_args(arguments)
     with running_stack() as (_, info):
         from dropforge.stages.sweep.sweep import sweep as sweep_all
 
@@ -37,15 +39,15 @@ def main(arguments: Sequence[str] = ()) -> None:
             return sweep_all(user.context).to_json()
 
         execution = _live_execution(user)
-        runs = [f"swept-{number:012x}" for number in range(wanted.runs)]
+        runs = [f"swept-{number:012x}" for number in range(options.runs)]
         began = time.perf_counter()
         _for_each(lambda run: _make(user, run, execution), runs)
-        print(f"created {wanted.runs} runs in {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"created {options.runs} runs in {time.perf_counter() - began:.0f} s", flush=True)
         spent = [_timed(sweep, deleted=0) for _ in range(SWEEPS)]
-        print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {wanted.runs} runs and jobs", flush=True)
-        _for_each(lambda run: _end(user, run), runs[: wanted.orphans])
-        seconds = _timed(sweep, deleted=wanted.orphans)
-        print(f"sweep with orphans       {seconds:6.1f} s   {wanted.orphans} jobs deleted")
+        print(f"sweep, nothing to do     {statistics.median(spent):6.1f} s   {options.runs} runs and jobs", flush=True)
+        _for_each(lambda run: _end(user, run), runs[: options.orphans])
+        seconds = _timed(sweep, deleted=options.orphans)
+        print(f"sweep with orphans       {seconds:6.1f} s   {options.orphans} jobs deleted")
 
 
 def _live_execution(user: User) -> str:

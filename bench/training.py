@@ -1,8 +1,8 @@
 """Real (non-padding) tokens per second: the settings of the training container and of tutorials 000 and 001.
 
-Same model (4 million parameters), same rows with a long tail of lengths, same LoRA, one process, one thread, by turns.
-Tutorial 000: batches of 8 rows accumulated over 8, LoRA r 16 on all linear layers. Tutorial 001: batches of one row
-accumulated over two, r 8 on q and v. Both: no packing, eager attention, gradient checkpointing, loss on the whole
+Same model (4 million parameters), same rows with a long tail of lengths, same LoRA, 1 process, 1 thread, by turns.
+Tutorial 000: batches of 8 rows accumulated over 8, LoRA r 16 on all linear layers. Tutorial 001: batches of 1 row
+accumulated over 2, r 8 on q and v. Both: no packing, eager attention, gradient checkpointing, loss on the whole
 sequence. bf16 and 001's fp16 have no counterpart on a CPU; all train in fp32.
 """
 

@@ -1,7 +1,7 @@
 """Create the virtual environment that every make target uses: `python tools/install.py build/venv`.
 
-lock.txt pins the versions. The script installs the CPU build of PyTorch if the configured index has one, and else the
-plain build (which brings gigabytes of CUDA on Linux).
+lock.txt pins the versions. The script installs the CPU build of PyTorch if the configured index has it. Otherwise it
+installs the plain build, which downloads gigabytes of CUDA on Linux.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write docs/security.md's table of permissions from terraform/permissions.yaml; `--check` fails when it is old."""
+"""Write the permissions table of docs/security.md from terraform/permissions.yaml; `--check` fails when it differs."""
 
 from __future__ import annotations
 

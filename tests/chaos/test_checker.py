@@ -1,4 +1,4 @@
-"""The checker finds each broken promise: a good history passes, and with one thing wrong it does not."""
+"""The checker accepts good histories and reports each broken promise: each mutation breaks a good history."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = {
 
 
 class Story:
-    """A history that is written fact by fact; each fact comes a second after the one before, unless told otherwise."""
+    """Builds a history fact by fact; by default each fact is a second after the previous fact."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
@@ -47,15 +47,15 @@ class Story:
         self.entries: list[dict[str, Any]] = []
         self.sweeps = 0
 
-    def tell(self, kind: str, after: float = 1.0, **data: Any) -> None:
+    def add(self, kind: str, after: float = 1.0, **data: Any) -> None:
         self.now += after
         self.facts.append(Fact(self.now, kind, copy.deepcopy(data)))
 
     def write(self, name: str, content: Any, replaced: int) -> None:
-        self.tell("write", bucket="b", name=f"runs/{RUN}/{name}", generation=1, replaced=replaced, content=content)
+        self.add("write", bucket="b", name=f"runs/{RUN}/{name}", generation=1, replaced=replaced, content=content)
 
     def change(self, state: str = "", **changes: Any) -> None:
-        """Write the record, in a new state if one is given; that is told, too."""
+        """Write the record. With a `state`, enter that state and announce it."""
         first = not self.record["history"]
         self.record |= changes
         if state:
@@ -68,101 +68,104 @@ class Story:
     def publish(self, state: str) -> None:
         entered = next(moved for moved in self.record["history"] if moved["state"] == state)
         id_ = f"{RUN}/{entered['attempt']}/{state.lower()}"
-        self.tell("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": entered["time"]})
-        self.tell("slack", event=id_, text=state, status=200)
+        self.add("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": entered["time"]})
+        self.add("slack", event=id_, text=state, status=200)
 
     def ledger(self, name: str, state: str) -> None:
         self.entries = [*[entry for entry in self.entries if entry["name"] != name], {"name": name, "state": state}]
         self.write("ledger.json", {"run": RUN, "entries": self.entries}, 1)
 
     def attempt(self, number: int, error_class: str | None, seconds: float = 60.0) -> None:
-        """One attempt, from its opening to its teardown."""
+        """Add an attempt, from its start to its teardown."""
         opened = {"number": number, "started": _iso(self.now), "ended": None, "error": None}
         opened["deadline"] = _iso(self.now + 500)
         self.change(attempts=[*self.record["attempts"], opened])
         self.ledger(f"{JOB}{number}", "intended")
-        self.tell("created", type="job", name=f"{JOB}{number}", labels={"dropforge-run": RUN})
-        self.tell("running", name=f"{JOB}{number}")
-        self.tell("told", after=seconds, run=RUN, attempt=number, type=error_class or "succeeded")
-        self.tell("ended", name=f"{JOB}{number}", exit_code=0)
+        self.add("created", type="job", name=f"{JOB}{number}", labels={"dropforge-run": RUN})
+        self.add("running", name=f"{JOB}{number}")
+        self.add("told", after=seconds, run=RUN, attempt=number, type=error_class or "succeeded")
+        self.add("ended", name=f"{JOB}{number}", exit_code=0)
         error = error_class and {"error_class": error_class}
         closed = self.record["attempts"][-1] | {"ended": _iso(self.now), "error": error}
         self.change(attempts=[*self.record["attempts"][:-1], closed])
-        self.tell("deleting", name=f"{JOB}{number}")
-        self.tell("gone", name=f"{JOB}{number}")
+        self.add("deleting", name=f"{JOB}{number}")
+        self.add("gone", name=f"{JOB}{number}")
         self.ledger(f"{JOB}{number}", "gone")
 
     def begin(self, limits: dict[str, Any], seconds: float) -> float:
-        """A run with these limits, until its only attempt trains, which may take so long; when that was opened."""
-        self.tell("dropped", run=RUN, valid=True, spec=SPEC | {"limits": limits})
+        """Add a run with these limits until its only attempt trains; return the start of the attempt.
+
+        The attempt's deadline is `seconds` after its start.
+        """
+        self.add("dropped", run=RUN, valid=True, spec=SPEC | {"limits": limits})
         self.change("ACCEPTED")
-        self.tell("execution", id="e1", run=RUN)
+        self.add("execution", id="e1", run=RUN)
         self.change(execution="e1")
         self.change("PROVISIONING")
         started = self.now
         opened = {"number": 1, "started": _iso(started), "deadline": _iso(started + seconds)}
         self.change(attempts=[opened | {"ended": None, "error": None}])
         self.ledger(f"{JOB}1", "intended")
-        self.tell("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
-        self.tell("running", name=f"{JOB}1")
+        self.add("created", type="job", name=f"{JOB}1", labels={"dropforge-run": RUN})
+        self.add("running", name=f"{JOB}1")
         self.change("TRAINING")
         return started
 
     def fail(self, error_class: str, exit_code: int | None) -> None:
-        """Its only attempt ends so, and the run with it."""
-        self.tell("ended", name=f"{JOB}1", exit_code=exit_code)
+        """End the only attempt with this error, and the run with it."""
+        self.add("ended", name=f"{JOB}1", exit_code=exit_code)
         error = {"error_class": error_class}
         self.change(attempts=[self.record["attempts"][0] | {"ended": _iso(self.now), "error": error}])
         self.change("TEARING_DOWN")
-        self.tell("deleting", name=f"{JOB}1")
-        self.tell("gone", name=f"{JOB}1")
+        self.add("deleting", name=f"{JOB}1")
+        self.add("gone", name=f"{JOB}1")
         self.ledger(f"{JOB}1", "gone")
         self.change("FAILED", error=error)
-        self.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+        self.add("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
 
     def sweep(self, after: float = 1.0) -> None:
-        """One that has no problems."""
+        """Add a sweep without problems."""
         self.sweeps += 1
-        self.tell("call", after=after, instance=f"sweep-{self.sweeps}")
-        self.tell("answer", instance=f"sweep-{self.sweeps}", status=200, body={"problems": []})
+        self.add("call", after=after, instance=f"sweep-{self.sweeps}")
+        self.add("answer", instance=f"sweep-{self.sweeps}", status=200, body={"problems": []})
 
     def serve(self, seconds: float) -> None:
-        """The endpoint, for so long, and the run's end."""
+        """Add an endpoint that expires after `seconds`, and the end of the run."""
         self.change("DEPLOYING")
         self.ledger(SERVICE, "intended")
-        self.tell("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
+        self.add("created", type="service", name=SERVICE, labels={"dropforge-run": RUN})
         self.change(endpoint={"ready": _iso(self.now), "expires": _iso(self.now + seconds), "ended": None})
         self.change("TEARING_DOWN")
         self.change("SUCCEEDED")
-        self.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
+        self.add("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUCCEEDED"})
 
     def end_endpoint(self) -> None:
-        """The sweep that ends it, and another one."""
-        self.tell("call", after=300, instance="sweep-8")
-        self.tell("deleting", name=SERVICE)
-        self.tell("gone", name=SERVICE)
+        """Add a sweep that ends the endpoint, and a further sweep."""
+        self.add("call", after=300, instance="sweep-8")
+        self.add("deleting", name=SERVICE)
+        self.add("gone", name=SERVICE)
         self.ledger(SERVICE, "gone")
         self.change(endpoint=self.record["endpoint"] | {"ended": _iso(self.now)})
         self.notice("endpoint-ended")
-        self.tell("answer", instance="sweep-8", status=200, body={"problems": []})
+        self.add("answer", instance="sweep-8", status=200, body={"problems": []})
         self.sweep(after=600)
 
     def notice(self, key: str) -> None:
         id_ = f"{RUN}/notice/{key}"
         event = {"id": id_, "run": RUN, "notice": key, "time": _iso(self.now)}
-        self.tell("published", topic="run-events", id=id_, event=event)
-        self.tell("slack", event=id_, text=key, status=200)
+        self.add("published", topic="run-events", id=id_, event=event)
+        self.add("slack", event=id_, text=key, status=200)
 
     def history(self) -> History:
         return History(0, [*self.facts, Fact(self.now + 1, "calm", {}), Fact(self.now + 9000, "end", {"living": []})])
 
 
 def served() -> Story:
-    """A preempted attempt, one that succeeds, an endpoint until its ttl."""
+    """A preempted attempt, a successful attempt, and an endpoint until its ttl."""
     story = Story()
-    story.tell("dropped", run=RUN, valid=True, spec=SPEC)
+    story.add("dropped", run=RUN, valid=True, spec=SPEC)
     story.change("ACCEPTED")
-    story.tell("execution", id="e1", run=RUN)
+    story.add("execution", id="e1", run=RUN)
     story.change(execution="e1")
     story.change("PROVISIONING")
     story.attempt(1, "preempted")
@@ -174,74 +177,74 @@ def served() -> Story:
 
 
 def warned() -> Story:
-    """A model that is served until its budget is spent, and three sweeps meanwhile."""
+    """A model that is served until its budget is spent; three sweeps run meanwhile."""
     story = Story()
     started = story.begin({"max_duration": "15m", "max_cost_usd": 0.1}, 50)
-    story.tell("told", after=40, run=RUN, attempt=1, type="succeeded")
-    story.tell("ended", name=f"{JOB}1", exit_code=0)
+    story.add("told", after=40, run=RUN, attempt=1, type="succeeded")
+    story.add("ended", name=f"{JOB}1", exit_code=0)
     story.change(attempts=[story.record["attempts"][0] | {"ended": _iso(story.now)}])
-    story.tell("deleting", name=f"{JOB}1")
-    story.tell("gone", name=f"{JOB}1")
+    story.add("deleting", name=f"{JOB}1")
+    story.add("gone", name=f"{JOB}1")
     story.ledger(f"{JOB}1", "gone")
     story.serve(540)
     for key, after in (("budget-50", 150), ("budget-80", 320)):
-        story.tell("call", after=started + after - story.now, instance=f"sweep-{key}")
+        story.add("call", after=started + after - story.now, instance=f"sweep-{key}")
         story.notice(key)
-        story.tell("answer", instance=f"sweep-{key}", status=200, body={"problems": []})
+        story.add("answer", instance=f"sweep-{key}", status=200, body={"problems": []})
     story.end_endpoint()
     return story
 
 
 def stopped() -> Story:
-    """An attempt that its budget ends, after two warnings of the budget and one of the time."""
+    """An attempt that ends when its budget is spent, after two budget warnings and a time warning."""
     story = Story()
     started = story.begin({"max_duration": "15m", "max_cost_usd": 0.8}, 800)
-    story.tell("told", run=RUN, attempt=1, type="started")
-    story.tell("tick", after=400)
+    story.add("told", run=RUN, attempt=1, type="started")
+    story.add("tick", after=400)
     story.notice("budget-50")
-    story.tell("tick", after=200)
+    story.add("tick", after=200)
     story.notice("budget-80")
-    story.tell("tick", after=80)
+    story.add("tick", after=80)
     story.notice("time-80")
-    story.tell("told", after=started + 780 - story.now, run=RUN, attempt=1, type="failed")
+    story.add("told", after=started + 780 - story.now, run=RUN, attempt=1, type="failed")
     story.fail("budget", exit_code=75)
     return story
 
 
 def stuck() -> Story:
-    """An attempt that tells of the same step again and again, and is ended for that."""
+    """An attempt that reports the same step repeatedly and ends as stuck."""
     story = Story()
     story.begin({"max_duration": "1h", "stuck_after": "5m", "on_stuck": "fail"}, 3000)
     for sequence, step in enumerate((3, 7, 7, 7)):
-        story.tell("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
+        story.add("told", after=150, run=RUN, attempt=1, sequence=sequence, type="progress", step=step)
         story.write(f"events/0001-{sequence:015d}-progress.json", None, 0)
-    story.tell("tick", after=60)
+    story.add("tick", after=60)
     story.notice("stuck-a1")
     story.fail("stuck", exit_code=None)
     return story
 
 
 def cancelled() -> Story:
-    """Somebody asks for the end in the middle of training."""
+    """A cancel before the first attempt."""
     story = Story()
-    story.tell("dropped", run=RUN, valid=True, spec=SPEC)
+    story.add("dropped", run=RUN, valid=True, spec=SPEC)
     story.change("ACCEPTED")
-    story.tell("execution", id="e1", run=RUN)
+    story.add("execution", id="e1", run=RUN)
     story.change(execution="e1")
-    story.tell("cancel", run=RUN, message="m1", how="message")
-    story.tell("call", instance="on_spec_message-1", message="m1")
+    story.add("cancel", run=RUN, message="m1", how="message")
+    story.add("call", instance="on_spec_message-1", message="m1")
     story.change(cancel_requested=_iso(story.now))
-    story.tell("answer", instance="on_spec_message-1", status=200, body=None)
+    story.add("answer", instance="on_spec_message-1", status=200, body=None)
     story.change("TEARING_DOWN")
     story.change("CANCELLED")
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "CANCELLED"})
+    story.add("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "CANCELLED"})
     return story
 
 
 def rejected() -> Story:
-    """A spec that is not valid."""
+    """An invalid spec."""
     story = Story()
-    story.tell("dropped", run=RUN, valid=False, spec=SPEC)
+    story.add("dropped", run=RUN, valid=False, spec=SPEC)
     story.change("REJECTED")
     return story
 
@@ -251,53 +254,53 @@ def test_a_good_history_keeps_every_promise(story: Callable[[], Story]) -> None:
     assert check(story().history()) == []
 
 
-# What is done to a story that is good, and the rule that must find it.
-def _twice_created(story: Story) -> None:
+# Each mutation breaks a good story; MUTATIONS names the rule that must report it.
+def _record_created_twice(story: Story) -> None:
     story.write("record.json", story.record, 0)
 
 
-def _lost(story: Story) -> None:
-    story.tell("dropped", run="other-0123456789ab", valid=True, spec=SPEC)
+def _run_lost(story: Story) -> None:
+    story.add("dropped", run="other-0123456789ab", valid=True, spec=SPEC)
 
 
-def _invented(story: Story) -> None:
+def _run_without_spec(story: Story) -> None:
     story.facts = [fact for fact in story.facts if fact.kind != "dropped"]
 
 
-def _accepted_though_invalid(story: Story) -> None:
+def _invalid_spec_accepted(story: Story) -> None:
     _alter(story, "dropped", 0, valid=False)
 
 
-def _refused_before_it_was_withdrawn(story: Story) -> None:
+def _valid_spec_rejected_before_its_withdrawal(story: Story) -> None:
     _alter(story, "dropped", 0, valid=True)
-    story.tell("withdrawn", run=RUN, how="deleted")
+    story.add("withdrawn", run=RUN, how="deleted")
 
 
-def _without_end(story: Story) -> None:
+def _run_without_end(story: Story) -> None:
     story.facts = story.facts[: _index(story, "execution_ended") - 3]
 
 
-def _endless_execution(story: Story) -> None:
-    story.tell("execution", id="e2", run=RUN)
+def _execution_without_end(story: Story) -> None:
+    story.add("execution", id="e2", run=RUN)
 
 
-def _second_end(story: Story) -> None:
+def _record_changed_after_end(story: Story) -> None:
     story.record = story.record | {"error": {"error_class": "code"}}
     story.change()
 
 
-def _rewritten(story: Story) -> None:
+def _history_rewritten(story: Story) -> None:
     story.record["history"] = story.record["history"][1:]
     story.change()
 
 
-def _open_attempt(story: Story) -> None:
+def _attempt_left_open(story: Story) -> None:
     for fact in story.facts:
         for attempt in (fact.data.get("content") or {}).get("attempts", []):
             attempt["ended"] = None
 
 
-def _stolen(story: Story) -> None:
+def _run_taken_over_from_a_live_execution(story: Story) -> None:
     at = _index(story, "created")
     record = copy.deepcopy(next(f for f in reversed(story.facts[:at]) if "record" in f.data.get("name", "")))
     record.data["content"]["execution"] = "e2"
@@ -307,110 +310,109 @@ def _stolen(story: Story) -> None:
     story.facts.insert(at + 1, Fact(record.time, "execution_ended", ended))
 
 
-def _busy_stranger(story: Story) -> None:
-    story.tell("execution", id="e2", run=RUN)
-    story.tell("execution_ended", id="e2", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
+def _second_execution_with_an_outcome(story: Story) -> None:
+    story.add("execution", id="e2", run=RUN)
+    story.add("execution_ended", id="e2", run=RUN, state="SUCCEEDED", result={"status": "FAILED"})
 
 
-def _executed(story: Story) -> None:
-    story.tell("execution", id="e1", run=RUN)
-    story.tell("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUPERSEDED"})
+def _rejected_run_executed(story: Story) -> None:
+    story.add("execution", id="e1", run=RUN)
+    story.add("execution_ended", id="e1", run=RUN, state="SUCCEEDED", result={"status": "SUPERSEDED"})
 
 
-def _unannounced(story: Story) -> None:
+def _created_before_its_entry(story: Story) -> None:
     story.facts.insert(_index(story, "created") - 1, story.facts.pop(_index(story, "created")))
 
 
-def _again_after_teardown(story: Story) -> None:
+def _created_again_after_teardown(story: Story) -> None:
     at = _index(story, "created", 1)
-    again = [Fact(story.facts[at].time, kind, {"name": f"{JOB}1"}) for kind in ("gone",)]
     created = Fact(story.facts[at].time, "created", {"name": f"{JOB}9", "labels": {"dropforge-run": RUN}})
-    story.facts[at:at] = [created, *[Fact(f.time, f.kind, {"name": f"{JOB}9"}) for f in again]]
+    story.facts[at:at] = [created, Fact(story.facts[at].time, "gone", {"name": f"{JOB}9"})]
 
 
-def _two_at_once(story: Story) -> None:
+def _two_attempts_at_once(story: Story) -> None:
     gone = story.facts.pop(_index(story, "gone"))
     story.facts.insert(_index(story, "created", 1) + 1, gone)
 
 
-def _serves_too_early(story: Story) -> None:
+def _endpoint_before_the_attempt_is_gone(story: Story) -> None:
     gone = story.facts.pop(_index(story, "gone", 1))
     story.facts.insert(_index(story, "created", 2) + 1, gone)
 
 
-def _left_over(story: Story) -> None:
+def _resource_left_over(story: Story) -> None:
     story.facts.pop(_index(story, "gone", 1))
 
 
-def _there_at_the_end(story: Story) -> None:
+def _resource_deleted_too_late(story: Story) -> None:
     gone = story.facts.pop(_index(story, "gone", 1))
     story.facts.append(Fact(story.now, "gone", gone.data))
 
 
-def _late_and_long(story: Story) -> None:
+def _late_resource_kept_too_long(story: Story) -> None:
     name = f"{JOB}3"
-    story.tell("late", call="run.create_job", delay=1)
-    story.tell("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
+    story.add("late", call="run.create_job", delay=1)
+    story.add("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
     story.ledger(name, "intended")
-    story.tell("calm")
-    story.tell("gone", after=3000, name=name)
+    story.add("calm")
+    story.add("gone", after=3000, name=name)
 
 
-def _endpoint_for_ever(story: Story) -> None:
+def _endpoint_ends_too_late(story: Story) -> None:
     at = _index(story, "call", 1)
     story.facts.insert(at, Fact(story.facts[at - 1].time, "calm", {}))
     _delay(story, at + 1, 3000)
 
 
-def _cancel_lost(story: Story) -> None:
+def _cancel_not_recorded(story: Story) -> None:
     for fact in story.facts:
         if fact.kind == "write":
             fact.data["content"]["cancel_requested"] = None
 
 
-def _cancel_ignored(story: Story) -> None:
+def _cancel_without_effect(story: Story) -> None:
     _end_as(story, "FAILED")
 
 
-def _cancel_unanswered(story: Story) -> None:
+def _cancel_without_answer(story: Story) -> None:
     story.facts = [fact for fact in story.facts if fact.kind != "answer"]
 
 
-def _cancel_from_nowhere(story: Story) -> None:
+def _cancelled_without_a_request(story: Story) -> None:
     _end_as(story, "CANCELLED")
 
 
-def _cancel_that_nobody_asked(story: Story) -> None:
+def _recorded_cancel_without_a_request(story: Story) -> None:
     story.facts = [fact for fact in story.facts if fact.kind != "cancel"]
 
 
-def _forged_and_unanswered(story: Story) -> None:
-    story.tell("forged", run="nobody-0123456789ab", message="m9")
+def _forged_message_unanswered(story: Story) -> None:
+    story.add("forged", run="unknown-0123456789ab", message="m9")
 
 
-def _forged_and_obeyed(story: Story) -> None:
+def _forged_message_obeyed(story: Story) -> None:
     story.facts.insert(0, Fact(story.facts[0].time, "forged", {"run": RUN, "message": "m9"}))
     story.facts = [fact for fact in story.facts if fact.kind != "dropped"]
 
 
-def _expensive(story: Story) -> None:
+def _attempt_over_budget(story: Story) -> None:
     _delay(story, _index(story, "ended", 1), 1200)
 
 
-def _expensive_endpoint(story: Story) -> None:
+def _endpoint_over_budget(story: Story) -> None:
     limits = SPEC["limits"] | {"max_cost_usd": 0.2}  # type: ignore[operator]
     serve = {"ttl": "10m", "price_usd_per_hour": 36.0}
     _alter(story, "dropped", 0, spec={**SPEC, "limits": limits, "serve": serve})
 
 
-def _expensive_machine(story: Story) -> None:
-    """The machine of a node ends only when somebody deletes it."""
+def _machine_over_budget(story: Story) -> None:
+    """The machine of a node costs money until the node is deleted."""
     _rename(story, f"{JOB}1", NODE)
     _delay(story, _index(story, "ended"), 600)
 
 
-def _swept_in_vain(story: Story) -> None:
-    """A sweep that should have ended the endpoint, and did not."""
+def _sweep_ignores_an_expired_endpoint(story: Story) -> None:
+    """A sweep after the expiry does not end the endpoint."""
     at = _index(story, "call", 1)
     began = story.facts[at]
     story.facts[at:at] = [
@@ -419,209 +421,209 @@ def _swept_in_vain(story: Story) -> None:
     ]
 
 
-def _stray_survives_a_sweep(story: Story) -> None:
+def _orphan_survives_a_sweep(story: Story) -> None:
     name = f"{JOB}3"
-    story.tell("late", call="run.create_job", delay=1)
-    story.tell("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
+    story.add("late", call="run.create_job", delay=1)
+    story.add("created", after=0, type="job", name=name, labels={"dropforge-run": RUN})
     story.ledger(name, "intended")
     story.sweep()
-    story.tell("deleting", name=name)
-    story.tell("gone", name=name)
+    story.add("deleting", name=name)
+    story.add("gone", name=name)
 
 
-def _endpoint_too_early(story: Story) -> None:
+def _endpoint_ends_too_early(story: Story) -> None:
     at = _index(story, "deleting", 2)
     story.facts[at:] = [fact._replace(time=fact.time - 300) for fact in story.facts[at:]]
 
 
-def _endless_ttl(story: Story) -> None:
+def _expiry_after_ttl(story: Story) -> None:
     for fact in story.facts:
         if endpoint := (fact.data.get("content") or {}).get("endpoint"):
             endpoint["expires"] = _iso(story.now + 3600)
 
 
-def _unwarned_of_money(story: Story) -> None:
+def _no_budget_warning(story: Story) -> None:
     _forget_notice(story, "budget-50", "budget-80")
 
 
-def _ended_silently(story: Story) -> None:
+def _no_notice_of_the_endpoint_end(story: Story) -> None:
     _forget_notice(story, "endpoint-ended")
 
 
-def _ended_too_early(story: Story) -> None:
+def _notice_before_the_endpoint_end(story: Story) -> None:
     id_ = f"{RUN}/notice/endpoint-ended"
     event = {"id": id_, "run": RUN, "notice": "endpoint-ended"}
-    told = Fact(story.now - 1000, "published", {"topic": "run-events", "id": id_, "event": event})
-    story.facts.insert(_index(story, "execution_ended"), told)
+    notice = Fact(story.now - 1000, "published", {"topic": "run-events", "id": id_, "event": event})
+    story.facts.insert(_index(story, "execution_ended"), notice)
 
 
-def _unwarned_in_slack(story: Story) -> None:
+def _no_budget_warning_in_slack(story: Story) -> None:
     story.facts = [f for f in story.facts if not (f.kind == "slack" and "/notice/budget" in f.data["event"])]
 
 
-def _unwarned_of_time(story: Story) -> None:
+def _no_time_warning(story: Story) -> None:
     _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "8m"}})
     _forget_notice(story, "time-80")
 
 
-def _warned_too_early(story: Story) -> None:
-    told = next(f for f in story.facts if f.kind == "published" and f.data["id"].endswith("time-80"))
-    story.facts.insert(_index(story, "tick"), told._replace(time=story.facts[_index(story, "running")].time))
+def _time_warning_too_early(story: Story) -> None:
+    notice = next(f for f in story.facts if f.kind == "published" and f.data["id"].endswith("time-80"))
+    story.facts.insert(_index(story, "tick"), notice._replace(time=story.facts[_index(story, "running")].time))
 
 
-def _warned_by_another_id(story: Story) -> None:
+def _warning_repeated_with_another_id(story: Story) -> None:
     event = story.facts[_index(story, "published", 3)].data["event"]
-    story.tell("published", topic="run-events", id=f"{RUN}/notice/again", event=event)
+    story.add("published", topic="run-events", id=f"{RUN}/notice/again", event=event)
 
 
-def _ended_without_a_word(story: Story) -> None:
+def _limit_without_an_event_of_the_trainer(story: Story) -> None:
     story.facts = [fact for fact in story.facts if fact.data.get("type") != "failed"]
 
 
-def _stuck_and_untold(story: Story) -> None:
+def _no_stuck_notice(story: Story) -> None:
     _delay(story, _index(story, "tick"), 900)
     _forget_notice(story, "stuck-a1")
-    _end_otherwise(story)
+    _fail_with_code_error(story)
 
 
-def _stuck_and_left_alone(story: Story) -> None:
+def _stuck_attempt_continues(story: Story) -> None:
     _delay(story, _index(story, "ended"), 900)
-    _end_otherwise(story)
+    _fail_with_code_error(story)
 
 
-def _stuck_though_it_goes_on(story: Story) -> None:
+def _stuck_notice_despite_progress(story: Story) -> None:
     _alter(story, "told", 3, step=8)
 
 
-def _stuck_and_ended_unasked(story: Story) -> None:
+def _stuck_attempt_ended_against_the_spec(story: Story) -> None:
     _alter(story, "dropped", 0, spec=SPEC | {"limits": {"max_duration": "1h", "stuck_after": "5m"}})
 
 
-def _ended_without_teardown(story: Story) -> None:
+def _limit_without_teardown(story: Story) -> None:
     for fact in story.facts:
         for entered in (fact.data.get("content") or {}).get("history", []):
             if entered["state"] == "TEARING_DOWN":
                 entered["state"] = "TRAINING"
 
 
-def _too_long(story: Story) -> None:
+def _run_too_long(story: Story) -> None:
     _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "1m", "max_attempts": 3}})
     _delay(story, _index(story, "ended", 1), 1200)
 
 
-def _loop(story: Story) -> None:
-    _end_otherwise(story)
+def _retry_after_a_permanent_error(story: Story) -> None:
+    _fail_with_code_error(story)
 
 
-def _too_many(story: Story) -> None:
+def _too_many_attempts(story: Story) -> None:
     _alter(story, "dropped", 0, spec={**SPEC, "limits": {"max_duration": "10m", "max_attempts": 1}})
 
 
-def _untold(story: Story) -> None:
+def _end_not_published(story: Story) -> None:
     story.facts = [f for f in story.facts if not (f.kind == "published" and f.data["id"].endswith("succeeded"))]
 
 
-def _silent(story: Story) -> None:
+def _end_not_in_slack(story: Story) -> None:
     story.facts = [f for f in story.facts if not (f.kind == "slack" and f.data["event"].endswith("succeeded"))]
 
 
-def _untold_on_the_way(story: Story) -> None:
+def _state_not_published(story: Story) -> None:
     story.facts = [f for f in story.facts if not (f.kind == "published" and f.data["id"].endswith("deploying"))]
 
 
-def _told_too_early(story: Story) -> None:
+def _state_published_that_was_never_entered(story: Story) -> None:
     id_ = f"{RUN}/2/cancelled"
-    story.tell("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": _iso(story.now)})
+    story.add("published", topic="run-events", id=id_, event={"id": id_, "run": RUN, "time": _iso(story.now)})
 
 
-def _told_otherwise(story: Story) -> None:
-    found = story.facts[_index(story, "published", 3)]
-    event = found.data["event"] | {"time": _iso(found.time + 100)}
-    story.tell("published", topic="run-events", id=event["id"], event=event)
+def _event_published_with_two_contents(story: Story) -> None:
+    published = story.facts[_index(story, "published", 3)]
+    event = published.data["event"] | {"time": _iso(published.time + 100)}
+    story.add("published", topic="run-events", id=event["id"], event=event)
 
 
-def _told_wrongly_in_slack(story: Story) -> None:
-    story.tell("slack", event=f"{RUN}/0/rejected", text="", status=200)
+def _wrong_state_in_slack(story: Story) -> None:
+    story.add("slack", event=f"{RUN}/0/rejected", text="", status=200)
 
 
-def _defect(story: Story) -> None:
-    story.tell("answer", instance="inspect-7", status=500, body={"error": "KeyError: 'run'"})
+def _function_answers_500(story: Story) -> None:
+    story.add("answer", instance="inspect-7", status=500, body={"error": "KeyError: 'run'"})
 
 
-def _refused(story: Story) -> None:
-    story.tell("answer", instance="inspect-7", status=400, body={"error": "malformed"})
+def _function_answers_400(story: Story) -> None:
+    story.add("answer", instance="inspect-7", status=400, body={"error": "malformed"})
 
 
 MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
-    ("one_run", served, _twice_created),
-    ("one_run", served, _lost),
-    ("one_run", served, _invented),
-    ("one_run", served, _accepted_though_invalid),
-    ("one_run", rejected, _refused_before_it_was_withdrawn),
-    ("ends", served, _without_end),
-    ("ends", served, _endless_execution),
-    ("terminal_once", served, _second_end),
-    ("terminal_once", served, _rewritten),
-    ("attempts_are_closed", served, _open_attempt),
-    ("one_owner", served, _stolen),
-    ("one_owner", served, _busy_stranger),
-    ("rejected_does_nothing", rejected, _executed),
-    ("intent_first", served, _unannounced),
-    ("intent_first", served, _again_after_teardown),
-    ("one_at_a_time", served, _two_at_once),
-    ("one_at_a_time", served, _serves_too_early),
-    ("nothing_left", served, _left_over),
-    ("nothing_left", served, _there_at_the_end),
-    ("nothing_left", served, _late_and_long),
-    ("nothing_left", served, _stray_survives_a_sweep),
-    ("endpoint_ends", served, _endpoint_for_ever),
-    ("endpoint_ends", served, _swept_in_vain),
-    ("cancel_wins", cancelled, _cancel_lost),
-    ("cancel_wins", cancelled, _cancel_ignored),
-    ("cancel_wins", cancelled, _cancel_unanswered),
-    ("cancel_wins", served, _cancel_from_nowhere),
-    ("cancel_wins", cancelled, _cancel_that_nobody_asked),
-    ("forged_does_nothing", served, _forged_and_unanswered),
-    ("forged_does_nothing", served, _forged_and_obeyed),
-    ("within_budget", served, _expensive),
-    ("within_budget", served, _expensive_endpoint),
-    ("within_budget", stopped, _expensive_machine),
-    ("within_duration", served, _too_long),
-    ("people_are_warned", stopped, _unwarned_of_money),
-    ("people_are_warned", stopped, _unwarned_in_slack),
-    ("people_are_warned", warned, _unwarned_of_money),
-    ("people_are_warned", warned, _unwarned_in_slack),
-    ("people_are_warned", stopped, _unwarned_of_time),
-    ("people_are_warned", stopped, _warned_too_early),
-    ("people_are_warned", stopped, _warned_by_another_id),
-    ("limits_end_in_order", stopped, _ended_without_a_word),
-    ("limits_end_in_order", stopped, _ended_without_teardown),
-    ("stuck_is_told", stuck, _stuck_and_untold),
-    ("stuck_is_told", stuck, _stuck_and_left_alone),
-    ("stuck_is_told", stuck, _stuck_though_it_goes_on),
-    ("stuck_is_told", stuck, _stuck_and_ended_unasked),
-    ("endpoint_lives", served, _endpoint_too_early),
-    ("endpoint_lives", served, _endless_ttl),
-    ("endpoint_end_is_told", served, _ended_silently),
-    ("endpoint_end_is_told", served, _ended_too_early),
-    ("attempts_end", served, _loop),
-    ("attempts_end", served, _too_many),
-    ("everybody_is_told", served, _untold),
-    ("everybody_is_told", served, _silent),
-    ("everybody_is_told", served, _untold_on_the_way),
-    ("everybody_is_told", served, _told_too_early),
-    ("everybody_is_told", served, _told_otherwise),
-    ("everybody_is_told", served, _told_wrongly_in_slack),
-    ("no_defects", served, _defect),
-    ("no_defects", served, _refused),
+    ("one_run", served, _record_created_twice),
+    ("one_run", served, _run_lost),
+    ("one_run", served, _run_without_spec),
+    ("one_run", served, _invalid_spec_accepted),
+    ("one_run", rejected, _valid_spec_rejected_before_its_withdrawal),
+    ("ends", served, _run_without_end),
+    ("ends", served, _execution_without_end),
+    ("terminal_once", served, _record_changed_after_end),
+    ("terminal_once", served, _history_rewritten),
+    ("attempts_are_closed", served, _attempt_left_open),
+    ("one_owner", served, _run_taken_over_from_a_live_execution),
+    ("one_owner", served, _second_execution_with_an_outcome),
+    ("rejected_does_nothing", rejected, _rejected_run_executed),
+    ("intent_first", served, _created_before_its_entry),
+    ("intent_first", served, _created_again_after_teardown),
+    ("one_at_a_time", served, _two_attempts_at_once),
+    ("one_at_a_time", served, _endpoint_before_the_attempt_is_gone),
+    ("nothing_left", served, _resource_left_over),
+    ("nothing_left", served, _resource_deleted_too_late),
+    ("nothing_left", served, _late_resource_kept_too_long),
+    ("nothing_left", served, _orphan_survives_a_sweep),
+    ("endpoint_ends", served, _endpoint_ends_too_late),
+    ("endpoint_ends", served, _sweep_ignores_an_expired_endpoint),
+    ("cancel_wins", cancelled, _cancel_not_recorded),
+    ("cancel_wins", cancelled, _cancel_without_effect),
+    ("cancel_wins", cancelled, _cancel_without_answer),
+    ("cancel_wins", served, _cancelled_without_a_request),
+    ("cancel_wins", cancelled, _recorded_cancel_without_a_request),
+    ("forged_does_nothing", served, _forged_message_unanswered),
+    ("forged_does_nothing", served, _forged_message_obeyed),
+    ("within_budget", served, _attempt_over_budget),
+    ("within_budget", served, _endpoint_over_budget),
+    ("within_budget", stopped, _machine_over_budget),
+    ("within_duration", served, _run_too_long),
+    ("people_are_warned", stopped, _no_budget_warning),
+    ("people_are_warned", stopped, _no_budget_warning_in_slack),
+    ("people_are_warned", warned, _no_budget_warning),
+    ("people_are_warned", warned, _no_budget_warning_in_slack),
+    ("people_are_warned", stopped, _no_time_warning),
+    ("people_are_warned", stopped, _time_warning_too_early),
+    ("people_are_warned", stopped, _warning_repeated_with_another_id),
+    ("limits_end_in_order", stopped, _limit_without_an_event_of_the_trainer),
+    ("limits_end_in_order", stopped, _limit_without_teardown),
+    ("stuck_is_told", stuck, _no_stuck_notice),
+    ("stuck_is_told", stuck, _stuck_attempt_continues),
+    ("stuck_is_told", stuck, _stuck_notice_despite_progress),
+    ("stuck_is_told", stuck, _stuck_attempt_ended_against_the_spec),
+    ("endpoint_lives", served, _endpoint_ends_too_early),
+    ("endpoint_lives", served, _expiry_after_ttl),
+    ("endpoint_end_is_told", served, _no_notice_of_the_endpoint_end),
+    ("endpoint_end_is_told", served, _notice_before_the_endpoint_end),
+    ("attempts_end", served, _retry_after_a_permanent_error),
+    ("attempts_end", served, _too_many_attempts),
+    ("everybody_is_told", served, _end_not_published),
+    ("everybody_is_told", served, _end_not_in_slack),
+    ("everybody_is_told", served, _state_not_published),
+    ("everybody_is_told", served, _state_published_that_was_never_entered),
+    ("everybody_is_told", served, _event_published_with_two_contents),
+    ("everybody_is_told", served, _wrong_state_in_slack),
+    ("no_defects", served, _function_answers_500),
+    ("no_defects", served, _function_answers_400),
 ]
 
 
 @pytest.mark.parametrize(("rule", "story", "mutate"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS])
-def test_a_broken_promise_is_found(rule: str, story: Callable[[], Story], mutate: Callable[[Story], None]) -> None:
-    told = story()
-    mutate(told)
-    assert rule in {problem.rule for problem in check(told.history())}
+def test_a_broken_promise_is_reported(rule: str, story: Callable[[], Story], mutate: Callable[[Story], None]) -> None:
+    mutated = story()
+    mutate(mutated)
+    assert rule in {problem.rule for problem in check(mutated.history())}
 
 
 def test_every_rule_has_a_mutation() -> None:
@@ -641,30 +643,31 @@ def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     assert {str(name).split(".")[0] for name in others} <= set(sys.stdlib_module_names)
 
 
-def _index(story: Story, kind: str, which: int = 0) -> int:
-    return [index for index, fact in enumerate(story.facts) if fact.kind == kind][which]
+def _index(story: Story, kind: str, number: int = 0) -> int:
+    """Return the position of the fact with this number (from 0) among the facts of a kind."""
+    return [index for index, fact in enumerate(story.facts) if fact.kind == kind][number]
 
 
-def _alter(story: Story, kind: str, which: int, **changes: Any) -> None:
-    story.facts[_index(story, kind, which)].data.update(changes)
+def _alter(story: Story, kind: str, number: int, **changes: Any) -> None:
+    story.facts[_index(story, kind, number)].data.update(changes)
 
 
 def _delay(story: Story, index: int, seconds: float) -> None:
-    """Let more time pass before a fact, and after it everything as before."""
+    """Move a fact and all later facts by `seconds`."""
     story.facts[index:] = [fact._replace(time=fact.time + seconds) for fact in story.facts[index:]]
     story.now += seconds
 
 
 def _rename(story: Story, old: str, new: str) -> None:
-    """The same resource by another name."""
+    """Rename a resource in all facts."""
     for fact in story.facts:
         for data in (fact.data, *(fact.data.get("content") or {}).get("entries", [])):
             if data.get("name") == old:
                 data["name"] = new
 
 
-def _end_otherwise(story: Story) -> None:
-    """The attempt ended as code that fails."""
+def _fail_with_code_error(story: Story) -> None:
+    """Set the error class of every failed attempt to `code`, which dropforge does not retry."""
     for fact in story.facts:
         for attempt in (fact.data.get("content") or {}).get("attempts", []):
             if attempt["error"]:
@@ -672,15 +675,16 @@ def _end_otherwise(story: Story) -> None:
 
 
 def _forget_notice(story: Story, *keys: str) -> None:
+    """Remove the facts about notices with these keys."""
     ids = [f"{RUN}/notice/{key}" for key in keys]
     story.facts = [fact for fact in story.facts if fact.data.get("id", fact.data.get("event")) not in ids]
 
 
 def _end_as(story: Story, state: str) -> None:
-    """The same life with another end."""
-    was = story.record["state"]
+    """Replace the final state of the run."""
+    before = story.record["state"]
     for fact in story.facts:
-        if fact.kind == "write" and fact.data["content"].get("state") == was:
+        if fact.kind == "write" and fact.data["content"].get("state") == before:
             fact.data["content"]["state"] = state
             fact.data["content"]["history"][-1]["state"] = state
 

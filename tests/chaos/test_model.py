@@ -1,4 +1,4 @@
-"""Every state that the life of one run can come to, with the code's own functions and workflow, within a bound."""
+"""Explore every reachable state of a run, within a bound, with the real stages and workflow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dropforge_local.chaos.model import Explorer
     ],
     ids=["a cancel at any time", "one fault at any effect"],
 )
-def test_every_life_keeps_the_rules_and_can_come_to_a_good_end(faults: int, cancel: bool) -> None:
+def test_every_state_keeps_the_rules_and_can_reach_a_good_end(faults: int, cancel: bool) -> None:
     explorer = Explorer(faults, cancel)
     explorer.explore()
     transitions = sum(map(len, explorer.edges.values()))
     print(f"{len(explorer.edges)} states, {transitions} transitions")
-    found = [f"{problem}: {'; '.join(explorer.way(state))}" for state, problem in explorer.problems[:5]]
-    assert found == []
+    problems = [f"{problem}: {'; '.join(explorer.way(state))}" for state, problem in explorer.problems[:5]]
+    assert problems == []
     assert len(explorer.edges) > 100

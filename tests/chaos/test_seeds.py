@@ -1,4 +1,4 @@
-"""Lives in the simulated cloud: seeds, those that have found something, and each fault at each effect of one run."""
+"""Simulations: random seeds, seeds that once revealed a defect, and single faults at the effects of a run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from dropforge_local.chaos.simulation import run, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
-LIVES = 5  # of those that one fault strikes, for each fault and target
-# Seeds that found a defect, by the targets of their runs; docs/measurements.md describes each defect.
+SAMPLES = 5  # simulations for each fault and target; a single fault strikes each simulation
+# Seeds that revealed a defect, and the targets of their runs; docs/measurements.md describes each defect.
 SERVERLESS = ("cloud_run", "tpu_vm")
-FOUND = {
+DEFECTS = {
     (140, SERVERLESS): "a run whose cancel was recorded while its last attempt failed ended FAILED",
-    (179, SERVERLESS): "likewise",
-    (190, SERVERLESS): "an inspect that had stalled ended an attempt of a run that was over",
-    (784, SERVERLESS): "a job that was deleted while it was looked at made the look fail, and the run wait",
-    (1176, SERVERLESS): "a provision that had stalled noted a job as gone that another one had made",
-    (11121, SERVERLESS): "a machine that had trained was paid for until another one served",
+    (179, SERVERLESS): "a run whose cancel was recorded while its last attempt failed ended FAILED (second seed)",
+    (190, SERVERLESS): "a stalled inspect ended an attempt of a finished run",
+    (784, SERVERLESS): "a job that was deleted during its inspection made the inspection fail, and the run waited",
+    (1176, SERVERLESS): "a stalled provision recorded a job as gone that another provision had created",
+    (11121, SERVERLESS): "a machine cost money after training until another machine served",
     (
         20949,
         SERVERLESS,
-    ): "a deploy that had stalled found the endpoint ready after its end, and the run succeeded with it",
-    (5665, SERVERLESS): "a machine that was kept to serve was said to be there for longer than its label had it",
-    (126, ("ray",)): "pods that had lost their Ray cluster went on when their run was over",
-    (1073, ("gke",)): "an attempt of which nothing was heard was said to be stuck from when its first node waited",
-    (335, ("ray",)): "hosts that waited for the head of their Ray cluster cost nothing by our sum",
+    ): "a stalled deploy recorded an endpoint as ready after its end, and the run succeeded with it",
+    (5665, SERVERLESS): "the record of an endpoint on the training VM had a later expiry than the label of the machine",
+    (126, ("ray",)): "pods without their Ray cluster continued after the end of their run",
+    (
+        1073,
+        ("gke",),
+    ): "the stuck time of an attempt without job events counted from the time when its first node waited",
+    (335, ("ray",)): "the cost did not include hosts that waited for the head of their Ray cluster",
     (
         81016,
         tuple(TARGETS),
-    ): "a sweep gave up a Deployment whose first look took minutes before it had asked for its end",
+    ): "a sweep gave up on a Deployment before it requested the deletion, as the first inspection took minutes",
 }
 
 
@@ -48,23 +51,26 @@ def test_seeds_keep_every_promise(first: int) -> None:
     assert problems == []
 
 
-@pytest.mark.parametrize(("seed", "targets"), FOUND)
-def test_a_seed_that_found_a_defect_keeps_every_promise_now(seed: int, targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("seed", "targets"), DEFECTS)
+def test_seeds_that_revealed_a_defect_keep_every_promise(seed: int, targets: tuple[str, ...]) -> None:
     assert [str(problem) for problem in check(run(seed, targets))] == []
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("fault", STRIKES)
 def test_no_single_fault_breaks_a_promise(fault: str, target: str) -> None:
-    """Some of the effects of a run, others for each fault; `dropforge chaos --each` strikes them all."""
+    """Strike a sample of the effects of a run, a different sample for each fault.
+
+    `dropforge chaos --each` strikes all effects.
+    """
     calm = next(run_struck(Strike(0, fault), target).of("calm"))
     effects = calm.data["effects"]
-    struck = range(1 + STRIKES.index(fault), effects + 1, effects // LIVES)
-    lives = ((at, check(run_struck(Strike(at, fault), target))) for at in struck)
-    assert [f"{fault} at {at}: {problem}" for at, problems in lives for problem in problems] == []
+    struck = range(1 + STRIKES.index(fault), effects + 1, effects // SAMPLES)
+    results = ((at, check(run_struck(Strike(at, fault), target))) for at in struck)
+    assert [f"{fault} at {at}: {problem}" for at, problems in results for problem in problems] == []
 
 
-def test_a_seed_is_the_same_life_in_another_process() -> None:
+def test_a_seed_has_the_same_history_in_another_process() -> None:
     here = run(7)
     assert run(7).digest == here.digest != run(8).digest
     code = "from dropforge_local.chaos.simulation import run; print(run(7).digest)"
@@ -76,26 +82,26 @@ def test_a_seed_is_the_same_life_in_another_process() -> None:
         assert done.stdout.strip() == here.digest, done.stderr
 
 
-def test_the_command_counts_seeds_and_replays_one() -> None:
+def test_the_command_counts_seeds_and_replays_a_seed() -> None:
     many = CliRunner().invoke(cli, ["chaos", "--seeds", "3"])
     assert many.exit_code == 0, many.output
     assert "3 simulations, 0 with broken promises" in many.output
-    one = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--target", "tpu_vm", "--verbose"])
-    assert f"digest {run(1, ['tpu_vm']).digest}" in one.output
-    assert "dropped" in one.output
+    replayed = CliRunner().invoke(cli, ["chaos", "--seed", "1", "--target", "tpu_vm", "--verbose"])
+    assert f"digest {run(1, ['tpu_vm']).digest}" in replayed.output
+    assert "dropped" in replayed.output
     struck = CliRunner().invoke(cli, ["chaos", "--each", "--target", "gke", "--target", "ray"])
     assert (struck.exit_code, "gke, ray: --strike and --each run one target" in struck.output) == (2, True)
 
 
 FAULTS = {"refused", "lost", "late", "stalled", "killed", "dropped", "restart", "deleted", "repeated"}
 FAULTS |= {"silent", "lost_machine", "stuck"}
-MADE = {"Job", "Service", "QueuedResource", "Node", "Disk", "Cluster", "Pod", "RayJob", "Deployment"}
-ENDS = {"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"}
+KINDS = {"Job", "Service", "QueuedResource", "Node", "Disk", "Cluster", "Pod", "RayJob", "Deployment"}
+STATES = {"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"}
 
 
-def test_seeds_are_full_of_faults() -> None:
-    """Not a cloud in which nothing happens: all that can go wrong, be made, and come of it is drawn before long."""
-    missing = FAULTS | MADE | ENDS
+def test_seeds_contain_every_fault_kind_and_terminal_state() -> None:
+    """A hundred seeds contain every fault, every kind of resource and every terminal state."""
+    missing = FAULTS | KINDS | STATES
     for seed in range(40, 140):
         facts = run(seed).facts
         missing -= {fact.data["what"] for fact in facts if fact.kind == "fault"}

@@ -1,4 +1,4 @@
-"""What is in the stack's clusters, asked as kubectl asks: without the code that is tested."""
+"""Read and delete objects in the stack's clusters with plain Kubernetes requests, without the code under test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from google.cloud import container_v1
 from dropforge.base import names
 from dropforge_local.stack.config import StackInfo
 
-# Where the API has the kinds that a run may create, by their parts of a ledger's names.
+# The API group of each kind that a run may create; the key is the kind's part of a ledger entry's name.
 APIS = {
     "batch/jobs": "apis/batch/v1",
     "apps/deployments": "apis/apps/v1",
@@ -41,29 +41,29 @@ class Clusters:
         self._token = info.environment["DROPFORGE_EMULATOR_TOKEN"]
 
     def names(self) -> Iterator[tuple[str, Any]]:
-        """Every cluster by its full name."""
+        """Yield the full name of each cluster, and the cluster."""
         for cluster in self.gke.list_clusters(parent=f"projects/{self._project}/locations/-").clusters:
             yield cluster.self_link.partition("/v1/")[2], cluster
 
     def of_run(self, run: str) -> list[str]:
-        """A run's own clusters, and its objects in all of them, named as the ledger names them."""
-        found = []
+        """Return a run's own clusters and its objects in all clusters, by their names in the ledger."""
+        resources = []
         for name, cluster in self.names():
             if cluster.resource_labels.get(names.RUN_LABEL) == run:
-                found.append(name)
+                resources.append(name)
             if cluster.endpoint:
-                found += [f"{name}/k8s/{one}" for one in self._objects(cluster, run)]
-        return found
+                resources += [f"{name}/k8s/{path}" for path in self._objects(cluster, run)]
+        return resources
 
     def pods(self, run: str) -> Iterator[tuple[str, str]]:
-        """(cluster, "namespace/name") of a run's pods."""
+        """Yield (cluster, "namespace/name") for each pod of a run."""
         for name in self.of_run(run):
             if "/pods/" in name:
                 cluster, _, rest = name.partition("/k8s/namespaces/")
                 yield cluster, rest.replace("/pods/", "/")
 
     def call(self, cluster: Any, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """One request to a cluster's API; the JSON that it answers. Raises HTTPError."""
+        """Send a request to a cluster's API; return the JSON of the response. Raises HTTPError."""
         authority = b64decode(cluster.master_auth.cluster_ca_certificate).decode()
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
@@ -74,7 +74,7 @@ class Clusters:
             return dict(json.load(answer))
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """An object by its full name."""
+        """Return an object by its full name, or None if it does not exist."""
         try:
             return self._act("GET", name)
         except urllib.error.HTTPError as error:
@@ -84,7 +84,7 @@ class Clusters:
             raise
 
     def delete(self, name: str) -> None:
-        """As `kubectl delete` does it."""
+        """Delete an object by its full name, with the propagation policy of `kubectl delete`."""
         self._act("DELETE", name, {"propagationPolicy": "Background"})
 
     def _act(self, method: str, name: str, body: Any = None) -> dict[str, Any]:

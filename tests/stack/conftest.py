@@ -1,4 +1,4 @@
-"""A whole local stack with containers that train nothing, and what a user does with it."""
+"""Fixtures: a whole local stack with containers that train nothing, and its user."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ NOOP_CONFIG = StackConfig(
     },
     compute={"create_seconds": 0.05, "delete_seconds": 0.05, "disk_gb_per_zone": 100_000},
 )
-SELDOM = 86400.0  # tests sweep themselves: a sweep takes over every run that no execution goes on with
+# Tests call the sweep themselves: a scheduled sweep would take over every run without a live execution.
+RARE_SWEEP_SECONDS = 86400.0
 
 
 class User:
-    """Somebody who drops specs and looks at what becomes of them, through ordinary clients."""
+    """A user who drops specs and observes the runs through ordinary clients."""
 
     _numbers = itertools.count()
 
@@ -76,13 +77,13 @@ class User:
         self.store = RunStore(clients.storage(), self.settings.runs_bucket)
 
     def spec(self, behave: str = "succeed", **changes: Any) -> dict[str, Any]:
-        """A small valid spec that trains only; `changes` replace top-level fields."""
+        """Return a small valid spec without `serve`; `changes` replace top-level fields."""
         return {
             "api_version": "dropforge/v1",
             "name": "noop",
             "model": {"source": "owner/tiny-1m"},
             "dataset": {"source": "owner/data"},
-            "training": {"adapter": {"type": "none"}},  # which every target can train
+            "training": {"adapter": {"type": "none"}},  # every target supports this adapter
             "target": {"type": "cloud_run", **PARTS["cloud_run"]},
             "serve": None,
             "labels": {"behave": behave},
@@ -90,7 +91,7 @@ class User:
         }
 
     def drop(self, spec: dict[str, Any] | bytes, name: str | None = None) -> str:
-        """Upload a spec to the specs bucket; its run id."""
+        """Upload a spec to the specs bucket; return the run id."""
         name = name or f"specs/test-{os.getpid()}-{next(self._numbers)}.json"
         blob = clients.storage().bucket(self.settings.specs_bucket).blob(name)
         blob.upload_from_string(spec if isinstance(spec, bytes) else json.dumps(spec), "application/json", retry=None)
@@ -101,7 +102,7 @@ class User:
         return str(future.result(20))
 
     def wait(self, run: str, *states: str, timeout: float = 60) -> Record:
-        """The record, once it is in one of `states` (default: a terminal one)."""
+        """Wait until the run is in one of `states` (default: the terminal states); return its record."""
         return self.wait_for(run, lambda r: r.state in states if states else r.state.is_terminal, timeout)
 
     def wait_for(self, run: str, condition: Callable[[Record], bool], timeout: float = 60) -> Record:
@@ -115,16 +116,16 @@ class User:
             if record is not None and condition(record):
                 return record
             time.sleep(0.05)
-        raise AssertionError(f"run {run} was not there in {timeout} s; it is {record!r}")
+        raise AssertionError(f"run {run} did not meet the condition within {timeout} s; its record: {record!r}")
 
     def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"not in {timeout} s"
+            assert time.monotonic() < deadline, f"the condition is not met after {timeout} s"
             time.sleep(0.05)
 
     def slack(self, run: str, last: str) -> list[str]:
-        """The headlines of the Slack messages about a run, in order, once the last of them ends with `last`."""
+        """Wait until the last Slack headline about a run ends with `last`; return all its headlines in order."""
         headlines: list[str] = []
         deadline = time.monotonic() + 20
         while not (headlines and headlines[-1].endswith(last)) and time.monotonic() < deadline:
@@ -135,37 +136,37 @@ class User:
         return headlines
 
     def executions(self, run: str) -> list[Any]:
-        """The workflow's executions for a run."""
+        """Return the workflow's executions for a run."""
         from google.cloud.workflows import executions_v1
 
         request = executions_v1.ListExecutionsRequest(
             parent=self.settings.workflow_name, view=executions_v1.ExecutionView.FULL
         )
-        found = clients.workflow_executions().list_executions(request)
-        return [e for e in found if e.labels.get(names.RUN_LABEL) == run]
+        executions = clients.workflow_executions().list_executions(request)
+        return [e for e in executions if e.labels.get(names.RUN_LABEL) == run]
 
     def resources(self, run: str) -> list[str]:
-        """What the cloud lists for a run."""
-        found = []
+        """Return the names of all resources that the cloud lists for a run."""
+        listed = []
         for region in ("us-central1", "europe-west4"):
             parent = f"projects/{self.settings.project}/locations/{region}"
-            found += [
+            listed += [
                 *clients.run_jobs().list_jobs(parent=parent),
                 *clients.run_services().list_services(parent=parent),
             ]
-        mine = [resource.name for resource in found if resource.labels.get(names.RUN_LABEL) == run]
-        return mine + machines_of_run(self.settings.project, run) + Clusters(self.info).of_run(run)
+        serverless = [resource.name for resource in listed if resource.labels.get(names.RUN_LABEL) == run]
+        return serverless + machines_of_run(self.settings.project, run) + Clusters(self.info).of_run(run)
 
     def training(self, run: str) -> str:
-        """The resource in which a run trains."""
+        """Return the resource in which a run trains."""
         return next(name for name in self.resources(run) if "jobs/" in name or "/queuedResources/" in name)
 
     def machine(self, run: str) -> str:
-        """The TPU VM of a run."""
+        """Return the TPU VM of a run."""
         return next(name for name in self.resources(run) if "/nodes/" in name)
 
     def preempt(self, run: str) -> None:
-        """Take the machine of a run away, as its cloud does."""
+        """Preempt the machine of a run."""
         resource = self.training(run)
         if "/k8s/" in resource:
             cluster, pod = next(iter(Clusters(self.info).pods(run)))
@@ -186,14 +187,14 @@ class User:
             self.post("_local/cloudrun/faults", {fault: execution.name})
 
     def post(self, path: str, body: dict[str, Any]) -> None:
-        """Tell the stack's own interface something."""
+        """POST JSON to the stack's own interface."""
         data = json.dumps(body).encode()
         urllib.request.urlopen(
             urllib.request.Request(f"{self.info.http}/{path}", data, method="POST"), timeout=10
         ).close()
 
     def delete(self, resource: str) -> None:
-        """Delete what `resources` names, as somebody does who knows nothing of runs."""
+        """Delete a resource that `resources` lists, as a person does in the console."""
         if "/k8s/" in resource:
             Clusters(self.info).delete(resource)
         elif "/queuedResources/" in resource:
@@ -204,7 +205,7 @@ class User:
 
 @pytest.fixture
 def open_user() -> Iterator[Callable[[Path], User]]:
-    """Point this process's clients at a stack that a test starts itself."""
+    """Yield a function that points this process's clients at a stack that the test started."""
     with patch.dict(os.environ):
 
         def open_user(state: Path) -> User:
@@ -216,7 +217,7 @@ def open_user() -> Iterator[Callable[[Path], User]]:
 
 @pytest.fixture
 def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
-    """Start, or start again, a stack of the test's own."""
+    """Yield a function that starts or restarts a stack that only this test uses."""
     state = tmp_path / "stack"
     NOOP_CONFIG.save(state)
 
@@ -231,21 +232,21 @@ def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Cal
 
 @pytest.fixture(params=list(PARTS))
 def target(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The `target` of a spec, for every target that the stack has."""
+    """Return the `target` of a spec; the test runs once for each target of the stack."""
     return {"type": request.param, **PARTS[request.param]}
 
 
 @pytest.fixture(params=list(SERVES))
 def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The `serve` of a spec, for every kind of endpoint that the stack has."""
+    """Return the `serve` of a spec; the test runs once for each kind of endpoint of the stack."""
     return {"type": request.param, **SERVES[request.param]}
 
 
 @pytest.fixture(scope="session")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One stack for every test that does not break it."""
+    """Yield the state directory of the stack that the tests share; a test must not break it."""
     state = tmp_path_factory.mktemp("stack")
-    replace(NOOP_CONFIG, sweep_seconds=SELDOM).save(state)
+    replace(NOOP_CONFIG, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
     local.up(state)
     yield state
     local.down(state)

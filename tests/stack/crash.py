@@ -1,15 +1,15 @@
-"""Kill a part of a whole stack at one of its commits, start it again, and see that nothing is lost, left or doubled.
+"""Kill a part of a whole stack at a commit, restart it, and check that nothing is lost, left over or doubled.
 
     python -m tests.stack.crash --target gke --all --lanes 2
 
-tries every commit of every life (LIVES) on a target, prints a line for each that went wrong and a table at the end.
-Containers train nothing. Without --all every seventh commit is tried, from a place that --seed draws. One that went
-wrong is tried again by
+tries every commit of every life (LIVES) on a target. It prints a line for each failed try, and a table at the end.
+Containers train nothing. Without --all it tries every seventh commit; --seed draws the first commit. This command
+repeats a failed try:
 
     python -m tests.stack.crash --target gke --life success --kill stack --moment after --from 37 --to 37
 
-Every try is a line of build/crash.jsonl. With --continue those that went well are not tried again, and --table sums up
-the file. Stacks are forked (zygote.py) from one process that has imported them; --slow starts them as users do.
+Each try is a line in build/crash.jsonl. --continue skips the tries that succeeded, and --table sums up the file.
+zygote.py forks the stacks from a process that has imported their modules; --slow starts them as users do.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from .zygote import Zygote
 
 T = TypeVar("T")
 STRIDE = 7
-ENOUGH = 3  # lives in a row that ended before anybody was killed: one has a few commits more than another
-RUNS = 30  # in one stack; the events of Kubernetes that they leave make every later one dearer
+# A plan ends after so many lives in a row without a death. The number of commits varies a little between lives.
+ENOUGH = 3
+RUNS = 30  # runs in one stack; the Kubernetes events of earlier runs make each later run slower
 TIMEOUT = 60.0
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 RESULTS = Path("build/crash.jsonl")
 UNREACHABLE = (OSError, http.client.HTTPException)
 NOTICES = {RunState.ACCEPTED, RunState.TRAINING, RunState.SUCCEEDED, RunState.FAILED}
 
 
 class Life(NamedTuple):
-    """What a run's container does, and what must come of the run whoever is killed when."""
+    """The behaviour of a run's container, and the end of the run that every death must lead to."""
 
     behave: str
     state: RunState
@@ -75,7 +76,7 @@ LIVES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A life on a target, and who is killed at which moment of a commit."""
+    """A life on a target, the part that is killed, and the moment of the kill relative to the commit."""
 
     target: str
     life: str
@@ -94,7 +95,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What came of one try: whether anybody was killed at all, how long it took, what is wrong, its commits."""
+    """The result of a try: whether a part was killed, the duration, the problems, and the number of commits."""
 
     killed: bool
     seconds: float
@@ -103,7 +104,7 @@ class Result:
 
 
 class Harness:
-    """A stack that dies as often as it is told to; the runs before stay in it, as they would."""
+    """A stack that is killed and restarted repeatedly; earlier runs stay in it."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -118,35 +119,35 @@ class Harness:
         local.down(self.state)
 
     def attempt(self, case: Case, commit: int) -> Result:
-        """One life, with a death at its commit with that number; 0 for none."""
+        """Run a life and kill `case.kill` at the commit with this number; 0 kills nothing."""
         begin, life = time.monotonic(), LIVES[case.life]
         self._until(lambda: self._post("_local/crash", {"commit": 0}))
         self._settle()
         self._post("_local/crash", {"commit": commit, "moment": case.moment, "kill": case.kill})
         run = self._drop(self.user.spec(life.behave, **case.spec))
         try:
-            record = self._until(lambda: self._ended(run))
+            record = self._until(lambda: self._terminal_record(run))
             if record.endpoint:
                 self._until(lambda: self._cancel(run))
-                record = self._until(lambda: self._without_endpoint(run))
+                record = self._until(lambda: self._record_with_ended_endpoint(run))
             self._until(lambda: all(e["state"] != "ACTIVE" for e in self._executions(run)))
         except TimeoutError:
-            return Result(True, time.monotonic() - begin, [f"{run} came to no end: {self._record(run)!r}"])
+            return Result(True, time.monotonic() - begin, [f"{run} did not end: {self._record(run)!r}"])
         except StackError as error:
             return Result(True, time.monotonic() - begin, [f"{run}: the stack does not start again: {error}"])
         switch = self._get("_local/crash")
         self._post("_local/crash", {"commit": 0})
         killed = bool(commit) and not switch["armed"]["commit"]
-        found = [f"{run} {problem}" for problem in self._problems(record, case, killed)]
-        return Result(killed, time.monotonic() - begin, found, switch["commits"])
+        problems = [f"{run} {problem}" for problem in self._problems(record, case, killed)]
+        return Result(killed, time.monotonic() - begin, problems, switch["commits"])
 
     def _problems(self, record: Record, case: Case, killed: bool) -> Iterator[str]:
-        """What a run must not have left or done, whoever was killed when."""
+        """Yield each broken promise of a run; the promises do not depend on the kill."""
         run, life = record.run, LIVES[case.life]
-        more = int(killed and case.kill == "containers")  # that costs an attempt
+        extra_attempts = int(killed and case.kill == "containers")  # a killed container costs an attempt
         if record.state is not life.state:
             yield f"is {record.state}, {record.error!r}; expected {life.state}"
-        if not life.attempts <= len(record.attempts) <= life.attempts + more:
+        if not life.attempts <= len(record.attempts) <= life.attempts + extra_attempts:
             yield f"has {len(record.attempts)} attempts; expected {life.attempts}"
         if sum(transition.state.is_terminal for transition in record.history) != 1:
             yield f"entered more than one terminal state: {record.history}"
@@ -157,69 +158,70 @@ class Harness:
         yield from self._ledger_problems(run)
         yield from self._execution_problems(record)
         yield from self._notice_problems(record)
-        again = killed and case.kill == "containers" and case.target == "ray"  # a new head gets the job again
-        yield from self._training_problems(run, 1 + again)
+        is_resubmitted = killed and case.kill == "containers" and case.target == "ray"  # to the new head
+        yield from self._training_problems(run, 1 + is_resubmitted)
 
     def _ledger_problems(self, run: str) -> Iterator[str]:
         ledger = self.user.store.ledger(run)
         if remaining := [entry.name for entry in ledger.remaining()]:
-            yield f"believes to have {remaining}"
-        made = Counter((entry.kind, entry.attempt, names.is_endpoint(entry.name, run)) for entry in ledger.entries)
-        if doubled := [key for key, count in made.items() if count > 1]:
+            yield f"has a ledger with remaining entries: {remaining}"
+        counts = Counter((entry.kind, entry.attempt, names.is_endpoint(entry.name, run)) for entry in ledger.entries)
+        if doubled := [key for key, count in counts.items() if count > 1]:
             yield f"has more than one of {doubled} in an attempt"
 
     def _execution_problems(self, record: Record) -> Iterator[str]:
-        found = {e["name"].rsplit("/", 1)[1]: json.loads(e.get("result", "{}")) for e in self._executions(record.run)}
-        effective = [name for name, result in found.items() if result.get("status") != "SUPERSEDED"]
+        results = {e["name"].rsplit("/", 1)[1]: json.loads(e.get("result", "{}")) for e in self._executions(record.run)}
+        effective = [name for name, result in results.items() if result.get("status") != "SUPERSEDED"]
         if effective != [record.execution]:
-            yield f"has the effective executions {effective}; expected {record.execution} alone"
+            yield f"has the effective executions {effective}; expected only {record.execution}"
 
     def _notice_problems(self, record: Record) -> Iterator[str]:
-        """Each state that people care about was told, and what was told twice has one id."""
+        """Check that each state in NOTICES was announced, and that repeated announcements have the same id."""
         expected = {f"{record.run}/{t.attempt}/{t.state.lower()}" for t in record.history if t.state in NOTICES}
-        told = {key for key in self._notices(record.run) if "/notice/" not in key}  # a sweep's, if one came by
-        if told != expected:
-            yield f"told people {sorted(told)}; expected {sorted(expected)}"
+        # A sweep may have sent notices, too; they are not changes of state.
+        announced = {key for key in self._notices(record.run) if "/notice/" not in key}
+        if announced != expected:
+            yield f"announced {sorted(announced)} in Slack; expected {sorted(expected)}"
         events = self._events(record.run)
         if (last := f"{record.run}/{record.history[-1].attempt}/{record.state.lower()}") not in events:
-            yield f"did not tell other systems {last}; it told {sorted(events)}"
+            yield f"did not publish the run event {last}; it published {sorted(events)}"
         changes = {key for key in events if "/notice/" not in key}
         if unknown := changes - {f"{record.run}/{t.attempt}/{t.state.lower()}" for t in record.history}:
-            yield f"told other systems {sorted(unknown)}, which it never was"
+            yield f"published {sorted(unknown)}, but was never in these states"
 
     def _training_problems(self, run: str, times: int) -> Iterator[str]:
-        """Each container that trains says so so many times at most, with an attempt's number of its own."""
+        """Check that each attempt sent `started` at most `times` times."""
         started = [name for name in self.user.store.names(names.events_prefix(run)) if name.endswith("-started.json")]
         attempts = Counter(name.rsplit("/", 1)[1].split("-")[0] for name in started)
         if doubled := [attempt for attempt, count in attempts.items() if count > times]:
             yield f"trained more than {times} times in attempts {doubled}"
 
-    def _until(self, look: Callable[[], T | None], timeout: float = TIMEOUT) -> T:
-        """What `look` answers once that is something; the stack is started again whenever it is dead."""
+    def _until(self, poll: Callable[[], T | None], timeout: float = TIMEOUT) -> T:
+        """Call `poll` until its result is true and return it; restart the stack whenever it is dead."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             with suppress(*UNREACHABLE):
-                if found := look():
-                    return found
+                if result := poll():
+                    return result
             if local.running(self.state) is None:
                 local.up(self.state)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         raise TimeoutError
 
     def _settle(self) -> None:
-        """Until nothing of the run before is still being written: the next one's commits are counted."""
-        seen = -1
-        while seen != (now := self._get("_local/crash")["commits"]):
-            seen = now
+        """Wait until the previous run writes nothing more, because its commits would count for the next run."""
+        before = -1
+        while before != (commits := self._get("_local/crash")["commits"]):
+            before = commits
             time.sleep(0.2)
 
     def _drop(self, spec: dict[str, Any]) -> str:
-        """As a user does whose upload is cut off: again, unless it has arrived."""
+        """Upload a spec as a user does whose upload is interrupted: repeat the upload until the object exists."""
         bucket, name = self.user.settings.specs_bucket, f"specs/crash-{time.time_ns()}.json"
         query = urlencode({"uploadType": "media", "name": name, "ifGenerationMatch": 0})
 
         def upload() -> str:
-            with suppress(urllib.error.HTTPError):  # 412: it is there
+            with suppress(urllib.error.HTTPError):  # 412: the object exists
                 self._post(f"upload/storage/v1/b/{bucket}/o?{query}", spec)
             return str(self._get(f"storage/v1/b/{bucket}/o/{quote(name, safe='')}")["generation"])
 
@@ -233,16 +235,16 @@ class Harness:
     def _record(self, run: str) -> Record | None:
         name = quote(names.record_object(run), safe="")
         try:
-            found = self._get(f"storage/v1/b/{self.user.settings.runs_bucket}/o/{name}?alt=media")
+            content = self._get(f"storage/v1/b/{self.user.settings.runs_bucket}/o/{name}?alt=media")
         except urllib.error.HTTPError:
             return None
-        return Record.model_validate_json(json.dumps(found))
+        return Record.model_validate_json(json.dumps(content))
 
-    def _ended(self, run: str) -> Record | None:
+    def _terminal_record(self, run: str) -> Record | None:
         record = self._record(run)
         return record if record and record.state.is_terminal else None
 
-    def _without_endpoint(self, run: str) -> Record | None:
+    def _record_with_ended_endpoint(self, run: str) -> Record | None:
         record = self._record(run)
         return record if record and record.endpoint and record.endpoint.ended else None
 
@@ -251,19 +253,19 @@ class Harness:
         return [e for e in listed if e["labels"].get(names.RUN_LABEL) == run]
 
     def _notices(self, run: str) -> list[str]:
-        """The ids in the Slack messages about a run."""
+        """Return the event ids in the Slack messages about a run."""
         payloads = [message["payload"] for message in self._get("slack/messages")["messages"]]
         contexts = [p["blocks"][-1]["elements"][0]["text"] for p in payloads]
         return [text.rpartition(" ")[2] for text in contexts if f"`{run}`" in text]
 
     def _events(self, run: str) -> set[str]:
-        """The ids of the run events about a run, and of no other: each run is asked for once."""
-        found = self._post(f"v1/{self._subscription}:pull", {"maxMessages": 1000})
-        received = found.get("receivedMessages", [])
+        """Return the ids of a run's events. Call it once for each run: it acknowledges the events of all runs."""
+        answer = self._post(f"v1/{self._subscription}:pull", {"maxMessages": 1000})
+        received = answer.get("receivedMessages", [])
         if received:
             self._post(f"v1/{self._subscription}:acknowledge", {"ackIds": [r["ackId"] for r in received]})
         ids = {r["message"]["attributes"]["ce-id"] for r in received}
-        return {one for one in ids if one.startswith(f"{run}/")}
+        return {id_ for id_ in ids if id_.startswith(f"{run}/")}
 
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.user.info.http}/{path}", timeout=10) as response:
@@ -279,7 +281,7 @@ class Harness:
 
 @dataclass(frozen=True)
 class Tried:
-    """A line of the results."""
+    """A try and its result: a line of the results file."""
 
     case: Case
     commit: int
@@ -301,7 +303,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Plan:
-    """Commits of a life that are to be tried, as many as it might have."""
+    """The commits of a case to try; there may be more numbers than the life has commits."""
 
     case: Case
     commits: tuple[int, ...]
@@ -309,51 +311,55 @@ class Plan:
     slow: bool = False
 
     def cut(self) -> tuple[Plan, Plan]:
-        """What one stack is enough for, and the rest."""
+        """Return a plan with the commits for one stack, and a plan with the other commits."""
         return replace(self, commits=self.commits[:RUNS]), replace(self, commits=self.commits[RUNS:])
 
     def run(self) -> list[Tried]:
-        """In a stack of its own, until the lives end before anybody is killed; the state is kept if one went wrong."""
+        """Try the commits in a new stack until the lives end without a death; keep the state if a try failed."""
         if not self.slow:
             local._spawn = zygote().spawn
-        found: list[Tried] = []
+        tries: list[Tried] = []
         home, tree = Path(tempfile.mkdtemp(prefix="dropforge-crash-")), _tree()
         try:
             harness = Harness(home)
             for commit in self.commits:
-                found.append(Tried(self.case, commit, harness.attempt(self.case, commit), tree, str(home)))
+                tries.append(Tried(self.case, commit, harness.attempt(self.case, commit), tree, str(home)))
                 with self.results.open("a") as file:
-                    file.write(f"{found[-1]}\n")
-                for problem in found[-1].result.problems:
+                    file.write(f"{tries[-1]}\n")
+                for problem in tries[-1].result.problems:
                     print(f"{self.case} at commit {commit}: {problem} (see {home})", flush=True)
-                if _is_over(found):
+                if _is_over(tries):
                     break
         finally:
             local.down(home)
-        if not any(tried.result.problems for tried in found):
+        if not any(tried.result.problems for tried in tries):
             shutil.rmtree(home)
-        return found
+        return tries
 
 
-def _is_over(found: list[Tried]) -> bool:
-    return [tried.result.killed for tried in found[-ENOUGH:]] == [False] * ENOUGH
+def _is_over(tries: list[Tried]) -> bool:
+    return [tried.result.killed for tried in tries[-ENOUGH:]] == [False] * ENOUGH
 
 
 @cache
 def zygote() -> Zygote:
-    """This process's; it ends with it."""
+    """Return the zygote of this process; it ends with this process."""
     return Zygote()
 
 
 def cases(target: str, kill: str) -> list[Case]:
-    """Functions and containers die of their own: to them, before a commit is as good as after the one before it."""
+    """Return the cases of a target.
+
+    A kill of functions or containers does not interrupt a commit of the stack, so "before a commit" is the same as
+    "after the previous commit".
+    """
     moments = ("before", "after") if kill == "stack" else ("after",)
     lives = [life for life in LIVES if target in SERVES or not LIVES[life].serves]
     return [Case(target, life, kill, moment) for life in lives for moment in moments]
 
 
 def table(tries: Iterable[Tried]) -> Iterator[str]:
-    """A row for each case. Of several tries at one commit the last one counts, but for the time they took."""
+    """Yield a row for each case. The last try at a commit counts; the seconds are those of all tries."""
     rows: dict[Case, dict[int, Tried]] = {}
     seconds: Counter[Case] = Counter()
     for tried in tries:
@@ -369,19 +375,23 @@ def table(tries: Iterable[Tried]) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stack.crash", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", choices=[*PARTS], action="append", help="default: all of them")
-    parser.add_argument("--kill", choices=["stack", "functions", "containers"], action="append", help="likewise")
-    parser.add_argument("--life", choices=[*LIVES], action="append", help="likewise")
-    parser.add_argument("--moment", choices=["before", "after"], action="append", help="likewise")
+    parser.add_argument("--target", choices=[*PARTS], action="append", help="default: all targets")
+    parser.add_argument(
+        "--kill", choices=["stack", "functions", "containers"], action="append", help="default: all parts"
+    )
+    parser.add_argument("--life", choices=[*LIVES], action="append", help="default: all lives")
+    parser.add_argument("--moment", choices=["before", "after"], action="append", help="default: both moments")
     parser.add_argument("--all", action="store_true", help="every commit, not every seventh")
-    parser.add_argument("--from", type=int, dest="first", metavar="COMMIT", help="the first to try; implies --all")
-    parser.add_argument("--to", type=int, default=1000, dest="last", metavar="COMMIT", help="the last to try")
+    parser.add_argument(
+        "--from", type=int, dest="first", metavar="COMMIT", help="the first commit to try; implies --all"
+    )
+    parser.add_argument("--to", type=int, default=1000, dest="last", metavar="COMMIT", help="the last commit to try")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10_000)
-    parser.add_argument("--lanes", type=int, default=1, help="how many stacks at once")
+    parser.add_argument("--lanes", type=int, default=1, help="number of stacks at once")
     parser.add_argument("--slow", action="store_true", help="start every stack as users do")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--continue", action="store_true", dest="go_on", help="without what went well by the results")
-    parser.add_argument("--table", action="store_true", help="sum up the results, try nothing")
+    parser.add_argument("--continue", action="store_true", dest="is_continued", help="skip the tries that succeeded")
+    parser.add_argument("--table", action="store_true", help="print the table of the results file; try nothing")
     options = parser.parse_args(arguments)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
@@ -405,15 +415,16 @@ def _plans(options: argparse.Namespace, known: Iterable[Tried]) -> list[Plan]:
     plans = []
     for case in chosen:
         commits = range(options.first or draw.randrange(stride) + 1, options.last + 1, stride)
-        well = {tried.commit for tried in known if options.go_on and tried.case == case and not tried.result.problems}
-        left = tuple(commit for commit in commits if commit not in well)
-        plans.append(Plan(case, left, options.results, options.slow))
+        succeeded = {tried.commit for tried in known if tried.case == case and not tried.result.problems}
+        skipped = succeeded if options.is_continued else set()
+        remaining = tuple(commit for commit in commits if commit not in skipped)
+        plans.append(Plan(case, remaining, options.results, options.slow))
     return [plan for plan in plans if plan.commits]
 
 
 def _sweep(plans: list[Plan], lanes: int) -> list[Tried]:
-    """A piece of a plan in each lane: what is behind the end of a life is cut off once one lane has seen that."""
-    found: list[Tried] = []
+    """Run the plans in parallel lanes. When a lane reaches the end of a life, drop the rest of the case's plan."""
+    tries: list[Tried] = []
     running: dict[Future[list[Tried]], Case] = {}
     with ProcessPoolExecutor(lanes) as pool:
         while plans or running:
@@ -422,16 +433,16 @@ def _sweep(plans: list[Plan], lanes: int) -> list[Tried]:
                 plans = [rest] * bool(rest.commits) + plans[1:]
                 running[pool.submit(piece.run)] = piece.case
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                case, tries = running.pop(future), future.result()
-                found += tries
-                if _is_over(tries):
+                case, finished = running.pop(future), future.result()
+                tries += finished
+                if _is_over(finished):
                     plans = [plan for plan in plans if plan.case != case]
-                print([*table(tried for tried in found if tried.case == case)][1], flush=True)
-    return found
+                print([*table(tried for tried in tries if tried.case == case)][1], flush=True)
+    return tries
 
 
 def _tree() -> str:
-    """The commit that is tried; with a plus when files have changed since."""
+    """Return the git commit under test, with a plus if files have changed since."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""What is in the stack's Cloud TPU and Compute Engine, asked by ordinary clients: without the code that is tested."""
+"""List the resources in the stack's Cloud TPU and Compute Engine with ordinary clients, without the code under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ZONES = sorted({placement["zone"] for placement in PARTS["tpu_vm"]["placements"]
 
 
 def machines_of_run(project: str, run: str) -> list[str]:
-    """A run's queued resources, nodes and disks."""
+    """Return the names of a run's queued resources, nodes and disks."""
     return [name for name, labels in _all(project) if labels.get(names.RUN_LABEL) == run]
 
 
@@ -25,6 +25,6 @@ def _all(project: str) -> Iterator[tuple[str, dict[str, str]]]:
         yield node.name, dict(node.labels)
     session, url = clients.compute()
     for zone in ZONES:
-        place = f"projects/{project}/zones/{zone}"
-        for disk in session.get(f"{url}/{place}/disks", timeout=20).json()["items"]:
-            yield f"{place}/disks/{disk['name']}", disk.get("labels", {})
+        zone_path = f"projects/{project}/zones/{zone}"
+        for disk in session.get(f"{url}/{zone_path}/disks", timeout=20).json()["items"]:
+            yield f"{zone_path}/disks/{disk['name']}", disk.get("labels", {})

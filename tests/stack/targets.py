@@ -1,4 +1,7 @@
-"""The smallest parts of a spec that ask for each target and each endpoint: one line, and the shared tests run on it."""
+"""The smallest `target` and `serve` of a spec for each platform.
+
+The shared tests run on every target and endpoint in these tables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A spec that cannot be accepted starts nothing, and says why beside the run and in Slack."""
+"""An invalid spec starts nothing; its problems are stored with the run, and Slack reports the rejection."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("unknown GPU", {"target": {"type": "cloud_run", "accelerator": "nvidia-b200", "placements": PLACEMENT}},
      "/target/accelerator", "does not offer"),
     ("a literal token", {"model": {"source": "hf_abcdefghijklmnopqrstuvwxyz"}}, "/model/source", "credential"),
-    ("unknown secret", {"secrets": {"HF_TOKEN": "nobody-made-this"}}, "/secrets/HF_TOKEN", "secret does not exist"),
+    ("unknown secret", {"secrets": {"HF_TOKEN": "no-such-secret"}}, "/secrets/HF_TOKEN", "secret does not exist"),
     ("missing object", {"dataset": {"source": "gs://local-project-dropforge-runs/none.jsonl"}},
      "/dataset/source", "object does not exist"),
     ("missing bucket", {"dataset": {"source": "gs://no-such-bucket-here/none.jsonl"}},
      "/dataset/source", "bucket does not exist"),
-    ("a bucket that cannot be", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
-    ("a secret's version that cannot be", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
-    ("a variable of ours", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "sets itself"),
+    ("impossible bucket name", {"dataset": {"source": "gs://a..b/none.jsonl"}}, "/dataset/source", "bucket does not"),
+    ("impossible secret version", {"secrets": {"T": f"slack-webhook:{'9' * 30}"}}, "/secrets/T", "not exist"),
+    ("reserved variable", {"secrets": {"DROPFORGE_RUN": "slack-webhook"}}, "/secrets/DROPFORGE_RUN", "sets itself"),
     ("too short", {"limits": {"max_duration": "59s"}}, "/limits/max_duration", "too short"),
-    ("an endless number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
+    ("an infinite number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
     ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
     ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),
     ("does not fit", {"model": {"source": "meta-llama/Llama-3.1-70B"}}, "/model/source", "does not fit"),
@@ -48,20 +48,20 @@ CASES: list[tuple[str, Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "pointer", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_a_bad_spec_is_rejected_with_its_reason(user: User, change: Any, pointer: str, message: str) -> None:
+def test_an_invalid_spec_is_rejected_with_its_problems(user: User, change: Any, pointer: str, message: str) -> None:
     run = user.drop(change if isinstance(change, bytes) else user.spec(**change))
     record = user.wait(run)
     assert record.state is RunState.REJECTED
     assert pointer in [problem["pointer"] for problem in record.problems]
     assert any(message in str(problem["message"]) for problem in record.problems)
-    beside = json.loads(user.store.read(names.errors_object(run)).data)
-    assert beside["errors"] == record.problems
+    stored = json.loads(user.store.read(names.errors_object(run)).data)
+    assert stored["errors"] == record.problems
     assert user.executions(run) == []
     assert user.resources(run) == []
     assert [headline.split()[-1] for headline in user.slack(run, "rejected")] == ["rejected"]
 
 
-def test_a_disabled_secret_is_no_secret(user: User) -> None:
+def test_a_spec_with_a_disabled_secret_is_rejected(user: User) -> None:
     from google.cloud import secretmanager_v1
 
     parent, name = f"projects/{user.settings.project}", f"disabled-{time.time_ns()}"
@@ -82,7 +82,7 @@ def test_a_disabled_secret_is_no_secret(user: User) -> None:
      "gs://abc/hf_CanaryCanaryCanaryCanary.json"],
     ids=lambda uri: repr(uri)[:40],
 )  # fmt: skip
-def test_a_message_that_names_no_spec_is_rejected(user: User, uri: Any) -> None:
+def test_a_message_with_a_bad_spec_uri_is_rejected(user: User, uri: Any) -> None:
     key = f"uri-{time.time_ns()}"
     user.publish("dropforge-requests", json.dumps({"spec_uri": uri}).encode(), idempotency_key=key)
     record = user.wait(names.run_id_of_message(key))
@@ -96,31 +96,31 @@ def test_a_message_that_names_no_spec_is_rejected(user: User, uri: Any) -> None:
     [b" " * 9_000_000, b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"NaN", b'"\\ud800"', b"null"],
     ids=lambda data: repr(data[:8]),
 )
-def test_a_message_of_anything_is_rejected(user: User, data: bytes) -> None:
+def test_a_message_with_arbitrary_bytes_is_rejected(user: User, data: bytes) -> None:
     key = f"wild-{time.time_ns()}"
     user.publish("dropforge-requests", data, idempotency_key=key)
     assert user.wait(names.run_id_of_message(key)).state is RunState.REJECTED
 
 
-def test_a_literal_token_is_kept_nowhere(user: User) -> None:
+def test_a_literal_token_is_stored_nowhere(user: User) -> None:
     token = "hf_CanaryCanaryCanaryCanary"
     run = user.drop(user.spec(model={"source": token}))
     user.wait(run)
-    kept = b"".join(user.store.read(name).data for name in user.store.names(f"runs/{run}/"))
-    assert token.encode() not in kept
+    stored = b"".join(user.store.read(name).data for name in user.store.names(f"runs/{run}/"))
+    assert token.encode() not in stored
     assert token not in json.dumps(user.slack(run, "rejected"))
     assert token.encode() not in (user.state / "functions.log").read_bytes()
 
 
-def test_other_objects_of_the_inbox_are_ignored(user: User) -> None:
-    run = user.drop(b"{oops", "specs/readme.txt")
-    other = user.drop(b"{oops", "elsewhere/spec.json")
+def test_objects_that_are_not_specs_are_ignored(user: User) -> None:
+    wrong_suffix = user.drop(b"{oops", "specs/readme.txt")
+    wrong_folder = user.drop(b"{oops", "elsewhere/spec.json")
     user.wait(user.drop(user.spec()))
-    assert user.store.find(run) is None
-    assert user.store.find(other) is None
+    assert user.store.find(wrong_suffix) is None
+    assert user.store.find(wrong_folder) is None
 
 
-def test_a_bad_message_is_rejected_too(user: User) -> None:
+def test_malformed_messages_are_rejected_and_an_unknown_cancel_is_accepted(user: User) -> None:
     user.publish("dropforge-requests", b"{oops", idempotency_key="bad-message")
     assert user.wait(names.run_id_of_message("bad-message")).state is RunState.REJECTED
     user.publish("dropforge-requests", b'{"spec_uri": "http://x"}', idempotency_key="bad-uri")

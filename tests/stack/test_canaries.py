@@ -1,4 +1,4 @@
-"""Secrets that are planted in whole runs, and betrayed by the trainer in every way, are found nowhere afterwards."""
+"""Secrets of whole runs appear in no output of the stack, although the trainer leaks them in every way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECRETS = {
     "special": f'p@ss"w\\ord/&?=% é{{{CANARY}}}+',
     "plain": f"{CANARY}-of-no-known-prefix",
 }
-# A part of each value that its percent-encoded, JSON and base64 forms have, too.
+# Each value, also in its percent-encoded, JSON or base64 form, contains one of these strings.
 TRACES = [CANARY, "Q2FuYXJ5N2YzY", "NhbmFyeTdmM2", "DYW5hcnk3ZjNh"]
 
 
@@ -52,7 +52,7 @@ def canary_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[
     local.down(state)
 
 
-def test_a_secret_is_found_nowhere(canary_stack: User) -> None:
+def test_no_output_contains_a_secret(canary_stack: User) -> None:
     user = canary_stack
     webhook = f"{user.info.http}/slack/services/T/B/{CANARY}"
     for name, value in {**SECRETS, "webhook": webhook}.items():
@@ -64,7 +64,7 @@ def test_a_secret_is_found_nowhere(canary_stack: User) -> None:
     watch.start()
     variables = {"HF_TOKEN": "hf-token", "PASSWORD": "special", "MY_KEY": "plain"}
     notify = {"slack": {"webhook_secret": "webhook"}}
-    runs = []  # all at once: most of their time they wait
+    runs = []  # all at once, because runs mostly wait
     for kind, part in PARTS.items():
         serve = {"type": kind, **SERVES[kind]} if kind in SERVES else None
         target = {"type": kind, **part}
@@ -76,18 +76,20 @@ def test_a_secret_is_found_nowhere(canary_stack: User) -> None:
         assert user.slack(run, "succeeded")
     assert "[redacted]" in str(user.store.record(runs[0]).attempts[0].error)
     watch.stop()
-    assert watch.found == set()
-    assert watch.trainers  # it has looked while they trained
+    assert watch.leaks == set()
+    assert watch.trainers  # the watch saw the processes of trainers
     for run in runs:
-        shown = [command(user, *arguments) for arguments in (["status", run], ["status", run, "--json"], ["logs", run])]
-        assert "[redacted]" in shown[-1] or "rayjobs" in shown[-1]  # Ray keeps what its jobs print to itself
-        assert betrayed("\n".join(shown)) == []
+        outputs = [
+            command(user, *arguments) for arguments in (["status", run], ["status", run, "--json"], ["logs", run])
+        ]
+        assert "[redacted]" in outputs[-1] or "rayjobs" in outputs[-1]  # Ray keeps the output of its jobs to itself
+        assert leaks_in("\n".join(outputs)) == []
     for name, data in sinks(user):
-        assert betrayed(data) == [], name
+        assert leaks_in(data) == [], name
 
 
-def betrayed(text: str) -> list[str]:
-    """Where a canary sits in a text, with what is around it."""
+def leaks_in(text: str) -> list[str]:
+    """Return each first occurrence of a canary in a text, with the text around it."""
     return [text[max(0, text.index(trace) - 80) :][:200] for trace in TRACES if trace in text]
 
 
@@ -98,7 +100,7 @@ def command(user: User, *arguments: str) -> str:
 
 
 def sinks(user: User) -> Iterator[tuple[str, str]]:
-    """Everything that the stack keeps or tells, but for Secret Manager's own table."""
+    """Yield (name, content) of everything that the stack stores or shows, except Secret Manager's own tables."""
     for path in user.state.rglob("*"):
         if path.is_file() and not path.name.startswith("state.db"):
             yield str(path), path.read_bytes().decode(errors="replace")
@@ -119,35 +121,39 @@ def sinks(user: User) -> Iterator[tuple[str, str]]:
 
 
 class ProcessWatch(threading.Thread):
-    """Looks at all processes, over and over: no argument is a secret, and only a container's environment has one."""
+    """Inspects all processes repeatedly.
+
+    `leaks` names each process that has a secret in its arguments, and each process outside containers that has a
+    secret in its environment. `trainers` has the container processes with a secret in their environment.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.found: set[str] = set()
+        self.leaks: set[str] = set()
         self.trainers: set[int] = set()
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(0.7):
             for process in psutil.process_iter():
-                self._look_at(process)
+                self._inspect(process)
 
     def stop(self) -> None:
         self._ended.set()
         self.join(20)
 
-    def _look_at(self, process: psutil.Process) -> None:
+    def _inspect(self, process: psutil.Process) -> None:
         try:
             arguments, environment = process.cmdline(), process.environ()
         except psutil.Error:
             return
-        if betrayed(" ".join(arguments)):
-            self.found.add(f"arguments of {arguments[:3]}")
-        if betrayed(" ".join(environment.values())):
+        if leaks_in(" ".join(arguments)):
+            self.leaks.add(f"arguments of {arguments[:3]}")
+        if leaks_in(" ".join(environment.values())):
             if "DROPFORGE_CONTAINER_ID" in environment:
                 self.trainers.add(process.pid)
             else:
-                self.found.add(f"environment of {arguments[:3]}")
+                self.leaks.add(f"environment of {arguments[:3]}")
 
 
 def _text(value: Any) -> str:

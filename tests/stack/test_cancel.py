@@ -1,4 +1,4 @@
-"""Cancelling, by each way to ask for it and at each moment: nothing is lost, and nothing stays."""
+"""Cancel requests: every way to send them, at every moment. No request is lost, and no resource stays."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def test_deleting_the_spec_cancels_its_run(user: User, target: Part) -> None:
     assert user.slack(run, "cancelled")[-1].endswith("cancelled")
 
 
-def test_deleting_the_spec_of_a_finished_run_ends_nothing(user: User) -> None:
-    """The inbox may be tidied up, by people and by the bucket's lifecycle rule."""
+def test_deleting_the_spec_of_a_finished_run_changes_nothing(user: User) -> None:
+    """People and the bucket's lifecycle rule may clean up the specs bucket."""
     bucket, name = clients.storage().bucket(user.settings.specs_bucket), f"specs/tidied-{time.time_ns()}.json"
     run = user.drop(user.spec(serve=SERVE), name)
     before = user.wait(run)
     generation = str(bucket.get_blob(name).generation)
     bucket.blob(name).delete()
-    cancel_deleted(user.settings.specs_bucket, name, generation)  # as the event does, once more
+    cancel_deleted(user.settings.specs_bucket, name, generation)  # a second delivery of the event
     assert user.store.record(run) == before
     assert before.endpoint is not None
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     after = user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert after.endpoint is not None
-    assert after.endpoint.expires < before.endpoint.expires  # the sweep would have ended it, had nobody else
+    assert after.endpoint.expires < before.endpoint.expires  # the sweep would end it if the cancel did not
     assert_clean(user, run)
 
 
@@ -64,13 +64,13 @@ def test_overwriting_a_spec_cancels_nothing(user: User) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "elsewhere/a.json", "specs/readme.md"])
-def test_deleting_what_is_no_spec_is_nothing(user: User, name: str) -> None:
+def test_deleting_an_object_that_is_not_a_spec_does_nothing(user: User, name: str) -> None:
     assert deliver_delete(user, user.settings.specs_bucket, name, "1234567") == 200
     run = names.run_id_of_object(user.settings.specs_bucket, name, "1234567")
     assert list(user.store.names(f"runs/{run}/")) == []
 
 
-def test_a_cancel_that_overtakes_its_message_is_kept(user: User) -> None:
+def test_a_cancel_that_arrives_before_its_spec_takes_effect(user: User) -> None:
     key = f"overtaken-{time.time_ns()}"
     run = names.run_id_of_message(key)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_cancel_that_overtakes_its_message_is_kept(user: User) -> None:
     assert user.store.ledger(run).entries == []
 
 
-def test_a_deletion_that_overtakes_its_upload_is_kept(user: User) -> None:
+def test_a_deletion_event_that_arrives_before_its_upload_takes_effect(user: User) -> None:
     bucket, name, generation = user.settings.specs_bucket, f"specs/gone-{time.time_ns()}.json", "1234567"
     run = names.run_id_of_object(bucket, name, generation)
     assert deliver_delete(user, bucket, name, generation) == 200
@@ -97,7 +97,7 @@ def test_a_deletion_that_overtakes_its_upload_is_kept(user: User) -> None:
     assert len(user.slack(run, "cancelled")) == 1
 
 
-def test_a_run_of_which_nothing_was_made_has_ended_at_once(user: User) -> None:
+def test_a_cancel_ends_a_run_without_resources_at_once(user: User) -> None:
     run = accepted(user)
     cancel(run)
     record = user.store.record(run)
@@ -109,8 +109,8 @@ def test_a_run_of_which_nothing_was_made_has_ended_at_once(user: User) -> None:
     assert_clean(user, run)
 
 
-def test_a_cancel_between_two_steps_wins_at_the_next(user: User) -> None:
-    """While capacity is waited for, between two attempts, and before the endpoint is made."""
+def test_a_cancel_between_two_stages_wins_in_the_next_stage(user: User) -> None:
+    """The cancel wins in provision (first and second attempt), inspect and deploy."""
     run = launched(user)
     cancel(run)
     for answer in (provision(run, ME, 1), provision(run, ME, 2), inspect(run, ME, 1, URL), deploy(run, ME)):
@@ -119,7 +119,7 @@ def test_a_cancel_between_two_steps_wins_at_the_next(user: User) -> None:
     assert notify(run, ME, RunState.CANCELLED, None)["status"] == "NOTIFIED"
 
 
-def test_a_cancel_during_teardown_wins_over_a_success_that_is_not_written(user: User) -> None:
+def test_a_cancel_during_teardown_wins_over_an_unrecorded_success(user: User) -> None:
     run = launched(user, "silent", serve=SERVE)
     assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
     assert eventually(lambda: deploy(run, ME))["status"] == "READY"
@@ -133,10 +133,10 @@ def test_a_cancel_during_teardown_wins_over_a_success_that_is_not_written(user: 
     assert user.store.record(run).state is RunState.CANCELLED
 
 
-def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the_next_round(
+def test_a_cancel_during_a_stockout_does_not_wait_for_the_capacity_pause(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every placement has refused: nothing is asked for, and a look comes every few seconds all the same."""
+    """After a stockout in every placement the run requests nothing for a while, but checks for a cancel often."""
     from dropforge.base.errors import CloudError, ErrorClass
     from dropforge.platforms.cloud_run.train import CloudRunJobs
 
@@ -159,5 +159,5 @@ def test_a_cancel_of_what_was_refused_for_lack_of_capacity_does_not_wait_for_the
 
 
 def deliver_delete(user: User, bucket: str, name: str, generation: str) -> int:
-    """The status of a delivery by hand, as Eventarc would deliver the event of a deletion."""
+    """Deliver a deletion event as Eventarc does; return the HTTP status."""
     return deliver(user, "on_spec_deleted", "deleted", bucket, name, generation)

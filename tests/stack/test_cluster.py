@@ -1,4 +1,4 @@
-"""The cluster that every stack has: who may run what in it, what is left of it, and what its pods wrote."""
+"""The cluster that every stack has: service accounts, access, logs, and the state after a restart."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dropforge_local.stack.deployment import CLUSTER, IMAGES
 from .clusters import Clusters
 from .conftest import User
 
-SEEN = ("STORAGE_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "DROPFORGE_LOCAL_GPUS")
-SCRIPT = f"import os, time; print(*[os.environ[name] for name in {SEEN}], flush=True); time.sleep(60)"
+VARIABLES = ("STORAGE_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "DROPFORGE_LOCAL_GPUS")
+SCRIPT = f"import os, time; print(*[os.environ[name] for name in {VARIABLES}], flush=True); time.sleep(60)"
 
 
 def make_job(account: str) -> dict[str, Any]:
@@ -39,46 +39,46 @@ def make_job(account: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_runs_in_the_cluster_ends_with_the_stack_and_is_known_afterwards(own_stack: Callable[[], User]) -> None:
+def test_pods_end_with_the_stack_and_their_jobs_and_logs_remain(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     clusters = Clusters(user.info)
     assert [name for name, _ in clusters.names()] == [CLUSTER]
     cluster = clusters.gke.get_cluster(name=CLUSTER)
     jobs = f"apis/batch/v1/namespaces/{user.settings.kubernetes_namespace}/jobs"
-    for account in (user.settings.kubernetes_trainer_account, "somebody"):
+    for account in (user.settings.kubernetes_trainer_account, "unknown"):
         clusters.call(cluster, "POST", jobs, make_job(account))
     name = f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/dropforge-trainer"
     user.until(lambda: read_log(user.info.http, name))
     http, environment = user.info.http, user.info.environment
     assert read_log(http, name) == f"{http} {environment['PUBSUB_EMULATOR_HOST']} {http} 2\n"
     events = clusters.call(
-        cluster, "GET", "api/v1/namespaces/dropforge/events?fieldSelector=involvedObject.name%3Dsomebody"
+        cluster, "GET", "api/v1/namespaces/dropforge/events?fieldSelector=involvedObject.name%3Dunknown"
     )
-    why = 'error looking up service account dropforge/somebody: serviceaccount "somebody" not found'
-    assert any(why in event["message"] for event in events["items"])
+    message = 'error looking up service account dropforge/unknown: serviceaccount "unknown" not found'
+    assert any(message in event["message"] for event in events["items"])
 
     left = local.leftovers(user.state)
     assert len(left.processes) > 1
-    assert [one.partition("/jobs.batch/")[2] for one in left.resources if "jobs.batch" in one] == [
-        "dropforge/dropforge-trainer", "dropforge/somebody",
+    assert [name.partition("/jobs.batch/")[2] for name in left.resources if "jobs.batch" in name] == [
+        "dropforge/dropforge-trainer", "dropforge/unknown",
     ]  # fmt: skip
-    assert any("dropforge-trainer" in one for one in local.down(user.state))
+    assert any("dropforge-trainer" in line for line in local.down(user.state))
     left = local.leftovers(user.state)
     assert (left.processes, left.ports) == ([], [])
 
-    again = own_stack()
-    clusters = Clusters(again.info)
+    restarted = own_stack()
+    clusters = Clusters(restarted.info)
     assert clusters.gke.get_cluster(name=CLUSTER).endpoint == cluster.endpoint
-    for account in ("dropforge-trainer", "somebody"):
+    for account in ("dropforge-trainer", "unknown"):
         clusters.delete(f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/{account}")
-    again.until(lambda: not local.leftovers(again.state).resources)
-    assert (read_log(again.info.http, name) or "").startswith(http)
-    assert read_log(again.info.http, name.replace("batch/jobs", "core/services")) is None
+    restarted.until(lambda: not local.leftovers(restarted.state).resources)
+    assert (read_log(restarted.info.http, name) or "").startswith(http)
+    assert read_log(restarted.info.http, name.replace("batch/jobs", "core/services")) is None
 
 
-def test_the_cluster_knows_its_own(user: User) -> None:
-    stranger = {**user.info.environment, "DROPFORGE_EMULATOR_TOKEN": "unknown"}
-    clusters = Clusters(replace(user.info, environment=stranger))
+def test_the_cluster_refuses_another_token(user: User) -> None:
+    environment = {**user.info.environment, "DROPFORGE_EMULATOR_TOKEN": "wrong"}
+    clusters = Clusters(replace(user.info, environment=environment))
     cluster = clusters.gke.get_cluster(name=CLUSTER)
     with pytest.raises(urllib.error.HTTPError) as refused:
         clusters.call(cluster, "GET", "api/v1/namespaces")
@@ -89,6 +89,6 @@ def test_the_cluster_knows_its_own(user: User) -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kubectl_has_a_configuration(user: User) -> None:
     command = ["kubectl", "--kubeconfig", str(user.state / "kubeconfig"), "get", "serviceaccounts", "-o", "name"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "serviceaccount/dropforge-trainer" in found.splitlines()
+    accounts = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "serviceaccount/dropforge-trainer" in accounts.splitlines()
     assert (user.state / "kubeconfig").stat().st_mode & 0o77 == 0

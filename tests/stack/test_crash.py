@@ -1,4 +1,4 @@
-"""A few of the deaths that `make crash` tries all of: one commit of each of these lives, drawn with a fixed seed."""
+"""A sample of the deaths that `make crash` tries: one commit of each case, drawn with a fixed seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SEED = 8
-FEWEST = 50  # commits of the shortest of these lives
+FEWEST = 50  # the number of commits of the shortest life in CASES
 CASES = [
     Case("cloud_run", "serving", "stack", "before"),
     Case("cloud_run", "failure", "stack", "after"),
@@ -44,15 +44,15 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.target}-{case.life}-{case.kill}-{case.moment}")
-def test_a_death_loses_leaves_and_doubles_nothing(harness: Harness, case: Case) -> None:
+def test_after_a_death_nothing_is_lost_left_over_or_doubled(harness: Harness, case: Case) -> None:
     commit = random.Random(f"{SEED} {case}").randint(1, FEWEST)
     result = harness.attempt(case, commit)
     assert result.killed
     assert not result.problems, f"at commit {commit}: {result.problems}"
 
 
-def test_a_stack_is_of_its_own_and_its_functions_end_with_it(harness: Harness) -> None:
-    """As one that was not forked: nothing that started it has to live on, or dies with it."""
+def test_a_forked_stack_has_its_own_session_and_its_functions_end_with_it(harness: Harness) -> None:
+    """A forked stack behaves as a stack that a user started: it does not depend on the process that started it."""
     stack = psutil.Process(user_of(harness.state).info.pid)
     assert os.getsid(stack.pid) not in {stack.pid, os.getsid(0)}
     family = stack.children(recursive=True)
@@ -74,7 +74,7 @@ def test_the_last_try_at_a_commit_counts(tmp_path: Path) -> None:
     assert [*table(tries)][1].split() == ["gke", "success:", "stack", "after", "3", "2", "1", "8", "[3]"]
 
 
-def test_a_stack_that_dies_while_it_recovers_recovers(harness: Harness) -> None:
+def test_a_stack_recovers_after_deaths_during_recovery(harness: Harness) -> None:
     kill(user_of(harness.state))
     deaths = 0
     while local.running(harness.state) is None:
@@ -85,8 +85,8 @@ def test_a_stack_that_dies_while_it_recovers_recovers(harness: Harness) -> None:
     assert harness.attempt(Case("cloud_run", "success"), 0).problems == []
 
 
-@pytest.mark.parametrize("body", [[], {"commit": -1}, {"commit": True}, {"kill": "nobody"}, {"moment": 1}, {"x": 1}])
-def test_a_switch_that_makes_no_sense_is_refused(harness: Harness, body: object) -> None:
+@pytest.mark.parametrize("body", [[], {"commit": -1}, {"commit": True}, {"kill": "unknown"}, {"moment": 1}, {"x": 1}])
+def test_an_invalid_crash_switch_is_refused(harness: Harness, body: object) -> None:
     answer = requests.post(f"{harness.user.info.http}/_local/crash", json=body, timeout=10)
     assert answer.status_code == 400
     assert "expected" in answer.text

@@ -1,4 +1,4 @@
-"""One function at a time against the stack's cloud, with a death, a race or a refusal put between two of its writes."""
+"""Call single stages against the stack's cloud, with a death, a race or a refusal between two writes of a stage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 def accepted(user: User, behave: str = "hang", age: timedelta = timedelta(0), **changes: Any) -> str:
-    """A run that is accepted and that no execution knows of: the test calls the stages itself."""
+    """Create an accepted run without an execution; the test calls the stages itself. Return the run id."""
     run = names.run_id_of_message(f"crash-window-{time.time_ns()}-{next(_numbers)}")
     spec = JobSpec.model_validate_json(json.dumps(user.spec(behave, **changes)))
     now = utc_now() - age
@@ -58,13 +58,14 @@ def accepted(user: User, behave: str = "hang", age: timedelta = timedelta(0), **
 
 
 def launched(user: User, behave: str = "hang", **changes: Any) -> str:
+    """Create an accepted run and provision its first attempt; return the run id."""
     run = accepted(user, behave, **changes)
     assert eventually(lambda: provision(run, ME, 1))["status"] == "RUNNING"
     return run
 
 
 def eventually(stage: Any) -> dict[str, Any]:
-    """A stage's answer once it is no longer "call again"."""
+    """Call a stage until its status is neither PENDING nor WAITING; return its answer."""
     deadline = time.monotonic() + 30
     while (answer := stage())["status"] in ("PENDING", "WAITING") and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -78,7 +79,7 @@ def end(user: User, run: str) -> None:
 
 @pytest.fixture
 def faults(user: User) -> Iterator[Any]:
-    """Switch faults of the Cloud Run emulator on; off again after the test."""
+    """Yield a function that switches on faults of the Cloud Run emulator; switch them off after the test."""
 
     def switch(**body: Any) -> None:
         requests.post(f"{user.info.http}/_local/cloudrun/faults", json=body, timeout=10).raise_for_status()
@@ -87,7 +88,7 @@ def faults(user: User) -> Iterator[Any]:
     switch(quota={}, stockout=[], fail_next=[])
 
 
-def test_a_quota_refusal_moves_on_to_the_next_placement(user: User, faults: Any) -> None:
+def test_after_a_quota_error_the_next_placement_trains(user: User, faults: Any) -> None:
     faults(quota={"us-central1": 0})
     run = user.drop(user.spec())
     record = user.wait(run)
@@ -98,7 +99,7 @@ def test_a_quota_refusal_moves_on_to_the_next_placement(user: User, faults: Any)
     assert_clean(user, run)
 
 
-def test_a_refused_attempt_is_answered_the_same_when_the_reply_was_lost(
+def test_a_repeated_provision_of_a_refused_attempt_returns_the_same_answer(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = accepted(user)
@@ -115,7 +116,7 @@ def test_a_refused_attempt_is_answered_the_same_when_the_reply_was_lost(
     end(user, run)
 
 
-def test_an_ambiguous_create_is_looked_at_and_made_once(user: User, faults: Any) -> None:
+def test_an_ambiguous_create_creates_one_job(user: User, faults: Any) -> None:
     faults(fail_next={"method": "create_job", "status": "UNAVAILABLE", "after_effect": True})
     run = user.drop(user.spec())
     record = user.wait(run)
@@ -124,10 +125,10 @@ def test_an_ambiguous_create_is_looked_at_and_made_once(user: User, faults: Any)
     assert_clean(user, run)
 
 
-def test_a_provision_that_comes_after_teardown_makes_nothing(user: User) -> None:
+def test_a_provision_after_teardown_creates_nothing(user: User) -> None:
     run = launched(user)
     end(user, run)
-    assert provision(run, ME, 1)["status"] == "FAILED"  # for an execution that takes over: how the run ends
+    assert provision(run, ME, 1)["status"] == "FAILED"  # a takeover learns from this answer how the run ends
     assert_clean(user, run)
 
 
@@ -143,7 +144,9 @@ def test_a_launch_that_stays_pending_ends_as_a_stockout(user: User, monkeypatch:
     end(user, run)
 
 
-def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transient_error_ends_the_attempt_at_the_provisioning_deadline(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = accepted(user)
 
     def refuse(*_: Any) -> bool:
@@ -159,7 +162,7 @@ def test_what_passes_by_itself_ends_an_attempt_when_it_does_not(user: User, monk
     end(user, run)
 
 
-def test_a_stockout_after_the_provisioning_deadline_moves_on(user: User, faults: Any) -> None:
+def test_after_a_stockout_beyond_the_provisioning_deadline_the_next_placement_trains(user: User, faults: Any) -> None:
     faults(stockout=["us-central1"])
     run = launched(user)
     long_ago = utc_now() - timedelta(seconds=user.settings.provision_deadline_seconds + 1)
@@ -171,25 +174,27 @@ def test_a_stockout_after_the_provisioning_deadline_moves_on(user: User, faults:
     end(user, run)
 
 
-def test_a_model_that_is_committed_between_two_looks_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container commits and ends after the bucket was looked at and before the cloud is."""
+def test_a_model_that_is_committed_during_an_inspection_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container commits and ends after inspect read the bucket and before it inspects the job."""
     run = launched(user, "silent")
-    look = CloudRunJobs.inspect
+    inspect_job = CloudRunJobs.inspect
 
-    def late_look(target: CloudRunJobs, cloud: Cloud, launch: Launch) -> Status:
+    def inspect_after_success(target: CloudRunJobs, cloud: Cloud, launch: Launch) -> Status:
         deadline = time.monotonic() + 20
-        while (status := look(target, cloud, launch)).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
+        while (
+            status := inspect_job(target, cloud, launch)
+        ).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.02)
         monkeypatch.undo()
         return status
 
-    monkeypatch.setattr(CloudRunJobs, "inspect", late_look)
+    monkeypatch.setattr(CloudRunJobs, "inspect", inspect_after_success)
     monkeypatch.setattr("dropforge.stages.await_.inspect.read_manifest", lambda *_: None)
     assert inspect(run, ME, 1, URL)["status"] == "SUCCEEDED"
     end(user, run)
 
 
-def test_a_resource_that_cannot_be_deleted_spares_no_other(user: User, faults: Any) -> None:
+def test_a_failed_deletion_does_not_keep_other_resources(user: User, faults: Any) -> None:
     run = launched(user)
     first = user.store.ledger(run).entries[0].name
     user.store.intend(run, "run.googleapis.com/Service", first.replace("/jobs/", "/services/"), 1)
@@ -216,8 +221,10 @@ def test_teardown_does_not_wait_for_pubsub(user: User, monkeypatch: pytest.Monke
     assert user.slack(run, "cancelled")
 
 
-def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Death between starting the execution and noting it; the second delivery finds it, and tells what was not told."""
+def test_a_lost_reply_to_an_execution_start_starts_no_second_execution(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Submit crashes after it started the execution; the next delivery finds the execution and announces the run."""
     key = f"lost-{time.time_ns()}"
     data = json.dumps(user.spec()).encode()
 
@@ -230,7 +237,7 @@ def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: py
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
     run = names.run_id_of_message(key)
-    with suppress(RetryLater):  # unless the execution has come to `provision` by now
+    with suppress(RetryLater):  # not raised if the execution already called `provision`
         submit_message(data, key)
     monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
     submit_message(data, key)
@@ -239,39 +246,39 @@ def test_a_start_whose_reply_was_lost_is_found_again(user: User, monkeypatch: py
     assert_clean(user, run)
 
 
-def test_death_between_record_and_start_is_followed_up_by_the_next_delivery(
+def test_the_next_delivery_starts_a_run_whose_submit_crashed_after_the_record(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = f"died-{time.time_ns()}"
+    key = f"crashed-{time.time_ns()}"
     data = json.dumps(user.spec()).encode()
-    told: list[str] = []
+    announced: list[str] = []
 
-    def die(*_: Any) -> None:
+    def crash(*_: Any) -> None:
         raise ServiceUnavailable("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dropforge.tell.everybody.announce", die)
+        patch.setattr("dropforge.tell.everybody.announce", crash)
         with pytest.raises(ServiceUnavailable):
             submit_message(data, key)
     monkeypatch.setattr("dropforge.stages.submit.START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.tell.everybody.announce", lambda context, record, state: told.append(state))
+    monkeypatch.setattr("dropforge.tell.everybody.announce", lambda context, record, state: announced.append(state))
     submit_message(data, key)
-    assert told == ["ACCEPTED"]
+    assert announced == ["ACCEPTED"]
     run = names.run_id_of_message(key)
     assert user.wait(run).state is RunState.SUCCEEDED
     assert len(user.executions(run)) == 1
     assert [h.split()[-1] for h in user.slack(run, "succeeded")] == ["accepted", "started", "succeeded"]
 
 
-def test_the_first_spec_under_a_key_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first delivery dies after writing its spec; the second brings another one under the same key."""
+def test_the_first_spec_with_an_idempotency_key_counts(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first delivery crashes after it wrote its spec; the second delivery has another spec with the same key."""
     key = f"reused-{time.time_ns()}"
 
-    def die(*_: Any) -> bool:
+    def crash(*_: Any) -> bool:
         raise ServiceUnavailable("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunStore, "create", die)
+        patch.setattr(RunStore, "create", crash)
         with pytest.raises(ServiceUnavailable):
             submit_message(json.dumps(user.spec(name="first")).encode(), key)
     record = submit_message(json.dumps(user.spec(name="second")).encode(), key)
@@ -279,21 +286,18 @@ def test_the_first_spec_under_a_key_counts(user: User, monkeypatch: pytest.Monke
     user.wait(record.run)
 
 
-def test_a_run_that_another_delivery_has_accepted_is_not_told_as_rejected(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second delivery finds the spec deleted, after the first has read and accepted it."""
+def test_a_late_delivery_does_not_reject_an_accepted_run(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spec is deleted after the first delivery accepted it and before the second delivery reads it."""
     name = f"specs/{time.time_ns()}.json"
     bucket = user.settings.specs_bucket
     blob = clients.storage().bucket(bucket).blob(name)
-    accept: list[Record] = []
 
-    def accepted_meanwhile(*_: Any) -> bytes:
-        accept.append(submit_message(json.dumps(user.spec()).encode(), name))
+    def accept_first(*_: Any) -> bytes:
+        submit_message(json.dumps(user.spec()).encode(), name)
         raise InvalidSpec([SpecProblem("", "deleted", None, None)])
 
     monkeypatch.setattr("dropforge.stages.submit.names.run_id_of_object", lambda *_: names.run_id_of_message(name))
-    monkeypatch.setattr("dropforge.stages.submit.read_spec", accepted_meanwhile)
+    monkeypatch.setattr("dropforge.stages.submit.read_spec", accept_first)
     record = submit_object(bucket, name, "1", 100)
     assert blob.exists() is False
     assert record.state is not RunState.REJECTED
@@ -302,46 +306,47 @@ def test_a_run_that_another_delivery_has_accepted_is_not_told_as_rejected(
     assert names.errors_object(record.run) not in list(user.store.names(f"runs/{record.run}/"))
 
 
-def test_an_event_that_overtakes_the_callback_wakes_it(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`inspect` notes its callback, and finds no event yet, while the event is being kept."""
+def test_a_job_event_during_the_callback_registration_wakes_the_execution(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`inspect` stores its callback and sees no event, while `receive_job_event` is about to store the event."""
     run = launched(user)
-    keep = RunStore.put_new
-    woken: list[str] = []
+    put_new = RunStore.put_new
+    called: list[str] = []
 
-    def keep_slowly(store: RunStore, name: str, data: bytes, content_type: str = "application/json") -> bool:
+    def put_after_callback(store: RunStore, name: str, data: bytes, content_type: str = "application/json") -> bool:
         store.update(run, lambda r: r.model_copy(update={"callback_url": URL}))
-        return keep(store, name, data, content_type)
+        return put_new(store, name, data, content_type)
 
-    monkeypatch.setattr(RunStore, "put_new", keep_slowly)
+    monkeypatch.setattr(RunStore, "put_new", put_after_callback)
 
     def wake(_: Any, url: str, body: Any) -> bool:
-        woken.append(url)
+        called.append(url)
         return True
 
     monkeypatch.setattr("dropforge.stages.await_.job_events.wake", wake)
     event = {"type": "failed", "run": run, "attempt": 1, "sequence": 1, "time": "2026-01-01T00:00:00Z"}
     receive_job_event(json.dumps({**event, "error_class": "code", "message": "x"}).encode())
-    assert woken == [URL]
+    assert called == [URL]
     monkeypatch.undo()
     end(user, run)
 
 
-def test_a_deploy_that_comes_late_notes_no_endpoint(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deploy_during_teardown_records_no_endpoint(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
     assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
-    done: list[dict[str, Any]] = []
 
-    def torn_down_meanwhile(cloud: Cloud, url: str, model: str) -> str:
-        done.append(eventually(lambda: teardown(run, ME, "run", False)))
+    def tear_down_first(cloud: Cloud, url: str, model: str) -> str:
+        eventually(lambda: teardown(run, ME, "run", False))
         return ""
 
-    monkeypatch.setattr("dropforge.stages.deploy.completion_problem", torn_down_meanwhile)
+    monkeypatch.setattr("dropforge.stages.deploy.completion_problem", tear_down_first)
     assert eventually(lambda: deploy(run, ME))["status"] == "SUPERSEDED"
     assert user.store.record(run).endpoint is None
     assert_clean(user, run)
 
 
-def test_an_endpoint_that_is_refused_keeps_the_model_and_nothing_else(user: User, faults: Any) -> None:
+def test_a_run_with_a_refused_endpoint_keeps_only_its_model(user: User, faults: Any) -> None:
     message = "Quota exceeded for total allowable count of GPUs per project per region."
     faults(fail_next={"method": "create_service", "status": "RESOURCE_EXHAUSTED", "message": message})
     run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
@@ -353,7 +358,7 @@ def test_an_endpoint_that_is_refused_keeps_the_model_and_nothing_else(user: User
     assert_clean(user, run)
 
 
-def test_an_endpoint_whose_creation_is_ambiguous_is_made_once(user: User, faults: Any) -> None:
+def test_an_ambiguous_endpoint_creation_creates_one_service(user: User, faults: Any) -> None:
     faults(fail_next={"method": "create_service", "status": "UNAVAILABLE", "after_effect": True})
     run = user.drop(user.spec(serve={"type": "cloud_run", "ttl": "1h"}))
     record = user.wait(run)
@@ -364,7 +369,7 @@ def test_an_endpoint_whose_creation_is_ambiguous_is_made_once(user: User, faults
     assert_clean(user, run)
 
 
-def test_a_webhook_that_is_deleted_while_the_run_goes_on_changes_nothing(user: User) -> None:
+def test_a_run_succeeds_after_its_webhook_was_deleted(user: User) -> None:
     parent, name = f"projects/{user.settings.project}", f"webhook-{time.time_ns()}"
     created = clients.secrets().create_secret(parent=parent, secret_id=name, secret={"replication": {"automatic": {}}})
     clients.secrets().add_secret_version(
@@ -376,14 +381,14 @@ def test_a_webhook_that_is_deleted_while_the_run_goes_on_changes_nothing(user: U
     assert user.wait(run).state is RunState.SUCCEEDED
     deadline = time.monotonic() + 10
     while names.report_object(run) not in user.store.names(f"runs/{run}/"):
-        assert time.monotonic() < deadline, "no report: the end of the run was not told"
+        assert time.monotonic() < deadline, "the run has no report.json, so its end was not announced"
         time.sleep(0.05)
 
 
-def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
+def test_the_sweep_deletes_expired_endpoints_regardless_of_the_ledger(
     user: User, faults: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A create that took effect after teardown had seen nothing; and one endpoint that cannot be deleted."""
+    """The ledger of the first run says that its endpoint is gone; the first deletion of an endpoint fails."""
     runs = []
     for _ in range(2):
         run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
@@ -392,9 +397,9 @@ def test_the_sweep_deletes_what_the_cloud_lists_whatever_the_ledger_says(
         assert eventually(lambda run=run: teardown(run, ME, "run", True))["status"] == "GONE"
         notify(run, ME, RunState.SUCCEEDED, None)
         runs.append(run)
-    lost = user.store.record(runs[0]).endpoint
-    assert lost
-    user.store.note(runs[0], lost.service, ResourceState.GONE)
+    endpoint = user.store.record(runs[0]).endpoint
+    assert endpoint
+    user.store.note(runs[0], endpoint.service, ResourceState.GONE)
     faults(fail_next={"method": "delete_service", "status": "PERMISSION_DENIED"})
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + timedelta(days=2))
     assert len(sweep()["deleted"]) == 1

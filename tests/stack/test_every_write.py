@@ -1,6 +1,6 @@
-"""Death before and after every single thing that a stage does to the world, in whole runs: nothing is lost or doubled.
+"""Whole runs whose stages die before and after each write and each request: nothing is lost or doubled.
 
-The stages are called here as the workflow calls them, again after each death; the cloud is the stack's.
+The tests call the stages as the workflow does, and again after each death. The cloud is the stack's.
 """
 
 from __future__ import annotations
@@ -36,41 +36,43 @@ CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as one process can play it: no handler of ours catches it."""
+    """Simulates SIGKILL inside one process: no handler in dropforge catches it."""
 
 
 class Deaths:
-    """Kills whoever does a thing for the first time before it is done, and for the second time after it."""
+    """Kills the caller of each distinct effect: before the effect on its first call, after it on its second call."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
-        self.seen: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
-    def around(self, owner: Any, name: str, what: Callable[..., str]) -> None:
-        """Kill around each call of `owner.name`; `what` says which are the same, "" which change nothing."""
-        done = getattr(owner, name)
+    def around(self, owner: Any, name: str, effect_of: Callable[..., str]) -> None:
+        """Kill around each call of `owner.name`; `effect_of` returns the effect of a call, or "" for no effect."""
+        original = getattr(owner, name)
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
-            key = what(*args, **kwargs)
+            key = effect_of(*args, **kwargs)
             if not key:
-                return done(*args, **kwargs)
-            self.seen[key] += 1
-            if self.seen[key] == 1:
+                return original(*args, **kwargs)
+            self.calls[key] += 1
+            if self.calls[key] == 1:
                 raise Killed(key)
-            answer = done(*args, **kwargs)
-            if self.seen[key] == 2:
+            answer = original(*args, **kwargs)
+            if self.calls[key] == 2:
                 raise Killed(key)
             return answer
 
         self._patch.setattr(owner, name, deadly)
 
     def creates(self, run: str) -> list[str]:
-        """The creating calls that were made for a run, each counted once. Paths with a colon are other verbs."""
-        return [key for key in self.seen if key.startswith("POST ") and run in key and ":" not in key.partition("?")[0]]
+        """Return the distinct create requests for a run. A path with a colon is another verb, not a create."""
+        return [
+            key for key in self.calls if key.startswith("POST ") and run in key and ":" not in key.partition("?")[0]
+        ]
 
 
 def change_of(_: Any, method: str, url: str, *args: Any, **kwargs: Any) -> str:
-    """Which change of the cloud a request of any REST client is; objects in buckets are watched at the store."""
+    """Return the effect of a REST request, or "" for reads and for objects (RunStore._write covers objects)."""
     path = urlsplit(url).path
     if method.upper() not in CHANGES or path.startswith(("/upload/", "/storage/", "/callback")):
         return ""
@@ -79,7 +81,7 @@ def change_of(_: Any, method: str, url: str, *args: Any, **kwargs: Any) -> str:
 
 
 class Executions:
-    """Starts nothing, remembers what it was asked to start."""
+    """Records the runs to start; starts no execution."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -105,12 +107,12 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     deaths.around(requests.Session, "request", change_of)
     deaths.around(RESTClientObject, "request", change_of)
     deaths.around(type(clients.publisher()), "publish", lambda *_, **event: f"publish {event.get('ce-id')}")
-    deaths.around(WebhookClient, "send", lambda _, text, blocks: f"tell {blocks[-1]}")
+    deaths.around(WebhookClient, "send", lambda _, text, blocks: f"slack {blocks[-1]}")
     return deaths
 
 
-def again(stage: Callable[..., Any], *args: Any) -> Any:
-    """The answer of a stage that is called again after each death and each "call again"."""
+def call_until_final(stage: Callable[..., Any], *args: Any) -> Any:
+    """Call a stage again after each death and while its answer is not final; return its final answer."""
     deadline = time.monotonic() + 80
     while time.monotonic() < deadline:
         try:
@@ -120,31 +122,31 @@ def again(stage: Callable[..., Any], *args: Any) -> Any:
         if not isinstance(answer, dict) or answer["status"] not in ("PENDING", "WAITING", "UNTOLD"):
             return answer
         time.sleep(0.05)
-    raise AssertionError(f"{stage.__name__} came to no end")
+    raise AssertionError(f"{stage.__name__} has no final answer")
 
 
-def live(run: str) -> None:
-    """A whole run, as workflows/run.workflows.yaml has it."""
+def execute(run: str) -> None:
+    """Call the stages of a whole run in the order of workflows/run.workflows.yaml."""
     outcome = train(run)
     if outcome["status"] == "SUCCEEDED" and outcome["serve"]:
-        outcome = again(deploy, run, ME)
+        outcome = call_until_final(deploy, run, ME)
     status = {"READY": "SUCCEEDED"}.get(outcome["status"], outcome["status"])
-    gone = again(teardown, run, ME, "run", status == "SUCCEEDED")
-    if status == "SUCCEEDED" and gone["cancelled"]:
+    teardown_answer = call_until_final(teardown, run, ME, "run", status == "SUCCEEDED")
+    if status == "SUCCEEDED" and teardown_answer["cancelled"]:
         status = "CANCELLED"
     error = RunError.model_validate(outcome["error"]) if outcome.get("error") else None
-    assert again(notify, run, ME, RunState(status), error)["status"] == "NOTIFIED"
+    assert call_until_final(notify, run, ME, RunState(status), error)["status"] == "NOTIFIED"
 
 
 def train(run: str) -> dict[str, Any]:
     attempt = 1
     while True:
-        result: dict[str, Any] = again(provision, run, ME, attempt)
+        result: dict[str, Any] = call_until_final(provision, run, ME, attempt)
         if result["status"] == "RUNNING":
-            result = again(inspect, run, ME, attempt, URL)
+            result = call_until_final(inspect, run, ME, attempt, URL)
         if not result.get("retry"):
             return result
-        again(teardown, run, ME, "attempt", True)
+        call_until_final(teardown, run, ME, "attempt", True)
         attempt += 1
 
 
@@ -163,8 +165,8 @@ def test_a_run_survives_death_at_every_write(
     serve = {"type": kind, **SERVES[kind]} if behave == "silent" and kind in SERVES else None
     key = f"every-write-{time.time_ns()}"
     spec = user.spec(behave, target=target, serve=serve, limits={"max_attempts": 2})
-    run = again(submit_message, json.dumps(spec).encode(), key).run
-    live(run)
+    run = call_until_final(submit_message, json.dumps(spec).encode(), key).run
+    execute(run)
     record = user.store.record(run)
     assert record.state is end, record.error
     assert len(record.attempts) == attempts
@@ -172,18 +174,19 @@ def test_a_run_survives_death_at_every_write(
     assert Counter(states(record)).most_common(1)[0][1] <= attempts
     assert user.store.read(names.report_object(run))
     if serve:
-        again(cancel, run)
+        call_until_final(cancel, run)
     assert_clean(user, run)
     ended = user.store.record(run).endpoint
     assert (ended is not None and ended.ended is not None) is bool(serve)
-    made = user.store.ledger(run).entries
-    assert attempts + bool(serve) <= len(deaths.creates(run)) <= len(made)  # a queued resource makes its node
-    # After a death time has passed: now and then what is done next is not what was about to be done.
-    once = [key for key, times in deaths.seen.items() if times < 2]
-    assert len(once) <= len(deaths.seen) // 10, once
+    entries = user.store.ledger(run).entries
+    # A queued resource creates its node without a request of dropforge.
+    assert attempts + bool(serve) <= len(deaths.creates(run)) <= len(entries)
+    # Time passes with each death, so a repeated stage sometimes has another effect than the killed call.
+    unrepeated = [key for key, times in deaths.calls.items() if times < 2]
+    assert len(unrepeated) <= len(deaths.calls) // 10, unrepeated
     assert len(user.slack(run, str(end).lower())) >= 2 * 3
 
 
 def _without_times(data: bytes) -> str:
-    """What two writes of the same thing share: no times, nor the seconds and the costs that grow with them."""
+    """Return the data without times, seconds and costs: two writes of the same change differ only in these."""
     return re.sub(rb'"[0-9-]{10}T[0-9:.]+Z"|[0-9.]*\.[0-9]+(e-[0-9]+)?', b"", data).decode()

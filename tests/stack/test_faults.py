@@ -1,4 +1,4 @@
-"""What must survive: a killed stack, killed functions, Slack down, duplicate deliveries at once, a taken port."""
+"""Faults of a whole stack: SIGKILL, killed functions, Slack down, simultaneous deliveries, a port in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def kill(user: User) -> None:
-    """SIGKILL for the stack; its functions end with it, its containers go on."""
+    """SIGKILL the stack; its functions end with it, its containers continue."""
     stack = psutil.Process(user.info.pid)
     functions = [p for p in stack.children(recursive=True) if "functions_host" in " ".join(p.cmdline())]
     stack.kill()
@@ -36,10 +36,10 @@ def kill(user: User) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
-def test_a_killed_stack_goes_on_where_it_was(own_stack: Callable[[], User], seconds: float) -> None:
+def test_a_restarted_stack_continues_its_runs(own_stack: Callable[[], User], seconds: float) -> None:
     user = own_stack()
     run = user.drop(user.spec("slow"))
-    time.sleep(seconds)  # wherever the run is by then
+    time.sleep(seconds)  # the run is then in any stage
     kill(user)
     user = own_stack()
     record = user.wait(run)
@@ -49,7 +49,7 @@ def test_a_killed_stack_goes_on_where_it_was(own_stack: Callable[[], User], seco
     assert_clean(user, run)
 
 
-def test_a_container_that_ends_while_the_stack_is_dead_is_seen(own_stack: Callable[[], User]) -> None:
+def test_a_restarted_stack_notices_a_container_that_ended_meanwhile(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     run = user.drop(user.spec("killed-later"))
     user.wait(run, "TRAINING")
@@ -63,7 +63,7 @@ def test_a_container_that_ends_while_the_stack_is_dead_is_seen(own_stack: Callab
     assert record.error.error_class == "data"
 
 
-def test_killed_functions_are_started_again(own_stack: Callable[[], User]) -> None:
+def test_killed_functions_are_restarted(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     run = user.drop(user.spec("slow"))
     user.wait(run, "TRAINING")
@@ -75,7 +75,7 @@ def test_killed_functions_are_started_again(own_stack: Callable[[], User]) -> No
     assert_clean(user, run)
 
 
-def test_slack_down_delays_a_message_and_nothing_else(own_stack: Callable[[], User]) -> None:
+def test_a_slack_failure_delays_only_the_message(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     request = urllib.request.Request(f"{user.info.http}/slack/_fail", b'{"count": 4, "status": 503}', method="POST")
     urllib.request.urlopen(request, timeout=10).close()
@@ -85,16 +85,16 @@ def test_slack_down_delays_a_message_and_nothing_else(own_stack: Callable[[], Us
     assert user.slack(run, "succeeded")[-1].endswith("succeeded")
 
 
-def test_simultaneous_deliveries_are_one_run(own_stack: Callable[[], User]) -> None:
+def test_simultaneous_deliveries_create_one_run(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     bucket = user.settings.specs_bucket
     for number in range(5):
         name = f"specs/race-{number}.json"
         run = user.drop(user.spec(), name)
-        again = [user, bucket, name, user_generation(user, name)]
+        delivery = [user, bucket, name, user_generation(user, name)]
         with ThreadPoolExecutor(8) as pool:
-            answers = pool.map(deliver_upload, *zip(*[again] * 8, strict=True))
-        assert set(answers) <= {204, 500}  # 500: come back later, another delivery is at it
+            answers = pool.map(deliver_upload, *zip(*[delivery] * 8, strict=True))
+        assert set(answers) <= {204, 500}  # 500: retry later, because another delivery handles the spec
         record = user.wait(run)
         assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
         assert len(record.attempts) == 1
@@ -107,28 +107,28 @@ def user_generation(user: User, name: str) -> str:
     return str(clients.storage().bucket(user.settings.specs_bucket).get_blob(name).generation)
 
 
-@pytest.mark.parametrize("which", ["http_port", "grpc_port", "functions_port"])
-def test_a_port_that_is_taken_is_named(tmp_path: Path, which: str) -> None:
+@pytest.mark.parametrize("option", ["http_port", "grpc_port", "functions_port"])
+def test_the_error_names_a_port_that_is_in_use(tmp_path: Path, option: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(StackError, match=str(port)):
-            local.up(tmp_path / "stack", **{which: port})
+            local.up(tmp_path / "stack", **{option: port})
     assert not local.leftovers(tmp_path / "stack")
 
 
-def test_a_file_of_the_state_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it writes config.json, or the ports or the identity, a stack must be able to start again."""
+def test_a_state_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack must be able to restart after a kill while it writes config.json, the ports or the identity."""
     StackConfig(images="before").save(tmp_path)
 
-    def die(path: Path, text: str) -> int:
+    def write_part_and_die(path: Path, text: str) -> int:
         with path.open("w") as file:
             file.write(text[:5])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", die)
+        patch.setattr(Path, "write_text", write_part_and_die)
         with pytest.raises(KeyboardInterrupt):
             StackConfig(images="after").save(tmp_path)
     assert StackConfig.of(tmp_path).images == "before"

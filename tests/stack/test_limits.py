@@ -1,4 +1,4 @@
-"""Money, time and progress on the stack: what people are told, once, and what ends by itself."""
+"""Budget, time and progress on the stack: each notice is sent once, and each limit ends its run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .test_runs import assert_clean
 SERVE = {"type": "cloud_run", "ttl": "24h", "price_usd_per_hour": 2.0, "max_instances": 2}
 
 
-def look(run: str) -> dict[str, Any]:
+def inspect_now(run: str) -> dict[str, Any]:
     return dict(inspect(run, ME, 1, URL))
 
 
-def runs_since(user: User, run: str, minutes: float) -> None:
-    """Have an attempt that was launched just now run for so long already."""
+def backdate_attempt(user: User, run: str, minutes: float) -> None:
+    """Change the record of a run so that its attempt started `minutes` ago."""
 
     def change(record: Record) -> Record:
         since = utc_now() - timedelta(minutes=minutes)
@@ -39,8 +39,8 @@ def runs_since(user: User, run: str, minutes: float) -> None:
     user.store.update(run, change)
 
 
-def told(user: User, run: str, words: str) -> list[str]:
-    """The headlines of the messages about a run, once the last of them ends with `words`."""
+def warnings_of(user: User, run: str, words: str) -> list[str]:
+    """Wait until the last message about a run ends with `words`; return the headlines of its warnings."""
     return [headline for headline in user.slack(run, words) if headline.startswith(":warning:")]
 
 
@@ -48,9 +48,9 @@ def priced(user: User, usd_per_hour: float) -> dict[str, Any]:
     return {**user.spec()["target"], "price_usd_per_hour": usd_per_hour}
 
 
-def test_the_budget_is_warned_of_at_50_and_80_percent_once_each(user: User) -> None:
+def test_the_budget_warnings_at_50_and_80_percent_are_sent_once_each(user: User) -> None:
     run = launched(user, "hang", target=priced(user, 10), limits={"max_cost_usd": 10, "max_duration": "9h"})
-    answer = eventually(lambda: {"status": "x"} if (found := look(run))["started"] else found)
+    answer = eventually(lambda: {"status": "x"} if (answer := inspect_now(run))["started"] else answer)
     assert answer["status"] == "x"
     for minutes, notices in [
         (1, []),
@@ -59,25 +59,25 @@ def test_the_budget_is_warned_of_at_50_and_80_percent_once_each(user: User) -> N
         (49, ["budget-50", "budget-80"]),
         (50, ["budget-50", "budget-80"]),
     ]:
-        runs_since(user, run, minutes)
-        assert look(run)["status"] == "WAITING"
+        backdate_attempt(user, run, minutes)
+        assert inspect_now(run)["status"] == "WAITING"
         assert user.store.record(run).notices == notices
-    assert told(user, run, "80 % of its budget") == [
+    assert warnings_of(user, run, "80 % of its budget") == [
         ":warning: noop has used 50 % of its budget",
         ":warning: noop has used 80 % of its budget",
     ]
     end(user, run)
 
 
-def test_the_cloud_ends_what_the_budget_no_longer_pays_for(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when nobody of ours is there to end it; and the next attempt is not opened."""
+def test_the_cloud_ends_an_attempt_whose_budget_is_spent(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cloud ends the attempt without dropforge, and provision opens no further attempt."""
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=priced(user, 3600), limits={"max_cost_usd": 3})
     record, spec = user.store.record(run), user.store.spec(run)
     assert record.attempts[0].limit == "max_cost_usd"
     target = get_target("cloud_run")
     user.until(lambda: target.inspect(here().cloud, launch_of(record, spec, user.settings)).phase is Phase.FAILED)
-    answer = eventually(lambda: look(run))
+    answer = eventually(lambda: inspect_now(run))
     assert (answer["error"]["error_class"], answer["retry"]) == ("budget", False)
     assert "max_cost_usd" in answer["error"]["hint"]
     answer = provision(run, ME, 2)
@@ -85,11 +85,11 @@ def test_the_cloud_ends_what_the_budget_no_longer_pays_for(user: User, monkeypat
     end(user, run)
 
 
-def test_the_endpoint_lives_on_what_training_has_left(user: User) -> None:
+def test_the_endpoint_may_spend_the_rest_of_the_budget(user: User) -> None:
     limits = {"max_cost_usd": 5.0}
     run = launched(user, "silent", serve=SERVE, target=priced(user, 1), limits=limits)
-    runs_since(user, run, 60)
-    assert eventually(lambda: look(run))["status"] == "SUCCEEDED"
+    backdate_attempt(user, run, 60)
+    assert eventually(lambda: inspect_now(run))["status"] == "SUCCEEDED"
     assert eventually(lambda: deploy(run, ME))["status"] == "READY"
     record = user.store.record(run)
     assert record.endpoint is not None
@@ -100,7 +100,7 @@ def test_the_endpoint_lives_on_what_training_has_left(user: User) -> None:
     end(user, run)
 
 
-def test_a_run_s_report_has_its_cost_by_part(user: User) -> None:
+def test_the_report_has_the_cost_of_each_part(user: User) -> None:
     run = user.drop(user.spec("preempted-once", serve=SERVE, target=priced(user, 100), limits={"max_cost_usd": 50}))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
@@ -120,25 +120,25 @@ def test_a_run_s_report_has_its_cost_by_part(user: User) -> None:
 @pytest.mark.parametrize(
     ("on_stuck", "answers"), [("notify", ("WAITING", None)), ("restart", ("FAILED", True)), ("fail", ("FAILED", False))]
 )
-def test_no_progress_is_told_once_and_then_the_spec_decides(
+def test_a_stuck_attempt_causes_one_notice_and_then_follows_the_spec(
     user: User, on_stuck: str, answers: tuple[str, bool | None]
 ) -> None:
     run = launched(user, "hang", limits={"max_duration": "9h", "stuck_after": "30m", "on_stuck": on_stuck})
-    started = eventually(lambda: {"status": "x"} if (found := look(run))["started"] else found)
+    started = eventually(lambda: {"status": "x"} if (answer := inspect_now(run))["started"] else answer)
     assert started["status"] == "x"
     for name in user.store.names(names.events_prefix(run)):
-        user.store.bucket.blob(name).delete()  # what it reported was long ago
-    runs_since(user, run, 31)
+        user.store.bucket.blob(name).delete()  # now the trainer has reported nothing recently
+    backdate_attempt(user, run, 31)
     for _ in range(2):
-        answer = look(run)
+        answer = inspect_now(run)
         assert (answer["status"], answer.get("retry")) == answers
     assert user.store.record(run).notices == ["stuck-a1"]
-    assert told(user, run, "is stuck") == [":warning: noop is stuck"]
+    assert warnings_of(user, run, "is stuck") == [":warning: noop is stuck"]
     end(user, run)
 
 
-def test_a_failure_that_somebody_else_reports_ends_nothing(user: User) -> None:
-    """Every trainer may publish job events, of any run: the cloud does not agree, and training goes on."""
+def test_a_forged_failure_event_does_not_end_a_run(user: User) -> None:
+    """Any trainer may publish job events of any run. Training continues: the cloud does not confirm the failure."""
     run = user.drop(user.spec("slow"))
     user.wait(run, "TRAINING")
     forged = {"type": "failed", "run": run, "attempt": 1, "sequence": 10**15 - 1, "time": "2020-01-01T00:00:00Z"}

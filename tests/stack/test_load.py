@@ -1,6 +1,6 @@
-"""Many runs at once, half of them cancelled while they begin: none lost, none doubled, nothing left.
+"""Many runs at once, half of them cancelled while they begin: no run is lost or doubled, and no resource is left.
 
-`python -m bench.load` does the same with thousands.
+`python -m bench.load` does the same with thousands of runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ RUNS = 40
 
 
 @pytest.mark.slow
-def test_a_crowd_of_specs_and_of_cancellations(user: User) -> None:
+def test_many_specs_and_cancels_at_once(user: User) -> None:
     with ThreadPoolExecutor(4) as threads:
-        kept = [threads.submit(user.drop, user.spec()) for _ in range(RUNS // 2)]
-        hanging = [threads.submit(user.drop, user.spec("hang")) for _ in range(RUNS // 2)]
-        succeeding, cancelled = [one.result() for one in kept], [one.result() for one in hanging]
-    wait_for_records(user, cancelled)  # and no longer: most of them are being submitted, provisioned or started
+        uploads = [threads.submit(user.drop, user.spec()) for _ in range(RUNS // 2)]
+        hanging_uploads = [threads.submit(user.drop, user.spec("hang")) for _ in range(RUNS // 2)]
+        succeeding, cancelled = [future.result() for future in uploads], [future.result() for future in hanging_uploads]
+    # Cancel as soon as the records exist: most runs are then in submit or provision.
+    wait_for_records(user, cancelled)
     topic = user.settings.topic(user.settings.requests_topic)
     for sent in [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in cancelled]:
         sent.result(60)
@@ -50,17 +51,17 @@ def wait_for_records(user: User, runs: list[str]) -> None:
 
 
 def wait_for_executions(user: User, succeeded: list[str], cancelled: list[str]) -> None:
-    """Until one execution of each run, and no other, has ended well; a run that was cancelled at once may have none."""
+    """Wait until each run has exactly one execution and it succeeded; a run that was cancelled early may have none."""
     request = executions_v1.ListExecutionsRequest(
         parent=user.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
     )
-    deadline, found = time.monotonic() + 30, Counter[tuple[str, str]]()
+    deadline, counts = time.monotonic() + 30, Counter[tuple[str, str]]()
     while time.monotonic() < deadline:
         listed = clients.workflow_executions().list_executions(request)
-        labelled = [(one.labels.get(names.RUN_LABEL, ""), one.state.name) for one in listed]
-        found = Counter(one for one in labelled if one[0] in succeeded + cancelled)
-        once = set(found.values()) == {1} and {state for _, state in found} == {"SUCCEEDED"}
-        if once and {run for run, _ in found} >= set(succeeded):
+        labelled = [(execution.labels.get(names.RUN_LABEL, ""), execution.state.name) for execution in listed]
+        counts = Counter((run, state) for run, state in labelled if run in succeeded + cancelled)
+        is_single = set(counts.values()) == {1} and {state for _, state in counts} == {"SUCCEEDED"}
+        if is_single and {run for run, _ in counts} >= set(succeeded):
             return
         time.sleep(0.2)
-    raise AssertionError(f"expected one execution of each run, SUCCEEDED; found {found}")
+    raise AssertionError(f"expected one execution of each run, SUCCEEDED; the executions are {counts}")

@@ -1,6 +1,6 @@
-"""A platform that lives in a temporary folder passes everything that holds for the platforms of this repository.
+"""A platform in a temporary folder passes all tests of the platforms of this repository.
 
-Only DROPFORGE_PLATFORMS names the folder's module. The conformance cases are those of test_targets.py, unchanged.
+Only DROPFORGE_PLATFORMS names the folder's module. The conformance tests are the tests of test_targets.py, unchanged.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dropforge_cli.main import cli
 from dropforge_local.stack import control as local
 
 from ..deployments import here
-from .conftest import NOOP_CONFIG, SELDOM, User, user_of
+from .conftest import NOOP_CONFIG, RARE_SWEEP_SECONDS, User, user_of
 from .test_runs import assert_clean
 from .test_targets import (  # noqa: F401  # pytest collects these cases here, with the fixtures of this module
-    test_a_failure_that_cannot_be_mended_ends_the_run_at_once,
-    test_a_kill_from_outside_is_tried_again,
-    test_a_machine_that_is_taken_away_is_replaced,
+    test_a_cancel_ends_a_training_run,
+    test_a_deleted_training_resource_is_followed_by_another_attempt,
+    test_a_permanent_failure_ends_the_run_at_once,
     test_a_preempted_attempt_is_followed_by_another,
+    test_a_preempted_machine_is_replaced,
     test_a_served_run_answers_until_it_is_cancelled,
-    test_a_train_only_run_succeeds_and_leaves_nothing,
+    test_a_train_only_run_succeeds_and_leaves_no_resource,
+    test_an_attempt_killed_from_outside_is_followed_by_another,
     test_an_attempt_that_ran_out_of_memory_is_not_repeated,
-    test_cancel_ends_a_running_run,
-    test_every_event_thrice_changes_nothing,
-    test_the_cloud_itself_ends_an_attempt_at_its_deadline,
-    test_what_is_deleted_by_hand_is_made_again,
+    test_repeated_job_events_change_nothing,
+    test_the_cloud_ends_an_attempt_at_its_deadline,
 )
 
 KIND = "elsewhere.example/Job"
@@ -83,18 +83,18 @@ class Jobs(CloudRunJobs):
         return [replace(resource, kind="{KIND}") for resource in super().resources(launch)]
 
     def listed(self, *where):
-        return (found._replace(kind="{KIND}") for found in super().listed(*where))
+        return (resource._replace(kind="{KIND}") for resource in super().listed(*where))
 
 
 class Services(CloudRunService):
     def resources(self, deployment):
-        return [replace(one, kind="elsewhere.example/Service") for one in super().resources(deployment)]
+        return [replace(resource, kind="elsewhere.example/Service") for resource in super().resources(deployment)]
 '''
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The platform's folder, which this process and the functions' process import."""
+    """Write the platform to a folder that this process and the functions' process import; yield the folder."""
     folder = tmp_path_factory.mktemp("platforms")
     package = folder / "elsewhere"
     package.mkdir()
@@ -117,9 +117,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shared_stack(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A stack whose functions know the platform."""
+    """Yield the state directory of a stack whose functions load the platform."""
     state = tmp_path_factory.mktemp("stack")
-    replace(NOOP_CONFIG, sweep_seconds=SELDOM).save(state)
+    replace(NOOP_CONFIG, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
     local.up(state)
     yield state
     local.down(state)
@@ -141,20 +141,20 @@ def serve() -> dict[str, Any]:
     return {"type": "elsewhere", "ttl": "1h"}
 
 
-def test_the_declaration_is_all_that_others_read(user: User) -> None:
+def test_the_platform_needs_only_its_declaration(user: User) -> None:
     assert list(targets()) == ["cloud_run", "gke", "ray", "tpu_vm", "elsewhere"]
     assert "elsewhere" in servers()
     assert type(owner_of(KIND)).__name__ == "Jobs"
     assert "elsewhere" in json.dumps(job_spec_schema())
 
 
-def test_a_field_of_the_platform_is_checked(user: User, target: dict[str, Any]) -> None:
+def test_a_wrong_field_of_the_platform_is_refused(user: User, target: dict[str, Any]) -> None:
     document = user.spec(target=target | {"flavour": "bitter"})
     with pytest.raises(InvalidSpec, match="/target/flavour"):
         parse_spec(json.dumps(document).encode())
 
 
-def test_plan_and_preflight_know_the_platform(
+def test_plan_and_preflight_support_the_platform(
     user: User, target: dict[str, Any], serve: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "job.json"
@@ -164,17 +164,17 @@ def test_plan_and_preflight_know_the_platform(
     [resource] = json.loads(plan.stdout)["placements"][0]["resources"]
     assert resource["kind"] == KIND
     preflight = CliRunner().invoke(cli, ["preflight", str(path), "--json", "--state", str(user.state)])
-    findings = {found["what"]: found["status"] for found in json.loads(preflight.stdout)}
+    findings = {finding["what"]: finding["status"] for finding in json.loads(preflight.stdout)}
     assert findings["spec job.json"] == "ok", preflight.output
     assert "quota for 1 nvidia-l4 in us-central1" in findings
 
 
-def test_the_sweep_deletes_what_no_run_owns(user: User, target: dict[str, Any]) -> None:
+def test_the_sweep_lists_the_resources_of_the_platform(user: User, target: dict[str, Any]) -> None:
     run = user.drop(user.spec("hang", target=target))
     user.wait(run, "TRAINING")
     name = user.training(run)
-    found, problems = list_all(here().cloud)
-    assert [(one.kind, one.name) for one in found if one.run == run] == [(KIND, name)]
+    listed, problems = list_all(here().cloud)
+    assert [(resource.kind, resource.name) for resource in listed if resource.run == run] == [(KIND, name)]
     assert problems == []
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     assert user.wait(run).state is RunState.CANCELLED

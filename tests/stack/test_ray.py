@@ -1,7 +1,7 @@
-"""What only a Ray cluster has: machines that its operator replaces within the attempt.
+"""Ray clusters only: the operator replaces machines within the attempt.
 
-What holds on every target is in test_targets.py, with a Ray that starts quickly and is held to what Ray does by
-tests/emulators/kubernetes/test_ray.py.
+test_targets.py has the tests of every target. They use a stand-in for Ray that starts quickly;
+tests/emulators/kubernetes/test_ray.py compares the stand-in with the real Ray.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ def pods_of(user: User, run: str, node_type: str) -> list[tuple[str, str]]:
     return sorted(pod for pod in Clusters(user.info).pods(run) if f"-{node_type}-" in pod[1])
 
 
-def take_away(user: User, pod: tuple[str, str]) -> None:
+def preempt(user: User, pod: tuple[str, str]) -> None:
     user.post("_local/kubernetes/faults", {"preempt": {"cluster": pod[0], "pod": pod[1]}})
 
 
-def test_hosts_and_head_that_are_taken_away_are_replaced_within_the_attempt(user: User) -> None:
+def test_preempted_hosts_and_head_are_replaced_within_the_attempt(user: User) -> None:
     run = user.drop(user.spec("hang-at-first-start", target=TARGET))
     user.wait(run, "TRAINING")
     hosts = pods_of(user, run, "worker")
     assert len(hosts) == HOSTS
-    take_away(user, hosts[0])
-    # One slice: when one host is lost, all are made again. The driver goes on.
-    user.until(lambda: len(now := pods_of(user, run, "worker")) == HOSTS and not set(now) & set(hosts))
+    preempt(user, hosts[0])
+    # When a host of a slice is lost, the operator replaces all hosts of the slice. The driver continues.
+    user.until(lambda: len(pods := pods_of(user, run, "worker")) == HOSTS and not set(pods) & set(hosts))
     assert user.store.record(run).state is RunState.TRAINING
     (head,) = pods_of(user, run, "head")
-    take_away(user, head)  # with the driver: the operator submits the job again
+    preempt(user, head)  # the driver ends with the head, and the operator submits the job again
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1

@@ -1,4 +1,4 @@
-"""Runs on the whole stack: every way a run can end, and what must hold for each."""
+"""Runs on the whole stack: each way in which a run can end, and the promises for each end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def states(record: Record) -> list[str]:
     return [transition.state.value for transition in record.history]
 
 
-def test_a_gate_that_is_not_passed_keeps_the_model_but_serves_nothing(user: User) -> None:
+def test_a_failed_gate_keeps_the_model_and_creates_no_endpoint(user: User) -> None:
     run = user.drop(user.spec("poor", evaluation=GATE, serve=SERVE))
     record = user.wait(run)
     assert record.state is RunState.FAILED
@@ -44,7 +44,7 @@ def test_a_gate_that_is_not_passed_keeps_the_model_but_serves_nothing(user: User
     assert_clean(user, run)
 
 
-def test_success_without_a_single_event_is_seen(user: User) -> None:
+def test_a_run_without_job_events_succeeds(user: User) -> None:
     record = user.wait(user.drop(user.spec("silent")))
     assert record.state is RunState.SUCCEEDED
 
@@ -59,7 +59,7 @@ def test_attempts_are_limited(user: User) -> None:
     assert_clean(user, run)
 
 
-# The calls of a run that succeeds, in the order in which workflows/run.workflows.yaml makes them.
+# The calls of a run that succeeds, in the order of workflows/run.workflows.yaml.
 CALLS = ["provision", "inspect", "notify TRAINING", "teardown attempt", "deploy", "teardown run", "notify SUCCEEDED"]
 
 
@@ -88,7 +88,7 @@ def test_a_cancel_after_the_last_call_of_the_workflow_ends_the_endpoint(user: Us
 
 
 class HandMadeWorkflow:
-    """An accepted run and the calls that the workflow makes for it, with a cancel right before one of them."""
+    """Makes the workflow's calls for an accepted run, with a cancel right before the call `cancel_before`."""
 
     def __init__(self, user: User, cancel_before: str = "") -> None:
         self.run = names.run_id_of_message(uuid.uuid4().hex)
@@ -105,8 +105,8 @@ class HandMadeWorkflow:
         while status not in ("SUPERSEDED", "NOTIFIED"):
             outcome = {"state": status, "error": None}
             is_kept = status == "SUCCEEDED"
-            gone = self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome)
-            state = "CANCELLED" if gone.get("cancelled") else status
+            answer = self._call("teardown", "run", scope="run", keep_endpoint=is_kept, outcome=outcome)
+            state = "CANCELLED" if answer.get("cancelled") else status
             status = self._call("notify", state, state=state, error=None)["status"]
 
     def cancel(self) -> None:
@@ -154,7 +154,7 @@ def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str
     return requests.post(url, json=body, headers={"Authorization": f"Bearer {token}", **(headers or {})}, timeout=60)
 
 
-def test_a_budget_that_buys_less_than_a_minute_is_refused(user: User) -> None:
+def test_a_budget_for_less_than_a_minute_is_rejected(user: User) -> None:
     target = {**user.spec()["target"], "price_usd_per_hour": 3600.0}
     run = user.drop(user.spec("hang", target=target, limits={"max_cost_usd": 0.5}))
     record = user.wait(run)
@@ -162,8 +162,8 @@ def test_a_budget_that_buys_less_than_a_minute_is_refused(user: User) -> None:
     assert record.problems[0]["pointer"] == "/limits/max_cost_usd"
 
 
-def test_the_same_event_again_is_the_same_run(user: User) -> None:
-    """Eventarc may deliver an event again at any time."""
+def test_repeated_upload_events_create_one_run(user: User) -> None:
+    """Eventarc may repeat the delivery of an event at any time."""
     run = user.drop(user.spec())
     user.wait(run)
     source = user.store.record(run).source
@@ -192,13 +192,13 @@ def deliver(user: User, function: str, event: str, bucket: str, name: str, gener
     return call(user, function, body, headers).status_code
 
 
-def test_two_specs_with_one_name_are_two_runs(user: User) -> None:
+def test_two_specs_with_the_same_name_are_two_runs(user: User) -> None:
     first, second = user.drop(user.spec(name="twin")), user.drop(user.spec(name="twin"))
     assert first != second
     assert user.wait(first).state is user.wait(second).state is RunState.SUCCEEDED
 
 
-def test_a_spec_overwritten_while_it_runs_is_another_run(user: User) -> None:
+def test_an_overwritten_spec_is_another_run(user: User) -> None:
     first = user.drop(user.spec("hang"), "specs/overwritten.json")
     user.wait(first, "TRAINING")
     second = user.drop(user.spec(), "specs/overwritten.json")
@@ -208,7 +208,7 @@ def test_a_spec_overwritten_while_it_runs_is_another_run(user: User) -> None:
     assert user.wait(first).state is RunState.CANCELLED
 
 
-def test_a_message_with_a_key_is_one_run_however_often_published(user: User) -> None:
+def test_repeated_messages_with_the_same_key_are_a_single_run(user: User) -> None:
     key = f"key-{time.time_ns()}"
     for _ in range(3):
         user.publish("dropforge-requests", json.dumps(user.spec()).encode(), idempotency_key=key)
@@ -217,7 +217,7 @@ def test_a_message_with_a_key_is_one_run_however_often_published(user: User) -> 
     assert len(user.executions(run)) == 1
 
 
-def test_a_message_may_name_a_spec(user: User) -> None:
+def test_a_message_may_contain_the_uri_of_a_spec(user: User) -> None:
     bucket = clients.storage().bucket(user.settings.specs_bucket)
     bucket.blob("elsewhere/spec.json").upload_from_string(json.dumps(user.spec()))
     key = f"key-{time.time_ns()}"

@@ -1,4 +1,4 @@
-"""The sweep against a whole stack: what nobody owns goes, what a live run owns stays, and what was lost goes on."""
+"""The sweep on a whole stack: it deletes orphans, keeps the resources of live runs, and restarts lost work."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SERVE = {"type": "cloud_run", "ttl": "1h"}
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found is lost: nobody else is about it in these tests."""
+def without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the sweep's waiting times to zero: in these tests no other function works on the same runs."""
     monkeypatch.setattr(lost_work, "LOST_AFTER", timedelta(0))
     monkeypatch.setattr(lost_work, "LATE_FOR", timedelta(0))
     monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.2)
 
 
 def make(user: User, launch: Launch) -> list[str]:
-    """Create an attempt's resources with what creates them, whatever its run has come to; those of them that exist."""
+    """Create an attempt's resources through its adapter, in any state of the run; return the names that exist."""
     user.until(lambda: get_target(launch.spec.target.type).provision(here().cloud, launch))
     wanted = {resource.name for resource in get_target(launch.spec.target.type).resources(launch)}
     user.until(lambda: wanted & set(user.resources(launch.run)))
@@ -52,10 +52,12 @@ def make(user: User, launch: Launch) -> list[str]:
 
 
 def attempt_of(user: User, run: str) -> Launch:
+    """Return the launch of a run's last attempt."""
     return launch_of(user.store.record(run), user.store.spec(run), user.settings)
 
 
 def end(user: User, *runs: str) -> None:
+    """Cancel runs and check that they leave no resource."""
     for run in runs:
         user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     for run in runs:
@@ -64,7 +66,7 @@ def end(user: User, *runs: str) -> None:
 
 
 def end_execution(user: User, run: str) -> None:
-    """As somebody does in the console."""
+    """Cancel the execution of a run, as a person may do in the console."""
     execution = user.store.record(run).execution
     name = f"{user.settings.workflow_name}/executions/{execution}"
     clients.workflow_executions().cancel_execution({"name": name})
@@ -73,7 +75,7 @@ def end_execution(user: User, run: str) -> None:
 
 @contextmanager
 def refused(user: User, method: str) -> Iterator[None]:
-    """Cloud Run refuses a method for a while."""
+    """Make Cloud Run refuse a method inside the `with` block."""
     fault = {"method": method, "status": "UNAVAILABLE", "count": 10_000}
     requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": [fault]}, timeout=10)
     yield
@@ -85,37 +87,37 @@ def audit(*options: str) -> Result:
 
 
 def differences(run: str) -> list[tuple[str, str]]:
-    """What the audit says of a run's resources."""
+    """Return (difference, resource) for each difference that the audit reports about a run."""
     result = audit("--json")
-    found = [(one["difference"], one["name"]) for one in json.loads(result.stdout)["differences"] if one["run"] == run]
-    assert result.exit_code == (1 if json.loads(result.stdout)["differences"] else 0)
-    return sorted(found)
+    reported = json.loads(result.stdout)["differences"]
+    assert result.exit_code == (1 if reported else 0)
+    return sorted((line["difference"], line["name"]) for line in reported if line["run"] == run)
 
 
-def test_what_lands_after_the_teardown_is_found_and_a_live_run_keeps_all_it_has(
+def test_the_sweep_deletes_resources_created_after_teardown_and_keeps_those_of_a_live_run(
     user: User, target: Part, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live, over = user.drop(user.spec("hang", target=target)), user.drop(user.spec(target=target))
-    assert user.wait(over).state is RunState.SUCCEEDED
+    live, finished = user.drop(user.spec("hang", target=target)), user.drop(user.spec(target=target))
+    assert user.wait(finished).state is RunState.SUCCEEDED
     user.wait(live, "TRAINING")
     kept = sorted(user.resources(live))
-    # Of another attempt: a TPU VM's disk is not made twice for the same request.
-    late = make(user, replace(attempt_of(user, over), attempt=2))
-    assert {difference for difference, _ in differences(over)} == {"unowned"}
-    assert set(late) <= {name for _, name in differences(over)}
+    # For attempt 2, because Compute Engine does not create a TPU VM's disk twice for the same request.
+    late = make(user, replace(attempt_of(user, finished), attempt=2))
+    assert {difference for difference, _ in differences(finished)} == {"unowned"}
+    assert set(late) <= {name for _, name in differences(finished)}
     answer = sweep()
     assert set(late) <= set(answer["deleted"]), answer
-    assert user.resources(over) == []
+    assert user.resources(finished) == []
     assert sorted(user.resources(live)) == kept
-    assert differences(over) == differences(live) == []
-    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    orphans = {line["resource"]: line["severity"] for line in told if "left by a run that is over" in line["message"]}
+    assert differences(finished) == differences(live) == []
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    orphans = {line["resource"]: line["severity"] for line in logged if "left by a run that is over" in line["message"]}
     assert set(late) <= set(orphans)
     assert set(orphans.values()) == {"WARNING"}
     end(user, live)
 
 
-def test_what_an_older_attempt_left_is_found_while_the_run_goes_on(user: User) -> None:
+def test_the_sweep_deletes_leftovers_of_an_earlier_attempt_of_a_live_run(user: User) -> None:
     run = user.drop(user.spec("hang"))
     user.wait(run, "TRAINING")
     first = attempt_of(user, run)
@@ -128,48 +130,48 @@ def test_what_an_older_attempt_left_is_found_while_the_run_goes_on(user: User) -
     end(user, run)
 
 
-def test_a_run_that_does_not_exist_owns_nothing_but_other_deployments_may(
+def test_the_sweep_deletes_resources_of_unknown_runs_but_not_of_other_deployments(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = user.drop(user.spec())
     user.wait(run)
     launch = attempt_of(user, run)
-    ghost = replace(launch, run="ghost-0123456789ab")
+    unknown = replace(launch, run="ghost-0123456789ab")
     other = replace(launch, run="other-0123456789ab", settings=replace(user.settings, runs_bucket="of-another"))
-    mine, theirs = make(user, ghost), make(user, other)
-    assert not set(mine) & set(sweep()["deleted"])  # its record may be about to be written
+    unowned, foreign = make(user, unknown), make(user, other)
+    assert not set(unowned) & set(sweep()["deleted"])  # a function may be about to write the record of the run
     later = timedelta(seconds=user.settings.check_interval_seconds + 1)
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + later)
-    assert set(mine) <= set(sweep()["deleted"])
-    assert user.resources(ghost.run) == []
-    assert user.resources(other.run) == theirs
-    user.delete(theirs[0])
+    assert set(unowned) <= set(sweep()["deleted"])
+    assert user.resources(unknown.run) == []
+    assert user.resources(other.run) == foreign
+    user.delete(foreign[0])
 
 
-def test_a_run_goes_on_when_its_execution_was_ended_while_it_trained(user: User, target: Part) -> None:
+def test_a_run_continues_after_its_execution_ended_during_training(user: User, target: Part) -> None:
     run = user.drop(user.spec("slow", target=target))
     user.wait(run, "TRAINING")
     end_execution(user, run)
     with ThreadPoolExecutor(2) as pool:
         answers = [future.result() for future in [pool.submit(sweep), pool.submit(sweep)]]
-    assert run in [one for answer in answers for one in answer["restarted"]]
+    assert run in [restarted for answer in answers for restarted in answer["restarted"]]
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
     assert len(record.superseded) == 1
     assert states(record)[-1:] == ["SUCCEEDED"]
     assert states(record).count("TRAINING") == 1
-    user.until(lambda: not any(one.state.name == "ACTIVE" for one in user.executions(run)))
-    ended = [json.loads(one.result)["status"] for one in user.executions(run) if one.state.name == "SUCCEEDED"]
-    assert sorted(set(ended)) in (["SUCCEEDED"], ["SUCCEEDED", "SUPERSEDED"])
-    assert ended.count("SUCCEEDED") == 1
+    user.until(lambda: not any(e.state.name == "ACTIVE" for e in user.executions(run)))
+    results = [json.loads(e.result)["status"] for e in user.executions(run) if e.state.name == "SUCCEEDED"]
+    assert sorted(set(results)) in (["SUCCEEDED"], ["SUCCEEDED", "SUPERSEDED"])
+    assert results.count("SUCCEEDED") == 1
     assert_clean(user, run)
     assert run not in sweep()["restarted"]
     assert run not in dict(user.store.open_runs())
 
 
 @pytest.mark.parametrize(("behave", "error_class"), [("succeed", None), ("fail-data", "data")])
-def test_a_run_ends_as_it_was_to_end_when_its_execution_was_ended_while_it_tore_down(
+def test_a_run_keeps_its_outcome_after_its_execution_ended_during_teardown(
     user: User, behave: str, error_class: str | None
 ) -> None:
     with refused(user, "delete_job"):
@@ -184,7 +186,7 @@ def test_a_run_ends_as_it_was_to_end_when_its_execution_was_ended_while_it_tore_
     assert_clean(user, run)
 
 
-def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed_until_somebody_deletes_that(user: User) -> None:
+def test_a_run_is_served_after_its_execution_ended_during_deploy_and_a_deleted_endpoint_is_reported(user: User) -> None:
     with refused(user, "create_service"):
         run = user.drop(user.spec(serve=SERVE))
         user.wait(run, "DEPLOYING")
@@ -196,7 +198,7 @@ def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed_until_so
     assert record.endpoint.limit == "ttl"
     assert len(user.resources(run)) == 1
     assert differences(run) == []
-    assert run in dict(user.store.open_runs())  # what it serves is looked at until its ttl
+    assert run in dict(user.store.open_runs())  # the sweep inspects the endpoint until its expiry
     clients.run_services().delete_service(name=user.resources(run)[0]).result(timeout=30)
     sweep()
     record = user.store.record(run)
@@ -208,7 +210,7 @@ def test_a_run_is_served_when_its_execution_was_ended_while_it_deployed_until_so
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["by-its-ttl", "by-a-cancel"])
-def test_people_are_told_once_that_an_endpoint_has_ended(user: User, is_cancelled: bool) -> None:
+def test_the_end_of_an_endpoint_is_announced_once(user: User, is_cancelled: bool) -> None:
     run = user.drop(user.spec(serve=SERVE))
     assert user.wait(run).endpoint is not None
     if is_cancelled:
@@ -228,20 +230,18 @@ def _expired(record: Record) -> Record:
     return record.model_copy(update={"endpoint": record.endpoint.model_copy(update={"expires": utc_now()})})
 
 
-def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A spec whose event never came, one whose record was never written, and one whose execution never started."""
-    inbox = clients.storage().create_bucket(f"inbox-{time.time_ns()}")
-    blob = inbox.blob("specs/lost.json")
+def test_the_sweep_starts_lost_specs_and_accepted_runs(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec without an upload event, a spec without a record, and an accepted run without an execution."""
+    specs_bucket = clients.storage().create_bucket(f"specs-{time.time_ns()}")
+    blob = specs_bucket.blob("specs/lost.json")
     blob.upload_from_string(json.dumps(user.spec()), "application/json")
-    dropped = names.run_id_of_object(inbox.name, blob.name, blob.generation)
-    monkeypatch.setenv("DROPFORGE_SPECS_BUCKET", inbox.name)
+    dropped = names.run_id_of_object(specs_bucket.name, blob.name, blob.generation)
+    monkeypatch.setenv("DROPFORGE_SPECS_BUCKET", specs_bucket.name)
     here.cache_clear()
 
     key = f"unrecorded-{time.time_ns()}"
     with monkeypatch.context() as patch:
-        patch.setattr(RunStore, "_write", _dying_before_the_record(RunStore._write))
+        patch.setattr(RunStore, "_write", _die_before_the_record(RunStore._write))
         with pytest.raises(ServiceUnavailable):
             submit_message(json.dumps(user.spec()).encode(), key)
     unrecorded = names.run_id_of_message(key)
@@ -250,7 +250,7 @@ def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(lost_work, "LOST_FOR", timedelta(0))
-        assert dropped not in sweep()["resubmitted"]  # too old
+        assert dropped not in sweep()["resubmitted"]  # with LOST_FOR 0, the spec is too old
     answer = sweep()
     assert dropped in answer["resubmitted"]
     for run in (dropped, unrecorded, unstarted):
@@ -261,16 +261,16 @@ def test_what_was_dropped_accepted_or_started_and_then_lost_becomes_a_run(
     assert sweep()["resubmitted"] == []
 
 
-def _dying_before_the_record(write: Any) -> Any:
-    def dying(store: RunStore, name: str, *arguments: Any) -> Any:
+def _die_before_the_record(write: Any) -> Any:
+    def write_or_die(store: RunStore, name: str, *arguments: Any) -> Any:
         if name.endswith("/record.json"):
             raise ServiceUnavailable("killed")
         return write(store, name, *arguments)
 
-    return dying
+    return write_or_die
 
 
-def test_an_end_that_nobody_was_told_of_is_told(user: User) -> None:
+def test_the_sweep_announces_an_unannounced_end(user: User) -> None:
     run = accepted(user, "succeed")
     user.store.update(run, lambda record: record.entered(RunState.TEARING_DOWN, utc_now()))
     user.store.update(run, lambda record: record.entered(RunState.FAILED, utc_now()))
@@ -282,16 +282,16 @@ def test_an_end_that_nobody_was_told_of_is_told(user: User) -> None:
     assert len(user.slack(run, "failed")) == count
 
 
-def test_the_audit_tells_what_ledgers_and_cloud_do_not_agree_on(user: User) -> None:
+def test_the_audit_reports_differences_between_ledgers_and_cloud(user: User) -> None:
     live = user.drop(user.spec("hang"))
     user.wait(live, "TRAINING")
     assert differences(live) == []
     job = user.training(live)
-    over = user.drop(user.spec())
-    user.wait(over)
-    user.store.intend(over, "run.googleapis.com/Job", never := job.replace(live, over), 1)
-    assert differences(over) == [("missing", never), ("remaining", never)]
-    assert never in audit().output
+    finished = user.drop(user.spec())
+    user.wait(finished)
+    user.store.intend(finished, "run.googleapis.com/Job", missing := job.replace(live, finished), 1)
+    assert differences(finished) == [("missing", missing), ("remaining", missing)]
+    assert missing in audit().output
     sweep()
-    assert differences(over) == []  # looked at, and seen not to exist
+    assert differences(finished) == []  # the sweep verified that the job does not exist
     end(user, live)

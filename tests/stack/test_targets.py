@@ -1,4 +1,4 @@
-"""What must hold on every target: each way an attempt can end, and that nothing is left of it."""
+"""Tests of every target: each way in which an attempt can end, and that no resource is left."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from .test_crash_windows import ME, URL, end, eventually, launched
 from .test_runs import GATE, assert_clean, states
 
 Part = dict[str, Any]
-MORE_MEMORY = {"cloud_run": "memory_gib", "gke": "memory_gib", "ray": "head_memory_gib", "tpu_vm": "accelerator_type"}
+# The field of each target that a user raises after an out-of-memory error.
+MEMORY_FIELDS = {"cloud_run": "memory_gib", "gke": "memory_gib", "ray": "head_memory_gib", "tpu_vm": "accelerator_type"}
 
 
-def test_everything_that_the_stack_has_is_tested(user: User) -> None:
-    # A machine that is kept goes with one target only: see test_tpu_vm.py.
-    there = (set(targets()), set(servers()) - {"training_vm"})
-    assert there == (set(PARTS), set(SERVES)), "see tests/stack/targets.py"
+def test_every_target_and_endpoint_is_tested(user: User) -> None:
+    # The endpoint training_vm works with the target tpu_vm only: see test_tpu_vm.py.
+    registered = (set(targets()), set(servers()) - {"training_vm"})
+    assert registered == (set(PARTS), set(SERVES)), "add the missing platform to tests/stack/targets.py"
 
 
-def test_a_train_only_run_succeeds_and_leaves_nothing(user: User, target: Part) -> None:
+def test_a_train_only_run_succeeds_and_leaves_no_resource(user: User, target: Part) -> None:
     run = user.drop(user.spec(target=target, evaluation=GATE))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
@@ -53,9 +54,7 @@ def test_a_train_only_run_succeeds_and_leaves_nothing(user: User, target: Part) 
         ("lie", "code"),
     ],
 )
-def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(
-    user: User, target: Part, behave: str, error_class: str
-) -> None:
+def test_a_permanent_failure_ends_the_run_at_once(user: User, target: Part, behave: str, error_class: str) -> None:
     run = user.drop(user.spec(behave, target=target))
     record = user.wait(run)
     assert record.state is RunState.FAILED
@@ -68,25 +67,25 @@ def test_a_failure_that_cannot_be_mended_ends_the_run_at_once(
 
 def test_an_attempt_that_ran_out_of_memory_is_not_repeated(user: User, target: Part) -> None:
     run = user.drop(user.spec("hog", target=target | ({"memory_gib": 1} if target["type"] == "gke" else {})))
-    if target["type"] not in ("gke", "ray"):  # machines whose memory a test cannot fill
+    if target["type"] not in ("gke", "ray"):  # a container cannot fill the memory of these machines
         user.wait(run, "TRAINING")
         user.run_out_of_memory(run)
     record = user.wait(run)
     assert record.state is RunState.FAILED
     assert record.error is not None
     assert record.error.error_class == "out_of_memory", record.error
-    assert MORE_MEMORY.get(target["type"], "memory_gib") in record.error.hint
+    assert MEMORY_FIELDS.get(target["type"], "memory_gib") in record.error.hint
     assert len(record.attempts) == 1
     assert_clean(user, run)
 
 
-def test_every_event_thrice_changes_nothing(user: User, target: Part) -> None:
+def test_repeated_job_events_change_nothing(user: User, target: Part) -> None:
     run = user.drop(user.spec("repeat", target=target))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED
     assert states(record) == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
-    kept = list(user.store.names(names.events_prefix(run)))
-    assert len(kept) == len(set(kept)) == 4
+    events = list(user.store.names(names.events_prefix(run)))
+    assert len(events) == len(set(events)) == 4
     assert len(user.slack(run, "succeeded")) == 3
 
 
@@ -98,40 +97,41 @@ def test_a_preempted_attempt_is_followed_by_another(user: User, target: Part) ->
     assert_clean(user, run)
 
 
-# The Ray operator replaces a machine within the attempt: test_ray.py.
+# The Ray operator replaces a machine within the attempt: see test_ray.py.
 @pytest.mark.parametrize("target", sorted(PARTS.keys() - {"ray"}), indirect=True)
-def test_a_machine_that_is_taken_away_is_replaced(user: User, target: Part) -> None:
+def test_a_preempted_machine_is_replaced(user: User, target: Part) -> None:
     run = user.drop(user.spec("hang-once", target=target))
     user.wait(run, "TRAINING")
     user.preempt(run)
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
-    taken, last = record.attempts
-    assert taken.error is not None
-    assert taken.error.error_class in ("preempted", "infrastructure")  # Cloud Run does not tell the one from the other
+    preempted, last = record.attempts
+    assert preempted.error is not None
+    # Cloud Run does not distinguish a preemption from another loss of the machine.
+    assert preempted.error.error_class in ("preempted", "infrastructure")
     assert last.error is None
     assert_clean(user, run)
 
 
-def test_a_kill_from_outside_is_tried_again(user: User, target: Part) -> None:
+def test_an_attempt_killed_from_outside_is_followed_by_another(user: User, target: Part) -> None:
     record = user.wait(user.drop(user.spec("killed-once", target=target)))
     assert record.state is RunState.SUCCEEDED, record.error
     assert [a.error.error_class if a.error else None for a in record.attempts] == ["infrastructure", None]
 
 
-def test_what_is_deleted_by_hand_is_made_again(user: User, target: Part) -> None:
+def test_a_deleted_training_resource_is_followed_by_another_attempt(user: User, target: Part) -> None:
     run = user.drop(user.spec("hang-once", target=target))
     user.wait(run, "TRAINING")
     user.delete(user.training(run))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     first, second = [a.error.error_class if a.error else None for a in record.attempts]
-    assert first in ("infrastructure", "preempted")  # a machine that is deleted may still say that it was stopped
+    assert first in ("infrastructure", "preempted")  # a deleted machine may still report that it was stopped
     assert second is None
     assert_clean(user, run)
 
 
-def test_cancel_ends_a_running_run(user: User, target: Part) -> None:
+def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
     run = user.drop(user.spec("hang", target=target))
     user.wait(run, "TRAINING")
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
@@ -141,20 +141,18 @@ def test_cancel_ends_a_running_run(user: User, target: Part) -> None:
     assert user.slack(run, "cancelled")[-1].endswith("cancelled")
 
 
-def test_the_cloud_itself_ends_an_attempt_at_its_deadline(
-    user: User, target: Part, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when nobody of ours is there to end it."""
+def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cloud ends the attempt without dropforge."""
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
     run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
     record, spec = user.store.record(run), user.store.spec(run)
-    cloud = eventually(lambda: _look(target["type"], launch_of(record, spec, user.settings)))
+    cloud = eventually(lambda: _inspect_cloud(target["type"], launch_of(record, spec, user.settings)))
     assert cloud["phase"] is Phase.FAILED
     assert eventually(lambda: inspect(run, ME, 1, URL))["error"]["error_class"] == "deadline"
     end(user, run)
 
 
-def _look(kind: str, launch: Any) -> dict[str, Any]:
+def _inspect_cloud(kind: str, launch: Any) -> dict[str, Any]:
     status = get_target(kind).inspect(here().cloud, launch)
     running = status.phase in (Phase.PENDING, Phase.RUNNING)
     return {"status": "WAITING" if running else "ENDED", "phase": status.phase, "message": status.message}
@@ -167,13 +165,13 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     assert record.endpoint is not None
     question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
     url = f"{record.endpoint.url}/v1/chat/completions"
-    if serve["type"] == "cloud_run":  # others are reached inside the VPC only, and ask nobody who he is
+    if serve["type"] == "cloud_run":  # the other endpoints are inside the VPC and check no identity
         assert requests.post(url, json=question, timeout=30).status_code in (401, 403)
     answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
-    made = [entry.name for entry in user.store.ledger(run).remaining()]
-    assert record.endpoint.service in made
-    assert set(made) <= set(user.resources(run))
+    remaining = [entry.name for entry in user.store.ledger(run).remaining()]
+    assert record.endpoint.service in remaining
+    assert set(remaining) <= set(user.resources(run))
     assert not any("/jobs/" in name for name in user.resources(run))
 
     user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())

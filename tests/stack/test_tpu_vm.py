@@ -1,4 +1,4 @@
-"""What only TPU machines suffer: they are taken away, rebooted, or not to be had, and their script may die."""
+"""TPU VMs only: preemption, reboot, stockout, a killed startup script, and serving on the training VM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TARGET: dict[str, Any] = {"type": "tpu_vm", **PARTS["tpu_vm"]}
 
 @pytest.fixture
 def faults(user: User) -> Iterator[Any]:
-    """Switch faults of Cloud TPU on; off again after the test."""
+    """Yield a function that switches on faults of the Cloud TPU emulator; switch them off after the test."""
 
     def switch(**body: Any) -> None:
         user.post("_local/tpu/faults", body)
@@ -39,7 +39,7 @@ def faults(user: User) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("queued", [True, False], ids=["queued", "at-once"])
-def test_a_zone_without_capacity_is_left_after_its_time(user: User, faults: Any, queued: bool) -> None:
+def test_after_max_wait_in_a_zone_without_capacity_the_next_zone_trains(user: User, faults: Any, queued: bool) -> None:
     faults(stockout=["us-west1-c"])
     placements = [{"zone": "us-west1-c", "max_wait": "2s"}, {"zone": "us-west4-a"}]
     run = user.drop(user.spec(target={"type": "tpu_vm", "queued": queued, "placements": placements}))
@@ -50,17 +50,17 @@ def test_a_zone_without_capacity_is_left_after_its_time(user: User, faults: Any,
     assert_clean(user, run)
 
 
-def test_a_machine_that_is_taken_away_before_it_trains_is_replaced(user: User, faults: Any) -> None:
+def test_a_machine_that_is_preempted_before_it_trains_is_replaced(user: User, faults: Any) -> None:
     faults(preempt_next={"after_seconds": 0})
-    run = user.drop(user.spec("hang-once", target=TARGET))  # or it is over before it is taken away
+    run = user.drop(user.spec("hang-once", target=TARGET))  # a run that does not hang may end before the preemption
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert [a.error.error_class if a.error else None for a in record.attempts] == ["preempted", None]
     assert_clean(user, run)
 
 
-def test_a_machine_that_is_taken_away_after_it_trained_has_trained(user: User) -> None:
-    """Nor did anybody hear of its end."""
+def test_a_preemption_after_training_does_not_fail_the_run(user: User) -> None:
+    """The trainer sends no job event about its end."""
     run = launched(user, "silent", target=TARGET)
     user.until(lambda: names.machine_object(run, 1, "status.json") in user.store.names(f"runs/{run}/"), 60)
     user.preempt(run)
@@ -68,7 +68,7 @@ def test_a_machine_that_is_taken_away_after_it_trained_has_trained(user: User) -
     end(user, run)
 
 
-def test_a_machine_that_is_rebooted_goes_on_with_its_disk(user: User) -> None:
+def test_a_rebooted_machine_continues_with_its_disk(user: User) -> None:
     run = user.drop(user.spec("hang-at-first-boot", target=TARGET))
     user.wait(run, "TRAINING")
     user.post("_local/tpu/faults", {"reboot": user.machine(run)})
@@ -78,7 +78,7 @@ def test_a_machine_that_is_rebooted_goes_on_with_its_disk(user: User) -> None:
     assert_clean(user, run)
 
 
-def test_a_script_that_is_killed_does_not_end_the_training(user: User) -> None:
+def test_training_survives_a_kill_of_the_startup_script(user: User) -> None:
     run = user.drop(user.spec("slow", target=TARGET))
     user.wait(run, "TRAINING")
     _script(user, run).kill()
@@ -88,8 +88,8 @@ def test_a_script_that_is_killed_does_not_end_the_training(user: User) -> None:
     assert_clean(user, run)
 
 
-def test_a_machine_on_which_all_is_killed_is_stuck(user: User) -> None:
-    """Nobody is left who could tell, and the node is READY."""
+def test_a_machine_without_processes_is_stuck(user: User) -> None:
+    """No process is left that could report the end, and the node is READY."""
     limits = {"stuck_after": "5s", "on_stuck": "restart"}
     run = user.drop(user.spec("hang-once", target=TARGET, limits=limits))
     user.wait(run, "TRAINING")
@@ -102,7 +102,7 @@ def test_a_machine_on_which_all_is_killed_is_stuck(user: User) -> None:
     assert_clean(user, run)
 
 
-def test_a_machine_goes_on_while_the_stack_is_dead(own_stack: Callable[[], User]) -> None:
+def test_a_machine_continues_while_the_stack_is_dead(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     run = user.drop(user.spec("slow", target=TARGET))
     user.wait(run, "TRAINING")
@@ -115,11 +115,11 @@ def test_a_machine_goes_on_while_the_stack_is_dead(own_stack: Callable[[], User]
     assert "startup-script exit status 0" in (read_log(user.info.http, _node(user, run)) or "")
 
 
-KEPT = {"type": "training_vm", "ttl": "1h"}
+SERVE_ON_TRAINING_VM = {"type": "training_vm", "ttl": "1h"}
 
 
-def test_what_trained_serves(user: User) -> None:
-    run = user.drop(user.spec(target=TARGET, serve=KEPT))
+def test_the_training_vm_serves_the_model(user: User) -> None:
+    run = user.drop(user.spec(target=TARGET, serve=SERVE_ON_TRAINING_VM))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert record.endpoint
@@ -131,8 +131,8 @@ def test_what_trained_serves(user: User) -> None:
     assert_clean(user, run)
 
 
-def test_what_does_not_pass_its_gate_is_never_served(user: User) -> None:
-    run = user.drop(user.spec("poor", target=TARGET, serve=KEPT, evaluation=GATE))
+def test_a_model_that_fails_its_gate_is_never_served(user: User) -> None:
+    run = user.drop(user.spec("poor", target=TARGET, serve=SERVE_ON_TRAINING_VM, evaluation=GATE))
     record = user.wait(run)
     assert record.error
     assert record.error.error_class == "gate"
@@ -143,21 +143,25 @@ def test_what_does_not_pass_its_gate_is_never_served(user: User) -> None:
 
 
 def _node(user: User, run: str) -> str:
-    """The name of a run's node, which is gone."""
+    """Return the name of a run's node; the node may be deleted."""
     return next(entry.name for entry in user.store.ledger(run).entries if "/nodes/" in entry.name)
 
 
 def _script(user: User, run: str) -> psutil.Process:
-    """The startup script of a run's machine."""
+    """Return the process of the startup script of a run's machine."""
     machine = user.machine(run).rsplit("/", 1)[1]
     (script,) = [process for process in psutil.process_iter() if _is_script(process, machine)]
     return script
 
 
 def _is_script(process: psutil.Process, machine: str) -> bool:
-    """Whether it is the shell that init has started, no part of a pipe or a job of it."""
+    """Return whether the process is the shell that init.py started, and not a child of that shell."""
     try:
-        mine = any(word.endswith("/startup-script") and f"/{machine}-" in word for word in process.cmdline())
-        return mine and "init.py" in " ".join((process.parent() or process).cmdline()) and process.name() != "python"
+        runs_script = any(word.endswith("/startup-script") and f"/{machine}-" in word for word in process.cmdline())
+        return (
+            runs_script
+            and "init.py" in " ".join((process.parent() or process).cmdline())
+            and process.name() != "python"
+        )
     except psutil.Error:
         return False

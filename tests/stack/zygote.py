@@ -1,11 +1,12 @@
-"""Stacks that start in a fraction of a second: forked from a process that has imported what stack and functions do.
+"""Start stacks in a fraction of a second: fork them from a process that has imported the modules that they need.
 
-A stack's start is 2 s of imports, in two processes, and little else: a harness that starts thousands would do nothing
-else. The zygote opens nothing, starts no thread and makes no client before it forks, so that what it forks is as new as
-what `python -P -m dropforge_local.stack.main` starts; and dies, holds its lock and leaves its children as that does.
+Most of a stack's start is 2 s of imports in two processes. A harness that starts thousands of stacks would spend its
+time there. Before it forks, the zygote opens no file, starts no thread and makes no client. So a forked stack is as
+new as a stack that `python -P -m dropforge_local.stack.main` starts. It also dies, holds its lock and leaves its
+children in the same way.
 
     harness ── zygote ── a stack (a child of init, as every stack)
-                           └─ the nursery, forked while the stack has one thread ── the functions, again and again
+                           └─ the nursery, forked while the stack has one thread ── each start of the functions
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import IO, Any
 import psutil
 
 MESSAGE_BYTES = 1 << 16
-# What the functions import when they first need it.
+# The functions import these modules on first use.
 CLIENTS = (
     "google.api_core.exceptions", "google.auth.transport.requests", "google.cloud.container_v1",
     "google.cloud.pubsub_v1", "google.cloud.run_v2", "google.cloud.secretmanager_v1", "google.cloud.storage",
@@ -39,18 +40,18 @@ CLIENTS = (
 
 
 class Zygote:
-    """Starts stacks; `spawn` stands for `dropforge_local.stack.control._spawn`."""
+    """Starts stacks; `spawn` replaces `dropforge_local.stack.control._spawn`."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_socket:
+            command = [sys.executable, "-P", __file__, str(child_socket.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_socket.fileno()])
         self._last: psutil.Process | None = None
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
-        """Start what `python -P -m dropforge_local.stack.main ARGUMENTS` would; its pid."""
-        while self._last and _threads(self._last) > 1:  # its last one may be a moment behind, and holds its ports
+        """Start a stack as `python -P -m dropforge_local.stack.main ARGUMENTS` does; return its pid."""
+        while self._last and _threads(self._last) > 1:  # the previous stack may still end, and holds its ports
             time.sleep(0.01)
         request = {"arguments": list(command[4:]), "log": str(log_path), "environment": dict(os.environ)}
         self._socket.send(json.dumps(request).encode())
@@ -60,7 +61,7 @@ class Zygote:
         return pid
 
     def close(self) -> None:
-        """Also of a stack that never became ready: by its command line, nobody could find it."""
+        """End the zygote and its last stack: no command line identifies a stack that never became ready."""
         with suppress(psutil.NoSuchProcess):
             if self._last:
                 self._last.kill()
@@ -69,7 +70,10 @@ class Zygote:
 
 
 class Functions:
-    """What the stack needs of a subprocess.Popen, for functions that the nursery forked: no child, so no exit code."""
+    """The part of subprocess.Popen that the stack needs, for functions that the nursery forked.
+
+    The functions are not a child of the stack, so their exit code is unknown.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Functions:
         return self.wait(0)
 
     def wait(self, timeout: float) -> int | None:
-        """The exit code, which nobody can know but its parent: -9 for every end; None while it lives."""
+        """Return None while the process lives, then -9: only the parent knows the real exit code."""
         if self._handle is not None:
             poll = select.poll()  # select's descriptors end at 1024
             poll.register(self._handle, select.POLLIN)
@@ -120,11 +124,11 @@ def main(descriptor: int) -> None:
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
-    gc.freeze()  # what is imported stays shared
+    gc.freeze()  # the memory of the imported modules stays shared
     requests = socket.socket(fileno=descriptor)
     while message := requests.recv(MESSAGE_BYTES):
         reading, writing = os.pipe()
-        if not (shell := os.fork()):
+        if not (intermediate := os.fork()):
             os.setsid()
             if not (pid := os.fork()):
                 requests.close()
@@ -134,7 +138,7 @@ def main(descriptor: int) -> None:
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
-        os.waitpid(shell, 0)
+        os.waitpid(intermediate, 0)
         requests.send(os.read(reading, MESSAGE_BYTES))
         os.close(reading)
 
@@ -147,14 +151,14 @@ def _threads(process: psutil.Process) -> int:
 
 
 def _modules_of(source: str) -> list[str]:
-    """The modules that a source imports at its top."""
+    """Return the modules that a source imports at top level."""
     lines = [line.split() for line in source.splitlines() if line.startswith(("import ", "from "))]
     return [words[1] for words in lines if words[1] != "__future__"]
 
 
 def _stack(stack_main: Any, functions_process: Any, request: Mapping[str, Any]) -> None:
-    with open(os.devnull, "rb") as nothing, open(request["log"], "ab") as log:
-        _become(request, [nothing.fileno(), log.fileno(), log.fileno()])
+    with open(os.devnull, "rb") as empty, open(request["log"], "ab") as log:
+        _become(request, [empty.fileno(), log.fileno(), log.fileno()])
     nursery = _nursery()
 
     def popen(command: Sequence[str], **options: Any) -> Functions:
@@ -165,24 +169,27 @@ def _stack(stack_main: Any, functions_process: Any, request: Mapping[str, Any]) 
 
 
 def _nursery() -> socket.socket:
-    """A process that forks the functions, and ends when its stack does: nobody else holds the other end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Fork the process that forks the functions; return its socket.
+
+    The nursery ends when its stack ends, because only the stack holds the returned socket.
+    """
+    stack_socket, nursery_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
-        theirs.close()
-        return ours
-    ours.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+        nursery_socket.close()
+        return stack_socket
+    stack_socket.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     while True:
-        message, descriptors, _, _ = socket.recv_fds(theirs, MESSAGE_BYTES, 3)
+        message, descriptors, _, _ = socket.recv_fds(nursery_socket, MESSAGE_BYTES, 3)
         if not message:
             os._exit(0)
         if not (pid := os.fork()):
-            theirs.close()
+            nursery_socket.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _run(_functions, json.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        theirs.send(str(pid).encode())
+        nursery_socket.send(str(pid).encode())
 
 
 def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -200,7 +207,7 @@ def _functions(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Take over the arguments, the environment, and the three standard streams."""
+    """Set the arguments, the environment and the three standard streams of this process."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     sys.argv[1:] = request["arguments"]
@@ -209,7 +216,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _run(work: Callable[..., None], *arguments: Any) -> None:
-    """Do a forked process's work and end it, whatever is above on the stack."""
+    """Do the work of a forked process and exit, without a return to the code that forked it."""
     code: object = 1
     try:
         work(*arguments)

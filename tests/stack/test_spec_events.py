@@ -1,4 +1,4 @@
-"""Events out of order, and specs that change or vanish while they are handled."""
+"""Job events out of order, and specs that are deleted or overwritten before submit reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .conftest import User
 from .test_runs import assert_clean, deliver_upload, states
 
 
-def test_events_in_any_order_change_nothing(user: User) -> None:
+def test_the_order_of_job_events_changes_nothing(user: User) -> None:
     run = user.drop(user.spec("backwards"))
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
@@ -20,8 +20,8 @@ def test_events_in_any_order_change_nothing(user: User) -> None:
 
 
 @pytest.mark.parametrize("overwritten", [False, True])
-def test_a_spec_gone_before_it_was_read_is_rejected(user: User, overwritten: bool) -> None:
-    """Its event arrives when another generation, or nothing, is there; the generation that it names never was."""
+def test_a_spec_that_was_deleted_or_overwritten_before_submit_is_rejected(user: User, overwritten: bool) -> None:
+    """The event names a generation that does not exist: the bucket has another generation, or no object."""
     bucket, spec = user.settings.specs_bucket, f"specs/gone-{overwritten}.json"
     if overwritten:
         user.wait(user.drop(user.spec(), spec))
