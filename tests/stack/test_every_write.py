@@ -99,7 +99,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     deaths = Deaths(monkeypatch)
     executions = Executions()
     monkeypatch.setattr(submit, "START_SECONDS", 0)
-    monkeypatch.setattr("dropforge.stages.await_.inspect.REPORT_SECONDS", 0)
+    monkeypatch.setattr("dropforge.stages.await_.decide.REPORT_SECONDS", 0)
     monkeypatch.setattr(submit, "start_execution", executions.start)
     monkeypatch.setattr(submit, "find_execution", executions.find)
     deaths.around(submit, "start_execution", lambda _, run: f"start {run}")

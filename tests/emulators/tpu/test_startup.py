@@ -206,7 +206,7 @@ def test_a_container_that_reports_itself(lab: Lab) -> None:
     assert "training 0 with token" in output
     lab.faults(reboot="n1")
     assert lab.ended(times=2) == status
-    assert "reporting it again" in lab.serial()
+    assert "reporting its end again" in lab.serial()
     assert lab.serial().count("training 0") == 1
     lab.delete()
     # A second machine has the same disk under another name: the script must not format it.
