@@ -16,7 +16,7 @@ import functions_framework
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, NotFound
 from dropforge.base.names import is_run_id, is_spec_object
-from dropforge.context import Context
+from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, uploaded_object
 from dropforge.run.record import Outcome, RunError, RunState
 from dropforge.stages.answers import Answer
@@ -35,7 +35,7 @@ T = TypeVar("T")
 SCOPES: tuple[Scope, ...] = ("attempt", "run")
 
 # Made on the first call of the process, and kept. A simulation gives its copy of this module another function.
-context: Callable[[], Context] = cache(Context.from_environment)
+context: Callable[[], Context] = cache(process_context)
 
 
 @functions_framework.cloud_event

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 
 from .base.log import Log
 from .base.once import Once
@@ -47,3 +48,23 @@ class Context:
     def now(self) -> datetime:
         """The time of day, in UTC."""
         return self.cloud.clock.now()
+
+
+def process_context() -> Context:
+    """The context of this process, made on the first call. Raises DropforgeError if a setting is missing.
+
+    In the cloud, each function has a process. The local stack serves all functions from one process, where
+    functions-framework executes main.py once for each of them: they share this context, and so the clients and what the
+    store remembers.
+    """
+    return _context_of(tuple(sorted(item for item in os.environ.items() if _is_setting(item[0]))))
+
+
+@cache
+def _context_of(environment: tuple[tuple[str, str], ...]) -> Context:
+    """One context for each set of settings: a test changes them within its process."""
+    return Context.from_environment()
+
+
+def _is_setting(variable: str) -> bool:
+    return variable.startswith("DROPFORGE_") or variable.endswith("_EMULATOR_HOST")
