@@ -59,6 +59,14 @@ SPARE_SECONDS = 1800.0  # after a run's own limits; then the run counts as lost
 LOCAL_ENDING_SECONDS, CLOUD_ENDING_SECONDS = 60.0, 1200.0
 
 
+def _targets(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the names when the command runs: its import must not load the platforms. Raises BadParameter."""
+    for target in values:
+        if target not in known_targets():
+            raise click.BadParameter(f"{target!r} is not one of {', '.join(known_targets())}")
+    return values
+
+
 def _by_target(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     """Parse TARGET=VALUE, any number of times. Raises BadParameter."""
     parsed = {}
@@ -91,7 +99,8 @@ def _prices(context: click.Context, option: click.Parameter, values: tuple[str, 
     "--target",
     "targets",
     multiple=True,
-    type=click.Choice(list(known_targets())),
+    metavar="TARGET",
+    callback=_targets,
     help="Default: all targets of the deployment.",
 )
 @click.option("--price", "prices", multiple=True, metavar="TARGET=USD", callback=_prices, help="Price per hour.")

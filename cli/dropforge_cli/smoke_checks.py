@@ -59,12 +59,6 @@ PROMISES = {
     "audit-clean": "the cloud lists nothing of the runs",
     "slack-told": "Slack received how the run ended",
 }
-# Promises that another check proves, in the cloud only: that check, and the target of its run (None: any target).
-IMPLIED: dict[str, tuple[str, str | None]] = {
-    "functions-token": ("run-states", None),
-    "service-triggers": ("job-events", None),
-    **{shown: (check, target) for target, training in targets().items() for shown, check in training.smoke_shows},
-}
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
     "callback-again", "quota-refusal", "gpu-twelve-hours", "memory-estimate", "unknown-reservation",
@@ -162,10 +156,16 @@ def refusals() -> tuple[type[Exception], ...]:
     return (*client_errors(), DropforgeError, OSError)
 
 
+def implied_promises() -> dict[str, tuple[str, str | None]]:
+    """Promises that another check proves, in the cloud only: that check, and the target of its run (None: any)."""
+    shown = {promise: (check, name) for name, part in targets().items() for promise, check in part.smoke_shows}
+    return {"functions-token": ("run-states", None), "service-triggers": ("job-events", None), **shown}
+
+
 def implied(results: Iterable[Result], deployment: Deployment) -> Iterator[Result]:
-    """Yield the results of the promises in IMPLIED. The local stack proves nothing about Google."""
+    """Yield the results of the promises that other checks prove. The local stack proves nothing about Google."""
     known = list(results)
-    for promise, (base, target) in IMPLIED.items():
+    for promise, (base, target) in implied_promises().items():
         bases = [
             result
             for result in known

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dropforge.base.errors import InvalidSpec, SpecProblem
+from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.base.redact import redact
-from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, seconds
+from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, registry, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "schemas" / "examples"
@@ -200,3 +200,19 @@ def test_a_document_that_the_json_schema_refuses_is_refused(document: Any) -> No
 def test_any_bytes_are_accepted_as_a_spec_or_refused(data: bytes) -> None:
     with pytest.raises(InvalidSpec):
         parse_spec(data)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("toy", "DROPFORGE_PLATFORMS has the entry 'toy'; expected name=module"),
+        ("toy=no_such_module", "platform 'toy': the module 'no_such_module' cannot be used: No module named"),
+        ("toy=json", "platform 'toy': the module 'json' cannot be used: .*PLATFORM"),
+    ],
+)
+def test_an_unusable_platform_of_the_environment_is_explained(
+    value: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DROPFORGE_PLATFORMS", value)
+    with pytest.raises(DropforgeError, match=problem):
+        registry.platforms.__wrapped__()

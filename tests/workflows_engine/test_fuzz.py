@@ -167,19 +167,19 @@ def run(source: str) -> str:
 @given(st.text(max_size=300))
 @QUIET
 def test_random_text(text: str) -> None:
-    run(text)
+    assert run(text) != "misplaced"
 
 
 @given(st.text(alphabet="{}[]:,-&*!|>'\"%@`#? \n\tab01$()", max_size=200))
 @QUIET
 def test_random_yaml_punctuation(text: str) -> None:
-    run(text)
+    assert run(text) != "misplaced"
 
 
 @given(st.text(alphabet="()[]{}.,+-*/%<>=!\"'\\ abc01truenotinador", max_size=80))
 @QUIET
 def test_random_expressions(text: str) -> None:
-    run(f"- a:\n    return: {json.dumps('${' + text + '}')}\n")
+    assert run(f"- a:\n    return: {json.dumps('${' + text + '}')}\n") != "misplaced"
 
 
 @given(STEPS, STEPS)
@@ -200,7 +200,7 @@ def test_random_expressions_of_the_grammar(expression: str) -> None:
         "main": {"params": ["args"], "steps": [{"r": {"return": "${" + expression + "}"}}]},
         "sub": {"params": [{"x": None}, {"a": 1}], "steps": [{"r": {"return": "${x}"}}]},
     }
-    run(json.dumps(source))
+    assert run(json.dumps(source)) != "misplaced"
 
 
 @pytest.mark.parametrize(
@@ -228,4 +228,4 @@ def test_random_expressions_of_the_grammar(expression: str) -> None:
     ],
 )
 def test_nasty_sources(source: str) -> None:
-    run(source)
+    assert run(source) != "misplaced"

@@ -27,7 +27,9 @@ def test_an_example_runs(tmp_path: Path, example: str, output: str) -> None:
 
 def test_the_embedding_example_continues_in_a_second_process(tmp_path: Path) -> None:
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", EXAMPLES[0]], cwd=tmp_path, check=True, timeout=60)
+        command = [sys.executable, "-c", EXAMPLES[0]]
+        done = subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True)
+        assert done.stdout == '"paid 42"\n'
 
 
 def test_the_package_and_its_tests_import_nothing_of_the_repository() -> None:

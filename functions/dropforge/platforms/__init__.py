@@ -37,19 +37,16 @@ def get_server(kind: str) -> Server:
 
 def owner_of(kind: str) -> Target | Server:
     """The adapter that deletes resources of that kind. Raises KeyError for a kind that no platform declares."""
-    for training in targets().values():
-        if kind in training.kinds:
-            return training.load()
-    for serving in servers().values():
-        if kind in serving.kinds:
-            return serving.load()
+    for platform in registry.platforms():
+        for part in platform.parts:
+            if kind in part.kinds:
+                return part.load()
     raise KeyError(f"no platform declares resources of kind {kind!r}; expected it in a `kinds` of a PLATFORM")
 
 
 def platform_of(kind: str) -> Platform:
     """The platform that has a target or an endpoint of that type. Raises KeyError for an unknown type."""
     for platform in registry.platforms():
-        specs = [serving.spec.type_name() for serving in platform.serving]
-        if kind in specs or (platform.training and platform.training.spec.type_name() == kind):
+        if kind in [part.spec.type_name() for part in platform.parts]:
             return platform
     raise KeyError(kind)

@@ -77,6 +77,11 @@ class Platform:
     serving: tuple[Serving, ...] = ()
     services: tuple[str, ...] = ()
 
+    @property
+    def parts(self) -> tuple[Training | Serving, ...]:
+        """How the platform trains, if it does, and how it serves."""
+        return (*((self.training,) if self.training else ()), *self.serving)
+
 
 def _load(adapter: str):  # type: ignore[no-untyped-def]  # the caller says which protocol the class implements
     module, _, name = adapter.partition(":")

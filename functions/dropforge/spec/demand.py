@@ -17,7 +17,7 @@ class Quota(NamedTuple):
 class Demand(NamedTuple):
     """The accelerators that a target or an endpoint may request at a place: a region, or a zone of TPU VMs.
 
-    `number` counts GPUs or chips. `quota` is None when the right quota is unknown; `unknown` says why.
+    `number` counts GPUs or chips. `quota` is None when it is unknown.
     `listed_by` is the API that lists where Google has the accelerator, if such an API exists.
     """
 
@@ -25,20 +25,26 @@ class Demand(NamedTuple):
     number: int
     place: str
     quota: Quota | None = None
-    unknown: str = ""
+    capacity: str = "on_demand"
     listed_by: Literal["compute", "tpu", ""] = ""
+
+    @property
+    def unknown(self) -> str:
+        """Why no quota is known, as a sentence; "" if the quota is known."""
+        if self.quota is not None:
+            return ""
+        uncounted = self.name if is_counted(self.capacity) else f"capacity {self.capacity!r}"
+        return f"which quota counts {uncounted} is not known"
 
     def __str__(self) -> str:
         return f"{self.number} {self.name} in {self.place}"
 
 
+def is_counted(capacity: str) -> bool:
+    """Whether it is known which quota counts a capacity."""
+    return capacity == "on_demand" or is_preemptible(capacity)
+
+
 def is_preemptible(capacity: str) -> bool:
     """Whether the quota for preemptible accelerators counts a capacity."""
     return capacity in ("spot", "flex_start")
-
-
-def unknown_quota(name: str, capacity: str = "on_demand") -> str:
-    """Why no quota is known, as a sentence."""
-    if capacity not in ("on_demand", "spot", "flex_start"):
-        return f"which quota counts capacity {capacity!r} is not known"
-    return f"which quota counts {name} is not known"

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from dropforge.base.errors import SpecProblem
-
 from . import registry
 from .parts import Part, Wrong, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from dropforge.base.errors import SpecProblem
     from dropforge.base.settings import Settings
 
     from .demand import Demand
@@ -143,19 +142,3 @@ AnyServe = Annotated[ServeSpec, _OneOf("serve")]
 def serving_seconds(serve: ServeSpec) -> int:
     """How long an endpoint may exist: to start, and then for its ttl."""
     return seconds(serve.startup_timeout) + seconds(serve.ttl)
-
-
-def check_full_training(job: JobSpec) -> None:
-    """Raise Wrong if the spec has an adapter: MaxText trains every weight."""
-    if (adapter := job.training.adapter.type) != "none":
-        given = "training" in job.model_fields_set and "adapter" in job.training.model_fields_set
-        pointer = "/training/adapter/type" if given else "/training"
-        raise Wrong(pointer, "on TPUs every weight is trained", adapter, "'none'")
-
-
-def check_image(settings: Settings, setting: str, pointer: str, kind: str) -> Iterator[SpecProblem]:
-    """The problem that the deployment lacks an image for TPUs, if it does; `setting` is the image's field."""
-    if not getattr(settings, setting):
-        role, other = ("training", "target") if setting.startswith("train") else ("serving", "endpoint")
-        expected = f"another {other}, or a deployment with DROPFORGE_{setting.upper()}"
-        yield SpecProblem(pointer, f"the deployment has no {role} image for TPUs", repr(kind), expected)

@@ -12,6 +12,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dropforge.base.errors import DropforgeError
+
 if TYPE_CHECKING:
     from dropforge.platforms.platform import Platform
 
@@ -28,9 +30,9 @@ VARIABLE = "DROPFORGE_PLATFORMS"
 def platforms() -> tuple[Platform, ...]:
     """The declaration of every platform, in the order of the registry.
 
-    Raises ImportError for a module that cannot be imported, AttributeError for a module without PLATFORM.
+    Raises DropforgeError for a malformed entry of DROPFORGE_PLATFORMS, and for a module that is not a platform.
     """
-    return tuple(import_module(module).PLATFORM for module in {**PLATFORMS, **_added()}.values())
+    return tuple(_load(name, module) for name, module in {**PLATFORMS, **_added()}.items())
 
 
 def module_of(name: str) -> str:
@@ -45,6 +47,15 @@ def classes(part: str) -> tuple[type[Any], ...]:
     return tuple(serving.spec for platform in platforms() for serving in platform.serving)
 
 
+def _load(name: str, module: str) -> Platform:
+    try:
+        platform: Platform = import_module(module).PLATFORM
+    except (ImportError, AttributeError) as error:
+        expected = f"expected a module with a PLATFORM; see {VARIABLE} and CONTRIBUTING.md"
+        raise DropforgeError(f"platform {name!r}: the module {module!r} cannot be used: {error}; {expected}") from error
+    return platform
+
+
 def _added() -> dict[str, str]:
     """The platforms that the environment adds: module by name."""
     entries = [entry.strip() for entry in os.environ.get(VARIABLE, "").split(",") if entry.strip()]
@@ -52,6 +63,6 @@ def _added() -> dict[str, str]:
     for entry in entries:
         name, separator, module = entry.partition("=")
         if not separator or not name or not module:
-            raise ImportError(f"{VARIABLE} has the entry {entry!r}; expected name=module")
+            raise DropforgeError(f"{VARIABLE} has the entry {entry!r}; expected name=module")
         added[name] = module
     return added

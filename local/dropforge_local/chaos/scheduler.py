@@ -157,7 +157,7 @@ class Scheduler:
             process.body()
         except Killed:
             pass  # a planned death; the history shows its effects
-        except BaseException as failure:  # noqa: BLE001  # likewise
+        except BaseException as failure:  # noqa: BLE001  # of the code under test: `run` raises it
             self.failure = failure
         self._living.pop(process, None)
         return self._next()

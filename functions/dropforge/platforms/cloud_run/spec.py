@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.platforms.gpus import GPUS
-from dropforge.spec.demand import Demand, Quota, unknown_quota
+from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
@@ -98,7 +98,7 @@ class CloudRunServe(ServeSpec):
 
 def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
     if accelerator not in CLOUD_RUN_QUOTAS:
-        return Demand(accelerator, number, region, unknown=unknown_quota(accelerator))
+        return Demand(accelerator, number, region)
     word, units = CLOUD_RUN_QUOTAS[accelerator]
     redundancy = "" if zonal_redundancy else "NoZonalRedundancy"
     quota = Quota("run.googleapis.com", f"{word}GpuAlloc{redundancy}PerProjectRegion", {"region": region}, units)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 
 from dropforge.platforms.prices import HourlyPrice, Price
-from dropforge.spec.demand import Quota, is_preemptible
+from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
 # How many GPUs a node of GKE Autopilot may have, by the accelerator's label
 # (https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus)
@@ -68,7 +68,7 @@ GPU_FAMILY_QUOTAS = {
 def gpu_quota(accelerator: str, region: str, capacity: str) -> Quota | None:
     """The quota that counts a GPU in a region, bought as `capacity` says; None when it is not known."""
     model = GPU_QUOTAS.get(accelerator) or GPU_FAMILY_QUOTAS.get(accelerator)
-    if model is None or capacity not in ("on_demand", "spot", "flex_start"):
+    if model is None or not is_counted(capacity):
         return None
     if not is_preemptible(capacity) and accelerator in GPU_FAMILY_QUOTAS:
         dimensions = {"region": region, "gpu_family": model.replace("-", "_")}

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
-from dropforge.spec.demand import Demand, unknown_quota
+from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
@@ -184,8 +184,7 @@ def _label_problems(job: JobSpec) -> Iterator[SpecProblem]:
 
 def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand:
     quota = gpu_quota(accelerator, region, capacity)
-    unknown = "" if quota else unknown_quota(accelerator, capacity)
-    return Demand(accelerator, number, region, quota, unknown, listed_by="compute")
+    return Demand(accelerator, number, region, quota, capacity, listed_by="compute")
 
 
 def check_gke_accelerator(accelerator: str, count: int) -> None:

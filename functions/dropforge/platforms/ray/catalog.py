@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from dropforge.spec.demand import Quota, is_preemptible
+from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ _TPU_QUOTAS = {
 
 def slice_quota(accelerator: str, region: str, capacity: str) -> Quota | None:
     """The quota that counts the chips of a slice in a region, bought as `capacity` says; None if it is not known."""
-    if accelerator not in _TPU_QUOTAS or capacity not in ("on_demand", "spot", "flex_start"):
+    if accelerator not in _TPU_QUOTAS or not is_counted(capacity):
         return None
     name = _TPU_QUOTAS[accelerator][is_preemptible(capacity)]
     family = {"tpu_family": "CT6E"} if name.startswith("TPUS-PER-TPU-FAMILY") else {}

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
-from dropforge.spec.demand import Demand, unknown_quota
-from dropforge.spec.kinds import Accelerators, check_full_training, check_image
+from dropforge.platforms.maxtext import check_full_training, check_image
+from dropforge.spec.demand import Demand
+from dropforge.spec.kinds import Accelerators
 from dropforge.spec.parts import Wrong
 
 from .catalog import GKE_TPUS, TpuSlice, slice_quota, tpu_slice
@@ -64,8 +65,9 @@ class RayTarget(ClusterTarget):
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
             quota = slice_quota(self.accelerator, placement.region, placement.capacity)
-            unknown = "" if quota else unknown_quota(self.accelerator, placement.capacity)
-            yield Demand(self.accelerator, self.slice.hosts * self.slice.chips, placement.region, quota, unknown)
+            yield Demand(
+                self.accelerator, self.slice.hosts * self.slice.chips, placement.region, quota, placement.capacity
+            )
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         yield from super().missing(job, settings)

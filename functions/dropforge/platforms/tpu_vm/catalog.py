@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dropforge.spec.demand import Quota, is_preemptible
+from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ _QUOTAS = {
 
 def tpu_vm_quota(accelerator_type: str, zone: str, capacity: str) -> Quota | None:
     """The quota that counts a TPU VM's chips in a zone, bought as `capacity` says; None when it is not known."""
-    if accelerator_type not in TPU_VMS or capacity not in ("on_demand", "spot", "flex_start"):
+    if accelerator_type not in TPU_VMS or not is_counted(capacity):
         return None
     on_demand, preemptible, units = _QUOTAS[accelerator_type.split("-")[0]]
     name = f"{preemptible if is_preemptible(capacity) else on_demand}PerProjectPerZoneForTPUAPI"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
-from dropforge.spec.demand import Demand, unknown_quota
-from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec, check_full_training, check_image
+from dropforge.platforms.maxtext import check_full_training, check_image
+from dropforge.spec.demand import Demand
+from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
 from .catalog import TPU_VMS, tpu_vm_quota
@@ -179,8 +180,7 @@ class TpuVmServe(OneMachine):
 
 def _demand(accelerator_type: str, zone: str, capacity: str) -> Demand:
     chips, quota = TPU_VMS[accelerator_type].chips, tpu_vm_quota(accelerator_type, zone, capacity)
-    unknown = "" if quota else unknown_quota(accelerator_type, capacity)
-    return Demand(accelerator_type, chips, zone, quota, unknown, listed_by="tpu")
+    return Demand(accelerator_type, chips, zone, quota, capacity, listed_by="tpu")
 
 
 def check_tpu_vm(accelerator_type: str, runtime_version: str | None) -> None:
