@@ -1,7 +1,7 @@
 """`docker` on an emulated machine: an image is read from its Dockerfile, a container is a child process.
 
-Supports `login`, `pull`, `run` in the foreground, `stop`, `rm`, and `inspect` of whether memory ran out, with the
-options that make sense here; refuses everything else. Exit codes as Docker's: 125 when Docker fails, else the
+Supports `login`, `pull`, `run` in the foreground, `stop`, `rm`, and `inspect` of a container's end, with the options
+that make sense here; refuses everything else. Exit codes as Docker's: 125 when Docker fails, else the
 container's exit code.
 """
 
@@ -25,8 +25,9 @@ from .images import ImageNotFound, ImageStore
 from .processes import MARKER
 
 SETTINGS = "etc/dropforge-docker.json"
-OOM_KILLED = "{{.State.OOMKilled}}"  # the only supported format of `inspect`
+STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"  # the only supported format of `inspect`
 FAILED = 125
+KILLED = 137
 STOP_SECONDS = 10.0
 # Variables that every process of the machine has; a container's process must have them too.
 INHERITED = (MARKER, "LANG", "TMPDIR", "GCE_METADATA_HOST", "GCE_METADATA_IP")
@@ -125,8 +126,13 @@ def remove(root: Path, options: argparse.Namespace) -> int:
 
 
 def inspect(root: Path, options: argparse.Namespace) -> int:
+    """Print STATE. The exit code is 0 while the container runs, and KILLED if its `docker run` was killed too."""
     _pid(root, options.name)
-    print(str((_containers(root) / options.name / "oom-killed").exists()).lower())
+    directory = _containers(root) / options.name
+    running = _is_running(root, options.name)
+    ended = directory / "ended"
+    code = 0 if running else int(ended.read_text()) if ended.exists() else KILLED
+    print("running" if running else "exited", code, str((directory / "oom-killed").exists()).lower())
     return 0
 
 
@@ -149,8 +155,11 @@ def _run(directory: Path, argv: Sequence[str], env: Mapping[str, str], workdir: 
         process.send_signal(early)
     code = process.wait()
     _signal(process.pid, signal.SIGKILL)
-    (directory / "ended").touch()  # from now on another process may have this pid
-    return 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else code
+    partial = directory / "ended.tmp"
+    partial.write_text(str(code))
+    partial.rename(directory / "ended")  # from now on another process may have this pid
+    return code
 
 
 @contextlib.contextmanager
@@ -229,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _command(commands, "stop", stop, "name").add_argument("--time", "-t", type=float, default=STOP_SECONDS)
     _command(commands, "rm", remove, "name").add_argument("--force", "-f", action="store_true")
-    _command(commands, "inspect", inspect, "name").add_argument("--format", "-f", choices=[OOM_KILLED], required=True)
+    _command(commands, "inspect", inspect, "name").add_argument("--format", "-f", choices=[STATE], required=True)
     return parser
 
 

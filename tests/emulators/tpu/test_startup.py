@@ -72,8 +72,10 @@ class Lab(Cloud):
     image: str = ""
     run: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex[:12]}")
 
-    def train(self, mode: str, node_id: str = "n1", disks: Sequence[str] = (), **metadata: str) -> None:
-        """Create a machine that trains in `mode`."""
+    def train(
+        self, mode: str, node_id: str = "n1", disks: Sequence[str] = (), *, prelude: str = "", **metadata: str
+    ) -> None:
+        """Create a machine that trains in `mode`; `prelude` stands at the beginning of its script."""
         values = {
             "dropforge-role": "train",
             "dropforge-run": self.run,
@@ -89,7 +91,7 @@ class Lab(Cloud):
         }
         self.ready(
             node_id,
-            SCRIPT.read_text(),
+            SCRIPT.read_text().replace("\n", f"\n{prelude}\n", 1),
             metadata={key: value for key, value in values.items() if value != "absent"},
             data_disks=[{"source_disk": disk} for disk in disks],
         )
@@ -364,6 +366,18 @@ def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
     assert status
     assert json.loads(status)["exit_code"] == code
     assert [event.type for event in lab.events()] == ([] if mode == "polite" else ["preempted"])
+
+
+def test_a_container_that_ends_with_the_signal_keeps_its_exit_code(lab: Lab) -> None:
+    """SIGTERM interrupts Bash's `wait`, which then answers 143. The container has ended when the script asks for it."""
+    lab.train("polite", prelude='kill() { sleep 1; builtin kill "$@"; }')
+    lab.wait_for_line("training")
+    lab.faults(preempt="n1")
+    wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    status = lab.read("attempt-1/status.json")
+    assert status
+    assert json.loads(status)["exit_code"] == 75
+    assert lab.events() == []
 
 
 def test_a_machine_continues_after_a_power_failure(lab: Lab) -> None:

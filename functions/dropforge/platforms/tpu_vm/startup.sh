@@ -290,10 +290,20 @@ run_container() {
         wait "$job" || exit_code=$?
         kill -0 "$job" 2>/dev/null # a signal has interrupted the wait; the job still runs
     do :; done
-    job=''
-    oom_killed=$(docker inspect --format '{{.State.OOMKilled}}' dropforge 2>/dev/null || true)
+    job='' oom_killed=''
+    read_end
     docker rm --force dropforge >/dev/null 2>&1 || true # its environment has the secrets
     echo "the container ended with exit code $exit_code"
+}
+
+# Docker knows the exit code for certain. Bash does not: `wait` answers 143, or even -1, where the container ends at the
+# same time as a SIGTERM reaches this script.
+read_end() {
+    local status code killed
+    read -r status code killed < <(
+        docker inspect --format '{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}' dropforge 2>/dev/null
+    ) || return 0 # Docker did not create the container: the exit code is that of docker run
+    if [ "$status" = exited ]; then exit_code=$code oom_killed=$killed; fi
 }
 
 # Report the end of a container that has not reported it itself.
