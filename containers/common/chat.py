@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ MINIMAL_TEMPLATE = (
     "{{ '\\n' }}{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
 )
 IGNORED = -100
+THOUGHTS = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def render(tokenizer: Any, messages: Sequence[Message], *, for_answer: bool = Fa
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=for_answer))
 
 
+def visible_answer(text: str) -> str:
+    """An answer without the model's thoughts (Qwen 3 and others write them first) and without surrounding space."""
+    return THOUGHTS.sub("", text).strip()
+
+
 def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """The token ids that a serving engine makes of a chat request."""
     return list(tokenizer(render(tokenizer, messages, for_answer=True), add_special_tokens=False)["input_ids"])
@@ -101,11 +108,12 @@ def _encode_row(tokenizer: Any, row: Row, stop: int) -> tuple[list[int], list[in
         ids = [*tokenizer(row.text)["input_ids"], stop]
         ids = ids[:-1] if len(ids) > 1 and ids[-2] == stop else ids
         return ids, list(ids)
-    return _encode_conversation(tokenizer, row.messages, stop)
+    return _encode_conversation(tokenizer, row, stop)
 
 
-def _encode_conversation(tokenizer: Any, messages: Sequence[Message], stop: int) -> tuple[list[int], list[int]]:
-    """Labels exactly the assistant's answers, each with the token that ends it."""
+def _encode_conversation(tokenizer: Any, row: Row, stop: int) -> tuple[list[int], list[int]]:
+    """Labels exactly the assistant's answers, each with the token that ends it; muted answers have no label."""
+    messages = row.messages
     ids: list[int] = []
     labels: list[int] = []
     for index, message in enumerate(messages):
@@ -118,7 +126,7 @@ def _encode_conversation(tokenizer: Any, messages: Sequence[Message], stop: int)
         labels += [IGNORED] * (len(prompt) - len(ids))
         answer = _encode_answer(tokenizer, messages[: index + 1], prompt, stop)
         ids = [*prompt, *answer]
-        labels += answer
+        labels += [IGNORED] * len(answer) if index in row.muted else answer
     return ids, labels
 
 

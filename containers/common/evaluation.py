@@ -10,7 +10,7 @@ from typing import Any
 
 from dropforge.spec import JobSpec
 
-from .chat import IGNORED, Encoded, encode_prompt, stop_ids
+from .chat import IGNORED, Encoded, encode_prompt, stop_ids, visible_answer
 from .errors import config_error
 from .rows import Row, Split
 
@@ -35,7 +35,7 @@ def evaluate(model: Any, tokenizer: Any, rows: Sequence[Row], encoded: Encoded, 
     if not all(row.messages for row in rows):
         return Score(loss, None)
     answers = generate(model, tokenizer, [encode_prompt(tokenizer, row.prompt) for row in rows], max_new_tokens)
-    right = sum(answer == row.answer.strip() for answer, row in zip(answers, rows, strict=True))
+    right = sum(answer == visible_answer(row.answer) for answer, row in zip(answers, rows, strict=True))
     return Score(loss, right / len(rows), answers)
 
 
@@ -58,7 +58,7 @@ def mean_loss(model: Any, tokenizer: Any, encoded: Encoded) -> float:
 
 
 def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
-    """Greedy answers in the order of the prompts, without special tokens and surrounding space."""
+    """Greedy answers in the order of the prompts, without special tokens, thoughts and surrounding space."""
     import torch
     from transformers import GenerationConfig
 
@@ -83,7 +83,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_t
             )
         texts = tokenizer.batch_decode(output[:, inputs.shape[1] :], skip_special_tokens=True)
         for index, text in zip(batch, texts, strict=True):
-            answers[index] = text.strip()
+            answers[index] = visible_answer(text)
     return answers
 
 

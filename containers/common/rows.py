@@ -11,7 +11,7 @@ import json
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,21 @@ RawRows = Sequence[Mapping[str, Any]]
 MIN_TRAIN_ROWS = 8
 MAX_BAD_ROWS = 0.1  # share of the rows; fewer are dropped, and the log counts them
 MAX_FILE_BYTES = 8 * 2**30  # .jsonl, .json and .csv are read into memory; .parquet is mapped
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant")
+# Parts of OpenAI's format that dropforge does not train on. https://platform.openai.com/docs/guides/fine-tuning
+UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "refusal", "audio")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation that ends with the assistant's answer; or a plain text, without messages."""
+    """A conversation that ends with the assistant's answer; or a plain text, without messages.
+
+    `muted` are the indices of the assistant's earlier messages that are read and not learnt (OpenAI's "weight": 0).
+    """
 
     messages: tuple[Message, ...]
     text: str = ""
+    muted: frozenset[int] = frozenset()
 
     @property
     def prompt(self) -> list[Message]:
@@ -45,6 +51,11 @@ class Row:
         return self.messages[-1]["content"]
 
     @property
+    def question(self) -> str:
+        """The text before the answer; two rows with one question must not be on both sides of the split."""
+        return self.text or json.dumps(self.prompt, ensure_ascii=False)
+
+    @property
     def content(self) -> str:
         """The whole text of the row, to count and compare."""
         return self.text or "\n".join(message["content"] for message in self.messages)
@@ -52,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows to train on and rows held out; no text is in both."""
+    """Rows to train on and rows held out; no question is in both."""
 
     train: list[Row]
     held_out: list[Row]
@@ -74,13 +85,14 @@ def prepare(raw: RawRows, dataset: Dataset, evaluation: Evaluation | None, seed:
     check_texts(rows)
     held_out = _held_out_count(len(rows), evaluation)
     evaluated = rows[:held_out]
-    seen = {row.content for row in evaluated}
-    train = [row for row in rows[held_out:] if row.content not in seen]
+    asked = {row.question for row in evaluated}
+    train = [row for row in rows[held_out:] if row.question not in asked]
     if len(train) < MIN_TRAIN_ROWS:
         raise data_error(
             f"{len(train)} rows are left to train on ({len(raw)} in {dataset.source}, {dropped} unusable, "
-            f"{held_out} held out); expected at least {MIN_TRAIN_ROWS} different ones",
-            "add rows, or lower evaluation.holdout_fraction",
+            f"{held_out} held out, {len(rows) - held_out - len(train)} with the prompt of a held-out row); expected at "
+            f"least {MIN_TRAIN_ROWS}",
+            "add rows with other prompts, or lower evaluation.holdout_fraction",
         )
     return Split(train, evaluated, dropped)
 
@@ -95,6 +107,11 @@ def normalise(raw: RawRows, dataset: Dataset) -> tuple[list[Row], int]:
     for index, values in enumerate(raw):
         try:
             rows.append(convert(values))
+        except UnsupportedRow as problem:
+            raise data_error(
+                f"row {index} of {dataset.source} has {problem}",
+                "dropforge trains on messages of text; take such rows out of the data set, or write the calls as text",
+            ) from None
         except UnusableRow as problem:
             problems.append(f"row {index}: {problem}")
     if len(problems) > MAX_BAD_ROWS * len(raw):
@@ -115,6 +132,10 @@ def check_texts(rows: list[Row]) -> None:
 
 class UnusableRow(ValueError):
     """A row that cannot be trained on, and the reason."""
+
+
+class UnsupportedRow(ValueError):
+    """A row with a part that dropforge does not train on. Without that part, the row would teach something else."""
 
 
 def _converter(first: Mapping[str, Any], dataset: Dataset) -> Callable[[Mapping[str, Any]], Row]:
@@ -173,32 +194,54 @@ def _fields(template: str, where: str) -> list[str]:
 
 
 def _from_messages(values: Mapping[str, Any]) -> Row:
-    messages = values["messages"]
+    messages = _column(values, "messages")
     if not isinstance(messages, list) or not messages:
         raise UnusableRow(f"`messages` is {_short(messages)}; expected a list of {{role, content}}")
+    for name in ("tools", "functions"):
+        if values.get(name):
+            raise UnsupportedRow(f"`{name}`; expected none")
     read = [_message(message) for message in messages]
-    while read and read[-1]["role"] != "assistant":
+    learnt = [_is_learnt(message) for message in messages]
+    while read and not learnt[len(read) - 1]:
         read.pop()  # training learns nothing from messages after the last answer
     if not read:
-        raise UnusableRow("no message is the assistant's")
-    return _conversation(read[:-1], read[-1]["content"])
+        raise UnusableRow("no message is an answer of the assistant with a weight above 0")
+    row = _conversation(read[:-1], read[-1]["content"])
+    muted = (at for at, message in enumerate(read) if message["role"] == "assistant" and not learnt[at])
+    return replace(row, muted=frozenset(muted))
 
 
 def _message(message: Any) -> Message:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise UnusableRow(f"a message is {_short(message)}; expected a role ({', '.join(ROLES)}) and a content")
-    return {"role": str(message["role"]), "content": _plain(message.get("content"), "content")}
+    if not isinstance(message, Mapping):
+        raise UnusableRow(f"a message is {_short(message)}; expected an object with a role and a content")
+    for name in UNSUPPORTED:
+        if message.get(name):
+            raise UnsupportedRow(f"a message with `{name}`; expected a role and a content")
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise UnsupportedRow(f"a message of the role {role!r}; expected {', '.join(ROLES)}")
+    if role not in ROLES:
+        raise UnusableRow(f"the role of a message is {_short(role)}; expected {', '.join(ROLES)}")
+    return {"role": str(role), "content": _plain(message.get("content"), "content")}
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer to learn. `weight` is 0 or 1, as in OpenAI's format."""
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise UnsupportedRow(f"a message with the weight {_short(weight)}; expected 0 or 1")
+    return message["role"] == "assistant" and weight != 0
 
 
 def _from_prompt_completion(values: Mapping[str, Any]) -> Row:
-    prompt, completion = values["prompt"], values["completion"]
+    prompt, completion = _column(values, "prompt"), _column(values, "completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _from_messages({"messages": [*prompt, *completion]})
+        return _from_messages({**values, "messages": [*prompt, *completion]})
     return _conversation([{"role": "user", "content": _plain(prompt, "prompt")}], _plain(completion, "completion"))
 
 
 def _from_text(values: Mapping[str, Any]) -> Row:
-    text = _plain(values["text"], "text")
+    text = _plain(_column(values, "text"), "text")
     if len(text.strip()) <= 1:
         raise UnusableRow(f"the text is {text!r}; expected more than one character")
     return Row((), text)
@@ -212,6 +255,12 @@ def _conversation(prompt: list[Message], answer: str) -> Row:
     if not answer.strip():
         raise UnusableRow("the completion is empty")
     return Row((*prompt, {"role": "assistant", "content": answer}))
+
+
+def _column(values: Mapping[str, Any], name: str) -> Any:
+    if name not in values:
+        raise UnusableRow(f"the column {name!r} is missing")
+    return values[name]
 
 
 def _plain(value: Any, name: str) -> str:

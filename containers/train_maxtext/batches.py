@@ -16,7 +16,9 @@ import numpy as np
 
 from containers.common.chat import IGNORED
 
-TPU_LANES, CPU_LANES = 128, 16  # the length of a sequence is a multiple
+# The length of a sequence is a multiple. On a TPU, splash attention works in blocks of 512 tokens, or of the whole
+# sequence if that is shorter (MaxText 0.2.5, attention_op.py: sa_block_q and its like).
+TPU_BLOCK, TPU_LANES, CPU_LANES = 512, 128, 16
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -156,7 +158,7 @@ def _order(seed: int, epoch: int, count: int) -> Ints:
 
 def padded_length(length: int, tpu: bool) -> int:
     """The length of sequences for rows of at most `length` tokens."""
-    lanes = TPU_LANES if tpu else CPU_LANES
+    lanes = CPU_LANES if not tpu else TPU_LANES if length <= TPU_BLOCK else TPU_BLOCK
     return math.ceil(length / lanes) * lanes
 
 

@@ -15,6 +15,7 @@ GIB = 2**30
 ROWS_PER_STEP = 8  # rows in one device's batch, where the spec has no number
 SMALL_MODEL = 50_000_000  # parameters; below, a second thread makes training slower
 USABLE_MEMORY = 0.92  # share of the device's memory: fragmentation and the CUDA context take the rest
+LOADED_SHARE = 0.75  # of a GPU's memory for the weights of a model that answers; caches and logits take the rest
 GENERATION_LOGITS_ROWS = 2048  # tokens whose logits exist at once: the trainer's LM head works in chunks
 
 
@@ -31,7 +32,11 @@ class Device:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The quantities that decide a model's memory. `linear` counts the weights that 4-bit loading quantises."""
+    """The quantities that decide a model's memory. `linear` counts the weights that 4-bit loading quantises.
+
+    `query` and `key_value` are the widths of the projections: heads times the size of a head. `normalised_heads`: the
+    queries and keys are normalised (Qwen 3, Gemma 3). `normalised_outputs`: each block's output is, too (Gemma 3).
+    """
 
     parameters: int
     linear: int
@@ -40,6 +45,10 @@ class ModelShape:
     intermediate: int
     heads: int
     vocabulary: int
+    query: int
+    key_value: int
+    normalised_heads: bool = False
+    normalised_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,8 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     text = config.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    names = {name.rpartition(".")[2] for name, _ in model.get_decoder().named_modules()}
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear=sum(module.weight.numel() for module in linear),
@@ -134,6 +145,10 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
         intermediate=getattr(text, "intermediate_size", 4 * text.hidden_size),
         heads=text.num_attention_heads,
         vocabulary=text.vocab_size,
+        query=text.num_attention_heads * head_size,
+        key_value=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size,
+        normalised_heads="q_norm" in names,
+        normalised_outputs="pre_feedforward_layernorm" in names,
     )
 
 
@@ -143,8 +158,9 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
     mean = sum(lengths) / len(lengths)
     packing = training.packing
     if packing == "auto":
-        # On a GPU, blocks of mixed rows have no padding; on a CPU, the block mask costs more than padding.
-        packing = device.kind == "cuda" and mean < training.max_length / 2
+        # On a GPU, blocks of mixed rows have no padding; on a CPU, the block mask costs more than padding. A batch size
+        # in the spec counts rows: blocks would put more rows into a step than the spec says.
+        packing = device.kind == "cuda" and mean < training.max_length / 2 and _is_auto(spec)
     length = training.max_length if packing else min(training.max_length, max(lengths))
     accumulation = training.gradient_accumulation_steps
     tried: list[Plan] = []
@@ -205,7 +221,7 @@ def estimate(
         # A shard of everything; in full, the embeddings, the current layer, and the next layer that is being fetched.
         whole = 2 * shape.vocabulary * shape.hidden + 2 * shape.linear // shape.layers
         weights, trained = weights // shards + size * whole, trained // shards
-    per_layer = tokens * (16 * shape.hidden + 4 * shape.intermediate) * max(2, size)
+    per_layer = tokens * saved_bytes(shape, spec, size)
     if device.kind == "cpu" or _attention(spec, device) in (None, "eager"):
         per_layer += 2 * batch * shape.heads * length * length * size // (8 if device.kind == "cuda" else 1)
     kept = tokens * shape.hidden * size * shape.layers
@@ -214,9 +230,36 @@ def estimate(
     return Estimate(weights, trained, activations, logits)
 
 
+def saved_bytes(shape: ModelShape, spec: JobSpec, size: int) -> int:
+    """Bytes that a layer saves of each token for the backward pass, without recomputing and with fused attention.
+
+    Counted with saved-tensor hooks on Llama, Gemma 1, Gemma 3 and Qwen 3 (docs/measurements.md): exact for an adapter
+    on a model in 16 bits and for a whole model in 32; under autocast a whole model saves less.
+    """
+    adapter = spec.training.adapter
+    if adapter.type == "none":
+        hidden, intermediate, query, key_value = 24, 16, 8, 8
+        extra_hidden, extra_heads = 16, 8
+    else:
+        hidden, intermediate, query, key_value = (48, 14, 12, 4) if adapter.dropout else (28, 10, 8, 4)
+        extra_hidden, extra_heads = 8, 4
+    if shape.normalised_outputs:
+        hidden += extra_hidden
+    if shape.normalised_heads:
+        query, key_value = query + extra_heads, key_value + extra_heads
+    saved = (
+        hidden * shape.hidden + intermediate * shape.intermediate + query * shape.query + key_value * shape.key_value
+    )
+    if adapter.type == "none":
+        return saved
+    # In 32 bits, an adapter's training was measured at up to 1.45 times the count.
+    return (saved + 28 * adapter.r) * (3 if size == 4 else 2) // 2
+
+
 def _adapter_parameters(shape: ModelShape, r: int) -> int:
     """Parameters of an all-linear adapter: r rows and columns for each of a layer's seven projections."""
-    return r * shape.layers * (8 * shape.hidden + 3 * (shape.hidden + shape.intermediate))
+    attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key_value)
+    return r * shape.layers * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def _is_auto(spec: JobSpec) -> bool:
@@ -234,8 +277,6 @@ def _choices(spec: JobSpec, packing: bool, rows_per_block: float) -> list[tuple[
     if fixed is None:
         start = _default_batch(packing, rows_per_block)
         batches = [start // 2**k for k in range(int(math.log2(start)) + 1)]
-    elif packing and spec.training.packing == "auto":
-        batches = [max(1, round(fixed / rows_per_block))]
     else:
         batches = [fixed]
     checkpointing = spec.training.gradient_checkpointing
@@ -292,6 +333,17 @@ def device_map(device: Device, *, spread: bool = False) -> Any:
     if device.kind == "cpu":
         return None
     return "sequential" if spread else {"": torch.cuda.current_device()}
+
+
+def device_map_of(directory: Path, device: Device, *, spread: bool = False) -> Any:
+    """The device map of a saved model in its own precision. Layers for which the GPUs have no room stay in host memory.
+
+    A model that was trained in 4 bits may not fit on its GPU in 16.
+    """
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if device.kind == "cpu" or weights < device.memory_bytes * LOADED_SHARE:
+        return device_map(device, spread=spread)
+    return "sequential" if spread else "auto"
 
 
 def dtype_of(name: str) -> Any:

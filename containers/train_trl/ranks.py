@@ -62,11 +62,12 @@ def agree(digest: str) -> str:
 
 
 def use_wrap_classes(trainer: Any, model: Any) -> list[str]:
-    """Shard layer by layer: by the classes in the model's `_no_split_modules` that the model really has.
+    """Shard layer by layer: by the classes in the model's `_no_split_modules` that its language layers really have.
 
-    accelerate uses the model's list unchanged, and fails for a class that this checkpoint does not use.
+    accelerate uses the model's list unchanged, and fails for a class that this checkpoint does not use. Layers of a
+    vision tower do not run on text.
     """
-    present = {type(module).__name__ for module in model.modules()}
+    present = {type(module).__name__ for module in model.get_decoder().modules()}
     named = set(getattr(model, "_no_split_modules", None) or ())
     if not present & named:
         raise config_error(

@@ -38,7 +38,7 @@ from dropforge.spec import JobSpec
 
 from . import launch
 from .methods import Examples, Method, load_method
-from .plan import Plan, device_map, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
+from .plan import Plan, device_map, device_map_of, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
 
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
@@ -166,12 +166,17 @@ def log_plan(job: Job, examples: Examples, plan: Plan) -> None:
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
     """Evaluate the base model, then train; returns the last checkpoint. Raises Stopped once it is saved."""
     from .callbacks import ReportProgress, StopOnRequest, UploadCheckpoints
+    from .merge import check_adapter
+    from .trainer import freeze_other_parts, trained_parameters
 
     world, directory = attempt.job.world, attempt.directory / "trainer"
     method = load_method(spec.training.method)
     notes = {"rows_per_step": inputs.plan.rows_per_step(world.size)} | (read_notes(resumed) if resumed else {})
     model = load_and_evaluate(spec, attempt.job, inputs, notes, method)
+    freeze_other_parts(model)
     trainer = method.build_trainer(model, spec, inputs.examples.columns, inputs.tokenizer, inputs.plan, directory)
+    if spec.training.adapter.type != "none":
+        check_adapter(Path(inputs.base), trained_parameters(trainer.model))
     if world.sharded:
         shard(trainer, attempt.job)
     if resumed:
@@ -248,17 +253,14 @@ def fit_checkpoint(checkpoint: Path, trainer: Any, world: World) -> None:
 
 
 def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoint: Path) -> Manifest:
-    """Merge and save the model, load it as a server does, judge that model, upload it, and commit the manifest."""
+    """Merge and save the model, load it as a server does, judge it, upload it, and commit the manifest."""
     from . import export
 
     job, directory, examples = attempt.job, attempt.directory / "export", inputs.examples
     method = load_method(spec.training.method)
     free_memory()  # of the trainer: a GPU may not hold two models
-    merged = export.merged_model(inputs.base, checkpoint, spec)
-    export.save(merged, inputs.tokenizer, checkpoint, directory, spec)
-    served = export.reload(directory, device_map(inputs.plan.device, spread=job.world.sharded), spec)
-    export.check_parity(merged, served, inputs.tokenizer, examples.split.held_out or examples.split.train)
-    del merged
+    export.save(Path(inputs.base), checkpoint, inputs.tokenizer, directory, spec)
+    served = load_export(spec, job, inputs, checkpoint, directory)
     notes = read_notes(checkpoint)
     metrics = training_metrics(checkpoint, notes, examples)
     if spec.evaluation and examples.held_out:
@@ -270,6 +272,27 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
     provenance = Provenance(inputs.base_source, examples.source)
     write_card(directory, spec, method.describe(spec), provenance, metrics)
     return publish(attempt.client, job, directory, spec, provenance, metrics, VERSIONS)
+
+
+def load_export(spec: JobSpec, job: Job, inputs: Inputs, checkpoint: Path, directory: Path) -> Any:
+    """The exported model. Raises JobError if it differs from the trained model."""
+    from . import export, parity
+
+    examples = inputs.examples
+    export.check_prompts(directory, inputs.tokenizer, examples.split.held_out or examples.split.train[:32], spec)
+    base = Path(inputs.base)
+    placement = device_map_of(base, inputs.plan.device, spread=job.world.sharded)
+    if spec.training.adapter.type == "none":
+        return export.reload(directory, placement, spec)
+    rows = examples.held_out.input_ids if examples.held_out else examples.columns["input_ids"]
+    trained = export.trained_model(base, checkpoint, placement, spec)
+    expected = parity.log_probabilities(trained, rows)
+    del trained
+    free_memory()
+    served = export.reload(directory, placement, spec)
+    divergence = parity.check(expected, served, rows)
+    log("compared the export with the trained model", stage="train", run=job.run, divergence=divergence)
+    return served
 
 
 def is_finished(checkpoint: Path) -> bool:

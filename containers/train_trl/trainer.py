@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,28 @@ def shared_settings(spec: JobSpec, plan: Plan, directory: Path) -> dict[str, Any
     }
 
 
-def lora_config(spec: JobSpec) -> LoraConfig | None:
-    """PEFT's configuration of the adapter; None for full fine-tuning."""
+def language_model(model: Any) -> str:
+    """The name of the module with a model's language layers. A model that also sees images has other modules."""
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def freeze_other_parts(model: Any) -> None:
+    """Freeze what text cannot train, such as a vision tower: parameters without gradients get no state in the
+    optimiser, and ranks cannot resume from such a checkpoint."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    trained = {id(parameter) for module in (decoder, head) if module for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
+
+
+def trained_parameters(model: Any) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def lora_config(spec: JobSpec, model: Any) -> LoraConfig | None:
+    """PEFT's configuration of the adapter, on the language layers alone; None for full fine-tuning."""
     adapter = spec.training.adapter
     if adapter.type == "none":
         return None
@@ -125,4 +146,14 @@ def lora_config(spec: JobSpec) -> LoraConfig | None:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=adapter.target_modules,
+        exclude_modules=_other_modules(model),
     )
+
+
+def _other_modules(model: Any) -> str | None:
+    """A pattern of every module outside the language model; None where the model has no other part."""
+    name = language_model(model)
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return None
+    return rf"{re.escape(parent)}\.(?!{re.escape(name.removeprefix(f'{parent}.'))}\.).*"

@@ -58,7 +58,7 @@ def build_trainer(model: Any, spec: JobSpec, columns: Columns, tokenizer: Any, p
         # dropforge makes ids and labels: the same code renders the prompts of training, evaluation and serving.
         train_dataset=datasets.Dataset.from_dict(dict(columns)),
         processing_class=tokenizer,
-        peft_config=lora_config(spec),
+        peft_config=lora_config(spec, model),
         group_by_length=plan.group_by_length,
     )
 

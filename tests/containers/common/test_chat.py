@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,27 @@ def test_only_the_answer_and_its_end_are_learnt(tokenizer: Any) -> None:
 def test_every_answer_of_a_conversation_is_learnt(tokenizer: Any) -> None:
     row = talk(QUESTION, "select 1", "and how many of the books are there", "select 2")
     assert learnt(tokenizer, row) == ["select 1<end_of_turn>", "select 2<end_of_turn>"]
+
+
+def test_an_answer_of_weight_zero_is_read_and_not_learnt(tokenizer: Any) -> None:
+    whole = talk(QUESTION, "select 1", "and how many of the books are there", "select 2")
+    row = replace(whole, muted=frozenset({1}))
+    assert learnt(tokenizer, row) == ["select 2<end_of_turn>"]
+    assert chat.encode(tokenizer, [row], 512, "x").input_ids == chat.encode(tokenizer, [whole], 512, "x").input_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>\n\n</think>\n\nSELECT 1", "SELECT 1"),
+        (" <think>a column\nis missing</think> SELECT 1 ", "SELECT 1"),
+        ("<think>the limit came before the end of the thou", ""),
+        ("SELECT '<think>' FROM words", "SELECT '<think>' FROM words"),
+        ("", ""),
+    ],
+)
+def test_thoughts_are_not_the_answer(text: str, answer: str) -> None:
+    assert chat.visible_answer(text) == answer
 
 
 def test_the_prompt_of_a_training_row_is_the_one_that_serving_makes(tokenizer: Any) -> None:

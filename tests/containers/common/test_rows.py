@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,73 @@ def test_a_json_document_that_is_no_list_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps([1, 2]))
     with pytest.raises(JobError, match="expected a list of objects"):
         rows._READERS[".json"](path)
+
+
+def conversation(*answers: dict[str, Any]) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for number, answer in enumerate(answers):
+        messages.append({"role": "user", "content": f"question {number}"})
+        messages.append({"role": "assistant", "content": f"answer {number}", **answer})
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (conversation({"content": "", "tool_calls": [{"id": "1"}]}), "a message with `tool_calls`"),
+        (conversation({"function_call": {"name": "f"}}), "a message with `function_call`"),
+        (conversation({"weight": 0.5}), "a message with the weight 0.5; expected 0 or 1"),
+        ({**conversation({}), "tools": [{"type": "function"}]}, "`tools`; expected none"),
+        (
+            {"messages": [{"role": "tool", "content": "7"}, *conversation({})["messages"]]},
+            "a message of the role 'tool'",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "ask"}], "completion": [{"role": "assistant", "tool_calls": [1]}]},
+            "a message with `tool_calls`",
+        ),
+    ],
+)
+def test_rows_with_parts_that_training_would_lose_are_refused_by_name(row: dict[str, Any], problem: str) -> None:
+    """One such row among thousands is enough: without its calls, it teaches an empty answer."""
+    kind = "messages" if "messages" in row else "prompt_completion"
+    good = conversation({}) if kind == "messages" else {"prompt": "question", "completion": "answer"}
+    with pytest.raises(JobError, match=re.escape(problem)) as caught:
+        rows.normalise([good] * 99 + [row], dataset(format=kind))
+    assert "row 99" in caught.value.message
+    assert caught.value.error_class == "data"
+
+
+def test_answers_of_weight_zero_are_read_and_not_learnt() -> None:
+    row = only([conversation({"weight": 0}, {"weight": 1}, {"weight": 0})])
+    assert [message["content"] for message in row.messages] == ["question 0", "answer 0", "question 1", "answer 1"]
+    assert row.muted == {1}
+    plain = only([conversation({}, {})])
+    assert plain.muted == frozenset()
+    raw = [conversation({"weight": 0})]
+    with pytest.raises(JobError, match="no message is an answer of the assistant with a weight above 0"):
+        rows.normalise(raw, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "column"),
+    [
+        ({"prompt": "question", "completion": "answer"}, {"prompt": "question"}, "completion"),
+        ({"text": "some text"}, {"other": "text"}, "text"),
+        (conversation({}), {"other": "text"}, "messages"),
+    ],
+)
+def test_a_row_without_its_column_is_an_error_of_the_data(first: Any, second: Any, column: str) -> None:
+    with pytest.raises(JobError, match=f"row 1: the column '{column}' is missing") as caught:
+        rows.normalise([first, second], PLAIN)
+    assert caught.value.error_class == "data"
+
+
+def test_no_prompt_is_on_both_sides_of_the_split() -> None:
+    """Many answers to one prompt: a held-out answer must not be learnt from its siblings."""
+    raw = [{"prompt": f"question {number // 4}", "completion": f"answer {number}"} for number in range(160)]
+    split = prepare(raw, PLAIN, EVALUATION, seed=0)
+    assert not {row.question for row in split.held_out} & {row.question for row in split.train}
+    same = [{"prompt": "the same question", "completion": f"answer {number}"} for number in range(100)]
+    with pytest.raises(JobError, match="95 with the prompt of a held-out row"):
+        prepare(same, PLAIN, Evaluation(holdout_fraction=0.05), seed=0)

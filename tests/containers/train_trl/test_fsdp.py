@@ -260,13 +260,22 @@ def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() ->
     class Layer(torch.nn.Linear):
         pass
 
-    model = torch.nn.Sequential(Layer(1, 1))
-    model._no_split_modules = ["Layer", "VisionLayerThatThisModelLacks"]
+    class Tower(torch.nn.Linear):
+        pass
+
+    class Model(torch.nn.Sequential):
+        _no_split_modules = ("Layer", "Tower", "VisionLayerThatThisModelLacks")
+
+        def get_decoder(self) -> torch.nn.Module:
+            return self[0]  # type: ignore[no-any-return]
+
+    model = Model(torch.nn.Sequential(Layer(1, 1)), Tower(1, 1))
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace())))
     assert ranks.use_wrap_classes(trainer, model) == ["Layer"]
     assert trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap == ["Layer"]
-    with pytest.raises(JobError, match=r"Sequential names \[\] as its layers"):
-        ranks.use_wrap_classes(trainer, torch.nn.Sequential())
+    Model._no_split_modules = ()
+    with pytest.raises(JobError, match=r"Model names \[\] as its layers"):
+        ranks.use_wrap_classes(trainer, model)
 
 
 def copy_checkpoint(cloud: Any, source: str, run: str, directory: Path, save_steps: int) -> None:

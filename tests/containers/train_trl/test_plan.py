@@ -13,19 +13,25 @@ from dropforge.spec import JobSpec
 
 L4 = Device("cuda", "NVIDIA L4", 24 * GIB, bf16=True)
 CPU = Device("cpu", "cpu", 16 * GIB, bf16=False)
-GEMMA_2B = ModelShape(2_506_172_416, 1_981_808_640, 18, 2048, 16384, 8, 256_000)
-GEMMA_12B = ModelShape(11_766_034_176, 10_758_389_760, 48, 3840, 15360, 16, 262_208)
-TINY = ModelShape(200_000, 147_000, 2, 64, 256, 4, 632)
+GEMMA_2B = ModelShape(2_506_172_416, 1_981_808_640, 18, 2048, 16384, 8, 256_000, 2048, 256)
+GEMMA_12B = ModelShape(11_766_034_176, 10_758_389_760, 48, 3840, 15360, 16, 262_208, 4096, 2048, True, True)
+QWEN_4B = ModelShape(4_022_468_096, 3_633_315_840, 36, 2560, 9728, 32, 151_936, 4096, 1024, True)
+LLAMA_8B = ModelShape(8_030_261_248, 6_979_321_856, 32, 4096, 14336, 32, 128_256, 4096, 1024)
+TINY = ModelShape(200_000, 147_000, 2, 64, 256, 4, 632, 128, 64)
 LENGTHS = [60] * 50 + [200] * 5
 
 
-def training(adapter: str = "qlora", **changes: Any) -> JobSpec:
+def training(adapter: str = "qlora", dropout: float = 0.0, **changes: Any) -> JobSpec:
     document = {
         "api_version": "dropforge/v1",
         "name": "gemma",
         "model": {"source": "google/gemma-2b"},
         "dataset": {"source": "gs://data/x.jsonl"},
-        "training": {"adapter": {"type": adapter}, "max_length": 512, **changes},
+        "training": {
+            "adapter": {"type": adapter, **({"dropout": dropout} if dropout else {})},
+            "max_length": 512,
+            **changes,
+        },
         "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
         "serve": None,
     }
@@ -62,6 +68,34 @@ def test_a_packed_step_holds_about_as_many_rows_as_a_padded_one() -> None:
     chosen = plan(lengths=[128] * 100)
     assert chosen.packing
     assert chosen.batch_size * chosen.gradient_accumulation_steps == 2  # 2 blocks of 512 tokens = 8 rows of 128
+
+
+@pytest.mark.parametrize("asked", [1, 2, 8])
+def test_a_batch_of_the_spec_counts_rows(asked: int) -> None:
+    """Blocks of 512 tokens would hold 4 rows of 128 each."""
+    chosen = plan(lengths=[128] * 100, per_device_train_batch_size=asked, gradient_accumulation_steps=2)
+    assert not chosen.packing
+    assert chosen.rows_per_step(1) == asked * 2
+    assert plan(
+        lengths=[128] * 100, per_device_train_batch_size=asked, packing=True
+    ).packing  # the spec asks for blocks
+
+
+@pytest.mark.parametrize(
+    ("shape", "without_dropout", "with_dropout"),
+    [
+        (GEMMA_2B, 239_112, 353_800),
+        (GEMMA_12B, 358_124, 512_748),
+        (QWEN_4B, 227_048, 333_544),
+        (LLAMA_8B, 295_496, 451_144),
+    ],
+)
+def test_activations_are_those_that_hooks_counted(shape: ModelShape, without_dropout: int, with_dropout: int) -> None:
+    """Bytes of a token and a layer, counted with saved-tensor hooks on the real shapes (docs/measurements.md)."""
+    for dropout, counted in ((0.0, without_dropout), (0.1, with_dropout)):
+        spec = training("lora", dropout)
+        estimated = estimate(shape, spec, L4, 1, 1024, checkpointing=False).activations
+        assert estimated / (1024 * shape.layers) == pytest.approx(counted, rel=0.01)
 
 
 def test_rows_as_long_as_a_block_are_not_packed() -> None:

@@ -1,0 +1,171 @@
+"""The export's parts on tiny models of the real classes: merge, prompts, comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from containers.common.errors import JobError
+from containers.train_trl import export, merge, parity
+from containers.train_trl.trainer import freeze_other_parts, lora_config, trained_parameters
+from dropforge.spec import JobSpec, parse_spec
+
+from .. import same_class
+from ..conftest import ROOT, job_spec
+
+FAMILIES = ("gemma3", "gemma1", "qwen3", "llama31")
+
+# PEFT uses a name that transformers will remove; the trainer ignores such warnings, too.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def base_of(family: same_class.Family) -> Path:
+    return same_class.make(ROOT / "build" / "same_class", family)
+
+
+def job(**training: Any) -> JobSpec:
+    return parse_spec(json.dumps(job_spec(training=training)).encode())
+
+
+def adapted(base: Path, checkpoint: Path, **training: Any) -> Path:
+    """Save an adapter with random weights on `base`, where the trainer would leave it."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = lora_config(job(**training), model)
+    assert config is not None
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(checkpoint)
+    return checkpoint
+
+
+def logits(model: Any, tokenizer: Any) -> torch.Tensor:
+    ids = tokenizer("how many orders have amount above 7?", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        return model(input_ids=ids).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, tmp_path: Path) -> None:
+    base = base_of(family)
+    checkpoint = adapted(base, tmp_path / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template or "{{ messages[0]['content'] }}"
+    export.save(base, checkpoint, tokenizer, tmp_path / "export", job())
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True).state_dict()
+    served = export.reload(tmp_path / "export", None, job())
+    assert type(served) is type(model)
+    assert served.dtype == torch.bfloat16
+    actual = served.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor.to(torch.bfloat16)), name
+    unmerged = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(logits(served, tokenizer), logits(unmerged, tokenizer))
+
+
+def test_only_the_language_layers_of_a_model_that_sees_are_trained() -> None:
+    for type_ in ("lora", "none"):
+        model = AutoModelForCausalLM.from_pretrained(base_of("gemma3"))
+        freeze_other_parts(model)
+        config = lora_config(job(adapter={"type": type_} if type_ == "none" else {"type": type_, "r": 4}), model)
+        names = trained_parameters(get_peft_model(model, config) if config else model)
+        assert names
+        assert not [name for name in names if "language_model" not in name]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapter_that_cannot_be_merged_is_refused_before_the_training(tmp_path: Path) -> None:
+    base = base_of("qwen3")
+    for module in ("lm_head", "embed_tokens"):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        adapter = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", module]))
+        with pytest.raises(JobError, match=rf"target_modules includes '[a-z.]*{module}'"):
+            merge.check_adapter(base, trained_parameters(adapter))
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
+    merge.check_adapter(base, trained_parameters(adapter))
+    quantised = tmp_path / "quantised"
+    shutil.copytree(base, quantised)
+    tensors = load_file(quantised / "model.safetensors")
+    for name in tensors:
+        if "q_proj" in name:
+            tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JobError, match="have the type I8"):
+        merge.check_adapter(quantised, trained_parameters(adapter))
+    (quantised / "model.safetensors").unlink()
+    with pytest.raises(JobError, match="no weights in the safetensors format"):
+        merge.check_adapter(quantised, trained_parameters(adapter))
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    checkpoint = adapted(base_of("gemma1"), tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / merge.ADAPTER)
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name][0, 0] = float("inf")
+    save_file(tensors, checkpoint / merge.ADAPTER)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(JobError, match=r"not finite.*\n?") as caught:
+        merge.merge_adapter(base_of("gemma1"), checkpoint, tmp_path / "model")
+    assert "learning_rate" in caught.value.hint
+
+
+def test_a_whole_model_is_written_in_the_precision_of_its_base(tmp_path: Path) -> None:
+    """Full fine-tuning trains in 32 bits. The shards' files, names and shapes stay."""
+    checkpoint = tmp_path / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(base_of("llama31"), dtype=torch.float32)
+    model.save_pretrained(checkpoint, max_shard_size="200KB")
+    (tmp_path / "model").mkdir()
+    merge.cast(checkpoint, tmp_path / "model", torch.bfloat16)
+    shutil.copy(base_of("llama31") / "config.json", tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16)), name
+
+
+def test_the_comparison_passes_a_good_export_and_refuses_a_wrong_one(tmp_path: Path) -> None:
+    base, spec = base_of("llama31"), job()
+    checkpoint = adapted(base, tmp_path / "checkpoint")
+    (tmp_path / "export" / "model").mkdir(parents=True)
+    shutil.copy(base / "config.json", tmp_path / "export" / "model")
+    merge.merge_adapter(base, checkpoint, tmp_path / "export" / "model")
+    rows = [list(range(start, start + 40)) for start in range(20, 60, 10)]
+    trained = parity.log_probabilities(export.trained_model(base, checkpoint, None, spec), rows)
+    served = export.reload(tmp_path / "export", None, spec)
+    assert parity.check(trained, served, rows) < parity.DIVERGENCE
+    unmerged = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(JobError, match="diverge by"):
+        parity.check(trained, unmerged, rows)
+    config = json.loads((checkpoint / merge.ADAPTER_CONFIG).read_text())
+    (checkpoint / merge.ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 0.5}))
+    merge.merge_adapter(base, checkpoint, tmp_path / "export" / "model")
+    with pytest.raises(JobError, match="diverge by"):
+        parity.check(trained, export.reload(tmp_path / "export", None, spec), rows)
+
+
+def test_a_tokenizer_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
+    from containers.common.chat import load_tokenizer
+    from containers.common.rows import Row
+
+    tokenizer = load_tokenizer(str(base_of("llama31")), trust_remote_code=False)
+    row = Row(({"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}))
+    tokenizer.save_pretrained(tmp_path / "model")
+    export.check_prompts(tmp_path, tokenizer, [row, Row((), "plain text")], job())
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("bos_token", "''"))
+    with pytest.raises(JobError, match="makes other tokens of a prompt"):
+        export.check_prompts(tmp_path, tokenizer, [row], job())

@@ -1,0 +1,85 @@
+"""Whole runs on tiny models of the real models' classes (same_class.py): what a text-only model cannot show."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropforge.run.artifacts import download_prefix, upload_directory, verify_manifest
+
+from .. import same_class
+from ..conftest import DATA, ROOT, RUNS
+from .test_fsdp import newest_step, rank_processes, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# Every family in another way: the training, the export and the evaluation of each differ by it.
+ADAPTERS: dict[same_class.Family, dict[str, Any]] = {
+    "gemma3": {"type": "qlora", "r": 4},
+    "gemma1": {"type": "lora", "r": 4},
+    "qwen3": {"type": "lora", "r": 4, "target_modules": ["q_proj", "v_proj"]},
+    "llama31": {"type": "none"},
+}
+
+Spec = Callable[..., dict[str, Any]]
+
+
+def upload(cloud: Any, family: same_class.Family) -> tuple[str, Path]:
+    """The model's URI in the data bucket, and its directory."""
+    directory = same_class.make(ROOT / "build" / "same_class", family)
+    uri = f"gs://{DATA}/{family}-{uuid.uuid4().hex[:8]}"
+    upload_directory(cloud.client, directory, uri)
+    return uri, directory
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_a_run_ends_with_a_model_that_loads_as_its_base_does(
+    family: same_class.Family, trainer: Any, spec: Spec, cloud: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    uri, directory = upload(cloud, family)
+    document = spec(model={"source": uri}, training={"max_steps": 4, "max_length": 256, "learning_rate": 1e-3})
+    document["training"]["adapter"] = ADAPTERS[family]
+    attempt = trainer.start(document)
+    assert attempt.wait() == 0, attempt.output
+    manifest = trainer.manifest(attempt.run)
+    assert verify_manifest(cloud.client, RUNS, manifest) == []
+    download_prefix(cloud.client, f"gs://{RUNS}/models/{attempt.run}/{manifest.serve_path}", tmp_path)
+    base, model = AutoModelForCausalLM.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (type(model), model.dtype) == (type(base), base.dtype)
+    changed = [name for name, tensor in base.state_dict().items() if not tensor.equal(model.state_dict()[name])]
+    assert changed
+    assert not [name for name in changed if "vision" in name or "projector" in name]
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / name).exists() == (directory / name).exists()
+        if (directory / name).exists():
+            assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template
+    stops = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    known = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert set(known if isinstance(known, list) else [known]) <= set(stops)
+
+
+def test_two_ranks_that_are_killed_resume_a_model_that_sees(trainer: Any, spec: Spec, cloud: Any, events: Any) -> None:
+    """Adapters on the vision tower had no state in the optimiser, so ranks could not load the checkpoint."""
+    uri, _ = upload(cloud, "gemma3")
+    training = {"max_steps": 8, "max_length": 256, "checkpoint_steps": 1, "per_device_train_batch_size": 4}
+    document, run = spec(model={"source": uri}, training=training), f"sees-{uuid.uuid4().hex[:12]}"
+    first = trainer.start(document, run, processes=2)
+    wait_for(lambda: newest_step(cloud, run) > 1)
+    rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
+    assert first.wait() == 70, first.output
+    resumed = newest_step(cloud, run)
+    second = trainer.start(document, run, attempt=2, processes=2)
+    assert second.wait() == 0, second.output
+    started = next(event for event in events(run) if event.attempt == 2)
+    assert started.resumed_step == resumed >= 2
+    assert '"wrapped": ["Gemma3DecoderLayer"]' in second.output
+    assert trainer.manifest(run).metrics["steps"] == 8
