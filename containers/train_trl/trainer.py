@@ -118,7 +118,8 @@ def shared_settings(spec: JobSpec, plan: Plan, directory: Path) -> dict[str, Any
 def language_model(model: Any) -> str:
     """The name of the module with a model's language layers. A model that also sees images has other modules."""
     decoder = model.get_decoder()
-    return next(name for name, module in model.named_modules() if module is decoder)
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    return names[decoder]
 
 
 def freeze_other_parts(model: Any) -> None:

@@ -17,7 +17,7 @@ from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
-from containers.train_maxtext.batches import Data, Rows, collate, pack
+from containers.train_maxtext.batches import Data, Rows, collate, pack, padded_length
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import family_of
@@ -366,3 +366,20 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
         train(runner, watch, lambda: 30)
     assert list(store.notes) == [4, 8, 9]
     assert runner.work.trained() is None  # the next attempt trains on
+
+
+@pytest.mark.parametrize(
+    ("longest", "tpu", "expected"),
+    [
+        (1, True, 128),
+        (129, True, 256),
+        (512, True, 512),
+        (513, True, 1024),
+        (640, True, 1024),  # splash attention's blocks of 512 tokens do not divide 640, 768 or 896
+        (4096, True, 4096),
+        (4097, True, 4608),
+        (513, False, 528),
+    ],
+)
+def test_sequences_have_a_length_that_the_kernel_takes(longest: int, tpu: bool, expected: int) -> None:
+    assert padded_length(longest, tpu) == expected

@@ -52,7 +52,7 @@ def adapted(base: Path, checkpoint: Path, **training: Any) -> Path:
 def logits(model: Any, tokenizer: Any) -> torch.Tensor:
     ids = tokenizer("how many orders have amount above 7?", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        return model(input_ids=ids).logits  # type: ignore[no-any-return]
+        return model(input_ids=ids).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -264,10 +264,10 @@ def test_the_layers_that_are_sharded_are_those_that_the_model_names_and_has() ->
         pass
 
     class Model(torch.nn.Sequential):
-        _no_split_modules = ("Layer", "Tower", "VisionLayerThatThisModelLacks")
+        _no_split_modules: tuple[str, ...] = ("Layer", "Tower", "VisionLayerThatThisModelLacks")
 
         def get_decoder(self) -> torch.nn.Module:
-            return self[0]  # type: ignore[no-any-return]
+            return self[0]
 
     model = Model(torch.nn.Sequential(Layer(1, 1)), Tower(1, 1))
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace())))
