@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dropforge.run.artifacts import download_prefix, upload_directory, verify_manifest
+from dropforge.run.artifacts import checkpoints, download_prefix, upload_directory, verify_manifest
 
 from .. import same_class
 from ..conftest import DATA, ROOT, RUNS
@@ -73,7 +73,7 @@ def test_two_ranks_that_are_killed_resume_a_model_that_sees(trainer: Any, spec: 
     training = {"max_steps": 8, "max_length": 256, "checkpoint_steps": 1, "per_device_train_batch_size": 4}
     document, run = spec(model={"source": uri}, training=training), f"sees-{uuid.uuid4().hex[:12]}"
     first = trainer.start(document, run, processes=2)
-    wait_for(lambda: newest_step(cloud, run) > 1)
+    wait_for(lambda: any(checkpoint.step > 1 for checkpoint in checkpoints(cloud.client, RUNS, run)))
     rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
     assert first.wait() == 70, first.output
     resumed = newest_step(cloud, run)
