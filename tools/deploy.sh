@@ -7,7 +7,8 @@
 #   destroy    delete the deployment, apart from the bucket of Terraform's state
 #
 # The script shows Terraform's plan and applies it only after the answer "yes". PREFIX names the deployment (dropforge).
-# The state is in gs://PROJECT_ID-PREFIX-state, the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
+# The state and the hashes of Terraform's providers are in gs://PROJECT_ID-PREFIX-state, the digests of the images are in
+# gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,9 +30,22 @@ make_state_bucket() {
     fi
 }
 
+# Pin the providers by hash: take the lock file of the checkout, else that of the first deployment of these versions, else
+# create it from Terraform's registry and keep it. Nobody but the users who deploy can write to the state's bucket.
+lock_providers() {
+    local lock=terraform/.terraform.lock.hcl kept
+    kept="gs://$state/providers/$(git hash-object terraform/versions.tf).lock.hcl"
+    if [[ ! -e $lock ]] && ! gcloud storage cp "$kept" "$lock"; then
+        terraform -chdir=terraform providers lock -platform=linux_amd64 -platform=linux_arm64 \
+            -platform=darwin_amd64 -platform=darwin_arm64
+        gcloud storage cp "$lock" "$kept" --no-clobber
+    fi
+}
+
 # apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
-    terraform -chdir=terraform init -input=false -reconfigure -backend-config="bucket=$state"
+    lock_providers
+    terraform -chdir=terraform init -input=false -reconfigure -lockfile=readonly -backend-config="bucket=$state"
     terraform -chdir=terraform plan -input=false -out="$work/plan" \
         -var="project_id=$project" -var="region=$region" -var="prefix=$prefix" "$@"
     local answer=""
