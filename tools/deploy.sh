@@ -42,6 +42,22 @@ lock_providers() {
     fi
 }
 
+# Stop before the plan if Google supports a permission of terraform/permissions.yaml in no custom role.
+check_custom_roles() {
+    local refused
+    if ! refused=$(gcloud iam list-testable-permissions "//cloudresourcemanager.googleapis.com/projects/$project" \
+        --filter="customRolesSupportLevel=NOT_SUPPORTED" --format="value(name)"); then
+        echo "Google did not say which permissions custom roles may have; the apply will show it." >&2
+        return
+    fi
+    refused=$(grep -Fx "$refused" <(sed -nE 's/^ {8}([a-z]+(\.[A-Za-z]+)+):.*/\1/p' terraform/permissions.yaml) || true)
+    if [[ -n $refused ]]; then
+        echo "Google supports these permissions of terraform/permissions.yaml in no custom role:" "$refused" >&2
+        echo "Bind a predefined role that has them, as terraform/iam.tf does for data_buckets." >&2
+        exit 1
+    fi
+}
+
 # apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
     lock_providers
@@ -74,6 +90,7 @@ deploy)
         echo "There are no images yet: run \`make registry\` and \`make images\` first (docs/deploy.md)." >&2
         exit 1
     fi
+    check_custom_roles
     apply -var-file="$work/images.tfvars.json"
     terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"
     terraform -chdir=terraform output -raw kubernetes_manifest >"$work/kubernetes.yaml"

@@ -24,6 +24,7 @@ echo "$(basename "$0") $*" >> "$LOG"
 case "$*" in
     "storage buckets describe"*) exit "$NO_BUCKET" ;;
     "storage cp gs://"*"/providers/"*) [ "$NO_LOCK" = 0 ] || exit 1; echo kept > "$4" ;;
+    "iam list-testable-permissions "*) [ "$NO_ANSWER" = 0 ] || exit 1; printf "some.other.permission\n$NOT_SUPPORTED" ;;
     *" providers lock "*) echo made > terraform/.terraform.lock.hcl ;;
     "storage cp gs://"*) [ "$NO_IMAGES" = 0 ] || exit 1; echo '{"images": {}}' > "$4" ;;
     inspect*RepoDigests\\ 0*) echo "docker.io/some/base@sha256:BASE" ;;
@@ -61,7 +62,8 @@ class Machine:
         """Run a command; `answer` is its standard input."""
         self.log.unlink(missing_ok=True)
         path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
-        known = {"PATH": path, "LOG": str(self.log), "NO_BUCKET": "0", "NO_IMAGES": "0", "NO_LOCK": "0", **environment}
+        answers = dict.fromkeys(("NO_BUCKET", "NO_IMAGES", "NO_LOCK", "NO_ANSWER"), "0")
+        known = {"PATH": path, "LOG": str(self.log), "NOT_SUPPORTED": "", **answers, **environment}
         done = subprocess.run(
             command, cwd=self.directory, env=known, input=answer, capture_output=True, text=True, timeout=60
         )
@@ -118,6 +120,17 @@ def test_without_images_nothing_is_planned(machine: Machine) -> None:
 def test_the_bucket_for_the_state_is_created_once(machine: Machine, no_bucket: str, made: bool) -> None:
     done = machine.make("registry", answer="yes\n", NO_BUCKET=no_bucket)
     assert any("buckets create gs://p-dropforge-state " in call for call in done.calls) is made
+
+
+@pytest.mark.parametrize("permission", ["workflows.callbacks.send", "iam.serviceAccounts.actAs"])
+def test_a_permission_that_custom_roles_cannot_have_stops_the_deployment(machine: Machine, permission: str) -> None:
+    done = machine.make("deploy", answer="yes\n", NOT_SUPPORTED=permission)
+    assert done.code != 0
+    assert f"in no custom role: {permission}" in done.output
+    assert [call for call in done.calls if call.startswith("terraform")] == []
+    assert machine.make("deploy", answer="yes\n", NOT_SUPPORTED="workflows.callbacks").code == 0, "part of a name"
+    unanswered = machine.make("deploy", answer="yes\n", NO_ANSWER="1")
+    assert (unanswered.code, "the apply will show it" in unanswered.output) == (0, True)
 
 
 @pytest.mark.parametrize(
