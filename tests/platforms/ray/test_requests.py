@@ -99,7 +99,7 @@ def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() ->
         "cloud.google.com/gke-tpu-topology": "4x4",
     }
     # Nine tenths of the 180 vCPUs and eight tenths of the 720 GB of ct6e-standard-4t.
-    amounts = {"google.com/tpu": "4", "cpu": "162", "memory": "536Gi"}
+    amounts = {"google.com/tpu": "4", "cpu": "162", "memory": "536Gi", "ephemeral-storage": "10Gi"}
     assert pod["containers"][0]["resources"] == {"limits": amounts, "requests": amounts}
     assert pod["serviceAccountName"] == SETTINGS.kubernetes_trainer_account
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]

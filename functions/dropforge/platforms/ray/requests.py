@@ -28,6 +28,9 @@ RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"
 HEAD, WORKER = "ray-head", "ray-worker"
 TPU = "google.com/tpu"
+# Ray's logs and JAX's files. Without it Autopilot gives a container 1 GiB, and 10 GiB is the most that every node has
+# (https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests).
+WORKER_STORAGE = "10Gi"
 KEPT_SECONDS = 60  # the Ray cluster stays this long after the job, so that its logs can be read
 GRACE_SECONDS = 30
 VBAR_PORT = (
@@ -98,7 +101,12 @@ def _workers(launch: Launch) -> Object:
     """The worker group: one replica with all hosts of the slice, which start and end together."""
     target = ray_target(launch.spec)
     host = GKE_TPUS[target.accelerator].hosts[target.slice.chips]
-    amounts = {"cpu": str(host.pod_cpu), "memory": f"{host.pod_memory_gib}Gi", TPU: str(target.slice.chips)}
+    amounts = {
+        "cpu": str(host.pod_cpu),
+        "memory": f"{host.pod_memory_gib}Gi",
+        "ephemeral-storage": WORKER_STORAGE,
+        TPU: str(target.slice.chips),
+    }
     container = _container(launch, WORKER, {}, {"limits": amounts, "requests": amounts})
     container["env"] += [
         {"name": "JAX_PLATFORMS", "value": "tpu,cpu"},
