@@ -292,7 +292,7 @@ class PodWorker:
             self._kubelet.session,
             self._tools.config.probe_seconds,
             lambda port: self._resolve(container, port),
-            lambda words: self._runner.command(self._kubelet.sources, self._pod, container, running, words),
+            self._runner.commands(self._kubelet.sources, self._pod, container, running),
         )
         startup, readiness, liveness = (container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
         entry = status.entry(self._pod, name)  # from an earlier stack, if this stack took over the container

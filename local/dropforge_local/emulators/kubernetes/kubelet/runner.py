@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from dropforge_local.base.clock import Clock
@@ -78,31 +79,34 @@ class Runner:
         except (ValueError, OSError) as error:
             raise StartError("RunContainerError", f"failed to start container: {error}") from error
 
-    def command(
-        self, sources: Sources, pod: Object, container: Object, running: Container, given: Sequence[str]
-    ) -> Command:
-        """An exec probe's command in a running container: its files and environment, and no program but the image's.
+    def commands(
+        self, sources: Sources, pod: Object, container: Object, running: Container
+    ) -> Callable[[Sequence[str]], Command]:
+        """A function that makes an exec probe's command executable in a running container.
 
-        Raises ProbeError if the image, a source of the environment or the Ray head no longer exists.
+        The command sees the container's files and environment, and no program but the image's. The function raises
+        ProbeError if the image, a source of the environment or the Ray head no longer exists.
         """
-        try:
-            env = self._environment(sources, pod, container)
-            image = self.images.resolve(container["image"])
-            rootfs, programs = running.directory / "rootfs", running.directory / "programs"
-            points = volumes.mount_points(pod, container, self.volume_directory(pod))
-            local = probe_words(given, sources.local_ports(pod))
-            process = image.process(rootfs, local, (), env, container.get("workingDir", ""), points)
-            variables = self._variables(sources, pod, container, process)
-        except (ImageNotFound, ConfigError, StartError) as error:
-            raise ProbeError(str(error)) from error
-        if not programs.is_dir():
-            link_programs(programs, image.programs)
-        path = [*image.program_directories(rootfs, env), programs]
-        return Command(
-            process.argv,
-            {**own_environment(running.directory), **variables, "PATH": os.pathsep.join(map(str, path))},
-            process.workdir,
-        )
+        read_image = cache(partial(self.images.resolve, container["image"]))
+        rootfs, programs = running.directory / "rootfs", running.directory / "programs"
+
+        def command(given: Sequence[str]) -> Command:
+            try:
+                image, env = read_image(), self._environment(sources, pod, container)
+                points = volumes.mount_points(pod, container, self.volume_directory(pod))
+                local = probe_words(given, sources.local_ports(pod))
+                process = image.process(rootfs, local, (), env, container.get("workingDir", ""), points)
+                variables = self._variables(sources, pod, container, process)
+            except (ImageNotFound, ConfigError, StartError) as error:
+                raise ProbeError(str(error)) from error
+            if not programs.is_dir():
+                link_programs(programs, image.programs)
+            path = os.pathsep.join(map(str, [*image.program_directories(rootfs, env), programs]))
+            return Command(
+                process.argv, {**own_environment(running.directory), **variables, "PATH": path}, process.workdir
+            )
+
+        return command
 
     def _environment(self, sources: Sources, pod: Object, container: Object) -> dict[str, str]:
         """The variables of a container, as the container's paths. Raises ConfigError."""
