@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 from google.protobuf import json_format
 
 from dropforge.cloud.resource import Resource
@@ -221,6 +222,38 @@ def test_a_preview_needs_its_launch_stage(mistake: Callable[[dict[str, Any]], No
             Unacceptable, match=r"emptyDir\.medium=DISK is BETA, and the request has no such launchStage"
         ):
             check(changed)
+
+
+PLACE = "projects/my-project/locations/us-central1"
+SAMPLES: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "data" / "google_samples.yaml").read_text())
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["sample"])
+def test_the_launch_stages_are_those_of_googles_acceptance_tests(sample: dict[str, Any]) -> None:
+    """A sample passes with its launch stage, and a sample in preview does not pass without."""
+    field = {JOB: "job", SERVICE: "service"}[sample["kind"]]
+    named = {"parent": PLACE, f"{field}Id": "sample"}
+    staged = {"launchStage": sample["stage"]} if sample["stage"] != "GA" else {}
+    check(Resource(sample["kind"], "sample", {**named, field: {**sample[field], **staged}}))
+    if staged:
+        with pytest.raises(Unacceptable, match="has no such launchStage"):
+            check(Resource(sample["kind"], "sample", {**named, field: sample[field]}))
+
+
+def test_the_samples_show_every_feature_of_gpu_jobs_and_services() -> None:
+    """The fields that Google has kept in preview at some time are in a sample that needs no launch stage."""
+    shown = {name for sample in SAMPLES if sample["stage"] == "GA" for name in _names(sample)}
+    once = {"nodeSelector", "gpuZonalRedundancyDisabled", "startExecutionToken", "networkInterfaces"}
+    sent = {name for kind in (JOB, SERVICE) for resource in created()[kind] for name in _names(resource.request)}
+    assert once & sent <= shown
+
+
+def _names(value: Any) -> Iterator[str]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield key
+        yield from _names(inner)
+    for inner in value if isinstance(value, list) else ():
+        yield from _names(inner)
 
 
 def test_the_names_and_values_are_those_of_googles_clients(monkeypatch: pytest.MonkeyPatch) -> None:
