@@ -1,4 +1,6 @@
-# Makes custom roles from permissions.yaml. Each role is bound only where its account needs it.
+# Makes custom roles from permissions.yaml. Each role is bound only where its account needs it. The exception is
+# data_buckets: a custom role of a project cannot be bound on a bucket of another project
+# (https://cloud.google.com/iam/docs/roles-overview#custom), so the smallest predefined roles are bound there.
 
 locals {
   _switched_off = concat(
@@ -39,6 +41,14 @@ locals {
     artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
   }
 
+  # The smallest predefined role that holds the permissions of a grant on data_buckets; false: list only.
+  data_bucket_roles = { true = "roles/storage.objectViewer", false = "roles/storage.legacyBucketReader" }
+  bucket_roles = {
+    for key, grant in local.grants : key => grant.scope == "data_buckets" ? (
+      local.data_bucket_roles[contains(grant.permissions, "storage.objects.get")]
+    ) : google_project_iam_custom_role.grant[key].id if contains(keys(local.bucket_scopes), grant.scope)
+  }
+
   project_scopes = ["project", "clusters", "own_clusters", "tpus"]
 
   secret_scopes = {
@@ -59,7 +69,7 @@ locals {
 }
 
 resource "google_project_iam_custom_role" "grant" {
-  for_each = local.grants
+  for_each = { for key, grant in local.grants : key => grant if grant.scope != "data_buckets" }
 
   role_id     = replace("${var.prefix}_${each.value.account}_${each.value.scope}", "-", "_")
   title       = "${var.prefix} ${each.value.account} on ${each.value.scope}"
@@ -90,7 +100,7 @@ resource "google_storage_bucket_iam_member" "grant" {
   ]...)
 
   bucket = each.value.bucket
-  role   = google_project_iam_custom_role.grant[each.value.role].id
+  role   = local.bucket_roles[each.value.role]
   member = google_service_account.account[each.value.grant.account].member
 
   dynamic "condition" {

@@ -23,7 +23,7 @@ variable "cluster_regions" {
 }
 
 variable "data_buckets" {
-  description = "Buckets that specs may name as gs:// sources, and from which specs may be read. Trainers may read them."
+  description = "Buckets that specs may name as gs:// sources, and from which specs may be read. Trainers may read them. A bucket may belong to another project; the user who applies needs storage.buckets.setIamPolicy on it."
   type        = set(string)
   default     = []
 }

@@ -7,7 +7,8 @@
 #   destroy    delete the deployment, apart from the bucket of Terraform's state
 #
 # The script shows Terraform's plan and applies it only after the answer "yes". PREFIX names the deployment (dropforge).
-# The state is in gs://PROJECT_ID-PREFIX-state, the digests are in gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
+# The state and the hashes of Terraform's providers are in gs://PROJECT_ID-PREFIX-state, the digests of the images are in
+# gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,9 +30,38 @@ make_state_bucket() {
     fi
 }
 
+# Pin the providers by hash: take the lock file of the checkout, else that of the first deployment of these versions, else
+# create it from Terraform's registry and keep it. Nobody but the users who deploy can write to the state's bucket.
+lock_providers() {
+    local lock=terraform/.terraform.lock.hcl kept
+    kept="gs://$state/providers/$(git hash-object terraform/versions.tf).lock.hcl"
+    if [[ ! -e $lock ]] && ! gcloud storage cp "$kept" "$lock"; then
+        terraform -chdir=terraform providers lock -platform=linux_amd64 -platform=linux_arm64 \
+            -platform=darwin_amd64 -platform=darwin_arm64
+        gcloud storage cp "$lock" "$kept" --no-clobber
+    fi
+}
+
+# Stop before the plan if Google supports a permission of terraform/permissions.yaml in no custom role.
+check_custom_roles() {
+    local refused
+    if ! refused=$(gcloud iam list-testable-permissions "//cloudresourcemanager.googleapis.com/projects/$project" \
+        --filter="customRolesSupportLevel=NOT_SUPPORTED" --format="value(name)"); then
+        echo "Google did not say which permissions custom roles may have; the apply will show it." >&2
+        return
+    fi
+    refused=$(grep -Fx "$refused" <(sed -nE 's/^ {8}([a-z]+(\.[A-Za-z]+)+):.*/\1/p' terraform/permissions.yaml) || true)
+    if [[ -n $refused ]]; then
+        echo "Google supports these permissions of terraform/permissions.yaml in no custom role:" "$refused" >&2
+        echo "Bind a predefined role that has them, as terraform/iam.tf does for data_buckets." >&2
+        exit 1
+    fi
+}
+
 # apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
-    terraform -chdir=terraform init -input=false -reconfigure -backend-config="bucket=$state"
+    lock_providers
+    terraform -chdir=terraform init -input=false -reconfigure -lockfile=readonly -backend-config="bucket=$state"
     terraform -chdir=terraform plan -input=false -out="$work/plan" \
         -var="project_id=$project" -var="region=$region" -var="prefix=$prefix" "$@"
     local answer=""
@@ -60,6 +90,7 @@ deploy)
         echo "There are no images yet: run \`make registry\` and \`make images\` first (docs/deploy.md)." >&2
         exit 1
     fi
+    check_custom_roles
     apply -var-file="$work/images.tfvars.json"
     terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"
     terraform -chdir=terraform output -raw kubernetes_manifest >"$work/kubernetes.yaml"

@@ -7,6 +7,7 @@ for the caller. https://cloud.google.com/policy-intelligence/docs/troubleshoot-a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from dropforge.base.settings import Settings
 from dropforge.platforms import servers, targets
@@ -35,6 +36,26 @@ def needed(specs: Iterable[JobSpec]) -> list[Permission]:
         permissions += targets()[spec.target.type].permissions
         permissions += servers()[spec.serve.type].permissions if spec.serve else ()
     return list(dict.fromkeys(permissions))
+
+
+def support_levels(project: str) -> dict[str, str]:
+    """Return SUPPORTED, TESTING or NOT_SUPPORTED for every permission that custom roles of a project could have.
+
+    https://cloud.google.com/iam/docs/reference/rest/v1/permissions/queryTestablePermissions (at most 1000 on a page)
+    """
+    body: dict[str, Any] = {
+        "fullResourceName": f"//cloudresourcemanager.googleapis.com/projects/{project}",
+        "pageSize": 1000,
+    }
+    levels: dict[str, str] = {}
+    while True:
+        answer = google_apis.post("iam", "v1/permissions:queryTestablePermissions", body)
+        for permission in answer.get("permissions", ()):
+            # Google leaves the level out where it is SUPPORTED.
+            levels[permission["name"]] = permission.get("customRolesSupportLevel", "SUPPORTED")
+        if not answer.get("nextPageToken"):
+            return levels
+        body["pageToken"] = answer["nextPageToken"]
 
 
 def state(settings: Settings, use: Permission) -> str:

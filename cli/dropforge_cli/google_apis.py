@@ -1,6 +1,6 @@
 """REST calls to the Google APIs that only the command line uses. A variable overrides the address of each API:
 
-    SERVICE_USAGE_EMULATOR_HOST, RESOURCE_MANAGER_EMULATOR_HOST, ARTIFACT_REGISTRY_EMULATOR_HOST,
+    SERVICE_USAGE_EMULATOR_HOST, RESOURCE_MANAGER_EMULATOR_HOST, ARTIFACT_REGISTRY_EMULATOR_HOST, IAM_EMULATOR_HOST,
     CLOUD_QUOTAS_EMULATOR_HOST, POLICY_TROUBLESHOOTER_EMULATOR_HOST, COMPUTE_EMULATOR_HOST    http://host:port
 
 The local stack emulates only Compute Engine, and of it only disks. For all other requests, NotAsked is raised.
@@ -20,6 +20,7 @@ APIS = {
     "cloudquotas": "CLOUD_QUOTAS_EMULATOR_HOST",
     "cloudresourcemanager": "RESOURCE_MANAGER_EMULATOR_HOST",
     "compute": "COMPUTE_EMULATOR_HOST",
+    "iam": "IAM_EMULATOR_HOST",
     "policytroubleshooter": "POLICY_TROUBLESHOOTER_EMULATOR_HOST",
     "serviceusage": "SERVICE_USAGE_EMULATOR_HOST",
 }

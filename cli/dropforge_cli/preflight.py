@@ -80,6 +80,7 @@ def findings(cloud: Cloud, specs: dict[str, JobSpec]) -> Iterator[Finding]:
     kinds: set[str] = {part.type for spec in specs.values() for part in (spec.target, spec.serve) if part}
     yield from _asked("APIs", lambda: _services(settings.project, kinds))
     yield from _asked("project", lambda: _project_permissions(settings.project))
+    yield from _asked("custom roles", lambda: _custom_roles(settings.project, list(specs.values())))
     yield from _asked("accounts", lambda: _accounts(settings, list(specs.values())))
     for bucket, needed in ((settings.specs_bucket, ON_SPECS_BUCKET), (settings.runs_bucket, ON_RUNS_BUCKET)):
         yield from _asked(f"bucket {bucket}", lambda bucket=bucket, needed=needed: _bucket(cloud, bucket, needed))  # type: ignore[misc]
@@ -147,6 +148,23 @@ def _project_permissions(project: str) -> Iterator[Finding]:
     path, body = f"v1/projects/{project}:testIamPermissions", {"permissions": list(ON_PROJECT)}
     held = google_apis.post("cloudresourcemanager", path, body).get("permissions", ())
     yield _held(f"project {project}", ON_PROJECT, held, f"grant yourself roles/viewer on project {project}")
+
+
+def _custom_roles(project: str, specs: list[JobSpec]) -> Iterator[Finding]:
+    """terraform/ puts every permission into custom roles; Google supports most permissions there, but not all."""
+    levels, what = accounts.support_levels(project), "custom roles"
+    permissions = sorted({use.permission for use in accounts.needed(specs)})
+    mend = (
+        f"gcloud iam list-testable-permissions //cloudresourcemanager.googleapis.com/projects/{project} "
+        "--filter=customRolesSupportLevel=NOT_SUPPORTED, and bind a predefined role in terraform/iam.tf"
+    )
+    for level, status in (("NOT_SUPPORTED", NO), ("TESTING", WARNING)):
+        if found := [name for name in permissions if levels.get(name) == level]:
+            yield Finding(status, what, f"{level} in custom roles: {', '.join(found)}", mend)
+    if unlisted := [name for name in permissions if name not in levels]:
+        yield Finding(NOT_ASKED, what, f"Google does not list {', '.join(unlisted)} for the project")
+    if supported := [name for name in permissions if levels.get(name) == "SUPPORTED"]:
+        yield Finding(OK, what, f"{len(supported)} permissions are SUPPORTED in custom roles")
 
 
 def _accounts(settings: Settings, specs: list[JobSpec]) -> Iterator[Finding]:

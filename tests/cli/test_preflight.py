@@ -36,6 +36,8 @@ class Project:
         self.off: set[str] = set()
         self.held = {*preflight.ON_PROJECT}
         self.images = set(IMAGES.values())
+        self.levels: dict[str, str] = {}
+        self.unlisted = ""
         self.access: dict[str, str] = {}
         self.troubled: list[tuple[str, str, str]] = []
         self.gpu_zones = {"nvidia-l4": ["us-central1-a", "europe-west4-b"]}
@@ -59,6 +61,17 @@ class Project:
     def permissions(self, _: Any, query: Any, body: Any) -> tuple[int, Any]:
         held = sorted({*body["permissions"]} & self.held)
         return 200, {"permissions": held} if held else {}
+
+    def testable(self, _: Any, query: Any, body: Any) -> tuple[int, Any]:
+        """Two pages; SUPPORTED is left out, as by Google."""
+        assert body["fullResourceName"] == "//cloudresourcemanager.googleapis.com/projects/p"
+        names = sorted({*granted(), *self.levels} - {self.unlisted})
+        half = names[::2] if "pageToken" not in body else names[1::2]
+        levels = [{"name": name, **self._level(name)} for name in half]
+        return 200, {"permissions": levels, **({} if "pageToken" in body else {"nextPageToken": "2"})}
+
+    def _level(self, name: str) -> dict[str, str]:
+        return {"customRolesSupportLevel": self.levels[name]} if name in self.levels else {}
 
     def image(self, match: re.Match[str], query: Any, body: Any) -> tuple[int, Any]:
         uri = f"us-central1-docker.pkg.dev/p/dropforge/{match[1]}"
@@ -96,10 +109,17 @@ class Project:
         return 200, {"name": match[0], "quotaId": match[2], "service": match[1], "dimensionsInfos": entries}
 
 
+def granted() -> set[str]:
+    """Every permission of terraform/permissions.yaml."""
+    accounts = yaml.safe_load((ROOT / "terraform" / "permissions.yaml").read_text())["accounts"]
+    return {name for account in accounts.values() for held in account["grants"].values() for name in held}
+
+
 ROUTES: dict[str, Any] = {
     r"GET /v1/projects/p/services:batchGet": Project.services,
     r"POST /v1/projects/p:testIamPermissions": Project.permissions,
     r"POST /v3/iam:troubleshoot": Project.troubleshoot,
+    r"POST /v1/permissions:queryTestablePermissions": Project.testable,
     r"GET /v1/projects/p/locations/us-central1/repositories/dropforge/dockerImages/(.+)": Project.image,
     r"GET /compute/v1/projects/p/regions/([a-z0-9-]+)": Project.region,
     r"GET /compute/v1/projects/p/aggregated/acceleratorTypes": Project.accelerators,
@@ -175,7 +195,7 @@ def test_every_answer_about_a_ready_deployment_is_ok(deployed: Deployed, project
     answers = answers_of(deployed, spec(target))
     assert wrong(answers) == []
     kinds = {answer["what"].split()[0] for answer in answers} - {"1"}
-    assert kinds == {"APIs", "account", "project", "bucket", "image", "spec", "quota"}
+    assert kinds == {"APIs", "account", "project", "bucket", "custom", "image", "spec", "quota"}
     shown = deployed.run("preflight", spec(target))
     assert shown.exit_code == 0
     assert shown.output.splitlines()[-1] == f"{len(answers)} ok"
@@ -196,6 +216,24 @@ def test_each_missing_part_is_named_with_its_fix(deployed: Deployed, project: Pr
     assert mends["APIs"] == "gcloud services enable run.googleapis.com --project=p"
     assert mends["image serve_vllm_image"] == "make images, then make deploy"
     assert all(mends.values())
+
+
+@pytest.mark.parametrize(("level", "status", "code"), [("NOT_SUPPORTED", "failed", 1), ("TESTING", "warning", 0)])
+def test_permissions_that_custom_roles_cannot_have(
+    deployed: Deployed, project: Project, level: str, status: str, code: int
+) -> None:
+    project.levels = {"workflows.callbacks.send": level, "pubsub.topics.publish": level, "x.y.z": "NOT_SUPPORTED"}
+    answers = [answer for answer in answers_of(deployed, spec(), code=code) if answer["what"] == "custom roles"]
+    assert [answer["status"] for answer in answers] == [status, "ok"]
+    assert answers[0]["message"] == f"{level} in custom roles: pubsub.topics.publish, workflows.callbacks.send"
+    assert "gcloud iam list-testable-permissions" in answers[0]["mend"]
+
+
+def test_a_permission_that_google_does_not_list_is_not_called_ok(deployed: Deployed, project: Project) -> None:
+    project.unlisted = "workflows.callbacks.send"
+    answers = [answer for answer in answers_of(deployed, spec()) if answer["what"] == "custom roles"]
+    assert [answer["status"] for answer in answers] == ["not asked", "ok"]
+    assert "workflows.callbacks.send" in answers[0]["message"]
 
 
 def test_gpus_that_a_region_lacks_or_that_are_used(deployed: Deployed, project: Project) -> None:

@@ -23,6 +23,9 @@ PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$LOG"
 case "$*" in
     "storage buckets describe"*) exit "$NO_BUCKET" ;;
+    "storage cp gs://"*"/providers/"*) [ "$NO_LOCK" = 0 ] || exit 1; echo kept > "$4" ;;
+    "iam list-testable-permissions "*) [ "$NO_ANSWER" = 0 ] || exit 1; printf "some.other.permission\n$NOT_SUPPORTED" ;;
+    *" providers lock "*) echo made > terraform/.terraform.lock.hcl ;;
     "storage cp gs://"*) [ "$NO_IMAGES" = 0 ] || exit 1; echo '{"images": {}}' > "$4" ;;
     inspect*RepoDigests\\ 0*) echo "docker.io/some/base@sha256:BASE" ;;
     inspect*) echo "$REPOSITORY/${4##*/}" | sed "s/:.*/@sha256:$(printf '0%.0s' $(seq 64))/" ;;
@@ -50,15 +53,17 @@ class Machine:
             path.parent.mkdir(exist_ok=True)
             path.write_text(PROGRAM)
             path.chmod(0o755)
-        for name in ("tools", "terraform", "containers", "functions"):
+        for name in ("tools", "containers", "functions"):
             (directory / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "terraform", directory / "terraform", ignore=shutil.ignore_patterns(".terraform*"))
         shutil.copy(ROOT / "Makefile", directory)
 
     def run(self, *command: str, answer: str = "", **environment: str) -> Done:
         """Run a command; `answer` is its standard input."""
         self.log.unlink(missing_ok=True)
         path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
-        known = {"PATH": path, "LOG": str(self.log), "NO_BUCKET": "0", "NO_IMAGES": "0", **environment}
+        answers = dict.fromkeys(("NO_BUCKET", "NO_IMAGES", "NO_LOCK", "NO_ANSWER"), "0")
+        known = {"PATH": path, "LOG": str(self.log), "NOT_SUPPORTED": "", **answers, **environment}
         done = subprocess.run(
             command, cwd=self.directory, env=known, input=answer, capture_output=True, text=True, timeout=60
         )
@@ -117,6 +122,37 @@ def test_the_bucket_for_the_state_is_created_once(machine: Machine, no_bucket: s
     assert any("buckets create gs://p-dropforge-state " in call for call in done.calls) is made
 
 
+@pytest.mark.parametrize("permission", ["workflows.callbacks.send", "iam.serviceAccounts.actAs"])
+def test_a_permission_that_custom_roles_cannot_have_stops_the_deployment(machine: Machine, permission: str) -> None:
+    done = machine.make("deploy", answer="yes\n", NOT_SUPPORTED=permission)
+    assert done.code != 0
+    assert f"in no custom role: {permission}" in done.output
+    assert [call for call in done.calls if call.startswith("terraform")] == []
+    assert machine.make("deploy", answer="yes\n", NOT_SUPPORTED="workflows.callbacks").code == 0, "part of a name"
+    unanswered = machine.make("deploy", answer="yes\n", NO_ANSWER="1")
+    assert (unanswered.code, "the apply will show it" in unanswered.output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("found", "no_lock", "content"), [("", "1", "made"), ("", "0", "kept"), ("of the checkout", "0", "of the checkout")]
+)
+def test_providers_are_pinned_by_the_hashes_of_the_first_deployment(
+    machine: Machine, found: str, no_lock: str, content: str
+) -> None:
+    lock = machine.directory / "terraform" / ".terraform.lock.hcl"
+    if found:
+        lock.write_text(found)
+    done = machine.make("registry", answer="yes\n", NO_LOCK=no_lock)
+    assert done.code == 0, done.output
+    assert lock.read_text().strip() == content
+    (init,) = [call for call in done.calls if " init " in call]
+    assert "-lockfile=readonly" in init
+    kept = [
+        call for call in done.calls if re.search(r"cp terraform/\S+ gs://p-dropforge-state/providers/\w{40}\.", call)
+    ]
+    assert [call.endswith(" --no-clobber") for call in kept] == ([True] if content == "made" else [])
+
+
 def test_make_registry_applies_the_registry_only(machine: Machine) -> None:
     (plan,) = [call for call in machine.make("registry", answer="yes\n").calls if " plan " in call]
     assert plan.endswith(" -target=terraform_data.registry")
@@ -160,7 +196,7 @@ def substituted(text: str, values: dict[str, str]) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 def test_gcloud_accepts_every_command(machine: Machine, tmp_path: Path) -> None:
-    calls = machine.make("registry", answer="yes\n", NO_BUCKET="1").calls
+    calls = machine.make("registry", answer="yes\n", NO_BUCKET="1", NO_LOCK="1").calls
     calls += machine.make("images").calls + machine.make("deploy", answer="yes\n").calls
     commands = sorted({call for call in calls if call.startswith("gcloud ")})
     assert len(commands) >= 5

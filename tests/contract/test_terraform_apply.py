@@ -23,6 +23,7 @@ from dropforge_local.stack.functions_host import entry_points
 from ..schemas import google_provider, kubernetes
 from ..schemas.google_provider import Argument, Schema
 from .configuration import ROOT, images, permissions
+from .gcloud import refused
 from .provider import Provider
 
 PROJECT, REGION, NUMBER = stack.PROJECT, stack.LOCATION, "123456789"
@@ -234,6 +235,39 @@ def test_accounts_hold_the_permissions_of_permissions_yaml(applied: Applied) -> 
     assert held == _expected()
 
 
+def test_data_buckets_of_any_project_get_the_smallest_predefined_role(applied: Applied) -> None:
+    """Google binds no custom role of a project on a bucket of another project."""
+    roles = yaml.safe_load((ROOT / "tests" / "data" / "iam_predefined_roles.yaml").read_text())
+    bindings = {
+        b["member"]: b["role"] for b in applied["google_storage_bucket_iam_member"] if b["bucket"] == "datasets"
+    }
+    for name, account in permissions()["accounts"].items():
+        if needed := set(account["grants"].get("data_buckets", ())):
+            role = bindings.pop(f"serviceAccount:dropforge-{_id(name)}@{PROJECT}.iam.gserviceaccount.com")
+            assert needed <= set(roles[role])
+            assert ("storage.objects.get" in roles[role]) == ("storage.objects.get" in needed)
+    assert bindings == {}
+    assert not [role for role in applied["google_project_iam_custom_role"] if "data_buckets" in role["role_id"]]
+
+
+def test_the_agent_of_workflows_is_created_before_the_workflow(applied: Applied, directory: Path) -> None:
+    """Without it, the first deployment in a new project is refused."""
+    lines = (directory / "gcloud.log").read_text().splitlines()
+    (created,) = [line for line in lines if "services identity create" in line]
+    assert f"--service=workflows.googleapis.com --project={PROJECT}" in created
+    (granted,) = [line for line in lines if "roles/workflows.serviceAgent" in line]
+    assert f"--member=serviceAccount:service-{NUMBER}@gcp-sa-workflows.iam.gserviceaccount.com" in granted
+    with serving(google()) as providers:
+        graph = terraform(directory, "graph", providers=providers)
+    assert '"google_workflows_workflow.run" -> "terraform_data.workflows_agent"' in graph
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_accepts_the_commands_of_terraform(applied: Applied, directory: Path, tmp_path: Path) -> None:
+    commands = sorted(set((directory / "gcloud.log").read_text().splitlines()))
+    assert refused(commands, tmp_path) == {}
+
+
 def test_functions_are_called_by_one_account_each(applied: Applied) -> None:
     callers = {b["name"]: (b["role"], b["member"]) for b in applied["google_cloud_run_v2_service_iam_member"]}
     for name in entry_points():
@@ -304,7 +338,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
             for scope in ("run_objects", "event_objects", "machine_objects", "artifact_objects")
         },
         "specs_bucket": [stack.SPECS_BUCKET],
-        "data_buckets": ["datasets"],
+        "data_buckets": [],  # predefined roles: see the test of data_buckets
         "run_events_topic": [stack.RUN_EVENTS],
         "job_events_topic": [stack.JOB_EVENTS],
         "training_secrets": ["hf-token"],

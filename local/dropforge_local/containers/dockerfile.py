@@ -1,8 +1,9 @@
 """Reads a Dockerfile far enough to lay out the files and the command of its final stage, without building anything.
 
-Grammar: https://docs.docker.com/reference/dockerfile/. RUN is skipped: the local virtual environment stands for the
-packages that it installs. An unknown instruction that would change the files or the command raises
-`UnsupportedDockerfile`. The parser is ours because dockerfile-parse reads the lines of a here-document as instructions.
+Grammar: https://docs.docker.com/reference/dockerfile/. RUN is not executed: the local virtual environment stands for
+the Python packages that it installs. The names of the packages that it installs with apt are recorded. An unknown
+instruction that would change the files or the command raises `UnsupportedDockerfile`. The parser is ours because
+dockerfile-parse reads the lines of a here-document as instructions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from posixpath import join, normpath
+
+from .programs import apt_packages
 
 SKIPPED = {"RUN", "EXPOSE", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
 IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # no image needs them, and they would change the digest at every run
@@ -43,6 +46,7 @@ class Stage:
     name: str = ""
     files: dict[str, Path] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
+    packages: set[str] = field(default_factory=set)  # installed with apt
     env: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
@@ -113,6 +117,8 @@ def _apply(
     scope = {**stage.arguments, **stage.env}
     if keyword in SKIPPED:
         stage.notes.append(f"line {instruction.line}: {keyword} is not imitated")
+        if keyword == "RUN":
+            stage.packages |= apt_packages(_expand(instruction.text, scope))
     elif keyword == "ARG":
         _apply_argument(stage.arguments, arguments, instruction)
     elif keyword == "ENV":

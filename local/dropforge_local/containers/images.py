@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from .dockerfile import Stage, UnsupportedDockerfile, evaluate
 from .mounts import link
+from .programs import programs_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Image:
     python: Path
     own_paths: frozenset[str] = field(default_factory=frozenset)
     environments: Mapping[str, Path] = field(default_factory=dict)
+    programs: frozenset[str] = frozenset()  # names, beside those of its own files and its environments
 
     def unpack(
         self,
@@ -79,6 +81,18 @@ class Image:
         """
         shutil.copytree(self.rootfs, rootfs)
         link(rootfs, mounts)
+        return self.process(rootfs, command, args, env, workdir, mounts)
+
+    def process(
+        self,
+        rootfs: Path,
+        command: Sequence[str] = (),
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        workdir: str = "",
+        mounts: Mapping[str, Path] = MappingProxyType({}),
+    ) -> Process:
+        """A command in files that `unpack` has copied to `rootfs`; the parameters are those of `unpack`."""
         places = self._places(rootfs, mounts)
         words = [*(command or self.entrypoint), *(args or (() if command else self.cmd))]
         if not words:
@@ -96,6 +110,13 @@ class Image:
             workdir=directory,
             search_path=programs,
         )
+
+    def program_directories(self, rootfs: Path, env: Mapping[str, str]) -> list[Path]:
+        """The directories of the image's own programs by the PATH in `env`, whose paths are the container's."""
+        path = {**self.env, **env}.get("PATH", "")
+        given = list(self._programs(path)) or [self.python.parent]
+        own = [rootfs / entry[1:] for entry in path.split(":") if entry.startswith("/")]
+        return [*(directory for directory in own if directory.is_dir()), *given]
 
     def _programs(self, path: str) -> Iterator[Path]:
         """Program directories of the environments on the image's PATH; the interpreter's directory comes first."""
@@ -188,11 +209,13 @@ class ImageStore:
             python=self.python,
             own_paths=frozenset(owned),
             environments=environments,
+            programs=programs_of(stage.packages),
         )
 
     def _digest(self, stage: Stage) -> str:
         """sha256 over the configuration and every file's path, mode and content."""
         config = [stage.workdir, stage.entrypoint, stage.cmd, stage.env, stage.labels, sorted(stage.directories)]
+        config += [sorted(stage.packages)]
         files = [(name, os.access(path, os.X_OK), self._hash(path)) for name, path in sorted(stage.files.items())]
         return "sha256:" + hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 

@@ -121,7 +121,7 @@ class Container:
 
     def release(self) -> None:
         """Free the disk that a finished container no longer needs; output and exit code stay."""
-        for name in ("home", "rootfs"):
+        for name in ("home", "programs", "rootfs"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
@@ -188,15 +188,12 @@ class Runtime:
 
     def _begin(self, directory: Path, spec: ContainerSpec) -> Container:
         env = {
-            "LANG": "C.UTF-8",
-            "HOME": str(directory / "home"),
-            "TMPDIR": str(temporary_directory(directory)),
+            **own_environment(directory),
             **spec.env,
             # An image's own PATH comes last: the local environment stands for the packages that the image installed.
             "PATH": os.pathsep.join(
                 filter(None, [*map(str, spec.search_path), self.search_path, spec.env.get("PATH")])
             ),
-            MARKER: str(directory),
         }
         argv = [sys.executable, "-I", "-S", shim.__file__, str(directory), str(spec.log_bytes), str(spec.workdir)]
         pid = os.posix_spawn(
@@ -253,6 +250,16 @@ class Runtime:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def own_environment(directory: Path) -> dict[str, str]:
+    """The variables of every process of a container: its marker, its language and its directories."""
+    return {
+        "LANG": "C.UTF-8",
+        "HOME": str(directory / "home"),
+        "TMPDIR": str(temporary_directory(directory)),
+        MARKER: str(directory),
+    }
 
 
 def children_by_parent() -> dict[int, list[int]]:

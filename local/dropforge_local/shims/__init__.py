@@ -24,12 +24,15 @@ def fsdp_environment(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     return {**env, "PYTHONPATH": _python_path(env), LOCAL_GPUS: str(gpus)}
 
 
-def ray_environment(env: Mapping[str, str], ports: Mapping[int, int], head: str, agent: str = "") -> dict[str, str]:
+def ray_environment(
+    env: Mapping[str, str], ports: Mapping[int, int], head: str, agent: str = "", *, gcs_health: bool = False
+) -> dict[str, str]:
     """`env` for a Ray node; `ports` maps its pod's ports to ports of this machine.
 
-    `head` is the address of the cluster's GCS; `agent` accepts connections once the head has started.
+    `head` is the address of the cluster's GCS; `agent` accepts connections once the head has started. With `gcs_health`
+    the head's dashboard answers /api/gcs_healthz, which costs a process of 100 MB.
     """
-    local = {"ports": ports, "head": head, "object_store_bytes": OBJECT_STORE_BYTES}
+    local = {"ports": ports, "head": head, "object_store_bytes": OBJECT_STORE_BYTES, "gcs_health": gcs_health}
     return {
         **env,
         "PYTHONPATH": _python_path(env),

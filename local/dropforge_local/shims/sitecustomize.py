@@ -33,6 +33,7 @@ PORTS = {
 WORKER_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
 # The dashboard's modules that serve jobs, their state and the head; each module is a process of 100 MB.
 DASHBOARD_MODULES = "JobHead,NodeHead,StateHead"
+GCS_HEALTH_MODULE = "ReportHead"
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -61,10 +62,12 @@ class Finder(importlib.abc.MetaPathFinder):
 def make_small(services: Any) -> None:
     """Keep a node on the loopback interface, and its dashboard small."""
     start = services.start_ray_process
+    gcs_health = json.loads(os.environ["DROPFORGE_LOCAL_RAY"]).get("gcs_health")
+    modules = f"{DASHBOARD_MODULES},{GCS_HEALTH_MODULE}" if gcs_health else DASHBOARD_MODULES
 
     def start_ray_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
         if process_type == "dashboard":
-            command = [*command, f"--modules-to-load={DASHBOARD_MODULES}"]
+            command = [*command, f"--modules-to-load={modules}"]
         return start(command, process_type, *args, **kwargs)
 
     services.start_ray_process = start_ray_process

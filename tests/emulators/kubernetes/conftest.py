@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -353,11 +353,12 @@ class Stack:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.kuberay = CONFIG.kuberay
         write_images(home / "repo")
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> Kube:
-        command = [sys.executable, "-P", __file__, str(self.home)]  # not with this folder on the path
+        command = [sys.executable, "-P", __file__, str(self.home), self.kuberay]  # not with this folder on the path
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         admin, url, authority = json.loads(self.process.stdout.readline())
@@ -379,9 +380,9 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     end_all(tmp_path / "containers", grace_seconds=0)
 
 
-async def serve(home: Path) -> None:
+async def serve(home: Path, kuberay: str) -> None:
     """The process of a `Stack`."""
-    emulator = build_emulator(home)
+    emulator = build_emulator(home, replace(CONFIG, kuberay=kuberay))
     server = Server([emulator])
     emulator.add_cluster(NAME)
     await server.start()
@@ -391,4 +392,4 @@ async def serve(home: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))

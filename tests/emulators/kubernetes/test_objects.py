@@ -283,7 +283,7 @@ def test_bad_jobs_are_invalid_with_causes(kube: Kube, changes: dict[str, Any], f
     [
         {"pod__affinity": {}},
         {"backoffLimitPerIndex": 1},
-        {"container__livenessProbe": {"exec": {"command": ["true"]}}},
+        {"container__livenessProbe": {"grpc": {"port": 80}}},
         {"container__lifecycle": {"postStart": {"exec": {"command": ["true"]}}}},
         {"container__ports": [{"containerPort": 1, "hostPort": 1}]},
         {"pod__volumes": [{"name": "v", "projected": {}}]},

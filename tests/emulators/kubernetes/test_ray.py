@@ -26,12 +26,12 @@ from kubernetes.client import exceptions
 
 from dropforge_local.containers.processes import end_all, find_members
 
-from .conftest import NAME, REGISTRY, Kube, Stack
+from .conftest import CONFIG, NAME, REGISTRY, Kube, Stack
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = ROOT / "build" / "maxtext"
 RAY = ENVIRONMENT / "bin" / "ray"
-REAL, NOOP = "train-ray-test", "ray-noop"
+REAL, NOOP, NO_WGET = "train-ray-test", "ray-noop", "ray-without-wget"
 TPU = "google.com/tpu"
 WAIT_SECONDS = 180.0
 
@@ -54,7 +54,8 @@ DRIVER = """
         print("hosts", sorted(ray.get([host.who.remote() for host in hosts])), flush=True)
 """
 DOCKERFILE = """
-FROM python:3.12
+FROM python:3.12-slim
+RUN apt-get install wget
 WORKDIR /app
 COPY containers/train_ray_test/driver.py /app/driver.py
 LABEL dev.dropforge.environments="/opt/maxtext=maxtext"
@@ -62,7 +63,8 @@ ENV PATH=/opt/maxtext/bin:/usr/bin:/bin
 ENTRYPOINT ["python", "driver.py"]
 """
 NOOP_DOCKERFILE = """
-FROM python:3.11
+FROM python:3.11-slim
+RUN apt-get install wget
 WORKDIR /app
 COPY containers/ray_noop/ray.py /app/bin/ray
 COPY containers/train_ray_test/driver.py /app/driver.py
@@ -70,6 +72,7 @@ ENV PATH=/app/bin:/usr/bin:/bin
 ENTRYPOINT ["python", "driver.py"]
 """
 
+needs_wget = pytest.mark.skipif(shutil.which("wget") is None, reason="this machine has no wget")
 pytestmark = pytest.mark.timeout(600)  # the first may have to make Ray's environment
 
 
@@ -80,6 +83,9 @@ def write_ray_image(repo: Path) -> None:
     (folder / "driver.py").write_text(textwrap.dedent(DRIVER))
     shutil.copytree(ROOT / "tests" / "images" / "containers" / "ray_noop", repo / "containers" / "ray_noop")
     (repo / "containers" / "ray_noop" / "Dockerfile").write_text(NOOP_DOCKERFILE)
+    bare = repo / "containers" / "ray_without_wget"
+    bare.mkdir()
+    (bare / "Dockerfile").write_text(NOOP_DOCKERFILE.replace("RUN apt-get install wget\n", ""))
     (repo / "build").mkdir()
     (repo / "build" / "maxtext").symlink_to(ENVIRONMENT)
 
@@ -99,6 +105,7 @@ def ray_job(name: str, *words: str, hosts: int = 0, image: str = REAL, **spec: A
         "template": {"spec": {**short, "containers": [worker], "nodeSelector": selector}},
     }
     cluster: dict[str, Any] = {
+        "rayVersion": "2.60.0",
         "authOptions": {"mode": "token"},
         "headGroupSpec": {"rayStartParams": {}, "template": {"spec": {**short, "containers": [head]}}},
         "workerGroupSpecs": [group] if hosts else [],
@@ -150,10 +157,9 @@ class Ray:
 
     def call(self, name: str, method: str, path: str = "", body: Any = None, token: str = "") -> tuple[int, bytes]:
         """Send a request to the Jobs API of a job's cluster; return status and answer."""
-        environment = self.environment(name)
-        headers = {"Authorization": f"Bearer {token or environment['RAY_AUTH_TOKEN']}"}
+        headers = {"Authorization": f"Bearer {token or self.environment(name)['RAY_AUTH_TOKEN']}"}
         data = None if body is None else json.dumps(body).encode()
-        url = f"{environment['RAY_ADDRESS']}/api/jobs/{path}"
+        url = f"{self.address(name)}/api/jobs/{path}"
         try:
             with urllib.request.urlopen(
                 urllib.request.Request(url, data, headers | {"Content-Type": "application/json"}, method=method),
@@ -164,16 +170,20 @@ class Ray:
             with error:
                 return error.code, error.read()
 
+    def address(self, name: str) -> str:
+        """The URL of the head of a job's cluster."""
+        head = f"{self.status(name)['rayClusterName']}-head-svc"
+        service = self.kube.core.read_namespaced_service(head, self.kube.namespace)
+        return str(json.loads(service.metadata.annotations["local.dropforge/urls"])["8265"])
+
     def environment(self, name: str) -> dict[str, str]:
         """The environment that the ray command line needs to reach a job's cluster from outside."""
         cluster = self.status(name)["rayClusterName"]
         secret = self.kube.core.read_namespaced_secret(cluster, self.kube.namespace)
-        service = self.kube.core.read_namespaced_service(f"{cluster}-head-svc", self.kube.namespace)
-        url = json.loads(service.metadata.annotations["local.dropforge/urls"])["8265"]
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.kube.directory),
-            "RAY_ADDRESS": url,
+            "RAY_ADDRESS": self.address(name),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": b64decode(secret.data["auth_token"]).decode(),
         }
@@ -193,10 +203,17 @@ def image() -> str:
 
 
 @pytest.fixture
-def ray(image: str, stack: Stack, request: pytest.FixtureRequest) -> Iterator[Ray]:
+def kuberay() -> str:
+    """The version of the Ray operator; the newest unless a test asks for another."""
+    return CONFIG.kuberay
+
+
+@pytest.fixture
+def ray(image: str, kuberay: str, stack: Stack, request: pytest.FixtureRequest) -> Iterator[Ray]:
     if image == REAL:
         request.getfixturevalue("maxtext_environment")
     write_ray_image(stack.home / "repo")
+    stack.kuberay = kuberay
     yield Ray(stack.start(), image)
     # Whatever the test has left: no process of a Ray cluster outlives its containers.
     end_all(stack.home / "containers", grace_seconds=0)
@@ -270,6 +287,59 @@ def test_failed_driver_killed_head_and_stopped_job(ray: Ray) -> None:
     ray.delete(name)
     until(lambda: is_deleted(ray, name))
     until(lambda: not find_members(ray.kube.directory))  # a shim ends after its pod
+
+
+@pytest.mark.slow
+@needs_wget
+@pytest.mark.parametrize(("kuberay", "image"), [("1.4", REAL), ("1.5", REAL), ("1.6", NOOP)])
+def test_older_operators_run_a_job_too(ray: Ray, kuberay: str) -> None:
+    """The test of a whole slice above runs under the newest. 1.4 drops authOptions, so its Ray demands no token."""
+    name = ray.create("exit", "0", hosts=1, ttlSecondsAfterFinished=600)
+    until(lambda: ray.states(name) == ("Complete", "SUCCEEDED"))
+    pods = ray.pods()
+    assert {pod.metadata.labels["ray.io/node-type"] for pod in pods} == {"head", "worker"}
+    for pod in pods:
+        (container,), (status,) = pod.spec.containers, pod.status.container_statuses
+        assert status.ready
+        assert (container.readiness_probe.http_get is None) is (kuberay in ("1.4", "1.5"))
+    job = ray.kube.custom.get_namespaced_custom_object(*ray.where, "rayjobs", name)
+    cluster = ray.status(name)["rayClusterName"]
+    secrets = [item.metadata.name for item in ray.kube.core.list_namespaced_secret(ray.kube.namespace).items]
+    assert ("authOptions" in job["spec"]["rayClusterSpec"], cluster in secrets) == (kuberay != "1.4",) * 2
+    code = ray.call(name, "GET", ray.status(name)["jobId"], token="x" * 32)[0]
+    assert code in ((200,) if kuberay == "1.4" else (401, 403))
+    ray.patch(name, ttlSecondsAfterFinished=0)
+    until(lambda: not ray.pods() and not ray.clusters())
+
+
+@needs_wget
+@pytest.mark.parametrize(("kuberay", "image"), [("1.5", NO_WGET)])
+def test_without_wget_in_the_image_an_older_operator_never_submits_the_job(ray: Ray) -> None:
+    name = ray.create("exit", "0")
+    until(lambda: any("wget: command not found" in message for _, message in ray.kube.events()))
+    assert ray.states(name) == ("Initializing", "")
+    (head,) = ray.pods()
+    assert head.status.phase == "Running"
+    assert not head.status.container_statuses[0].ready
+
+
+@pytest.mark.parametrize(("kuberay", "image"), [("1.5", NOOP)])
+def test_an_operator_before_1_6_replaces_one_host_of_a_slice(ray: Ray) -> None:
+    name = ray.create("sleep", "600", hosts=2)
+    until(lambda: ray.states(name) == ("Running", "RUNNING"))
+    hosts = {pod.metadata.uid: pod.metadata.name for pod in ray.pods() if "worker" in pod.metadata.name}
+    kept, lost = sorted(hosts.items())
+    ray.kube.core.delete_namespaced_pod(lost[1], ray.kube.namespace)
+    until(lambda: len({p.metadata.uid for p in ray.pods() if "worker" in p.metadata.name} - {lost[0]}) == 2)
+    assert kept[0] in {pod.metadata.uid for pod in ray.pods()}
+
+
+@pytest.mark.parametrize("kuberay", ["1.4"])
+@pytest.mark.parametrize("image", [NOOP])
+def test_an_old_operator_refuses_a_job_with_an_event_only(ray: Ray) -> None:
+    name = ray.create("x", activeDeadlineSeconds=0)
+    until(lambda: any("InvalidRayJobSpec" in reason for reason, _ in ray.kube.events(name)))
+    assert ray.states(name) == ("", "")
 
 
 @pytest.mark.parametrize("image", [NOOP])  # the tests above have tested the start and the end of Ray itself

@@ -13,7 +13,7 @@ import pytest
 
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.settings import Settings
-from dropforge.platforms.ray.catalog import TpuSlice, tpu_slice
+from dropforge.platforms.ray.catalog import GKE_TPUS, TpuSlice, tpu_slice
 from dropforge.platforms.ray.requests import ray_job_manifest, requests
 from dropforge.platforms.ray.status import status_of_ray_job
 from dropforge.platforms.ray.train import RayJobs
@@ -98,7 +98,9 @@ def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() ->
         "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
         "cloud.google.com/gke-tpu-topology": "4x4",
     }
-    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": "4"}
+    # Nine tenths of the 180 vCPUs and eight tenths of the 720 GB of ct6e-standard-4t.
+    amounts = {"google.com/tpu": "4", "cpu": "162", "memory": "536Gi", "ephemeral-storage": "10Gi"}
+    assert pod["containers"][0]["resources"] == {"limits": amounts, "requests": amounts}
     assert pod["serviceAccountName"] == SETTINGS.kubernetes_trainer_account
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     variables = {variable["name"]: variable["value"] for variable in head["env"]}
@@ -109,6 +111,32 @@ def test_the_tutorial_requests_a_slice_of_four_hosts_that_ends_with_its_job() ->
     assert json.loads(variables["DROPFORGE_SECRETS"]) == {"HF_TOKEN": "projects/x/secrets/hf-token/versions/latest"}
     # Only the head gets the reference of the token: the workers read nothing that needs a token.
     assert not any(variable["name"] == "DROPFORGE_SECRETS" for variable in pod["containers"][0]["env"])
+
+
+def test_a_pod_leaves_room_for_the_system_on_every_tpu_host() -> None:
+    """GKE's reservation (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes), plus 1 GiB and one
+    tenth of a vCPU for each of five agents."""
+    for tpu in GKE_TPUS.values():
+        for chips, host in tpu.hosts.items():
+            assert host.machine.endswith(f"-{chips}t")
+            gib = host.memory_gb * 10**9 / 2**30
+            steps = ((4, 0.25), (4, 0.2), (8, 0.1), (112, 0.06), (gib, 0.02))
+            left, reserved = gib, 0.1
+            for size, share in steps:
+                reserved, left = reserved + min(size, left) * share, max(0.0, left - size)
+            assert host.pod_memory_gib + reserved + 1 <= gib
+            cores = 0.06 + 0.01 + 2 * 0.005 + (host.vcpus - 4) * 0.0025
+            assert host.pod_cpu + cores + 0.5 <= host.vcpus
+
+
+@pytest.mark.parametrize("accelerator", GKE_TPUS)
+def test_every_slice_has_hosts_whose_size_is_known(accelerator: str) -> None:
+    sides = [1, 2, 4, 8, 16]
+    flat = [f"{x}x{y}" for x in sides for y in sides]
+    solid = [f"{x}x{y}x{z}" for x in sides for y in sides for z in sides]
+    slices = [made for topology in (*flat, *solid) if (made := tpu_slice(accelerator, topology))]
+    assert slices
+    assert {made.chips for made in slices} <= GKE_TPUS[accelerator].hosts.keys()
 
 
 def test_flex_start_applies_to_the_slice_and_not_to_the_head() -> None:
@@ -233,7 +261,8 @@ def test_a_rayjob_that_is_being_deleted_is_gone() -> None:
 
 
 def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
-    """authOptions is the only recent field of KubeRay in the manifest. Without it, the cluster requires no token."""
+    """authOptions is the only recent field of KubeRay in the manifest; tests/emulators/kubernetes/test_ray.py runs jobs
+    under operators that drop it."""
     rayjob = ray_job_manifest(launch())["spec"]
     recent_fields = {"authOptions"} & rayjob["rayClusterSpec"].keys()
     # preRunningDeadlineSeconds, SidecarMode, deletionStrategy: GKE's add-on may not have them.

@@ -1,8 +1,9 @@
-"""The TPU slices that GKE makes: chips, hosts and topologies, each with its source."""
+"""The TPU slices that GKE makes: chips, hosts and topologies, and the machines of the hosts, each with its source."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -10,10 +11,36 @@ from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
 
 @dataclass(frozen=True)
+class TpuHost:
+    """The machine of a TPU host, as Google's tables describe it.
+
+    The pod that has the host alone leaves room for the system: GKE reserves less than 1 vCPU, and of memory 25 % of the
+    first 4 GiB, 20 % of the next 4, 10 % of the next 8, 6 % of the next 112 and 2 % of the rest, which is 10 % of the
+    smallest host (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes); agents of logging,
+    monitoring and networking run beside the pod. A host costs the same whatever its pod requests.
+    """
+
+    machine: str
+    vcpus: int
+    memory_gb: int
+
+    @property
+    def pod_cpu(self) -> int:
+        """The vCPUs for the pod: nine tenths."""
+        return self.vcpus * 9 // 10
+
+    @property
+    def pod_memory_gib(self) -> int:
+        """The memory for the pod: eight tenths."""
+        return self.memory_gb * 10**9 * 8 // (10 * 2**30)
+
+
+@dataclass(frozen=True)
 class GkeTpu:
     """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule."""
 
     memory_gib: float  # of each chip
+    hosts: Mapping[int, TpuHost]  # by chips
     topologies: tuple[str, ...] = ()
 
     @property
@@ -34,11 +61,31 @@ class TpuSlice:
 
 _FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 # By the label cloud.google.com/gke-tpu-accelerator (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
+# Hosts: https://cloud.google.com/tpu/docs/v5e (the table of VM types, read on 2026-11-23). The other pages' tables
+# (https://cloud.google.com/tpu/docs/v4, v5p and v6e) could not be read that day; their figures are those of Google's
+# earlier tables, and a public log of a ct6e-standard-4t shows 180 vCPUs and 708 GB. For ct6e-standard-8t public notes
+# disagree (180 or 360 vCPUs): the smaller always fits.
 GKE_TPUS = {
-    "tpu-v4-podslice": GkeTpu(32),
-    "tpu-v5-lite-podslice": GkeTpu(16, _FLAT_SLICES),
-    "tpu-v5p-slice": GkeTpu(95),
-    "tpu-v6e-slice": GkeTpu(32, _FLAT_SLICES),
+    "tpu-v4-podslice": GkeTpu(32, {4: TpuHost("ct4p-hightpu-4t", 240, 407)}),
+    "tpu-v5-lite-podslice": GkeTpu(
+        16,
+        {
+            1: TpuHost("ct5lp-hightpu-1t", 24, 48),
+            4: TpuHost("ct5lp-hightpu-4t", 112, 192),
+            8: TpuHost("ct5lp-hightpu-8t", 224, 384),
+        },
+        _FLAT_SLICES,
+    ),
+    "tpu-v5p-slice": GkeTpu(95, {4: TpuHost("ct5p-hightpu-4t", 208, 448)}),
+    "tpu-v6e-slice": GkeTpu(
+        32,
+        {
+            1: TpuHost("ct6e-standard-1t", 44, 176),
+            4: TpuHost("ct6e-standard-4t", 180, 720),
+            8: TpuHost("ct6e-standard-8t", 180, 1440),
+        },
+        _FLAT_SLICES,
+    ),
 }
 TPU_HOST_CHIPS = 4  # of every slice of several hosts; one host alone has up to 8
 

@@ -4,7 +4,9 @@ The RayJob has a Ray cluster of one head and one slice of TPU hosts, which ends 
 what they return is sent unchanged.
 RayJob: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html
 TPUs: https://cloud.google.com/kubernetes-engine/docs/add-on/ray-on-gke/concepts/overview
-An older KubeRay operator ignores fields that it does not know. Without authOptions, Ray demands no token.
+The operator is the cluster's, and its version is Google's choice. Before 1.5.1 its CRD has no authOptions: the API
+server drops the field, and Ray 2.60 then demands no token (docs/security.md). Before 1.6, and without a rayVersion that
+it can read, it asks for the health of Ray with wget in the container, which containers/train_ray/Dockerfile installs.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from dropforge.platforms.gke.requests import cluster_of, cluster_request, node_l
 from dropforge.platforms.training import Launch, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
+from .catalog import GKE_TPUS
 from .spec import RayTarget
 
 RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"
 HEAD, WORKER = "ray-head", "ray-worker"
 TPU = "google.com/tpu"
+# Ray's logs and JAX's files. Without it Autopilot gives a container 1 GiB, and 10 GiB is the most that every node has
+# (https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests).
+WORKER_STORAGE = "10Gi"
 KEPT_SECONDS = 60  # the Ray cluster stays this long after the job, so that its logs can be read
 GRACE_SECONDS = 30
 VBAR_PORT = (
@@ -94,8 +100,14 @@ def _head(launch: Launch) -> Object:
 def _workers(launch: Launch) -> Object:
     """The worker group: one replica with all hosts of the slice, which start and end together."""
     target = ray_target(launch.spec)
-    chips = {TPU: str(target.slice.chips)}
-    container = _container(launch, WORKER, {}, {"limits": chips, "requests": chips})
+    host = GKE_TPUS[target.accelerator].hosts[target.slice.chips]
+    amounts = {
+        "cpu": str(host.pod_cpu),
+        "memory": f"{host.pod_memory_gib}Gi",
+        "ephemeral-storage": WORKER_STORAGE,
+        TPU: str(target.slice.chips),
+    }
+    container = _container(launch, WORKER, {}, {"limits": amounts, "requests": amounts})
     container["env"] += [
         {"name": "JAX_PLATFORMS", "value": "tpu,cpu"},
         {"name": "NODE_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},

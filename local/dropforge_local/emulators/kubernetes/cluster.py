@@ -66,7 +66,7 @@ class Cluster:
         self._certificates = certificates
         self._shared = shared
         self.store = Store(shared.db, name, shared.config.watch_history)
-        self.objects = Objects(self.store, shared.clock, autopilot=shared.config.autopilot)
+        self.objects = Objects(self.store, shared.clock, shared.config)
         recorder = Recorder(self.store, shared.clock, shared.config.event_seconds)
         self._tools = Tools(self.objects, recorder, shared.clock, shared.config)
         self._scheduler = Scheduler(self._tools, shared.faults)

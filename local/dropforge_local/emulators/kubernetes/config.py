@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from .kuberay import Operator, operator
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -44,7 +46,10 @@ TPUS = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesConfig:
-    """Timings and capacity of the emulated clusters; times of minutes in the cloud are short here."""
+    """Timings and capacity of the emulated clusters; times of minutes in the cloud are short here.
+
+    `kuberay` is the version of the Ray operator, one of kuberay.OPERATORS; another raises ValueError.
+    """
 
     accelerators: Mapping[str, Accelerator] = field(default_factory=lambda: ACCELERATORS)
     tpus: Mapping[str, Accelerator] = field(default_factory=lambda: TPUS)
@@ -58,6 +63,7 @@ class KubernetesConfig:
     preemption_grace_seconds: float = 15.0  # maximum grace time of pods when a spot node shuts down
     autopilot: bool = True  # refuse GPUs without a node selector for their type, as Autopilot's admission does
     watch_history: int = 2000  # changes kept for watches; a watch from an older change gets 410 Gone
+    kuberay: str = "1.7"
     ray_probe_seconds: int = 10  # before the first readiness probe of a Ray pod, as in KubeRay
     ray_poll_seconds: float = 1.0  # between two polls of a Ray job; 3 in KubeRay
     ray_status_seconds: float = 30.0  # until a silent Ray head fails its job; 300 in KubeRay
@@ -66,3 +72,11 @@ class KubernetesConfig:
     api_ports: range = range(16000, 17000)
     pod_ports: range = range(17000, 19000)
     service_ports: range = range(19000, 20000)
+
+    def __post_init__(self) -> None:
+        operator(self.kuberay)
+
+    @property
+    def ray_operator(self) -> Operator:
+        """What the Ray operator of this version does."""
+        return operator(self.kuberay)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dropforge_local.base.clock import Clock
 
 from . import admission, rules
+from .config import KubernetesConfig
 from .defaults import set_create_defaults, set_defaults
 from .kinds import JOB, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .refusals import (
@@ -53,10 +54,11 @@ class _Undo(Exception):
 class Objects:
     """A cluster's objects, by the API's rules."""
 
-    def __init__(self, store: Store, clock: Clock, *, autopilot: bool) -> None:
+    def __init__(self, store: Store, clock: Clock, config: KubernetesConfig) -> None:
         self.store = store
         self.clock = clock
-        self._autopilot = autopilot
+        self._autopilot = config.autopilot
+        self._dropped = config.ray_operator.absent
 
     def parse(self, kind: Kind, item: Any) -> tuple[Object, list[str]]:
         """A manifest as an object without unknown fields, and the names of the unknown fields."""
@@ -69,7 +71,7 @@ class Objects:
             )
         body = {key: value for key, value in item.items() if key not in ("apiVersion", "kind")}
         if kind.schema:
-            clean, findings = check(kind.schema, body)
+            clean, findings = check(kind.schema, body, self._dropped)
         else:
             metadata, findings = check("ObjectMeta", body.get("metadata") or {})
             clean = {**body, "metadata": metadata}

@@ -217,11 +217,13 @@ def _probe(probe: Object, name: str, at: str) -> Iterator[Cause]:
         yield required(at, "must specify a handler type")
     for handler in handlers[1:]:
         yield forbidden_field(f"{at}.{handler}", "may not specify more than 1 handler type")
-    for handler in ("exec", "grpc"):
-        if handler in handlers:
-            raise not_emulated(f"{at}.{handler}")
+    if "grpc" in handlers:
+        raise not_emulated(f"{at}.grpc")
     for handler in handlers:
-        yield from port_problems(probe[handler].get("port"), f"{at}.{handler}.port")
+        if handler != "exec":
+            yield from port_problems(probe[handler].get("port"), f"{at}.{handler}.port")
+        elif not probe["exec"].get("command"):
+            yield required(f"{at}.exec.command")
     yield from at_least(probe, "initialDelaySeconds", 0, at)
     for field in ("timeoutSeconds", "periodSeconds", "successThreshold", "failureThreshold"):
         yield from at_least(probe, field, 1, at)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import names
+from .kuberay import auth_problem
 from .refusals import Cause, not_emulated
 
 Object = Mapping[str, Any]
@@ -97,7 +98,7 @@ def cluster_problem(spec: Object) -> str:
             return f"worker group {name} has negative maxReplicas {high}"
         if low > high:
             return f"worker group {name} has minReplicas {low} greater than maxReplicas {high}"
-    return ""
+    return auth_problem(spec)
 
 
 def set_job_defaults(item: dict[str, Any]) -> None:

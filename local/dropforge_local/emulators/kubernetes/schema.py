@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from .quantities import parse_quantity
@@ -41,13 +42,16 @@ class Findings:
     """Unknown fields and problems of an object that could be parsed."""
 
     unknown: list[str] = field(default_factory=list)
+    dropped: Mapping[str, frozenset[str]] = field(default_factory=dict)  # known fields by type, silently left out
     causes: list[Cause] = field(default_factory=list)
 
 
-def check(type_name: str, value: Mapping[str, Any]) -> tuple[dict[str, Any], Findings]:
-    """(copy without unknown fields and nulls, problems). Refuses wrong JSON types with 400, and fields that only the
-    real API supports with 501."""
-    findings = Findings()
+def check(
+    type_name: str, value: Mapping[str, Any], dropped: Mapping[str, frozenset[str]] = MappingProxyType({})
+) -> tuple[dict[str, Any], Findings]:
+    """(copy without unknown and `dropped` fields and nulls, problems). Refuses wrong JSON types with 400, and fields
+    that only the real API supports with 501."""
+    findings = Findings(dropped=dropped)
     return _object(type_name, value, "", findings), findings
 
 
@@ -113,7 +117,7 @@ def _object(type_name: str, value: object, path: str, findings: Findings) -> dic
     known, clean = FIELDS[type_name], {}
     for name, given in value.items():
         at = f"{path}.{name}" if path else name
-        if given is None:
+        if given is None or name in findings.dropped.get(type_name, ()):
             continue
         if name in known:
             clean[name] = _value(known[name].type, given, at, findings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..store import Object, Store
 
 REFERENCE = re.compile(r"\$(\$|\((?P<name>[-._a-zA-Z][-._a-zA-Z0-9]*)\))")
 LOOPBACK = "127.0.0.1"
+OWN_ADDRESS = re.compile(r"(?<![\w.-])(?:localhost|127\.0\.0\.1|\[::1\]):(?P<port>\d+)\b")
 
 
 class ConfigError(Exception):
@@ -70,6 +71,16 @@ def words(sources: Sources, pod: Object, container: Object, part: str, env: Mapp
             word = str(local.get(int(word), word))
         result.append(word)
     return result
+
+
+def probe_words(words: Iterable[str], local: Mapping[int, int]) -> list[str]:
+    """An exec probe's command with the addresses of the pod's own ports (localhost:8265) replaced by local ones."""
+
+    def replace(match: re.Match[str]) -> str:
+        port = int(match["port"])
+        return f"{LOOPBACK}:{local.get(port, port)}"
+
+    return [OWN_ADDRESS.sub(replace, word) for word in words]
 
 
 def read_data(store: Store, kind: Kind, namespace: str, name: str, *, optional: bool) -> dict[str, bytes]:
@@ -196,7 +207,8 @@ def _localise(sources: Sources, text: str, pod: Object) -> str:
 
 
 def declared_ports(pod: Object) -> Iterator[int]:
-    """Every port that the manifest gives by number: containers' ports, and probes' ports outside of these."""
+    """Every port that the manifest gives by number: containers' ports, and probes' ports outside of these, also those
+    of a URL in an exec probe's command."""
     for container in pod["spec"]["containers"]:
         yield from (port["containerPort"] for port in container.get("ports", ()))
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -204,6 +216,8 @@ def declared_ports(pod: Object) -> Iterator[int]:
                 port = container.get(probe, {}).get(handler, {}).get("port")
                 if isinstance(port, int):
                     yield port
+            for word in container.get(probe, {}).get("exec", {}).get("command", ()):
+                yield from (int(match["port"]) for match in OWN_ADDRESS.finditer(word))
 
 
 def port_number(container: Object, port: int | str) -> int | None:

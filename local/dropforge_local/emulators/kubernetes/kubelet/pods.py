@@ -289,7 +289,10 @@ class PodWorker:
         """Run the container's probes: set readiness, and kill it when its startup or liveness probe fails."""
         name = container["name"]
         prober = Prober(
-            self._kubelet.session, self._tools.config.probe_seconds, lambda port: self._resolve(container, port)
+            self._kubelet.session,
+            self._tools.config.probe_seconds,
+            lambda port: self._resolve(container, port),
+            self._runner.commands(self._kubelet.sources, self._pod, container, running),
         )
         startup, readiness, liveness = (container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness"))
         entry = status.entry(self._pod, name)  # from an earlier stack, if this stack took over the container

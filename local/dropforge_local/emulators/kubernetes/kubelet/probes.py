@@ -1,10 +1,15 @@
-"""HTTP and TCP probes, by their periods and thresholds."""
+"""HTTP, TCP and exec probes, by their periods and thresholds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
@@ -12,14 +17,34 @@ from dropforge_local.base.ports import HOST
 
 from ..store import Object
 
+EXEC_SECONDS = 1.0  # at least, between two starts of an exec probe: it starts processes on this machine
+
+
+class ProbeError(Exception):
+    """The probe itself could not be made, so its result is unknown: it counts neither as failure nor as success."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program in a container: what to execute, its environment and its directory, all as paths of this machine."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    workdir: Path
+
 
 @dataclass(frozen=True)
 class Prober:
-    """Probes a container; `resolve` maps a probe's port to a port of this machine, or None if it does not exist."""
+    """Probes a container.
+
+    `resolve` maps a probe's port to a port of this machine, or None if it does not exist; `command` makes an exec
+    probe's command executable.
+    """
 
     session: aiohttp.ClientSession
     fast_seconds: float
     resolve: Callable[[int | str], int | None]
+    command: Callable[[Sequence[str]], Command]
 
     async def until_success(self, probe: Object, on_failure: Callable[[str], None]) -> bool:
         """For startup probes: True at success, False after failureThreshold periods without success."""
@@ -27,11 +52,11 @@ class Prober:
         loop = asyncio.get_running_loop()
         end = loop.time() + probe["failureThreshold"] * probe["periodSeconds"]
         report = _Throttle(on_failure, probe["periodSeconds"])
-        while problem := await self.ask(probe):
+        while problem := await self._problem(probe):
             report(problem)
             if loop.time() >= end:
                 return False
-            await asyncio.sleep(min(self.fast_seconds, probe["periodSeconds"]))
+            await asyncio.sleep(self._pause(probe))
         return True
 
     async def watch(
@@ -42,16 +67,34 @@ class Prober:
         report = _Throttle(on_failure, probe["periodSeconds"])
         state, streak = first, 0
         while True:
-            if problem := await self.ask(probe):
-                report(problem)
-            streak = streak + 1 if bool(problem) is state else 0
-            if streak >= probe["failureThreshold" if problem else "successThreshold"]:
-                state, streak = not problem, 0
-                on_change(state)
-            await asyncio.sleep(probe["periodSeconds"] if state else min(self.fast_seconds, probe["periodSeconds"]))
+            try:
+                problem = await self.ask(probe)
+            except ProbeError as error:
+                report(str(error))
+            else:
+                if problem:
+                    report(problem)
+                streak = streak + 1 if bool(problem) is state else 0
+                if streak >= probe["failureThreshold" if problem else "successThreshold"]:
+                    state, streak = not problem, 0
+                    on_change(state)
+            await asyncio.sleep(probe["periodSeconds"] if state else self._pause(probe))
+
+    def _pause(self, probe: Object) -> float:
+        """Seconds between two probes of a container that is not ready."""
+        fast = max(self.fast_seconds, EXEC_SECONDS) if "exec" in probe else self.fast_seconds
+        return float(min(fast, probe["periodSeconds"]))
+
+    async def _problem(self, probe: Object) -> str:
+        try:
+            return await self.ask(probe)
+        except ProbeError as error:
+            return str(error)
 
     async def ask(self, probe: Object) -> str:
-        """Probe once; return the problem, or ""."""
+        """Probe once; return the problem, or "". Raises ProbeError."""
+        if "exec" in probe:
+            return await self._execute(probe["exec"].get("command", ()), probe["timeoutSeconds"])
         handler = probe.get("httpGet") or probe["tcpSocket"]
         port = self.resolve(handler["port"])
         if port is None:
@@ -76,6 +119,40 @@ class Prober:
             if 200 <= response.status < 400:
                 return ""
             return f"HTTP probe failed with statuscode: {response.status}"
+
+    async def _execute(self, words: Sequence[str], timeout_seconds: float) -> str:
+        """Run an exec probe. As in Kubernetes, a program that cannot be started is no failure of the container."""
+        command = self.command(words)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                env=command.env,
+                cwd=command.workdir,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ProbeError(f"failed to exec in container: {words[0]!r}: {error.strerror} (in $PATH)") from error
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            return f"command {' '.join(words)!r} timed out after {timeout_seconds} s"
+        finally:
+            await _end(process)
+        return (
+            "" if process.returncode == 0 else output.decode(errors="replace")[-1000:] or f"exit {process.returncode}"
+        )
+
+
+async def _end(process: Process) -> None:
+    """Kill what is left of an exec probe: its whole process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        await process.wait()
 
 
 class _Throttle:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from dropforge_local.base.clock import Clock
@@ -12,8 +14,9 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 
 from .... import shims
-from ....containers.images import ImageNotFound, ImageStore
-from ....containers.processes import Container, ContainerSpec, Runtime
+from ....containers.images import ImageNotFound, ImageStore, Process
+from ....containers.processes import Container, ContainerSpec, Runtime, own_environment
+from ....containers.programs import link_programs
 from ..admission import GPU
 from ..controllers.owned import controller_of
 from ..kinds import BY_NAME, POD
@@ -21,7 +24,8 @@ from ..quantities import whole
 from ..ray import pods as ray
 from ..store import Object, Store
 from . import volumes
-from .environment import Sources, environment, words
+from .environment import ConfigError, Sources, environment, probe_words, words
+from .probes import Command, ProbeError
 
 
 class StartError(Exception):
@@ -62,8 +66,7 @@ class Runner:
         container_id = id_of(pod, container["name"], attempt)
         if started := self.runtime.adopt(container_id):
             return started
-        account = pod["spec"].get("serviceAccountName", "")
-        env = {**self.platform_env(account), **environment(sources, pod, container)}
+        env = self._environment(sources, pod, container)
         self._remember(container_id, sources.store, pod, container["name"], attempt)
 
         def prepare(directory: Path) -> ContainerSpec:
@@ -75,6 +78,40 @@ class Runner:
             raise StartError("ErrImagePull", str(error)) from error
         except (ValueError, OSError) as error:
             raise StartError("RunContainerError", f"failed to start container: {error}") from error
+
+    def commands(
+        self, sources: Sources, pod: Object, container: Object, running: Container
+    ) -> Callable[[Sequence[str]], Command]:
+        """A function that makes an exec probe's command executable in a running container.
+
+        The command sees the container's files and environment, and no program but the image's. The function raises
+        ProbeError if the image, a source of the environment or the Ray head no longer exists.
+        """
+        read_image = cache(partial(self.images.resolve, container["image"]))
+        rootfs, programs = running.directory / "rootfs", running.directory / "programs"
+
+        def command(given: Sequence[str]) -> Command:
+            try:
+                image, env = read_image(), self._environment(sources, pod, container)
+                points = volumes.mount_points(pod, container, self.volume_directory(pod))
+                local = probe_words(given, sources.local_ports(pod))
+                process = image.process(rootfs, local, (), env, container.get("workingDir", ""), points)
+                variables = self._variables(sources, pod, container, process)
+            except (ImageNotFound, ConfigError, StartError) as error:
+                raise ProbeError(str(error)) from error
+            if not programs.is_dir():
+                link_programs(programs, image.programs)
+            path = os.pathsep.join(map(str, [*image.program_directories(rootfs, env), programs]))
+            return Command(
+                process.argv, {**own_environment(running.directory), **variables, "PATH": path}, process.workdir
+            )
+
+        return command
+
+    def _environment(self, sources: Sources, pod: Object, container: Object) -> dict[str, str]:
+        """The variables of a container, as the container's paths. Raises ConfigError."""
+        account = pod["spec"].get("serviceAccountName", "")
+        return {**self.platform_env(account), **environment(sources, pod, container)}
 
     def adopt(self, pod: Object, name: str, attempt: int) -> Container | None:
         return self.runtime.adopt(id_of(pod, name, attempt))
@@ -108,18 +145,24 @@ class Runner:
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
         limits = container.get("resources", {}).get("limits", {})
-        variables = dict(process.env)
-        if gpus := whole(limits.get(GPU, "0")):
-            variables = shims.fsdp_environment(variables, gpus)
-        if ray.CLUSTER in pod["metadata"].get("labels", {}):
-            variables = shims.ray_environment(variables, sources.local_ports(pod), *ray_head(sources, pod))
         return ContainerSpec(
             process.argv,
-            variables,
+            self._variables(sources, pod, container, process),
             process.workdir,
             whole(limits["memory"]) if "memory" in limits else None,
             search_path=process.search_path,
         )
+
+    def _variables(self, sources: Sources, pod: Object, container: Object, process: Process) -> dict[str, str]:
+        """The environment of a process of a container, with what the libraries in it need on this machine."""
+        variables = dict(process.env)
+        if gpus := whole(container.get("resources", {}).get("limits", {}).get(GPU, "0")):
+            variables = shims.fsdp_environment(variables, gpus)
+        if ray.CLUSTER in pod["metadata"].get("labels", {}):
+            ports, head = sources.local_ports(pod), ray_head(sources, pod)
+            gcs_health = "gcs_healthz" in str(container.get("readinessProbe"))
+            variables = shims.ray_environment(variables, ports, *head, gcs_health=gcs_health)
+        return variables
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]

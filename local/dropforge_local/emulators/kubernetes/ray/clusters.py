@@ -39,6 +39,7 @@ class RayClusterController(OwnerController):
     def __init__(self, tools: Tools, ports: Ports) -> None:
         super().__init__(tools)
         self._ports = ports
+        self._builder = pods.Builder(tools.config.ray_operator, tools.config.ray_probe_seconds)
 
     def reconcile(self, key: Key) -> float | None:
         cluster = self._tools.store.find(RAY_CLUSTER, *key)
@@ -99,24 +100,26 @@ class RayClusterController(OwnerController):
         present = [pod for pod in present if pod not in ended]
         failure = ""
         if _head_of(present) is None:
-            failure = self._make(cluster, *pods.head_pod(cluster, self._tools.config.ray_probe_seconds))
+            failure = self._make(cluster, *self._builder.head(cluster))
         for group in cluster["spec"].get("workerGroupSpecs", ()):
             failure = self._fill_group(cluster, group, present) or failure
         return failure
 
     def _fill_group(self, cluster: Object, group: Object, present: list[Object]) -> str:
-        """Keep each replica with all of its hosts or none: when a host is lost, delete its other hosts too."""
+        """Create lost hosts. From 1.6 on, a replica has all of its hosts or none: when a host is lost, delete the
+        others too."""
         wanted = 0 if group.get("suspend") else _replicas(group)
         of_group = [pod for pod in present if pod["metadata"]["labels"][pods.GROUP] == group["groupName"]]
         failure = ""
-        hosts = group["numOfHosts"]
+        hosts = range(group["numOfHosts"])
         for replica in range(wanted):
             members = [pod for pod in of_group if pod["metadata"]["labels"][pods.REPLICA] == str(replica)]
-            if not members:
-                for host in range(hosts):
-                    made = pods.worker_pod(cluster, group, replica, host, self._tools.config.ray_probe_seconds)
-                    failure = self._make(cluster, *made) or failure
-            elif len(members) < hosts or any("deletionTimestamp" in pod["metadata"] for pod in members):
+            present_hosts = {pod["metadata"]["labels"][pods.HOST] for pod in members}
+            lost = [host for host in hosts if str(host) not in present_hosts]
+            if not members or not self._tools.config.ray_operator.replaces_slices:
+                for host in lost:
+                    failure = self._make(cluster, *self._builder.worker(cluster, group, replica, host)) or failure
+            elif lost or any("deletionTimestamp" in pod["metadata"] for pod in members):
                 self._delete(cluster, members)
         surplus = [pod for pod in of_group if int(pod["metadata"]["labels"][pods.REPLICA]) >= wanted]
         self._delete(cluster, surplus)

@@ -125,6 +125,8 @@ class RayJobWorker:
         state = status.get("jobDeploymentStatus", "")
         if problem := job_problem(self._job):
             self._tell("Warning", "InvalidRayJobSpec", problem)
+            if not self._tools.config.ray_operator.validation_failed:
+                return None
             status |= {"jobDeploymentStatus": "ValidationFailed", "reason": "ValidationFailed", "message": problem}
             self._write(status)
             return None
@@ -247,7 +249,9 @@ class RayJobWorker:
 
     def _is_unreachable(self, status: Object) -> bool:
         since, allowed = status.get("jobStatusCheckFailureStartTime"), self._tools.config.ray_status_seconds
-        if since is None or self._tools.now() < seconds(since) + allowed:
+        if since is None or not self._tools.config.ray_operator.status_timeout:
+            return False
+        if self._tools.now() < seconds(since) + allowed:
             return False
         message = f"Job status checks have been failing since {since}; exceeded timeout of {allowed:g}s"
         status |= {"jobDeploymentStatus": "Failed", "reason": UNREACHABLE, "message": message}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from ....shims import HEAD_AGENT
 from ..admission import GPU, TPU
+from ..kuberay import Operator, has_http_probes
 from ..quantities import whole
 from ..store import Object
 
@@ -16,8 +18,12 @@ HEAD, WORKER, HEAD_GROUP = "head", "worker", "headgroup"
 REPLICA, HOST = "ray.io/worker-group-replica-index", "ray.io/replica-host-index"
 GCS, DASHBOARD, CLIENT, METRICS, AGENT = 6379, 8265, 10001, 8080, 52365
 TOKEN_KEY = "auth_token"
-LIVENESS = {"initialDelaySeconds": 30, "timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 120}
-READINESS = {"timeoutSeconds": 5, "periodSeconds": 5, "failureThreshold": 10}
+LIVENESS = {"initialDelaySeconds": 30, "periodSeconds": 5, "failureThreshold": 120}
+READINESS = {"periodSeconds": 5, "failureThreshold": 10}
+PROBE_TIMEOUT_SECONDS = {"head": 5, "worker": 2}
+# The health checks by wget: a node's own (of its agent), and the head's (of its dashboard).
+OWN_HEALTH = "wget --tries 1 -T 2 -q -O- http://localhost:{port}/api/local_raylet_healthz | grep success"
+HEAD_HEALTH = "wget --tries 1 -T 10 -q -O- http://localhost:{port}/api/gcs_healthz | grep success"
 # The option of `ray start` for each accelerator in a container's limits.
 GPU_OPTION, TPU_RESOURCE = "num-gpus", "TPU"
 
@@ -34,37 +40,61 @@ def service_host(name: str, namespace: str) -> str:
     return f"{name}.{namespace}.svc.cluster.local"
 
 
-def head_pod(cluster: Object, probe_seconds: int) -> tuple[Object, Object]:
-    """(template, metadata) of the head's pod."""
-    group = cluster["spec"]["headGroupSpec"]
-    template = copy.deepcopy(group["template"])
-    name = cluster["metadata"]["name"]
-    params = {"dashboard-host": "0.0.0.0", **group.get("rayStartParams", {})}
-    container = template["spec"]["containers"][0]
-    _add_ports(container, {"gcs-server": GCS, "dashboard": DASHBOARD, "client": CLIENT, "metrics": METRICS})
-    _start_ray(container, HEAD, params)
-    _add_environment(container, cluster, "127.0.0.1")
-    _add_probes(container, probe_seconds)
-    return template, _metadata(name, HEAD, HEAD_GROUP, f"{name[:40]}-head-")
+@dataclass(frozen=True)
+class Builder:
+    """Makes pods as a version of the operator does; `probe_seconds` is the delay before the first readiness probe."""
 
+    operator: Operator
+    probe_seconds: int
 
-def worker_pod(cluster: Object, group: Object, replica: int, host: int, probe_seconds: int) -> tuple[Object, Object]:
-    """(template, metadata) of a host of a replica of a worker group."""
-    template = copy.deepcopy(group["template"])
-    metadata, spec = cluster["metadata"], template["spec"]
-    name, namespace = metadata["name"], metadata["namespace"]
-    address = service_host(head_service_name(name), namespace)
-    params = {"address": f"{address}:{GCS}", **group.get("rayStartParams", {})}
-    container = spec["containers"][0]
-    _add_ports(container, {"metrics": METRICS})
-    spec["initContainers"] = [*spec.get("initContainers", ()), _wait_for_head(container, address)]
-    _start_ray(container, WORKER, params)
-    _add_environment(container, cluster, address)
-    _add_probes(container, probe_seconds)
-    made = _metadata(name, WORKER, group["groupName"], f"{name[:35]}-{group['groupName'][:15]}-worker-")
-    made["labels"] |= {REPLICA: str(replica), HOST: str(host)}
-    _add_tpu(template, cluster, group, replica, host)
-    return template, made
+    def head(self, cluster: Object) -> tuple[Object, Object]:
+        """(template, metadata) of the head's pod."""
+        group = cluster["spec"]["headGroupSpec"]
+        template = copy.deepcopy(group["template"])
+        name = cluster["metadata"]["name"]
+        params = {"dashboard-host": "0.0.0.0", **group.get("rayStartParams", {})}
+        container = template["spec"]["containers"][0]
+        _add_ports(container, {"gcs-server": GCS, "dashboard": DASHBOARD, "client": CLIENT, "metrics": METRICS})
+        _start_ray(container, HEAD, params)
+        _add_environment(container, cluster, "127.0.0.1")
+        self._add_probes(container, cluster, HEAD, params)
+        return template, _metadata(name, HEAD, HEAD_GROUP, f"{name[:40]}-head-")
+
+    def worker(self, cluster: Object, group: Object, replica: int, host: int) -> tuple[Object, Object]:
+        """(template, metadata) of a host of a replica of a worker group."""
+        template = copy.deepcopy(group["template"])
+        metadata, spec = cluster["metadata"], template["spec"]
+        name, namespace = metadata["name"], metadata["namespace"]
+        address = service_host(head_service_name(name), namespace)
+        params = {"address": f"{address}:{GCS}", **group.get("rayStartParams", {})}
+        container = spec["containers"][0]
+        _add_ports(container, {"metrics": METRICS})
+        spec["initContainers"] = [*spec.get("initContainers", ()), _wait_for_head(container, address)]
+        _start_ray(container, WORKER, params)
+        _add_environment(container, cluster, address)
+        self._add_probes(container, cluster, WORKER, params)
+        made = _metadata(name, WORKER, group["groupName"], f"{name[:35]}-{group['groupName'][:15]}-worker-")
+        made["labels"] |= {REPLICA: str(replica), HOST: str(host)}
+        _add_tpu(template, cluster, group, replica, host)
+        return template, made
+
+    def _add_probes(self, container: Object, cluster: Object, node_type: str, params: dict[str, str]) -> None:
+        action = self._health_check(cluster, node_type, params)
+        readiness = {"initialDelaySeconds": self.probe_seconds, **READINESS}
+        timeout = {"timeoutSeconds": PROBE_TIMEOUT_SECONDS[node_type], "successThreshold": 1}
+        for name, values in (("livenessProbe", LIVENESS), ("readinessProbe", readiness)):
+            container.setdefault(name, {**values, **timeout, **copy.deepcopy(action)})
+
+    def _health_check(self, cluster: Object, node_type: str, params: dict[str, str]) -> Object:
+        """The handler of a node's probes: HTTP, or wget in the container for older operators and older Ray."""
+        given = params if self.operator.reads_probe_ports else {}
+        agent = _port(given, "dashboard-agent-listen-port", AGENT)
+        if has_http_probes(self.operator, cluster["spec"]):
+            return {"httpGet": {"path": "/api/healthz", "port": agent}}
+        commands = [OWN_HEALTH.format(port=agent)]
+        if node_type == HEAD:
+            commands.append(HEAD_HEALTH.format(port=_port(given, "dashboard-port", DASHBOARD)))
+        return {"exec": {"command": ["bash", "-c", " && ".join(commands)]}}
 
 
 def _metadata(cluster: str, node_type: str, group: str, prefix: str) -> Object:
@@ -139,11 +169,9 @@ def token_secret(cluster: Object) -> str:
     return str(cluster["spec"].get("authOptions", {}).get("secretName") or cluster["metadata"]["name"])
 
 
-def _add_probes(container: Object, probe_seconds: int) -> None:
-    action = {"path": "/api/healthz", "port": AGENT}
-    readiness = {"initialDelaySeconds": probe_seconds, **READINESS}
-    for name, values in (("livenessProbe", LIVENESS), ("readinessProbe", readiness)):
-        container.setdefault(name, {**values, "successThreshold": 1, "httpGet": action})
+def _port(params: dict[str, str], name: str, default: int) -> int:
+    given = params.get(name, "")
+    return int(given) if given.isdigit() else default
 
 
 def _wait_for_head(container: Object, address: str) -> Object:
