@@ -23,6 +23,7 @@ from dropforge.platforms.training import Launch, Phase, Status, class_of_exit, c
 from dropforge.spec import JobSpec
 
 from .catalog import cloud_run_price, cloud_run_regions
+from .preview import with_launch_stage
 from .spec import CloudRunTarget
 
 KIND = "run.googleapis.com/Job"
@@ -208,7 +209,7 @@ def job_request(launch: Launch) -> dict[str, Any]:
         "startExecutionToken": _token(launch),
     }
     parent, _, job_id = job_name(launch).rpartition("/jobs/")
-    return {"parent": parent, "jobId": job_id, "job": job}
+    return {"parent": parent, "jobId": job_id, "job": with_launch_stage(job)}
 
 
 def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> Status:

@@ -17,7 +17,7 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import CLUSTER, Object
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.gke.catalog import GKE_CLUSTER_USD_PER_HOUR
+from dropforge.platforms.gke.catalog import GKE_CLUSTER_PRICE
 from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
 from dropforge.platforms.gke.train import GkeJobs
 from dropforge.platforms.prices import HourlyPrice
@@ -46,7 +46,7 @@ class RayJobs(GkeJobs):
             return HourlyPrice(None, None, source)
         price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         if target.cluster.create:
-            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_PRICE.usd_per_hour, 4))
         return price
 
     def resources(self, launch: Launch) -> list[Resource]:

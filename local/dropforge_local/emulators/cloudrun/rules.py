@@ -36,8 +36,15 @@ LIMITS = {"cpu", "memory", GPU}
 MINIMUM_MEMORY_FOR_CPU = ((6, 4 * GIB), (4, 2 * GIB))
 MINIMUM_CPU_FOR_MEMORY = ((24 * GIB, 8), (16 * GIB, 6), (8 * GIB, 4), (4 * GIB, 2))
 LONGEST_TASK_SECONDS = 168 * 3600
-LONGEST_GPU_TASK_SECONDS = 12 * 3600  # 1 h without the preview, by older pages
+LONGEST_GPU_TASK_SECONDS = 12 * 3600
 LONGEST_REQUEST_SECONDS = 3600
+# failureThreshold times periodSeconds: https://docs.cloud.google.com/run/docs/configuring/healthchecks (2026-11-22)
+LONGEST_STARTUP_SECONDS, LONGEST_GPU_STARTUP_SECONDS = 600, 1800
+# A value in Preview needs one of these launch stages (google.api.LaunchStage ALPHA and BETA).
+PREVIEW_STAGES = (2, 3)
+# Above this a task with a GPU is in Preview: .../docs/configuring/task-timeout (2026-11-22)
+LONGEST_AVAILABLE_GPU_TASK_SECONDS = 3600
+PREVIEW_ACCELERATORS = {"nvidia-rtx-pro-6000"}  # .../docs/configuring/jobs/gpu (2026-02-03)
 LONGEST_ENV_VALUE = 32 * 1024
 LARGEST_TASK_COUNT = 10_000
 NOT_EMULATED_VOLUMES = {
@@ -74,12 +81,32 @@ def check_job(job: Any, region: str, config: CloudRunConfig) -> None:
     if not 0 <= task.max_retries <= 10:
         raise refuse(f"{at}.max_retries", f"is {task.max_retries}; expected 0 to 10")
     check_task_timeout(f"{at}.timeout", seconds(task.timeout), gpu)
+    previews = ["a GPU task above an hour"] if gpu and _is_preview_timeout(task.timeout) else []
+    _check_launch_stage("job", job, [*previews, *_previews(task)])
 
 
 def check_task_timeout(field: str, value: float, gpu: bool) -> None:
     longest = LONGEST_GPU_TASK_SECONDS if gpu else LONGEST_TASK_SECONDS
     if not 1 <= value <= longest:
         raise refuse(field, f"is {value:g} s; expected 1 to {longest} s{' for a task with a GPU' if gpu else ''}")
+
+
+def _is_preview_timeout(timeout: Any) -> bool:
+    return seconds(timeout) > LONGEST_AVAILABLE_GPU_TASK_SECONDS
+
+
+def _previews(template: Any) -> list[str]:
+    """The values of a task or revision template that are in Preview."""
+    accelerator = template.node_selector.accelerator
+    return [accelerator] if accelerator in PREVIEW_ACCELERATORS else []
+
+
+def _check_launch_stage(at: str, resource: Any, previews: list[str]) -> None:
+    """Refuse values in Preview without their launch stage, as https://github.com/hashicorp/terraform-provider-google
+    issue 14010 shows: 400 "Precondition check failed."."""
+    if previews and resource.launch_stage not in PREVIEW_STAGES:
+        why = f"{at}.launch_stage is not BETA, which {', '.join(previews)} needs"
+        raise ApiError("FAILED_PRECONDITION", f"Precondition check failed. {why}")
 
 
 def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
@@ -102,6 +129,7 @@ def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
         raise refuse(f"{at}.max_instance_request_concurrency", f"is {value}; expected 1 to 1000")
     _check_scaling(service)
     check_traffic(service)
+    _check_launch_stage("service", service, _previews(template))
 
 
 def check_traffic(service: Any) -> None:
@@ -218,7 +246,9 @@ def _check_workload(at: str, template: Any, region: str, config: CloudRunConfig)
     _check_identity(at, template)
     container = template.containers[0]
     _check_container(f"{at}.containers[0]", container)
-    return _check_resources(at, template, container, region, config)
+    gpu = _check_resources(at, template, container, region, config)
+    _check_startup_time(f"{at}.containers[0].startup_probe", container.startup_probe, gpu)
+    return gpu
 
 
 def _check_identity(at: str, template: Any) -> None:
@@ -291,6 +321,12 @@ def _check_probe(at: str, probe: Any, longest: int) -> None:
         raise refuse(f"{at}.timeout_seconds", f"is {probe.timeout_seconds}; expected 1 to period_seconds")
     if probe.failure_threshold < 1:
         raise refuse(f"{at}.failure_threshold", f"is {probe.failure_threshold}; expected 1 or more")
+
+
+def _check_startup_time(at: str, probe: Any, gpu: bool) -> None:
+    longest = LONGEST_GPU_STARTUP_SECONDS if gpu else LONGEST_STARTUP_SECONDS
+    if (total := probe.failure_threshold * probe.period_seconds) > longest:
+        raise refuse(at, f"failure_threshold times period_seconds is {total} s; expected at most {longest} s")
 
 
 def _check_resources(at: str, template: Any, container: Any, region: str, config: CloudRunConfig) -> bool:
