@@ -31,6 +31,7 @@ def test_every_example_plans(dropforge: Run, path: Path) -> None:
     assert result.exit_code == 0, result.output
     spec = json.loads(path.read_text())
     assert spec["name"] in result.output
+    assert "unknown" not in result.output
     for placement in spec["target"]["placements"]:
         assert placement.get("zone", placement.get("region")) in result.output
 

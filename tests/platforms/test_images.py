@@ -97,32 +97,32 @@ def cuda_of(pin: str) -> tuple[int, int]:
     return (int(named[1]), int(named[2])) if named else (13, 0)
 
 
+def inputs(role: str) -> list[str]:
+    """Return the texts that decide what an image contains: its Dockerfile and each lock that it copies."""
+    dockerfile = (CONTAINERS / role / "Dockerfile").read_text()
+    copied = re.findall(r"containers/[\w./]+\.txt", dockerfile)
+    return [dockerfile, *((ROOT / path).read_text() for path in dict.fromkeys(copied))]
+
+
+def torch_pins(role: str) -> set[str]:
+    return {pin for text in inputs(role) for pin in re.findall(r"\b(torch==[\w.+]+)", text)}
+
+
 def test_the_table_names_the_training_torch() -> None:
     bases()
-    pins = {
-        pin
-        for path in sorted((CONTAINERS / "train_trl").glob("*.txt"))
-        for pin in re.findall(r"^(torch==[^\s;]+)", path.read_text(), re.M)
-    }
-    assert pins == {IMAGES["train_trl"].pin}
+    assert torch_pins("train_trl") == {IMAGES["train_trl"].pin}
     assert IMAGES["train_trl"].cuda == cuda_of(IMAGES["train_trl"].pin)
 
 
 @pytest.mark.parametrize("role", ["train_maxtext", "train_ray", "serve_vllm_tpu"])
 def test_the_images_for_tpus_have_the_cpu_build(role: str) -> None:
-    files = [*(CONTAINERS / role).glob("*"), *(CONTAINERS / "train_maxtext").glob("*")]
-    if role == "serve_vllm_tpu":
-        files = [*(CONTAINERS / role).glob("*")]
-    text = "\n".join(path.read_text() for path in files if path.is_file() and path.suffix in (".txt", ""))
-    assert IMAGES[role].pin in text
+    assert torch_pins(role) == {IMAGES[role].pin}
     assert IMAGES[role].cuda is None
 
 
 def test_no_image_has_flash_attention_unless_the_table_says_so() -> None:
     for image in IMAGES.values():
-        files = [path for path in (CONTAINERS / image.role).glob("*") if path.suffix in (".txt", "") and path.is_file()]
-        texts = [path.read_text() for path in files]
-        installed = any(re.search(r"^\s*flash[-_]attn\b", text, re.M | re.I) for text in texts)
+        installed = any(re.search(r"^\s*flash[-_]attn\b", text, re.M | re.I) for text in inputs(image.role))
         assert installed is bool(image.attention), image.role
 
 

@@ -19,12 +19,16 @@ from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
 from dropforge.platforms.gke.catalog import GKE_CLUSTER_PRICE
 from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
+from dropforge.platforms.gke.spec import GkePlacement
 from dropforge.platforms.gke.train import GkeJobs
 from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.tpus import tpu_price
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 
+from .catalog import GKE_TPUS
 from .requests import ray_target, requests
+from .spec import RayTarget
 from .status import status_of_ray_job
 
 GROUP = "ray.io"
@@ -41,9 +45,7 @@ class RayJobs(GkeJobs):
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
         target = ray_target(spec)
         if target.price_usd_per_hour is None:
-            where = f"{target.accelerator} {target.topology} in {target.placements[placement].region}"
-            source = f"no price for {where} in the catalog; set target.price_usd_per_hour"
-            return HourlyPrice(None, None, source)
+            return _unknown_price(target, target.placements[placement])
         price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         if target.cluster.create:
             return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_PRICE.usd_per_hour, 4))
@@ -185,3 +187,15 @@ def _problem_of_head(pod: Object) -> Status | None:
         return None
     is_memory = error.error_class is ErrorClass.OUT_OF_MEMORY
     return Status(Phase.FAILED, error.message, error.error_class, hint=_MEMORY_HINT if is_memory else error.hint)
+
+
+def _unknown_price(target: RayTarget, placement: GkePlacement) -> HourlyPrice:
+    """Why the price is unknown: the catalog has no price of the head. The slice's price helps to set the sum."""
+    field, chips = "target.price_usd_per_hour", target.slice.hosts * target.slice.chips
+    generation = GKE_TPUS[target.accelerator].generation
+    price = tpu_price(generation, chips, placement.region, placement.capacity, field)
+    if price.usd_per_hour is None:
+        return price
+    where = f"{target.accelerator} {target.topology} in {placement.region}"
+    known = f"{where} costs {price.usd_per_hour:g} USD per hour ({price.source}, {price.as_of})"
+    return HourlyPrice(None, None, f"no price for the head in the catalog; {known}: set {field} to the sum")
