@@ -12,9 +12,6 @@ from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
 _AUTOPILOT = Source("https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus", date(2026, 11, 22))
 _DRIVERS = Source("https://cloud.google.com/kubernetes-engine/docs/how-to/gpus", date(2026, 10, 9))
-_DRANET = Source(
-    "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/allocate-network-resources-dra", date(2026, 4, 10)
-)
 _QUOTAS = Source("ids that projects list and Google's refusals name, in public repositories", date(2026, 11, 22))
 
 

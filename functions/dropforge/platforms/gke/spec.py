@@ -86,6 +86,10 @@ class GkeTarget(ClusterTarget):
     accelerator: str = "nvidia-l4"
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
     nodes: int = Field(default=1, ge=1, le=64)
+    node_network: Literal["rdma", "tcp"] = Field(
+        default="rdma",
+        description="Of several nodes. dropforge sets up no RDMA yet: 'tcp' accepts that GPUs wait for the network.",
+    )
     cluster: GkeCluster = GkeCluster()
     cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
     memory_gib: int | None = Field(
@@ -120,6 +124,10 @@ class GkeTarget(ClusterTarget):
     def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
         yield from gpu_problems("train_trl", self.accelerator, gke_drivers(), "/target/accelerator")
         yield from attention_problems("train_trl", job)
+        if self.nodes > 1 and self.node_network == "rdma":
+            message = f"dropforge sets up no RDMA network, so {self.accelerator} of several nodes would wait for TCP"
+            expected = "1, with all GPUs on one node; or node_network 'tcp', which accepts that"
+            yield SpecProblem("/target/nodes", message, str(self.nodes), expected)
 
     def check(self, job: JobSpec) -> None:
         processes = self.nodes * self.accelerator_count
