@@ -88,7 +88,7 @@ def test_refused_jobs(cloud: Any, make: Any, task: dict[str, Any], message: str)
     ("task", "message"),
     [
         ({"volumes": [{"name": "v", "gcs": {"bucket": "b"}}]}, "gcs is not emulated"),
-        ({"volumes": [{"name": "v", "empty_dir": {}}]}, "empty_dir is not emulated"),
+        ({"volumes": [{"name": "v", "empty_dir": {}}]}, "empty_dir is not emulated in memory"),
         ({"encryption_key": "k"}, "encryption_key is not emulated"),
         ({"container": {"depends_on": ["x"]}}, "depends_on is not emulated"),
     ],
@@ -177,6 +177,34 @@ def test_a_job_with_a_preview_value_needs_its_launch_stage(
     with pytest.raises(exceptions.BadRequest, match="Precondition check failed") as refused:
         create(cloud, make, job)
     assert refused.value.response.json()["error"]["status"] == "FAILED_PRECONDITION"
+
+
+DISK = {"name": "work", "empty_dir": {"medium": 2, "size_limit": "10Gi"}}
+
+
+def test_an_ephemeral_disk_needs_its_launch_stage(cloud: Any, make: Any) -> None:
+    job = make.job(volumes=[DISK], container={"volume_mounts": [{"name": "work", "mount_path": "/work"}]})
+    with pytest.raises(exceptions.BadRequest, match="which an ephemeral disk needs"):
+        create(cloud, make, job)
+    job.launch_stage = 3
+    assert create(cloud, make, job).template.template.volumes[0].empty_dir.size_limit == "10Gi"
+
+
+@pytest.mark.parametrize(
+    ("volumes", "mount", "message"),
+    [
+        ([{**DISK, "empty_dir": {"medium": 2, "size_limit": "9Gi"}}], "/work", "expected at least 10Gi"),
+        ([{**DISK, "empty_dir": {"medium": 2}}], "/work", "size_limit"),
+        ([DISK], "work", "expected an absolute path"),
+        ([{**DISK, "name": "other"}], "/work", "'work' names no volume"),
+        ([{**DISK, "name": f"work{number}"} for number in range(11)], "/work", "expected at most 10"),
+    ],
+)
+def test_refused_disks(cloud: Any, make: Any, volumes: list[Any], mount: str, message: str) -> None:
+    job = make.job(volumes=volumes, container={"volume_mounts": [{"name": "work", "mount_path": mount}]})
+    job.launch_stage = 3
+    with pytest.raises(exceptions.BadRequest, match=re.escape(message)):
+        create(cloud, make, job)
 
 
 def test_a_gpu_task_of_an_hour_and_a_long_task_without_a_gpu_need_no_launch_stage(cloud: Any, make: Any) -> None:

@@ -14,7 +14,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.platforms.cloud_run.catalog import PREVIEWS
 from dropforge.platforms.cloud_run.preview import preview_values, with_launch_stage
 from dropforge.platforms.cloud_run.serve import service_request
-from dropforge.platforms.cloud_run.train import job_request
+from dropforge.platforms.cloud_run.train import CloudRunJobs, job_request
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, parse_spec
@@ -82,3 +82,22 @@ def test_a_longer_startup_is_refused_before_the_training_is_paid(timeout: str) -
     [problem] = refusal.value.problems
     assert (problem.pointer, problem.found) == ("/serve/startup_timeout", f'"{timeout}"')
     assert str(problem.expected).startswith("at most 30m")
+
+
+def test_a_disk_holds_the_files_of_the_training_and_not_its_memory() -> None:
+    target = {"type": "cloud_run", "disk_gib": 50, "placements": [{"region": "us-central1"}]}
+    made = job(60, target=target, limits={})
+    task = made["template"]["template"]
+    assert made["launchStage"] == "BETA"
+    assert task["volumes"] == [{"name": "work", "emptyDir": {"medium": "DISK", "sizeLimit": "50Gi"}}]
+    (container,) = task["containers"]
+    assert container["volumeMounts"] == [{"name": "work", "mountPath": "/work"}]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert (variables["TMPDIR"], variables["HF_HOME"]) == ("/work", "/work/huggingface")
+
+
+def test_the_price_of_a_disk_is_unknown_and_not_zero() -> None:
+    target = {"type": "cloud_run", "disk_gib": 50, "placements": [{"region": "us-central1"}]}
+    price = CloudRunJobs().price(spec_of(target=target, limits={}), 0)
+    assert price.usd_per_hour is None
+    assert "ephemeral disk in us-central1" in price.source

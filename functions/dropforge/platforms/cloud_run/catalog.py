@@ -116,11 +116,16 @@ def cloud_run_regions() -> list[str]:
 
 
 def cloud_run_price(
-    accelerator: str, region: str, cpu: int, memory_gib: int, zonal_redundancy: bool = False
+    accelerator: str, region: str, cpu: int, memory_gib: int, zonal_redundancy: bool = False, disk_gib: int = 0
 ) -> HourlyPrice:
-    """The hourly price of one Cloud Run instance with one accelerator; unknown parts make it unknown."""
+    """The hourly price of one Cloud Run instance with one accelerator; unknown parts make it unknown.
+
+    The price of an ephemeral disk is not known.
+    """
     gpu = f"{accelerator} with zonal redundancy" if zonal_redundancy else accelerator
     parts = {"vcpu": cpu, "memory_gib": memory_gib, gpu: 1}
+    if disk_gib:
+        parts["ephemeral disk"] = disk_gib
     total = 0.0
     for part, count in parts.items():
         price = CLOUD_RUN_PRICES.get(part)

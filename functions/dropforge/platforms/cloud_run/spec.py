@@ -35,6 +35,12 @@ class CloudRunTarget(TargetSpec):
     cpu: int = Field(default=8, ge=1, le=64)
     memory_gib: int = Field(default=32, ge=1, le=512)
     zonal_redundancy: bool = False
+    disk_gib: int | None = Field(
+        default=None,
+        ge=10,
+        le=1000,
+        description="An ephemeral disk for weights, data and checkpoints (Preview). Default: files take memory.",
+    )
     placements: list[Placement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, description="Price of the machine, if dropforge does not know it."

@@ -52,8 +52,11 @@ NOT_EMULATED_VOLUMES = {
     "nfs": "there is no NFS server",
     "cloud_sql_instance": "there is no Cloud SQL",
     "secret": "containers share this machine's absolute paths; use an environment variable for the secret",
-    "empty_dir": "containers share this machine's absolute paths; use TMPDIR",
 }
+# https://docs.cloud.google.com/run/docs/configuring/jobs/ephemeral-disk (2026-11-22)
+DISK = 2  # the medium of an emptyDir; google-cloud-run 0.16.2 has no name for it
+SMALLEST_DISK = 10 * GIB
+MOST_DISKS = 10
 
 
 def refuse(field: str, message: str) -> ApiError:
@@ -98,7 +101,8 @@ def _is_preview_timeout(timeout: Any) -> bool:
 def _previews(template: Any) -> list[str]:
     """The values of a task or revision template that are in Preview."""
     accelerator = template.node_selector.accelerator
-    return [accelerator] if accelerator in PREVIEW_ACCELERATORS else []
+    disks = ["an ephemeral disk"] if any(map(_is_disk, template.volumes)) else []
+    return [*([accelerator] if accelerator in PREVIEW_ACCELERATORS else []), *disks]
 
 
 def _check_launch_stage(at: str, resource: Any, previews: list[str]) -> None:
@@ -239,16 +243,41 @@ def _check_workload(at: str, template: Any, region: str, config: CloudRunConfig)
         raise ApiError("UNIMPLEMENTED", f"{at}.containers: side-cars are not emulated by the local stack")
     _check_emulated(at, template, "encryption_key")
     for index, volume in enumerate(template.volumes):
-        for kind, reason in NOT_EMULATED_VOLUMES.items():
-            if has(volume, kind):
-                raise ApiError("UNIMPLEMENTED", f"{at}.volumes[{index}].{kind} is not emulated: {reason}")
-        raise refuse(f"{at}.volumes[{index}]", "has no source")
+        _check_volume(f"{at}.volumes[{index}]", volume)
+    if len(template.volumes) > MOST_DISKS:
+        raise refuse(f"{at}.volumes", f"has {len(template.volumes)} volumes; expected at most {MOST_DISKS}")
     _check_identity(at, template)
     container = template.containers[0]
     _check_container(f"{at}.containers[0]", container)
+    _check_mounts(f"{at}.containers[0].volume_mounts", container, {volume.name for volume in template.volumes})
     gpu = _check_resources(at, template, container, region, config)
     _check_startup_time(f"{at}.containers[0].startup_probe", container.startup_probe, gpu)
     return gpu
+
+
+def _check_volume(at: str, volume: Any) -> None:
+    for kind, reason in NOT_EMULATED_VOLUMES.items():
+        if has(volume, kind):
+            raise ApiError("UNIMPLEMENTED", f"{at}.{kind} is not emulated: {reason}")
+    if not has(volume, "empty_dir"):
+        raise refuse(at, "has no source")
+    if not _is_disk(volume):
+        raise ApiError("UNIMPLEMENTED", f"{at}.empty_dir is not emulated in memory; use medium DISK, or TMPDIR")
+    if parse_memory(volume.empty_dir.size_limit, f"{at}.empty_dir.size_limit") < SMALLEST_DISK:
+        raise refuse(f"{at}.empty_dir.size_limit", f"is {volume.empty_dir.size_limit!r}; expected at least 10Gi")
+
+
+def _is_disk(volume: Any) -> bool:
+    """Whether a volume is an ephemeral disk. The class of the client warns about the number of the medium."""
+    return bool(type(volume).pb(volume).empty_dir.medium == DISK)
+
+
+def _check_mounts(at: str, container: Any, volumes: set[str]) -> None:
+    for index, mount in enumerate(container.volume_mounts):
+        if mount.name not in volumes:
+            raise refuse(f"{at}[{index}].name", f"{mount.name!r} names no volume")
+        if not mount.mount_path.startswith("/"):
+            raise refuse(f"{at}[{index}].mount_path", f"is {mount.mount_path!r}; expected an absolute path")
 
 
 def _check_identity(at: str, template: Any) -> None:
@@ -273,8 +302,6 @@ def _check_identity(at: str, template: Any) -> None:
 def _check_container(at: str, container: Any) -> None:
     for field in ("source_code", "base_image_uri", "depends_on"):
         _check_emulated(at, container, field)
-    if container.volume_mounts:
-        raise refuse(f"{at}.volume_mounts[0].name", f"{container.volume_mounts[0].name!r} names no volume")
     if len(container.ports) > 1:
         raise refuse(f"{at}.ports", f"has {len(container.ports)} ports; expected at most one")
     _check_env(at, container.env)

@@ -11,7 +11,7 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
 from ...containers.images import Image, ImageNotFound, ImageStore
-from ...containers.processes import Container, ContainerSpec, Runtime
+from ...containers.processes import Container, ContainerSpec, Runtime, temporary_directory
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of
@@ -66,7 +66,9 @@ class Workloads:
         def prepare(directory: Path) -> ContainerSpec:
             image = self._resolve(container.image)
             own = {**self.platform_env(template.service_account), **self._environment(resource, container), **env}
-            process = image.unpack(directory / "rootfs", container.command, container.args, own, container.working_dir)
+            words = (container.command, container.args)
+            points = _mount_points(container, directory)
+            process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
             memory = parse_memory(container.resources.limits["memory"])
             return ContainerSpec(process.argv, process.env, process.workdir, memory)
 
@@ -167,3 +169,14 @@ class Workloads:
         for row in rows:
             self.runtime.forget(row["id"])
             self.store.db.connection.execute("DELETE FROM cloudrun_containers WHERE id = ?", [row["id"]])
+
+
+def _mount_points(container: Any, directory: Path) -> dict[str, Path]:
+    """Make a directory for each ephemeral disk of a container. It goes with the container's temporary files: a program
+    may make it its TMPDIR, whose path must be short."""
+    points = {}
+    for mount in container.volume_mounts:
+        points[mount.mount_path.rstrip("/")] = temporary_directory(directory) / "volumes" / mount.name
+    for point in points.values():
+        point.mkdir(parents=True, exist_ok=True)
+    return points
