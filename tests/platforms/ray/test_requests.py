@@ -13,7 +13,7 @@ import pytest
 
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.settings import Settings
-from dropforge.platforms.ray.catalog import TpuSlice, tpu_slice
+from dropforge.platforms.ray.catalog import GKE_TPUS, TpuSlice, tpu_slice
 from dropforge.platforms.ray.requests import ray_job_manifest, requests
 from dropforge.platforms.ray.status import status_of_ray_job
 from dropforge.platforms.ray.train import RayJobs
@@ -251,3 +251,10 @@ def test_an_unknown_price_is_none() -> None:
     assert price.usd_per_hour is None
     assert "no price for the head in the catalog" in price.source
     assert "tpu-v6e-slice 4x4 in us-east5 costs 43.2 USD per hour" in price.source
+
+
+def test_every_slice_has_a_name_in_the_price_list() -> None:
+    for accelerator, known in GKE_TPUS.items():
+        topology = known.topologies[0] if known.topologies else "2x2x1"
+        target = {"accelerator": accelerator, "topology": topology, "price_usd_per_hour": None}
+        assert RayJobs().price(spec(**target), 0).usd_per_hour is None

@@ -16,12 +16,8 @@ _QUOTAS = Source("ids that projects list and Google's refusals name, in public r
 
 @dataclass(frozen=True)
 class GkeTpu:
-    """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule.
+    """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule."""
 
-    `generation` is its name in the price list.
-    """
-
-    generation: str
     memory_gib: float  # of each chip
     topologies: tuple[str, ...] = ()
     source: Source = _PLAN
@@ -43,12 +39,12 @@ class TpuSlice:
 
 
 _FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-# By the label cloud.google.com/gke-tpu-accelerator
+# By the label cloud.google.com/gke-tpu-accelerator (https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)
 GKE_TPUS = {
-    "tpu-v4-podslice": GkeTpu("v4", 32),
-    "tpu-v5-lite-podslice": GkeTpu("v5e", 16, _FLAT_SLICES),
-    "tpu-v5p-slice": GkeTpu("v5p", 95),
-    "tpu-v6e-slice": GkeTpu("v6e", 32, _FLAT_SLICES),
+    "tpu-v4-podslice": GkeTpu(32),
+    "tpu-v5-lite-podslice": GkeTpu(16, _FLAT_SLICES),
+    "tpu-v5p-slice": GkeTpu(95),
+    "tpu-v6e-slice": GkeTpu(32, _FLAT_SLICES),
 }
 TPU_HOST_CHIPS = 4  # of every slice of several hosts; one host alone has up to 8
 
