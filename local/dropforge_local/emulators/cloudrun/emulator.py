@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,10 @@ from .jobs import Jobs
 from .methods import LOCATION, METHODS
 from .services import Services
 from .store import Store
+from .volumes import with_known_media
 from .workloads import Unready, Workloads
 
 LONGEST_WAIT_SECONDS = 300.0
-DISK_MEDIUM = re.compile(rb'("medium"\s*:\s*)"DISK"')
 
 
 class CloudRunEmulator(PassiveEmulator):
@@ -146,16 +144,13 @@ class CloudRunEmulator(PassiveEmulator):
         return response.pb(response(**{kind: resources}, next_page_token=token))
 
     def _admit(self, handler: Handler) -> Handler:
-        """Refuse unknown regions, and remember this server's address for log URIs, also after a restart.
-
-        The medium DISK of a volume becomes a number: the client's enum has no name for it.
-        """
+        """Refuse unknown regions, and remember this server's address for log URIs, also after a restart."""
 
         async def serve(call: Call) -> Any:
             if self._context.store.setting("origin", "") != call.base_url:
                 self._context.store.set_setting("origin", call.base_url)
             rules.check_region(call.path.split("/")[5], self._context.config)
-            return await handler(replace(call, body=DISK_MEDIUM.sub(rb"\g<1>%d" % rules.DISK, call.body)))
+            return await handler(with_known_media(call))
 
         return serve
 

@@ -18,6 +18,7 @@ from .capacity import GpuKind
 from .config import GIB, CloudRunConfig
 from .faults import Faults
 from .messages import has, seconds
+from .volumes import is_disk
 
 IDENTIFIER = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 TOKEN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -54,7 +55,6 @@ NOT_EMULATED_VOLUMES = {
     "secret": "containers share this machine's absolute paths; use an environment variable for the secret",
 }
 # https://docs.cloud.google.com/run/docs/configuring/jobs/ephemeral-disk (2026-11-22)
-DISK = 2  # the medium of an emptyDir; google-cloud-run 0.16.2 has no name for it
 SMALLEST_DISK = 10 * GIB
 MOST_DISKS = 10
 
@@ -101,7 +101,7 @@ def _is_preview_timeout(timeout: Any) -> bool:
 def _previews(template: Any) -> list[str]:
     """The values of a task or revision template that are in Preview."""
     accelerator = template.node_selector.accelerator
-    disks = ["an ephemeral disk"] if any(map(_is_disk, template.volumes)) else []
+    disks = ["an ephemeral disk"] if any(map(is_disk, template.volumes)) else []
     return [*([accelerator] if accelerator in PREVIEW_ACCELERATORS else []), *disks]
 
 
@@ -261,15 +261,10 @@ def _check_volume(at: str, volume: Any) -> None:
             raise ApiError("UNIMPLEMENTED", f"{at}.{kind} is not emulated: {reason}")
     if not has(volume, "empty_dir"):
         raise refuse(at, "has no source")
-    if not _is_disk(volume):
+    if not is_disk(volume):
         raise ApiError("UNIMPLEMENTED", f"{at}.empty_dir is not emulated in memory; use medium DISK, or TMPDIR")
     if parse_memory(volume.empty_dir.size_limit, f"{at}.empty_dir.size_limit") < SMALLEST_DISK:
         raise refuse(f"{at}.empty_dir.size_limit", f"is {volume.empty_dir.size_limit!r}; expected at least 10Gi")
-
-
-def _is_disk(volume: Any) -> bool:
-    """Whether a volume is an ephemeral disk. The class of the client warns about the number of the medium."""
-    return bool(type(volume).pb(volume).empty_dir.medium == DISK)
 
 
 def _check_mounts(at: str, container: Any, volumes: set[str]) -> None:

@@ -11,10 +11,11 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
 from ...containers.images import Image, ImageNotFound, ImageStore
-from ...containers.processes import Container, ContainerSpec, Runtime, temporary_directory
+from ...containers.processes import Container, ContainerSpec, Runtime
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of
+from .volumes import mount_points
 
 
 class Unready(Exception):
@@ -67,7 +68,7 @@ class Workloads:
             image = self._resolve(container.image)
             own = {**self.platform_env(template.service_account), **self._environment(resource, container), **env}
             words = (container.command, container.args)
-            points = _mount_points(container, directory)
+            points = mount_points(container, directory)
             process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
             memory = parse_memory(container.resources.limits["memory"])
             return ContainerSpec(process.argv, process.env, process.workdir, memory)
@@ -169,14 +170,3 @@ class Workloads:
         for row in rows:
             self.runtime.forget(row["id"])
             self.store.db.connection.execute("DELETE FROM cloudrun_containers WHERE id = ?", [row["id"]])
-
-
-def _mount_points(container: Any, directory: Path) -> dict[str, Path]:
-    """Make a directory for each ephemeral disk of a container. It goes with the container's temporary files: a program
-    may make it its TMPDIR, whose path must be short."""
-    points = {}
-    for mount in container.volume_mounts:
-        points[mount.mount_path.rstrip("/")] = temporary_directory(directory) / "volumes" / mount.name
-    for point in points.values():
-        point.mkdir(parents=True, exist_ok=True)
-    return points
