@@ -18,6 +18,8 @@ from dropforge.platforms.cloud_run.train import CloudRunJobs, job_request
 from dropforge.platforms.serving import Deployment
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, parse_spec
+from dropforge_cli.deployment import placeholders
+from dropforge_cli.plan import make_plan
 
 from ...deployments import settings_with
 
@@ -65,6 +67,20 @@ def test_a_long_gpu_task_has_the_stage_in_dropforges_own_request() -> None:
     assert job(60, target=target)["launchStage"] == "BETA"
     assert service(serve=RTX)["launchStage"] == "BETA"
     assert "launchStage" not in service()
+
+
+SPECS = [*(ROOT / "examples").rglob("*.json"), *(ROOT / "functions" / "dropforge" / "platforms").glob("*/smoke.json")]
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_request_of_every_example_names_the_stage_that_its_values_need(path: Path) -> None:
+    plan = make_plan(parse_spec(path.read_bytes()), placeholders(), path.name)
+    resources = [resource for placement in plan.placements for resource in placement.resources]
+    resources += plan.endpoint.resources if plan.endpoint else []
+    for resource in resources:
+        if resource.kind.startswith("run.googleapis.com/"):
+            request = resource.request["job" if resource.kind.endswith("/Job") else "service"]
+            assert (request.get("launchStage") == "BETA") is any(preview_values(request)), resource.name
 
 
 @pytest.mark.parametrize(("timeout", "failures"), [("1s", 1), ("20m", 240), ("30m", 360)])
