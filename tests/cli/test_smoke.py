@@ -254,8 +254,8 @@ def test_a_check_implies_other_promises(deployed: Deployed, status: str | None, 
 def test_the_checklist_names_every_promise_and_no_other() -> None:
     text = (ROOT / "docs" / "cloud-checklist.md").read_text()
     lines = re.findall(r"^\| `([a-z0-9-]+)` \| (.*)$", text, re.M)
-    by_hand = tuple(name for name, rest in lines if rest.startswith("by hand |"))
-    assert by_hand == smoke_checks.BY_HAND
+    by_hand = [name for name, rest in lines if rest.startswith("by hand |")]
+    assert sorted(by_hand) == sorted(smoke_checks.BY_HAND)
     assert {name for name, _ in lines} - {*by_hand} == {*smoke_checks.PROMISES, *smoke_checks.implied_promises()}
     assert len(lines) == len({name for name, _ in lines})
     assert len(lines) == len(re.findall(r"^\| (?!id|---)", text, re.M)), "a line without an id"
