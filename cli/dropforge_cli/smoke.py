@@ -232,6 +232,8 @@ class Smoke:
         if not created:
             return
         if seen.cancels and not seen.cancel_asked and is_training:
+            if seen.target == "cloud_run":
+                seen.task_seconds = _task_seconds(self.deployment, created[0].name)
             request_cancel(self.deployment, seen.run)
             seen.cancel_asked = True
         if not seen.training and not seen.cancels:
@@ -328,6 +330,17 @@ def _executions(deployment: Deployment, jobs: Iterable[str]) -> list[str]:
     return [
         execution.name for job in jobs for execution in deployment.clients.run_executions().list_executions(parent=job)
     ]
+
+
+def _task_seconds(deployment: Deployment, job: str) -> float:
+    """Return how long a task of a Cloud Run job may take, as Cloud Run has accepted it; 0 if the job is gone."""
+    from google.api_core.exceptions import NotFound
+
+    try:
+        accepted = deployment.clients.run_jobs().get_job(name=job, timeout=TIMEOUT_SECONDS)
+    except NotFound:
+        return 0.0
+    return float(accepted.template.template.timeout.total_seconds())
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from .report import ANSWER_SECONDS, ANSWER_TOKENS
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 HASHED_BYTES = 64 << 20  # larger files are compared by the checksum that Cloud Storage computes
+LONG_TASK_SECONDS = 3600  # longer tasks with a GPU are a preview of Cloud Run
 MISSABLE_POLLS = 10  # a training shorter than this many polls may be missed
 
 PROMISES = {
@@ -45,6 +46,7 @@ PROMISES = {
     "one-execution": "a run has one execution of the workflow, with the run's label",
     "training-labels": "the cloud lists the training resource, with the labels of its run and deployment",
     "execution-token": "a Cloud Run job has one execution, named after the job and its token",
+    "gpu-long-task": "Cloud Run accepts a task with a GPU that may take more than an hour",
     "executions-listed": "executions of the workflow are listed newest first, with labels",
     "job-events": "the container's events arrive: started, progress, success",
     "accelerator-seen": "the container reports that it trains on an accelerator",
@@ -61,13 +63,14 @@ PROMISES = {
 }
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
-    "callback-again", "quota-refusal", "gpu-twelve-hours", "memory-estimate", "unknown-reservation",
-    "flex-and-reservations", "new-cluster-rights", "node-account", "dns-endpoint", "spot-end", "internal-address",
-    "no-machines", "pod-security", "queue-metric", "distributed-loading", "missing-object", "refused-insert",
-    "job-rights", "execution-list-rights", "custom-roles", "dead-letter-topic", "internal-workflows", "alert-labels",
-    "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed", "tpu-boot-disk",
-    "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start", "quota-in-use",
-    "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
+    "callback-again", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate", "image-installs",
+    "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account", "dns-endpoint",
+    "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
+    "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
+    "dead-letter-topic", "internal-workflows", "alert-labels", "workflows-agent", "data-buckets-elsewhere",
+    "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",
+    "tpu-boot-disk", "tpu-power-off", "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start",
+    "quota-in-use", "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 
@@ -97,6 +100,7 @@ class Seen:
     training: list[Listed] = field(default_factory=list)
     executions: list[str] = field(default_factory=list)  # executions of its Cloud Run job
     answers: list[Result] = field(default_factory=list)
+    task_seconds: float = 0.0  # of a cancelled Cloud Run job: how long its task may take
     cancel_asked: bool = False
 
     @property
@@ -128,6 +132,8 @@ def check_run(seen: Seen, store: RunStore, deployment: Deployment) -> list[Resul
     ]
     if seen.cancels:
         checks.append(("cancel-ends", lambda: cancel_ends(seen)))
+        if seen.target == "cloud_run":
+            checks.append(("gpu-long-task", lambda: gpu_long_task(seen)))
     else:
         checks += [
             ("run-states", lambda: run_states(seen)),
@@ -314,6 +320,14 @@ def cancel_ends(seen: Seen) -> Result:
     left = [entry.name for entry in seen.ledger.remaining()]
     problem = "" if seen.record.state is RunState.CANCELLED else f"the run is {seen.record.state}"
     return seen.says("cancel-ends", f"left: {', '.join(left)}" if left else problem, "CANCELLED, all gone")
+
+
+def gpu_long_task(seen: Seen) -> Result:
+    if not seen.task_seconds:
+        return seen.silent("gpu-long-task", "the job was gone before it was read")
+    is_long = seen.task_seconds > LONG_TASK_SECONDS
+    problem = "" if is_long else f"the task may take {seen.task_seconds:g} s, which needs no preview"
+    return seen.says("gpu-long-task", problem, f"the task may take {seen.task_seconds:g} s")
 
 
 def ledger_gone(seen: Seen) -> Result:

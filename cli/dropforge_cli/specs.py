@@ -11,7 +11,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.stages.admission import budget_problems, fit_problems, time_problems
+from dropforge.stages.admission import budget_problems, fit_problems, machine_problems, time_problems
 
 from .deployment import Deployment, connect
 from .display import stdout
@@ -60,7 +60,7 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
 def read_spec(path: Path) -> JobSpec:
     """Read a spec and apply every rule that needs no deployment. Raises InvalidSpec."""
     spec = parse_spec(path.read_bytes())
-    if problems := [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]:
+    if problems := [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
     return spec
 

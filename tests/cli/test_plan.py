@@ -31,6 +31,7 @@ def test_every_example_plans(dropforge: Run, path: Path) -> None:
     assert result.exit_code == 0, result.output
     spec = json.loads(path.read_text())
     assert spec["name"] in result.output
+    assert "unknown" not in result.output
     for placement in spec["target"]["placements"]:
         assert placement.get("zone", placement.get("region")) in result.output
 
@@ -102,11 +103,11 @@ def test_a_budget_shortens_the_time_and_limits_the_cost(dropforge: Run) -> None:
 
 
 def test_an_endpoint_costs_all_instances_until_its_expiry() -> None:
-    serve = {"type": "cloud_run", "max_instances": 3, "ttl": "10h", "startup_timeout": "60m"}
+    serve = {"type": "cloud_run", "max_instances": 3, "ttl": "10h", "startup_timeout": "30m"}
     plan = plan_of(serve=serve, limits={"max_duration": "1h"})
     assert plan.endpoint is not None
-    assert plan.endpoint.worst_case_usd == pytest.approx(3 * 11 * 1.4209, abs=0.01)
-    assert plan.worst_case_usd == pytest.approx(34 * 1.4209, abs=0.01)
+    assert plan.endpoint.worst_case_usd == pytest.approx(3 * 10.5 * 1.4209, abs=0.01)
+    assert plan.worst_case_usd == pytest.approx(32.5 * 1.4209, abs=0.01)
 
 
 def test_a_budget_ends_the_endpoint_before_its_ttl() -> None:
@@ -122,7 +123,9 @@ def test_an_unknown_price_is_unknown_and_never_0(dropforge: Run) -> None:
     plan = plan_of(target=target, serve=None, limits={"max_duration": "1h"})
     assert plan.placements[0].worst_case_usd is None
     assert plan.worst_case_usd is None
-    assert plan.warnings == ["unknown price: no price for Cloud Run vcpu in asia-southeast1 in the catalog"]
+    assert plan.warnings == [
+        "unknown price: no price for Cloud Run vcpu in asia-southeast1 in the catalog; set price_usd_per_hour"
+    ]
     Path("s.json").write_text(json.dumps({**json.loads(EXAMPLE.read_text()), "target": target, "limits": {}}))
     output = dropforge("plan", "s.json").output
     assert "worst case  unknown in all" in output

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import EXAMPLE, ROOT, Run
+from .conftest import EXAMPLE, ROOT, Deployed, Run
 
 INVALID = ROOT / "schemas" / "examples" / "invalid"
 
@@ -53,6 +53,29 @@ def test_a_model_that_does_not_fit_or_a_small_budget_is_refused(
     result = dropforge("validate", "spec.json")
     assert result.exit_code == 1
     assert f"spec.json: {expected}" in result.output
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit", "preflight"])
+def test_a_flash_attention_that_the_image_lacks_is_refused_by_every_command(
+    dropforge: Run, deployed: Deployed, command: str
+) -> None:
+    document = json.loads(EXAMPLE.read_text())
+    document["model"]["attn_implementation"] = "flash_attention_2"
+    Path("spec.json").write_text(json.dumps(document))
+    result = dropforge(command, "spec.json")
+    assert result.exit_code == 1
+    assert "/model/attn_implementation: image train_trl does not have it" in result.output + result.stderr
+    assert "'auto', 'sdpa' or 'eager'" in result.output + result.stderr
+
+
+def test_several_nodes_without_rdma_are_refused_with_the_mend(dropforge: Run) -> None:
+    document = json.loads((ROOT / "examples" / "gke-gemma-3-12b-fsdp.json").read_text())
+    document["target"]["nodes"] = 2
+    Path("spec.json").write_text(json.dumps(document))
+    result = dropforge("validate", "spec.json")
+    assert result.exit_code == 1
+    assert "/target/nodes: dropforge sets up no RDMA network" in result.output
+    assert "node_network 'tcp'" in result.output
 
 
 def test_a_budget_that_may_end_the_endpoint_early_is_a_note(dropforge: Run) -> None:

@@ -161,7 +161,7 @@ def prepare(user: User) -> None:
 
 def spec(user: User, kind: str, behave: str = "succeed", *, serve: bool = False) -> dict[str, Any]:
     at_once = {"queued": False} if (kind, behave) == ("tpu_vm", "repeat") else {}
-    nodes = {"nodes": 2} if (kind, behave) == ("gke", "hang") else {}
+    nodes = {"nodes": 2, "node_network": "tcp"} if (kind, behave) == ("gke", "hang") else {}
     return user.spec(
         behave,
         target={"type": kind, **PARTS[kind], **nodes},

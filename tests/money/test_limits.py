@@ -204,14 +204,14 @@ def test_the_budget_of_every_example_pays_for_the_ttl_of_its_endpoint(path: Path
 
 
 def test_the_note_about_an_early_end_of_the_endpoint_names_time_and_sufficient_budget() -> None:
-    serve = {"type": "cloud_run", "max_instances": 2, "price_usd_per_hour": 1.5, "ttl": "24h", "startup_timeout": "60m"}
+    serve = {"type": "cloud_run", "max_instances": 2, "price_usd_per_hour": 1.5, "ttl": "24h", "startup_timeout": "30m"}
     limits = {"max_duration": "2h", "max_cost_usd": 30}
     assert short_endpoint(spec(limits, serve=serve, price=3)) == (
         "the budget of 30 USD may end the endpoint before its ttl of 24h: it pays for 10.0 h of the endpoint, all 2 "
-        "instances of which count as running all the time, or 8.0 h when training takes all of its 2h; 81.00 USD pay "
+        "instances of which count as running all the time, or 8.0 h when training takes all of its 2h; 79.50 USD pay "
         "for all of it"
     )
-    assert short_endpoint(spec({**limits, "max_cost_usd": 81}, serve=serve, price=3)) == ""
+    assert short_endpoint(spec({**limits, "max_cost_usd": 79.5}, serve=serve, price=3)) == ""
     short = short_endpoint(spec({**limits, "max_cost_usd": 6.5}, serve=serve, price=3))
     assert "2.2 h of the endpoint" in short
     assert "or 10 min when training takes all" in short  # the budget reserves this time for the endpoint

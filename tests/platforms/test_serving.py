@@ -223,10 +223,11 @@ def test_without_a_queued_resource_the_node_is_the_endpoint() -> None:
     tpu_v2.CreateNodeRequest.from_json(json.dumps(node.request))
 
 
-def test_the_price_of_a_tpu_vm_comes_only_from_the_spec() -> None:
+def test_the_price_of_a_tpu_vm_comes_from_the_spec_else_from_the_catalog() -> None:
     server = tpu_vm.TpuVmServer()
     assert server.price(on_tpu(price_usd_per_hour=4.8).spec).usd_per_hour == 4.8
-    unknown = server.price(on_tpu().spec)
+    assert server.price(on_tpu().spec).usd_per_hour == 9.6
+    unknown = server.price(on_tpu(accelerator_type="v5p-8", zone="europe-west4-b").spec)
     assert unknown.usd_per_hour is None
     assert "serve.price_usd_per_hour" in unknown.source
 

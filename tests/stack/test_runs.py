@@ -49,6 +49,15 @@ def test_a_run_without_job_events_succeeds(user: User) -> None:
     assert record.state is RunState.SUCCEEDED
 
 
+def test_a_training_with_an_ephemeral_disk_succeeds(user: User) -> None:
+    """google-cloud-run does not know such disks, so the job is created by plain REST."""
+    target = {"type": "cloud_run", "disk_gib": 10, "placements": [{"region": "us-central1"}]}
+    run = user.drop(user.spec(target=target))
+    record = user.wait(run)
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert_clean(user, run)
+
+
 def test_attempts_are_limited(user: User) -> None:
     run = user.drop(user.spec("preempted", limits={"max_attempts": 2}))
     record = user.wait(run)

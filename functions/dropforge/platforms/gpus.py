@@ -1,30 +1,40 @@
-"""The GPUs of Google Cloud, with their memory."""
+"""The GPUs of Google Cloud: memory, architecture, and the oldest driver that runs them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
+
+from .facts import Source
+
+# https://cloud.google.com/compute/docs/gpus has the memory, NVIDIA's page the compute capability.
+_GPUS = Source("https://developer.nvidia.com/cuda-gpus", date(2026, 11, 22))
+# Driver 570 knows Blackwell, but Triton kernels of CUDA 12.9 do not load under it ("device kernel image is invalid").
+_BLACKWELL_DRIVER = 580
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by GKE's name, and its memory."""
+    """A GPU by GKE's name: its memory, its compute capability, and the oldest driver branch that runs it."""
 
     name: str
     memory_gib: float
+    capability: tuple[int, int]
+    least_driver: int = 525
+    source: Source = _GPUS
 
 
-# https://cloud.google.com/compute/docs/gpus
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("nvidia-l4", 24),
-        Gpu("nvidia-rtx-pro-6000", 96),
-        Gpu("nvidia-tesla-t4", 16),
-        Gpu("nvidia-tesla-a100", 40),
-        Gpu("nvidia-a100-80gb", 80),
-        Gpu("nvidia-h100-80gb", 80),
-        Gpu("nvidia-h100-mega-80gb", 80),
-        Gpu("nvidia-h200-141gb", 141),
-        Gpu("nvidia-b200", 180),
+        Gpu("nvidia-l4", 24, (8, 9)),
+        Gpu("nvidia-rtx-pro-6000", 96, (12, 0), _BLACKWELL_DRIVER),
+        Gpu("nvidia-tesla-t4", 16, (7, 5)),
+        Gpu("nvidia-tesla-a100", 40, (8, 0)),
+        Gpu("nvidia-a100-80gb", 80, (8, 0)),
+        Gpu("nvidia-h100-80gb", 80, (9, 0)),
+        Gpu("nvidia-h100-mega-80gb", 80, (9, 0)),
+        Gpu("nvidia-h200-141gb", 141, (9, 0)),
+        Gpu("nvidia-b200", 180, (10, 0), _BLACKWELL_DRIVER),
     )
 }

@@ -90,6 +90,10 @@ class TargetSpec(_Typed):
         """The images, clusters and rights that this deployment lacks for the target."""
         return iter(())
 
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        """Why an attempt could not work on its machines: the image, the driver, the network between nodes."""
+        return iter(())
+
 
 class ServeSpec(_Typed):
     """Where a run's model is served. Subclasses have their own `type` and the fields of their endpoint.
@@ -121,6 +125,10 @@ class ServeSpec(_Typed):
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         """The images, clusters and rights that this deployment lacks for the endpoint."""
+        return iter(())
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        """Why the endpoint could not work on its machines: the image, the driver."""
         return iter(())
 
 

@@ -21,7 +21,7 @@ _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 
 def check(cloud: Cloud, spec: JobSpec) -> None:
     """Raise InvalidSpec, which lists every problem that would make the spec fail after its acceptance."""
-    problems = [*fit_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    problems = [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
@@ -45,6 +45,12 @@ def fit_problems(spec: JobSpec) -> list[SpecProblem]:
     has = f"{trains_on.memory_gib:.0f} GiB on {trains_on.count} {trains_on.name}"
     expected = f"at most {has}; try a smaller adapter (qlora) or another target"
     return [SpecProblem("/model/source", "the model does not fit the accelerator", needs, expected)]
+
+
+def machine_problems(spec: JobSpec) -> list[SpecProblem]:
+    """Problems of images that cannot start on their machines or lack what the spec asks, and of slow networks."""
+    serving = spec.serve.machine_problems(spec) if spec.serve else ()
+    return [*spec.target.machine_problems(spec), *serving]
 
 
 def parameters_of(source: str) -> int | None:

@@ -81,7 +81,12 @@ def _gke(draw: random.Random) -> dict[str, Any]:
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
     target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
-    return {**target, "nodes": draw.choice((1, 1, 2)), "cluster": {"create": draw.random() < 0.3}}
+    return {
+        **target,
+        "nodes": draw.choice((1, 1, 2)),
+        "node_network": "tcp",
+        "cluster": {"create": draw.random() < 0.3},
+    }
 
 
 def _ray(draw: random.Random) -> dict[str, Any]:

@@ -53,6 +53,29 @@ def test_success_is_in_the_execution_the_job_and_the_task(cloud: Any, make: Any)
     assert execution.log_uri == f"{cloud.url}/_local/logs/{execution.name}"
 
 
+def test_an_ephemeral_disk_is_a_directory_at_its_mount_path(cloud: Any, make: Any) -> None:
+    """As a client sends it that knows the name of the medium; google-cloud-run does not."""
+    text = run_v2.Job.to_json(
+        make.job(
+            "wait-for",
+            "/work/here",
+            "0",
+            volumes=[{"name": "disk", "empty_dir": {"medium": 2, "size_limit": "10Gi"}}],
+            container={"volume_mounts": [{"name": "disk", "mount_path": "/work"}]},
+        )
+    )
+    job = json.loads(text)
+    job["launchStage"] = "BETA"
+    job["template"]["template"]["volumes"][0]["emptyDir"]["medium"] = "DISK"
+    job["startExecutionToken"] = "t1"
+    cloud.call("POST", f"/v2/{make.parent}/jobs?jobId=j1", job)
+    name = f"{make.parent}/jobs/j1/executions/j1-t1"
+    (mounted,) = cloud.until(lambda: list(cloud.directory.glob("*/rootfs/work")), bool)
+    assert mounted.is_symlink()
+    (mounted / "here").touch()
+    assert cloud.wait(name).succeeded_count == 1
+
+
 def test_run_operation_ends_with_the_execution(cloud: Any, make: Any) -> None:
     cloud.done(cloud.jobs.create_job(parent=make.parent, job=make.job("fail"), job_id="j1"))
     execution = cloud.done(cloud.jobs.run_job(name=f"{make.parent}/jobs/j1"))

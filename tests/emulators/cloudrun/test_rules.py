@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def test_refused_jobs(cloud: Any, make: Any, task: dict[str, Any], message: str)
     ("task", "message"),
     [
         ({"volumes": [{"name": "v", "gcs": {"bucket": "b"}}]}, "gcs is not emulated"),
-        ({"volumes": [{"name": "v", "empty_dir": {}}]}, "empty_dir is not emulated"),
+        ({"volumes": [{"name": "v", "empty_dir": {}}]}, "empty_dir is not emulated in memory"),
         ({"encryption_key": "k"}, "encryption_key is not emulated"),
         ({"container": {"depends_on": ["x"]}}, "depends_on is not emulated"),
     ],
@@ -158,6 +159,79 @@ def test_service_without_max_instances_exceeds_the_gpu_quota(cloud: Any, make: A
 def test_refused_services(cloud: Any, make: Any, template: dict[str, Any], message: str) -> None:
     with pytest.raises(exceptions.BadRequest, match=re.escape(message)):
         cloud.services.create_service(parent=make.parent, service=make.service(**template), service_id="s1")
+
+
+LONG_GPU_TASK = {**L4, "timeout": "3660s"}
+
+
+@pytest.mark.parametrize("task", [LONG_GPU_TASK, PRO], ids=["a GPU task above an hour", "an RTX PRO 6000"])
+@pytest.mark.parametrize(("stage", "accepted"), [(0, False), (4, False), (3, True), (2, True)])
+def test_a_job_with_a_preview_value_needs_its_launch_stage(
+    cloud: Any, make: Any, task: dict[str, Any], stage: int, accepted: bool
+) -> None:
+    job = make.job(**copy.deepcopy(task))
+    job.launch_stage = stage
+    if accepted:
+        assert create(cloud, make, job).launch_stage == stage
+        return
+    with pytest.raises(exceptions.BadRequest, match="Precondition check failed") as refused:
+        create(cloud, make, job)
+    assert refused.value.response.json()["error"]["status"] == "FAILED_PRECONDITION"
+
+
+DISK = {"name": "work", "empty_dir": {"medium": 2, "size_limit": "10Gi"}}
+
+
+def test_an_ephemeral_disk_needs_its_launch_stage(cloud: Any, make: Any) -> None:
+    job = make.job(volumes=[DISK], container={"volume_mounts": [{"name": "work", "mount_path": "/work"}]})
+    with pytest.raises(exceptions.BadRequest, match="which an ephemeral disk needs"):
+        create(cloud, make, job)
+    job.launch_stage = 3
+    assert create(cloud, make, job).template.template.volumes[0].empty_dir.size_limit == "10Gi"
+
+
+@pytest.mark.parametrize(
+    ("volumes", "mount", "message"),
+    [
+        ([{**DISK, "empty_dir": {"medium": 2, "size_limit": "9Gi"}}], "/work", "expected at least 10Gi"),
+        ([{**DISK, "empty_dir": {"medium": 2}}], "/work", "size_limit"),
+        ([DISK], "work", "expected an absolute path"),
+        ([{**DISK, "name": "other"}], "/work", "'work' names no volume"),
+        ([{**DISK, "name": f"work{number}"} for number in range(11)], "/work", "expected at most 10"),
+    ],
+)
+def test_refused_disks(cloud: Any, make: Any, volumes: list[Any], mount: str, message: str) -> None:
+    job = make.job(volumes=volumes, container={"volume_mounts": [{"name": "work", "mount_path": mount}]})
+    job.launch_stage = 3
+    with pytest.raises(exceptions.BadRequest, match=re.escape(message)):
+        create(cloud, make, job)
+
+
+def test_a_gpu_task_of_an_hour_and_a_long_task_without_a_gpu_need_no_launch_stage(cloud: Any, make: Any) -> None:
+    assert create(cloud, make, make.job(**L4, timeout="3600s")).launch_stage == 4
+    assert create(cloud, make, make.job(timeout="7200s"), "j2").launch_stage == 4
+
+
+def test_a_service_with_a_preview_value_needs_its_launch_stage(cloud: Any, make: Any) -> None:
+    container = {"resources": {"limits": PRO["limits"]}}
+    service = make.service(container=container, node_selector=PRO["node_selector"], scaling={"max_instance_count": 1})
+    with pytest.raises(exceptions.BadRequest, match="Precondition check failed"):
+        cloud.services.create_service(parent=make.parent, service=service, service_id="s1")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "failures", "longest"), [(True, 181, 1800), (False, 61, 600)], ids=["with a GPU", "without a GPU"]
+)
+def test_a_startup_probe_may_take_only_so_long(cloud: Any, make: Any, gpu: bool, failures: int, longest: int) -> None:
+    probe = {"tcp_socket": {}, "period_seconds": 10, "timeout_seconds": 9, "failure_threshold": failures}
+    container: dict[str, Any] = {"startup_probe": probe}
+    template: dict[str, Any] = {"scaling": {"max_instance_count": 1}}
+    if gpu:
+        container["resources"] = {"limits": L4["limits"]}
+        template["node_selector"] = L4["node_selector"]
+    service = make.service(container=container, **template)
+    with pytest.raises(exceptions.BadRequest, match=f"is {failures * 10} s; expected at most {longest} s"):
+        cloud.services.create_service(parent=make.parent, service=service, service_id="s1")
 
 
 def test_grpc_probes_are_not_emulated(cloud: Any, make: Any) -> None:

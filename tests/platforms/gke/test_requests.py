@@ -16,11 +16,13 @@ from kubernetes import client
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
 from dropforge.platforms.gke import train as gke
+from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
 from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
 from dropforge.platforms.gke.status import status_of_job
+from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.training import Launch, Phase, Status, class_of_exit
 from dropforge.spec import JobSpec, parse_spec
-from dropforge.stages.admission import budget_problems, deployment_problems
+from dropforge.stages.admission import budget_problems, deployment_problems, machine_problems
 from dropforge_cli.deployment import placeholders
 from dropforge_cli.plan import make_plan
 
@@ -497,3 +499,22 @@ def test_a_cluster_is_reached_by_its_dns_name_if_that_endpoint_is_open(
     )
     api = kubernetes.connect(cloud_with(), cluster)
     assert (api.host, api.authority) == expected
+
+
+@pytest.mark.parametrize("accelerator", sorted(GKE_GPUS))
+def test_several_nodes_are_refused_unless_the_spec_accepts_tcp(accelerator: str) -> None:
+    """Without RDMA, NCCL falls back to TCP, and the GPUs wait for it."""
+    count = GKE_GPUS[accelerator].counts[-1]
+    machine = {"accelerator": accelerator, "accelerator_count": count, "nodes": 2}
+    [problem] = machine_problems(spec(machine))
+    assert (problem.pointer, problem.found) == ("/target/nodes", "2")
+    assert accelerator in problem.message
+    assert "node_network 'tcp'" in str(problem.expected)
+    assert machine_problems(spec({**machine, "node_network": "tcp"})) == []
+    assert machine_problems(spec({**machine, "nodes": 1})) == []
+
+
+def test_every_pod_with_a_gpu_selects_the_driver_of_the_table() -> None:
+    labels = pod_spec(launch())["nodeSelector"]
+    assert labels["cloud.google.com/gke-gpu-driver-version"] == GKE_DRIVER_VERSION
+    assert GKE_DRIVERS[GKE_DRIVER_VERSION].branch >= max(gpu.least_driver for gpu in GPUS.values())

@@ -278,4 +278,12 @@ def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
 def test_an_unknown_price_is_none() -> None:
     price = RayJobs().price(spec(price_usd_per_hour=None), 0)
     assert price.usd_per_hour is None
-    assert "tpu-v6e-slice 4x4 in us-east5" in price.source
+    assert "no price for the head in the catalog" in price.source
+    assert "tpu-v6e-slice 4x4 in us-east5 costs 43.2 USD per hour" in price.source
+
+
+def test_every_slice_has_a_name_in_the_price_list() -> None:
+    for accelerator, known in GKE_TPUS.items():
+        topology = known.topologies[0] if known.topologies else "2x2x1"
+        target = {"accelerator": accelerator, "topology": topology, "price_usd_per_hour": None}
+        assert RayJobs().price(spec(**target), 0).usd_per_hour is None

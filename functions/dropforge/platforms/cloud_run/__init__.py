@@ -16,6 +16,8 @@ PLATFORM = Platform(
         permissions=(Permission("provision", "project", "run.jobs.create"),),
         smoke_shows=(
             ("startup-probe", "endpoint-answers"),
+            ("cuda-training", "accelerator-seen"),
+            ("cuda-serving", "endpoint-answers"),
             ("streamed-weights", "endpoint-answers"),
             ("deleted-job", "cancel-ends"),
         ),

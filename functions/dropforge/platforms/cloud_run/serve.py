@@ -22,13 +22,16 @@ from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels,
 from dropforge.spec import JobSpec, seconds
 
 from .catalog import cloud_run_price, cloud_run_regions
+from .preview import with_launch_stage
 from .spec import CloudRunServe
 
 KIND = "run.googleapis.com/Service"
 PORT = 8000
 READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 0.2
-PROBE_PERIOD_SECONDS = 5  # a startup probe's period and time-out are each at most 240 s
+# A startup probe's period and time-out are each at most 240 s. Their product with failureThreshold has a limit, too:
+# the spec's startup_timeout is at most GPU_STARTUP_SECONDS.
+PROBE_PERIOD_SECONDS = 5
 
 
 class CloudRunService:
@@ -163,7 +166,7 @@ def service_request(deployment: Deployment) -> dict[str, Any]:
         "containers": [_container(deployment, serve)],
     }
     parent, _, service_id = service_name(deployment).rpartition("/services/")
-    service = {"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template}
+    service = with_launch_stage({"labels": labels, "ingress": "INGRESS_TRAFFIC_ALL", "template": template})
     return {"parent": parent, "serviceId": service_id, "service": service}
 
 

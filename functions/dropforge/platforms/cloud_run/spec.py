@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.platforms.gpus import GPUS
+from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
-from .catalog import CLOUD_RUN_MACHINES, CLOUD_RUN_MAX_TASK_SECONDS, CLOUD_RUN_QUOTAS
+from .catalog import (
+    CLOUD_RUN_DRIVERS,
+    CLOUD_RUN_MACHINES,
+    CLOUD_RUN_QUOTAS,
+    GPU_STARTUP_SECONDS,
+    GPU_TASK_SECONDS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dropforge.base.errors import SpecProblem
     from dropforge.spec import JobSpec
 
 
@@ -27,6 +35,12 @@ class CloudRunTarget(TargetSpec):
     cpu: int = Field(default=8, ge=1, le=64)
     memory_gib: int = Field(default=32, ge=1, le=512)
     zonal_redundancy: bool = False
+    disk_gib: int | None = Field(
+        default=None,
+        ge=10,
+        le=1000,
+        description="An ephemeral disk for weights, data and checkpoints (Preview). Default: files take memory.",
+    )
     placements: list[Placement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, description="Price of the machine, if dropforge does not know it."
@@ -52,10 +66,14 @@ class CloudRunTarget(TargetSpec):
             yield _demand(self.accelerator, 1, placement.region, self.zonal_redundancy)
 
     def check(self, job: JobSpec) -> None:
-        if seconds(job.limits.max_duration) > CLOUD_RUN_MAX_TASK_SECONDS:
+        if seconds(job.limits.max_duration) > GPU_TASK_SECONDS.most:
             message = "longer than a Cloud Run task with a GPU may run"
             raise Wrong("/limits/max_duration", message, job.limits.max_duration, "at most 12h")
         super().check(job)
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from gpu_problems("train_trl", self.accelerator, CLOUD_RUN_DRIVERS, "/target/accelerator")
+        yield from attention_problems("train_trl", job)
 
 
 class CloudRunServe(ServeSpec):
@@ -72,7 +90,7 @@ class CloudRunServe(ServeSpec):
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once by one instance.")
     min_instances: int = Field(default=0, ge=0, le=100)
     max_instances: int = Field(default=1, ge=1, le=100)
-    startup_timeout: Duration = "20m"
+    startup_timeout: Duration = Field(default="20m", description="At most 30m, Cloud Run's limit with a GPU.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, description="Price of an instance, if dropforge does not know it."
@@ -86,7 +104,14 @@ class CloudRunServe(ServeSpec):
         if self.min_instances > self.max_instances:
             expected = f"at most max_instances, {self.max_instances}"
             raise Wrong("/min_instances", "min_instances is above max_instances", self.min_instances, expected)
+        if seconds(self.startup_timeout) > GPU_STARTUP_SECONDS.most:
+            message = "longer than Cloud Run's startup probe may take beside a GPU"
+            expected = "at most 30m; a model that needs longer to load can be served on GKE (serve.type 'gke')"
+            raise Wrong("/startup_timeout", message, self.startup_timeout, expected)
         return self
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from gpu_problems("serve_vllm", self.accelerator, CLOUD_RUN_DRIVERS, "/serve/accelerator")
 
     def check(self, job: JobSpec) -> None:
         if self.region is None:
@@ -99,9 +124,10 @@ class CloudRunServe(ServeSpec):
 def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:
     if accelerator not in CLOUD_RUN_QUOTAS:
         return Demand(accelerator, number, region)
-    word, units = CLOUD_RUN_QUOTAS[accelerator]
+    counted = CLOUD_RUN_QUOTAS[accelerator]
     redundancy = "" if zonal_redundancy else "NoZonalRedundancy"
-    quota = Quota("run.googleapis.com", f"{word}GpuAlloc{redundancy}PerProjectRegion", {"region": region}, units)
+    name = f"{counted.word}GpuAlloc{redundancy}PerProjectRegion"
+    quota = Quota("run.googleapis.com", name, {"region": region}, counted.units)
     return Demand(accelerator, number, region, quota)
 
 

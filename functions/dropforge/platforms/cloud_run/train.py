@@ -23,11 +23,13 @@ from dropforge.platforms.training import Launch, Phase, Status, class_of_exit, c
 from dropforge.spec import JobSpec
 
 from .catalog import cloud_run_price, cloud_run_regions
+from .preview import with_launch_stage
 from .spec import CloudRunTarget
 
 KIND = "run.googleapis.com/Job"
 LAUNCH_WAIT_SECONDS = 5.0  # most creates and deletes take less; the next call looks at the rest
 LOOK_SECONDS = 0.1
+WORK = "/work"  # where an ephemeral disk is mounted
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
 # The text of the condition: "Task T failed with exit code: 0 and message: ...". Google does not document this text; it
 # is in users' logs (https://github.com/search?q=%22configured+memory+limit+was+reached%22&type=code).
@@ -59,7 +61,8 @@ class CloudRunJobs:
         if target.price_usd_per_hour is not None:
             return HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         region = target.placements[placement].region
-        return cloud_run_price(target.accelerator, region, target.cpu, target.memory_gib, target.zonal_redundancy)
+        machine = (target.accelerator, region, target.cpu, target.memory_gib, target.zonal_redundancy)
+        return cloud_run_price(*machine, target.disk_gib or 0)
 
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(KIND, job_name(launch), job_request(launch))]
@@ -112,6 +115,8 @@ class CloudRunJobs:
         from google.api_core.exceptions import Conflict
         from google.cloud import run_v2
 
+        if _target(launch.spec).disk_gib is not None:
+            return self._create_with_disk(cloud, launch)
         parent, _, job_id = job_name(launch).rpartition("/jobs/")
         job = run_v2.Job.from_json(json.dumps(job_request(launch)["job"]), ignore_unknown_fields=False)
         try:
@@ -128,6 +133,20 @@ class CloudRunJobs:
         if operation.exception() is not None:
             raise classify(operation.exception())
         return operation.result()
+
+    def _create_with_disk(self, cloud: Cloud, launch: Launch) -> Any:
+        """Create the job by plain REST, because run_v2 does not know the medium DISK; None while it is created."""
+        from google.api_core.exceptions import Conflict, from_http_response
+
+        request = job_request(launch)
+        session, root = cloud.clients.run_rest()
+        url, query = f"{root}/{request['parent']}/jobs", {"jobId": request["jobId"]}
+        response = session.post(url, params=query, json=request["job"], timeout=TIMEOUT_SECONDS)
+        if not response.ok and not isinstance(error := from_http_response(response), Conflict):
+            raise error
+        return self._job(
+            cloud, launch
+        )  # also after an earlier create whose reply was lost; the caller checks the owner
 
     def _execution(self, cloud: Cloud, launch: Launch) -> Any:
         from google.api_core.exceptions import NotFound
@@ -202,13 +221,16 @@ def job_request(launch: Launch) -> dict[str, Any]:
             "egress": "PRIVATE_RANGES_ONLY",
         },
     }
+    if target.disk_gib is not None:
+        disk = {"medium": "DISK", "sizeLimit": f"{target.disk_gib}Gi"}
+        task["volumes"] = [{"name": "work", "emptyDir": disk}]
     job = {
         "labels": labels,
         "template": {"labels": labels, "taskCount": 1, "parallelism": 1, "template": task},
         "startExecutionToken": _token(launch),
     }
     parent, _, job_id = job_name(launch).rpartition("/jobs/")
-    return {"parent": parent, "jobId": job_id, "job": job}
+    return {"parent": parent, "jobId": job_id, "job": with_launch_stage(job)}
 
 
 def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> Status:
@@ -245,10 +267,13 @@ def _jobs_in(cloud: Cloud, region: str) -> list[Listed]:
 
 def _container(launch: Launch, target: CloudRunTarget) -> dict[str, Any]:
     values = container_variables(launch)
+    if target.disk_gib is not None:
+        values |= {"TMPDIR": WORK, "HF_HOME": f"{WORK}/huggingface"}
     environment: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
     environment += [secret_variable(name, secret) for name, secret in launch.spec.secrets.items()]
     limits = {"cpu": str(target.cpu), "memory": f"{target.memory_gib}Gi", "nvidia.com/gpu": "1"}
-    return {"image": launch.settings.train_trl_image, "env": environment, "resources": {"limits": limits}}
+    container = {"image": launch.settings.train_trl_image, "env": environment, "resources": {"limits": limits}}
+    return container | ({"volumeMounts": [{"name": "work", "mountPath": WORK}]} if target.disk_gib is not None else {})
 
 
 def secret_variable(name: str, secret: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ PLATFORM = Platform(
         kinds=("container.googleapis.com/Cluster", "batch.k8s.io/Job", "k8s.io/Service", "k8s.io/Pod"),
         needs=("gke_cluster",),
         permissions=(Permission("provision", "clusters", "container.clusters.connect"),),
+        smoke_shows=(("gke-driver", "accelerator-seen"),),
     ),
     serving=(
         Serving(

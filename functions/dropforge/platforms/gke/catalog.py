@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import date
 
+from dropforge.platforms.facts import Source
+from dropforge.platforms.images import Driver
 from dropforge.platforms.prices import HourlyPrice, Price
 from dropforge.spec.demand import Quota, is_counted, is_preemptible
 
-# How many GPUs a node of GKE Autopilot may have, by the accelerator's label
-# (https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus)
-GKE_ACCELERATORS: dict[str, tuple[int, ...]] = {
-    "nvidia-l4": (1, 2, 4, 8),
-    "nvidia-rtx-pro-6000": (1, 2, 4, 8),
-    "nvidia-tesla-t4": (1, 2, 4),
-    "nvidia-tesla-a100": (1, 2, 4, 8, 16),
-    "nvidia-a100-80gb": (1, 2, 4, 8),
-    "nvidia-h100-80gb": (1, 2, 4, 8),
-    "nvidia-h100-mega-80gb": (8,),
-    "nvidia-h200-141gb": (8,),
-    "nvidia-b200": (8,),
+_AUTOPILOT = Source("https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus", date(2026, 11, 22))
+_DRIVERS = Source("https://cloud.google.com/kubernetes-engine/docs/how-to/gpus", date(2026, 10, 9))
+_QUOTAS = Source("ids that projects list and Google's refusals name, in public repositories", date(2026, 11, 22))
+
+
+@dataclass(frozen=True)
+class GkeGpu:
+    """How many GPUs a node of GKE Autopilot may have, by the accelerator's label."""
+
+    counts: tuple[int, ...]
+    source: Source = _AUTOPILOT
+
+
+GKE_GPUS = {
+    "nvidia-l4": GkeGpu((1, 2, 4, 8)),
+    "nvidia-rtx-pro-6000": GkeGpu((1, 2, 4, 8)),
+    "nvidia-tesla-t4": GkeGpu((1, 2, 4)),
+    "nvidia-tesla-a100": GkeGpu((1, 2, 4, 8, 16)),
+    "nvidia-a100-80gb": GkeGpu((1, 2, 4, 8)),
+    "nvidia-h100-80gb": GkeGpu((1, 2, 4, 8)),
+    "nvidia-h100-mega-80gb": GkeGpu((8,)),
+    "nvidia-h200-141gb": GkeGpu((8,)),
+    "nvidia-b200": GkeGpu((8,)),
 }
+
+# The driver that GKE installs on Container-Optimized OS of versions 1.31 to 1.33, by the value of the node label
+# cloud.google.com/gke-gpu-driver-version. The page ends at 1.33. Without the label Autopilot installs "default".
+GKE_DRIVERS = {"default": Driver(535, _DRIVERS), "latest": Driver(580, _DRIVERS)}
+GKE_DRIVER_VERSION = "latest"  # what every pod with a GPU selects: CUDA 13 and Blackwell need 580
+
+
+def gke_drivers() -> dict[str, Driver]:
+    """The driver behind each accelerator, by the driver version that pods select."""
+    return dict.fromkeys(GKE_GPUS, GKE_DRIVERS[GKE_DRIVER_VERSION])
+
 
 _GPU_PAGE = "https://cloud.google.com/compute/gpus-pricing"
 _REGION_1 = ("us-central1",)
@@ -36,7 +61,7 @@ GKE_PRICES = {
     ("nvidia-h200-141gb", "on_demand"): Price(86.75992 / 8, _REGION_1, date(2026, 8, 31), _GPU_PAGE),
     ("nvidia-b200", "on_demand"): Price(90.216 / 8, _REGION_1, date(2026, 8, 31), _GPU_PAGE),
 }
-GKE_CLUSTER_USD_PER_HOUR = 0.10  # https://cloud.google.com/kubernetes-engine/pricing
+GKE_CLUSTER_PRICE = Price(0.10, (), date(2026, 11, 23), "https://cloud.google.com/kubernetes-engine/pricing")
 
 
 def gke_price(accelerator: str, gpus: int, region: str, capacity: str) -> HourlyPrice:
@@ -48,30 +73,39 @@ def gke_price(accelerator: str, gpus: int, region: str, capacity: str) -> Hourly
     return HourlyPrice(round(price.usd_per_hour * gpus, 4), price.as_of, price.source)
 
 
-# Compute Engine's quotas, which GKE uses too. On demand, one quota with a dimension counts the newer GPU families.
-# The ids are those that projects list and that Google's refusals name, as noted in public repositories (2026-11-22).
+@dataclass(frozen=True)
+class GpuQuota:
+    """Compute Engine's quota of a GPU, which GKE uses, too.
+
+    On demand, one quota with a dimension counts the newer families (`by_family`).
+    """
+
+    model: str
+    by_family: bool
+    source: Source = _QUOTAS
+
+
 GPU_QUOTAS = {
-    "nvidia-l4": "NVIDIA-L4",
-    "nvidia-tesla-t4": "NVIDIA-T4",
-    "nvidia-tesla-a100": "NVIDIA-A100",
-    "nvidia-a100-80gb": "NVIDIA-A100-80GB",
-}
-GPU_FAMILY_QUOTAS = {
-    "nvidia-rtx-pro-6000": "NVIDIA-RTX-PRO-6000",
-    "nvidia-h100-80gb": "NVIDIA-H100",
-    "nvidia-h100-mega-80gb": "NVIDIA-H100-MEGA",
-    "nvidia-h200-141gb": "NVIDIA-H200",
-    "nvidia-b200": "NVIDIA-B200",
+    "nvidia-l4": GpuQuota("NVIDIA-L4", by_family=False),
+    "nvidia-tesla-t4": GpuQuota("NVIDIA-T4", by_family=False),
+    "nvidia-tesla-a100": GpuQuota("NVIDIA-A100", by_family=False),
+    "nvidia-a100-80gb": GpuQuota("NVIDIA-A100-80GB", by_family=False),
+    "nvidia-rtx-pro-6000": GpuQuota("NVIDIA-RTX-PRO-6000", by_family=True),
+    "nvidia-h100-80gb": GpuQuota("NVIDIA-H100", by_family=True),
+    "nvidia-h100-mega-80gb": GpuQuota("NVIDIA-H100-MEGA", by_family=True),
+    "nvidia-h200-141gb": GpuQuota("NVIDIA-H200", by_family=True),
+    "nvidia-b200": GpuQuota("NVIDIA-B200", by_family=True),
 }
 
 
 def gpu_quota(accelerator: str, region: str, capacity: str) -> Quota | None:
     """The quota that counts a GPU in a region, bought as `capacity` says; None when it is not known."""
-    model = GPU_QUOTAS.get(accelerator) or GPU_FAMILY_QUOTAS.get(accelerator)
-    if model is None or not is_counted(capacity):
+    counted = GPU_QUOTAS.get(accelerator)
+    if counted is None or not is_counted(capacity):
         return None
-    if not is_preemptible(capacity) and accelerator in GPU_FAMILY_QUOTAS:
-        dimensions = {"region": region, "gpu_family": model.replace("-", "_")}
+    if not is_preemptible(capacity) and counted.by_family:
+        dimensions = {"region": region, "gpu_family": counted.model.replace("-", "_")}
         return Quota("compute.googleapis.com", "GPUS-PER-GPU-FAMILY-per-project-region", dimensions)
     prefix = "PREEMPTIBLE-" if is_preemptible(capacity) else ""
-    return Quota("compute.googleapis.com", f"{prefix}{model}-GPUS-per-project-region", {"region": region})
+    name = f"{prefix}{counted.model}-GPUS-per-project-region"
+    return Quota("compute.googleapis.com", name, {"region": region})

@@ -15,6 +15,7 @@ from dropforge.cloud.resource import Resource
 from dropforge.platforms.training import EXIT_CLASSES, Launch, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
+from .catalog import GKE_DRIVER_VERSION
 from .spec import ClusterTarget, GkePlacement, GkeServe, GkeTarget
 
 CONTAINER = "trainer"
@@ -200,7 +201,7 @@ def node_labels(accelerator: str, wanted: GkePlacement | GkeServe) -> dict[str, 
     """The node labels that a pod selects; Autopilot creates a node with them."""
     labels = {
         "cloud.google.com/gke-accelerator": accelerator,
-        "cloud.google.com/gke-gpu-driver-version": "latest",
+        "cloud.google.com/gke-gpu-driver-version": GKE_DRIVER_VERSION,
     }
     if wanted.capacity == "spot":
         labels["cloud.google.com/gke-spot"] = "true"

@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gpus import GPUS
+from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
-from .catalog import GKE_ACCELERATORS, gpu_quota
+from .catalog import GKE_GPUS, gke_drivers, gpu_quota
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +86,10 @@ class GkeTarget(ClusterTarget):
     accelerator: str = "nvidia-l4"
     accelerator_count: int = Field(default=1, ge=1, le=16, description="GPUs of each node; one process per GPU.")
     nodes: int = Field(default=1, ge=1, le=64)
+    node_network: Literal["rdma", "tcp"] = Field(
+        default="rdma",
+        description="Of several nodes. dropforge sets up no RDMA yet: 'tcp' accepts that GPUs wait for the network.",
+    )
     cluster: GkeCluster = GkeCluster()
     cpu: int | None = Field(default=None, ge=1, le=224, description="Of each node; default: Autopilot's for the GPU.")
     memory_gib: int | None = Field(
@@ -115,6 +120,14 @@ class GkeTarget(ClusterTarget):
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         yield from super().missing(job, settings)
         yield from _label_problems(job)
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from gpu_problems("train_trl", self.accelerator, gke_drivers(), "/target/accelerator")
+        yield from attention_problems("train_trl", job)
+        if self.nodes > 1 and self.node_network == "rdma":
+            message = f"dropforge sets up no RDMA network, so {self.accelerator} of several nodes would wait for TCP"
+            expected = "1, with all GPUs on one node; or node_network 'tcp', which accepts that"
+            yield SpecProblem("/target/nodes", message, str(self.nodes), expected)
 
     def check(self, job: JobSpec) -> None:
         processes = self.nodes * self.accelerator_count
@@ -165,6 +178,9 @@ class GkeServe(ServeSpec):
         region = self.region or job.target.placements[0].region
         yield _demand(self.accelerator, self.accelerator_count * self.max_instances, region, self.capacity)
 
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from gpu_problems("serve_vllm", self.accelerator, gke_drivers(), "/serve/accelerator")
+
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         trains_on = job.target.cluster.name if isinstance(job.target, ClusterTarget) else None
         if not (self.cluster or trains_on or settings.gke_cluster):
@@ -189,10 +205,10 @@ def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand
 
 def check_gke_accelerator(accelerator: str, count: int) -> None:
     """Raise Wrong unless Autopilot offers nodes with `count` of `accelerator`."""
-    counts = GKE_ACCELERATORS.get(accelerator)
-    if counts is None:
-        expected = f"one of {', '.join(sorted(GKE_ACCELERATORS))}"
+    known = GKE_GPUS.get(accelerator)
+    if known is None:
+        expected = f"one of {', '.join(sorted(GKE_GPUS))}"
         raise Wrong("/accelerator", "GKE Autopilot does not offer this accelerator", accelerator, expected)
-    if count not in counts:
-        expected = f"one of {', '.join(map(str, counts))}"
+    if count not in known.counts:
+        expected = f"one of {', '.join(map(str, known.counts))}"
         raise Wrong("/accelerator_count", f"GKE Autopilot has no node with so many {accelerator}", count, expected)

@@ -26,7 +26,7 @@ from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 
-from .catalog import GKE_CLUSTER_USD_PER_HOUR, gke_price
+from .catalog import GKE_CLUSTER_PRICE, gke_price
 from .requests import cluster_of, cluster_request, gke_target, namespace_manifests, requests
 from .status import status_of_job
 
@@ -49,7 +49,7 @@ class GkeJobs:
             gpus = target.accelerator_count * target.nodes
             price = gke_price(target.accelerator, gpus, where.region, where.capacity)
         if target.cluster.create and price.usd_per_hour is not None:
-            return replace(price, usd_per_hour=round(price.usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+            return replace(price, usd_per_hour=round(price.usd_per_hour + GKE_CLUSTER_PRICE.usd_per_hour, 4))
         return price
 
     def resources(self, launch: Launch) -> list[Resource]:

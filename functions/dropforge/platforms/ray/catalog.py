@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from math import prod
 
+from dropforge.platforms.facts import Source
 from dropforge.spec.demand import Quota, is_counted, is_preemptible
+
+_PLAN = Source("https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus", date(2026, 11, 20))
+_QUOTAS = Source("ids that projects list and Google's refusals name, in public repositories", date(2026, 11, 22))
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class GkeTpu:
     memory_gib: float  # of each chip
     hosts: Mapping[int, TpuHost]  # by chips
     topologies: tuple[str, ...] = ()
+    source: Source = _PLAN
 
     @property
     def expected(self) -> str:
@@ -113,18 +119,27 @@ def _is_cuboid(sides: list[int]) -> bool:
     return len(sides) == 3 and fits and whole
 
 
-# GKE's slices are machines of Compute Engine: the quotas on demand and preemptible. Other generations' ids are unknown.
-# The ids are those that projects list and that Google's refusals name, as noted in public repositories (2026-11-22).
-_TPU_QUOTAS = {
-    "tpu-v5p-slice": ("TPU-V5P-per-project-region", "PREEMPTIBLE-TPU-V5P-per-project-region"),
-    "tpu-v6e-slice": ("TPUS-PER-TPU-FAMILY-per-project-region", "PREEMPTIBLE-TPU-V6E-per-project-region"),
+@dataclass(frozen=True)
+class SliceQuota:
+    """Compute Engine's quotas of a slice, on demand and preemptible: GKE's slices are machines of Compute Engine."""
+
+    on_demand: str
+    preemptible: str
+    source: Source = _QUOTAS
+
+
+# The ids of other generations are not known.
+SLICE_QUOTAS = {
+    "tpu-v5p-slice": SliceQuota("TPU-V5P-per-project-region", "PREEMPTIBLE-TPU-V5P-per-project-region"),
+    "tpu-v6e-slice": SliceQuota("TPUS-PER-TPU-FAMILY-per-project-region", "PREEMPTIBLE-TPU-V6E-per-project-region"),
 }
 
 
 def slice_quota(accelerator: str, region: str, capacity: str) -> Quota | None:
     """The quota that counts the chips of a slice in a region, bought as `capacity` says; None if it is not known."""
-    if accelerator not in _TPU_QUOTAS or not is_counted(capacity):
+    if accelerator not in SLICE_QUOTAS or not is_counted(capacity):
         return None
-    name = _TPU_QUOTAS[accelerator][is_preemptible(capacity)]
+    counted = SLICE_QUOTAS[accelerator]
+    name = counted.preemptible if is_preemptible(capacity) else counted.on_demand
     family = {"tpu_family": "CT6E"} if name.startswith("TPUS-PER-TPU-FAMILY") else {}
     return Quota("compute.googleapis.com", name, {"region": region, **family})

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
 from dropforge.platforms.gke.spec import ClusterTarget, GkeCluster, GkePlacement
+from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_full_training, check_image
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators
@@ -72,6 +73,9 @@ class RayTarget(ClusterTarget):
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         yield from super().missing(job, settings)
         yield from check_image(settings, "train_ray_image", "/target/type", self.type)
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from attention_problems("train_ray", job)
 
     def check(self, job: JobSpec) -> None:
         check_full_training(job)

@@ -17,14 +17,17 @@ from dropforge.cloud.context import Cloud
 from dropforge.cloud.kubernetes import CLUSTER, Object
 from dropforge.cloud.listing import Listed
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.gke.catalog import GKE_CLUSTER_USD_PER_HOUR
+from dropforge.platforms.gke.catalog import GKE_CLUSTER_PRICE
 from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
+from dropforge.platforms.gke.spec import GkePlacement
 from dropforge.platforms.gke.train import GkeJobs
 from dropforge.platforms.prices import HourlyPrice
+from dropforge.platforms.tpus import tpu_price
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 
 from .requests import ray_target, requests
+from .spec import RayTarget
 from .status import status_of_ray_job
 
 GROUP = "ray.io"
@@ -32,6 +35,13 @@ RAY_CLUSTER = "ray.io/RayCluster"
 ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
 OF_CLUSTER = "ray.io/cluster"  # the labels that a cluster gives to its pods
 NODE_TYPE = "ray.io/node-type"
+# Names in the price list.
+_GENERATIONS = {
+    "tpu-v4-podslice": "v4",
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5p-slice": "v5p",
+    "tpu-v6e-slice": "v6e",
+}
 _MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in 32 bits"
 
 
@@ -41,12 +51,10 @@ class RayJobs(GkeJobs):
     def price(self, spec: JobSpec, placement: int) -> HourlyPrice:
         target = ray_target(spec)
         if target.price_usd_per_hour is None:
-            where = f"{target.accelerator} {target.topology} in {target.placements[placement].region}"
-            source = f"no price for {where} in the catalog; set target.price_usd_per_hour"
-            return HourlyPrice(None, None, source)
+            return _unknown_price(target, target.placements[placement])
         price = HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
         if target.cluster.create:
-            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_USD_PER_HOUR, 4))
+            return replace(price, usd_per_hour=round(target.price_usd_per_hour + GKE_CLUSTER_PRICE.usd_per_hour, 4))
         return price
 
     def resources(self, launch: Launch) -> list[Resource]:
@@ -185,3 +193,14 @@ def _problem_of_head(pod: Object) -> Status | None:
         return None
     is_memory = error.error_class is ErrorClass.OUT_OF_MEMORY
     return Status(Phase.FAILED, error.message, error.error_class, hint=_MEMORY_HINT if is_memory else error.hint)
+
+
+def _unknown_price(target: RayTarget, placement: GkePlacement) -> HourlyPrice:
+    """Why the price is unknown: the catalog has no price of the head. The slice's price helps to set the sum."""
+    field, chips = "target.price_usd_per_hour", target.slice.hosts * target.slice.chips
+    price = tpu_price(_GENERATIONS[target.accelerator], chips, placement.region, placement.capacity, field)
+    if price.usd_per_hour is None:
+        return price
+    where = f"{target.accelerator} {target.topology} in {placement.region}"
+    known = f"{where} costs {price.usd_per_hour:g} USD per hour ({price.source}, {price.as_of})"
+    return HourlyPrice(None, None, f"no price for the head in the catalog; {known}: set {field} to the sum")

@@ -24,7 +24,7 @@ from dropforge.platforms.serving import START_HINT, Deployment, endpoint_labels,
 from dropforge.platforms.training import Phase, Status
 from dropforge.spec import JobSpec, seconds
 
-from .catalog import TPU_VMS
+from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmServe, TpuVmTarget
 from .train import STARTUP_SCRIPT, status_of
 
@@ -48,8 +48,7 @@ class TpuVmServer:
         serve = _serve(spec)
         if serve.price_usd_per_hour is not None:
             return HourlyPrice(serve.price_usd_per_hour, None, "serve.price_usd_per_hour in the spec")
-        where = f"{serve.accelerator_type} in {_zone(spec)}"
-        return HourlyPrice(None, None, f"no price for TPU VM {where} in the catalog; set serve.price_usd_per_hour")
+        return tpu_vm_price(serve.accelerator_type, _zone(spec), serve.capacity, "serve.price_usd_per_hour")
 
     def resources(self, deployment: Deployment) -> list[Resource]:
         return tpu.resources(self.machine(deployment))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from dropforge.base.errors import SpecProblem
+from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_full_training, check_image
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
@@ -91,6 +92,9 @@ class TpuVmTarget(TargetSpec):
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         return check_image(settings, "train_maxtext_image", "/target/type", self.type)
+
+    def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
+        yield from attention_problems("train_maxtext", job)
 
     def check(self, job: JobSpec) -> None:
         check_full_training(job)

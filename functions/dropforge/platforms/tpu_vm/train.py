@@ -35,7 +35,7 @@ from dropforge.platforms.training import (
 )
 from dropforge.spec import JobSpec, seconds, serving_seconds
 
-from .catalog import TPU_VMS
+from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmTarget, TrainingVmServe
 
 STARTUP_SCRIPT = Path(__file__).with_name("startup.sh")
@@ -56,9 +56,8 @@ class TpuVms:
         target = tpu_vm_target(spec)
         if target.price_usd_per_hour is not None:
             return HourlyPrice(target.price_usd_per_hour, None, "target.price_usd_per_hour in the spec")
-        where = f"{target.accelerator_type} in {target.placements[placement].zone}"
-        source = f"no price for TPU VM {where} in the catalog; set target.price_usd_per_hour"
-        return HourlyPrice(None, None, source)
+        where = target.placements[placement]
+        return tpu_vm_price(target.accelerator_type, where.zone, where.capacity, "target.price_usd_per_hour")
 
     def resources(self, launch: Launch) -> list[Resource]:
         return [Resource(DISK, disk_name(launch), disk_request(launch)), *tpu.resources(machine(launch))]

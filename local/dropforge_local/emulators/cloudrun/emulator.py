@@ -34,6 +34,7 @@ from .jobs import Jobs
 from .methods import LOCATION, METHODS
 from .services import Services
 from .store import Store
+from .volumes import with_known_media
 from .workloads import Unready, Workloads
 
 LONGEST_WAIT_SECONDS = 300.0
@@ -149,7 +150,7 @@ class CloudRunEmulator(PassiveEmulator):
             if self._context.store.setting("origin", "") != call.base_url:
                 self._context.store.set_setting("origin", call.base_url)
             rules.check_region(call.path.split("/")[5], self._context.config)
-            return await handler(call)
+            return await handler(with_known_media(call))
 
         return serve
 

@@ -18,6 +18,7 @@ from .capacity import GpuKind
 from .config import GIB, CloudRunConfig
 from .faults import Faults
 from .messages import has, seconds
+from .volumes import is_disk
 
 IDENTIFIER = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 TOKEN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -36,8 +37,15 @@ LIMITS = {"cpu", "memory", GPU}
 MINIMUM_MEMORY_FOR_CPU = ((6, 4 * GIB), (4, 2 * GIB))
 MINIMUM_CPU_FOR_MEMORY = ((24 * GIB, 8), (16 * GIB, 6), (8 * GIB, 4), (4 * GIB, 2))
 LONGEST_TASK_SECONDS = 168 * 3600
-LONGEST_GPU_TASK_SECONDS = 12 * 3600  # 1 h without the preview, by older pages
+LONGEST_GPU_TASK_SECONDS = 12 * 3600
 LONGEST_REQUEST_SECONDS = 3600
+# failureThreshold times periodSeconds: https://docs.cloud.google.com/run/docs/configuring/healthchecks (2026-11-22)
+LONGEST_STARTUP_SECONDS, LONGEST_GPU_STARTUP_SECONDS = 600, 1800
+# A value in Preview needs one of these launch stages (google.api.LaunchStage ALPHA and BETA).
+PREVIEW_STAGES = (2, 3)
+# Above this a task with a GPU is in Preview: .../docs/configuring/task-timeout (2026-11-22)
+LONGEST_AVAILABLE_GPU_TASK_SECONDS = 3600
+PREVIEW_ACCELERATORS = {"nvidia-rtx-pro-6000"}  # .../docs/configuring/jobs/gpu (2026-02-03)
 LONGEST_ENV_VALUE = 32 * 1024
 LARGEST_TASK_COUNT = 10_000
 NOT_EMULATED_VOLUMES = {
@@ -45,8 +53,10 @@ NOT_EMULATED_VOLUMES = {
     "nfs": "there is no NFS server",
     "cloud_sql_instance": "there is no Cloud SQL",
     "secret": "containers share this machine's absolute paths; use an environment variable for the secret",
-    "empty_dir": "containers share this machine's absolute paths; use TMPDIR",
 }
+# https://docs.cloud.google.com/run/docs/configuring/jobs/ephemeral-disk (2026-11-22)
+SMALLEST_DISK = 10 * GIB
+MOST_DISKS = 10
 
 
 def refuse(field: str, message: str) -> ApiError:
@@ -74,12 +84,33 @@ def check_job(job: Any, region: str, config: CloudRunConfig) -> None:
     if not 0 <= task.max_retries <= 10:
         raise refuse(f"{at}.max_retries", f"is {task.max_retries}; expected 0 to 10")
     check_task_timeout(f"{at}.timeout", seconds(task.timeout), gpu)
+    previews = ["a GPU task above an hour"] if gpu and _is_preview_timeout(task.timeout) else []
+    _check_launch_stage("job", job, [*previews, *_previews(task)])
 
 
 def check_task_timeout(field: str, value: float, gpu: bool) -> None:
     longest = LONGEST_GPU_TASK_SECONDS if gpu else LONGEST_TASK_SECONDS
     if not 1 <= value <= longest:
         raise refuse(field, f"is {value:g} s; expected 1 to {longest} s{' for a task with a GPU' if gpu else ''}")
+
+
+def _is_preview_timeout(timeout: Any) -> bool:
+    return seconds(timeout) > LONGEST_AVAILABLE_GPU_TASK_SECONDS
+
+
+def _previews(template: Any) -> list[str]:
+    """The values of a task or revision template that are in Preview."""
+    accelerator = template.node_selector.accelerator
+    disks = ["an ephemeral disk"] if any(map(is_disk, template.volumes)) else []
+    return [*([accelerator] if accelerator in PREVIEW_ACCELERATORS else []), *disks]
+
+
+def _check_launch_stage(at: str, resource: Any, previews: list[str]) -> None:
+    """Refuse values in Preview without their launch stage, as https://github.com/hashicorp/terraform-provider-google
+    issue 14010 shows: 400 "Precondition check failed."."""
+    if previews and resource.launch_stage not in PREVIEW_STAGES:
+        why = f"{at}.launch_stage is not BETA, which {', '.join(previews)} needs"
+        raise ApiError("FAILED_PRECONDITION", f"Precondition check failed. {why}")
 
 
 def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
@@ -102,6 +133,7 @@ def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
         raise refuse(f"{at}.max_instance_request_concurrency", f"is {value}; expected 1 to 1000")
     _check_scaling(service)
     check_traffic(service)
+    _check_launch_stage("service", service, _previews(template))
 
 
 def check_traffic(service: Any) -> None:
@@ -211,14 +243,36 @@ def _check_workload(at: str, template: Any, region: str, config: CloudRunConfig)
         raise ApiError("UNIMPLEMENTED", f"{at}.containers: side-cars are not emulated by the local stack")
     _check_emulated(at, template, "encryption_key")
     for index, volume in enumerate(template.volumes):
-        for kind, reason in NOT_EMULATED_VOLUMES.items():
-            if has(volume, kind):
-                raise ApiError("UNIMPLEMENTED", f"{at}.volumes[{index}].{kind} is not emulated: {reason}")
-        raise refuse(f"{at}.volumes[{index}]", "has no source")
+        _check_volume(f"{at}.volumes[{index}]", volume)
+    if len(template.volumes) > MOST_DISKS:
+        raise refuse(f"{at}.volumes", f"has {len(template.volumes)} volumes; expected at most {MOST_DISKS}")
     _check_identity(at, template)
     container = template.containers[0]
     _check_container(f"{at}.containers[0]", container)
-    return _check_resources(at, template, container, region, config)
+    _check_mounts(f"{at}.containers[0].volume_mounts", container, {volume.name for volume in template.volumes})
+    gpu = _check_resources(at, template, container, region, config)
+    _check_startup_time(f"{at}.containers[0].startup_probe", container.startup_probe, gpu)
+    return gpu
+
+
+def _check_volume(at: str, volume: Any) -> None:
+    for kind, reason in NOT_EMULATED_VOLUMES.items():
+        if has(volume, kind):
+            raise ApiError("UNIMPLEMENTED", f"{at}.{kind} is not emulated: {reason}")
+    if not has(volume, "empty_dir"):
+        raise refuse(at, "has no source")
+    if not is_disk(volume):
+        raise ApiError("UNIMPLEMENTED", f"{at}.empty_dir is not emulated in memory; use medium DISK, or TMPDIR")
+    if parse_memory(volume.empty_dir.size_limit, f"{at}.empty_dir.size_limit") < SMALLEST_DISK:
+        raise refuse(f"{at}.empty_dir.size_limit", f"is {volume.empty_dir.size_limit!r}; expected at least 10Gi")
+
+
+def _check_mounts(at: str, container: Any, volumes: set[str]) -> None:
+    for index, mount in enumerate(container.volume_mounts):
+        if mount.name not in volumes:
+            raise refuse(f"{at}[{index}].name", f"{mount.name!r} names no volume")
+        if not mount.mount_path.startswith("/"):
+            raise refuse(f"{at}[{index}].mount_path", f"is {mount.mount_path!r}; expected an absolute path")
 
 
 def _check_identity(at: str, template: Any) -> None:
@@ -243,8 +297,6 @@ def _check_identity(at: str, template: Any) -> None:
 def _check_container(at: str, container: Any) -> None:
     for field in ("source_code", "base_image_uri", "depends_on"):
         _check_emulated(at, container, field)
-    if container.volume_mounts:
-        raise refuse(f"{at}.volume_mounts[0].name", f"{container.volume_mounts[0].name!r} names no volume")
     if len(container.ports) > 1:
         raise refuse(f"{at}.ports", f"has {len(container.ports)} ports; expected at most one")
     _check_env(at, container.env)
@@ -291,6 +343,12 @@ def _check_probe(at: str, probe: Any, longest: int) -> None:
         raise refuse(f"{at}.timeout_seconds", f"is {probe.timeout_seconds}; expected 1 to period_seconds")
     if probe.failure_threshold < 1:
         raise refuse(f"{at}.failure_threshold", f"is {probe.failure_threshold}; expected 1 or more")
+
+
+def _check_startup_time(at: str, probe: Any, gpu: bool) -> None:
+    longest = LONGEST_GPU_STARTUP_SECONDS if gpu else LONGEST_STARTUP_SECONDS
+    if (total := probe.failure_threshold * probe.period_seconds) > longest:
+        raise refuse(at, f"failure_threshold times period_seconds is {total} s; expected at most {longest} s")
 
 
 def _check_resources(at: str, template: Any, container: Any, region: str, config: CloudRunConfig) -> bool:

@@ -15,6 +15,7 @@ from ...containers.processes import Container, ContainerSpec, Runtime
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of
+from .volumes import mount_points
 
 
 class Unready(Exception):
@@ -66,7 +67,9 @@ class Workloads:
         def prepare(directory: Path) -> ContainerSpec:
             image = self._resolve(container.image)
             own = {**self.platform_env(template.service_account), **self._environment(resource, container), **env}
-            process = image.unpack(directory / "rootfs", container.command, container.args, own, container.working_dir)
+            words = (container.command, container.args)
+            points = mount_points(container, directory)
+            process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
             memory = parse_memory(container.resources.limits["memory"])
             return ContainerSpec(process.argv, process.env, process.workdir, memory)
 
