@@ -141,8 +141,8 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
         "roles/pubsub.publisher",  # Pub/Sub's agent on dead-letter topics, Cloud Storage's agent
         "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
         "roles/run.invoker",  # each caller on the functions that it calls
-        "roles/storage.objectUser",  # build on its bucket, submitters on the specs bucket
-        "roles/storage.objectViewer",  # build on functions' sources, submitters on the runs bucket
+        "roles/storage.objectUser",  # submitters on the specs bucket
+        "roles/storage.objectViewer",  # build on its bucket and functions' sources, submitters on the runs bucket
     }
 
 
