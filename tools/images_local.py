@@ -86,23 +86,18 @@ class Container:
     """A container of a built image; every command starts as the image's user."""
 
     name: str
+    root: Path  # where its file system is mounted
     config: Mapping[str, Any]
 
     def run(self, *command: str, expected: int = 0, environment: Mapping[str, str] = MappingProxyType({})) -> str:
         """Run a command, by default the entry point; returns its output. Raises Failed at another exit code."""
         options = [f"--env={key}={value}" for key, value in environment.items()]
-        words = [
-            *buildah(),
-            "run",
-            "--network",
-            "host",
-            *options,
-            self.name,
-            "--",
-            *(command or self.config["Entrypoint"]),
-        ]
-        done = subprocess.run(words, env=isolated(), capture_output=True, text=True, timeout=START_SECONDS)
-        output = done.stdout + done.stderr
+        # Into a file: buildah 1.28 sometimes loses the output of a short command.
+        words = ["bash", "-c", 'exec "$@" >/tmp/output 2>&1', "start", *(command or self.config["Entrypoint"])]
+        run = [*buildah(), "run", "--network", "host", *options, self.name, "--", *words]
+        done = subprocess.run(run, env=isolated(), capture_output=True, text=True, timeout=START_SECONDS)
+        path = self.root / "tmp" / "output"
+        output = path.read_text() if path.exists() else done.stderr
         if done.returncode != expected:
             raise Failed(f"{words[-1]} ended with {done.returncode}, expected {expected}\n{output[-3000:]}")
         return output
@@ -248,28 +243,24 @@ def container(role: str) -> Iterator[Container]:
     name = check(*buildah(), "from", "--pull-never", f"localhost/{role}").strip()
     try:
         image = json.loads(check(*buildah(), "inspect", "--type", "image", f"localhost/{role}"))
-        yield Container(name, image["OCIv1"]["config"])
+        yield Container(name, Path(check(*buildah(), "mount", name).strip()), image["OCIv1"]["config"])
     finally:
+        subprocess.run([*buildah(), "umount", name], capture_output=True)
         subprocess.run([*buildah(), "rm", name], capture_output=True)
 
 
 def write_facts(role: str, started: Container) -> int:
     """Write what the image is to build/images-local/ROLE.json; returns its size in megabytes."""
-    root = Path(check(*buildah(), "mount", started.name).strip())
-    try:
-        files = {
-            f"/{path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted((root / "app").rglob("*"))
-            if path.is_file()
-        }
-        size = int(check("du", "-sm", str(root)).split()[0])
-    finally:
-        check(*buildah(), "umount", started.name)
+    files = {
+        f"/{path.relative_to(started.root)}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((started.root / "app").rglob("*"))
+        if path.is_file()
+    }
     names = ("User", "Env", "WorkingDir", "Entrypoint", "Cmd", "Labels")
     config = {name: started.config.get(name) for name in names}
     facts = {"context": context_digest(), "config": config, "files": files}
     (WORK / f"{role}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    return size
+    return int(check("du", "-sm", str(started.root)).split()[0])
 
 
 def context_digest() -> str:
