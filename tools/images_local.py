@@ -99,7 +99,9 @@ class Container:
         path = self.root / "tmp" / "output"
         output = path.read_text() if path.exists() else done.stderr
         if done.returncode != expected:
-            raise Failed(f"{words[-1]} ended with {done.returncode}, expected {expected}\n{output[-3000:]}")
+            raise Failed(
+                f"{' '.join(words[4:])[:60]} ended with {done.returncode}, expected {expected}\n{output[-3000:]}"
+            )
         return output
 
 
@@ -339,26 +341,24 @@ def start_train_maxtext(started: Container) -> str:
 def start_train_ray(started: Container) -> str:
     """The RayJob's command gets to its checks; a head comes up, and KubeRay's exec probes succeed inside the image."""
     said = refuses(started, "DROPFORGE_PROJECT is not set")
-    return f"{said}; {started.run('bash', '-c', RAY_HEAD % free_ports(5)).strip().splitlines()[-1]}"
+    output = started.run("bash", "-c", RAY_HEAD, "head", *map(str, free_ports(5)))
+    answers = [line for line in output.splitlines() if "wget's probes" in line]
+    return f"{said}; {answers[0]}"
 
 
 # The probes: KubeRay 1.5.1, ray-operator/controllers/ray/utils/constant.go. Free ports, because other heads may run on
 # this machine. No `ray stop`: it would look for Ray's processes of other containers too.
 RAY_HEAD = """
-ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 \\
-    --port %d --dashboard-port %d --dashboard-agent-listen-port %d --dashboard-agent-grpc-port %d \\
-    --ray-client-server-port %d --include-dashboard true >/tmp/head.log 2>&1 &
+ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 --port $1 \\
+    --dashboard-port $2 --dashboard-agent-listen-port $3 --dashboard-agent-grpc-port $4 --ray-client-server-port $5 &
 head=$!
 trap 'kill $head; wait $head' EXIT
-agent=$(tr '\\0' '\\n' </proc/$head/cmdline | grep -A1 -- '^--dashboard-agent-listen-port$' | tail -1)
-dashboard=$(tr '\\0' '\\n' </proc/$head/cmdline | grep -A1 -- '^--dashboard-port$' | tail -1)
-for try in $(seq 60); do
-    wget --tries 1 -T 2 -q -O- http://localhost:$agent/api/local_raylet_healthz | grep -q success \\
-        && wget --tries 1 -T 10 -q -O- http://localhost:$dashboard/api/gcs_healthz | grep -q success \\
+for try in $(seq 300); do
+    wget --tries 1 -T 2 -q -O- http://localhost:$3/api/local_raylet_healthz | grep success \\
+        && wget --tries 1 -T 10 -q -O- http://localhost:$2/api/gcs_healthz | grep success \\
         && echo "a Ray head, and wget's probes succeed" && exit 0
-    sleep 1
+    kill -0 $head && sleep 1 || exit 1
 done
-cat /tmp/head.log
 exit 1
 """
 
