@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,14 +26,16 @@ OWN = "io.buildah."  # labels that buildah adds
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_an_image_is_really_built_and_its_entry_point_starts_as_its_user() -> None:
-    """The smallest image; `make images-local` builds all of them."""
+def test_images_are_really_built_and_their_entry_points_start_as_their_users() -> None:
+    """The image that trains a model, and the smallest; `make images-local` builds all of them."""
     if missing := images_local.missing_here():
         pytest.skip(missing)
-    command = [sys.executable, str(ROOT / "tools" / "images_local.py"), "serve_vllm"]
+    command = [sys.executable, str(ROOT / "tools" / "images_local.py"), "train_trl", "serve_vllm"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "serve_vllm      yes" in done.stdout
+    table = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"train_trl +yes.*UID 10001: 30 steps, .*MANIFEST.*", table[0])
+    assert re.fullmatch(r"serve_vllm +yes.*UID 10001: exit 64, .*becomes the base's vllm", table[1])
 
 
 @pytest.mark.parametrize("role", images_local.STARTS)

@@ -23,7 +23,11 @@ BASES = tomllib.loads((ROOT / "containers" / "bases.toml").read_text())
 REPOSITORY = "us-central1-docker.pkg.dev/p/dropforge"
 DIGEST = f"sha256:{'0' * 64}"
 PROGRAM = """#!/bin/sh
-echo "$(basename "$0") $*" >> "$LOG"
+line=$(basename "$0")
+for word in "$@"; do
+    case "$word" in *[[:space:]]*) line="$line '$word'" ;; *) line="$line $word" ;; esac
+done
+echo "$line" >> "$LOG"
 case "$*" in
     "storage buckets describe"*) exit "$NO_BUCKET" ;;
     "builds list"*) [ "$NO_IMAGES" = 0 ] && echo build-7 || true ;;
