@@ -99,9 +99,8 @@ class Container:
         path = self.root / "tmp" / "output"
         output = path.read_text() if path.exists() else done.stderr
         if done.returncode != expected:
-            raise Failed(
-                f"{' '.join(words[4:])[:60]} ended with {done.returncode}, expected {expected}\n{output[-3000:]}"
-            )
+            name = " ".join(words[4:])[:60]
+            raise Failed(f"{name} ended with {done.returncode}, expected {expected}\n{output[-3000:]}")
         return output
 
 
@@ -116,20 +115,24 @@ def main(argv: list[str]) -> int:
         print(f"No image was built: {missing}")
         return 0
     WORK.mkdir(parents=True, exist_ok=True)
-    make_bases()
+    try:
+        make_bases()
+    except Failed as error:
+        print(f"The stand-ins for the bases cannot be made: {error}", file=sys.stderr)
+        return 1
     torch = torch_for_cpus()
-    rows = []
-    for role in options.roles or STARTS:
-        rows.append(build_and_start(role, torch, keep=options.keep))
+    rows = [build_and_start(role, torch, keep=options.keep) for role in options.roles or STARTS]
     print_table(rows)
     return 0 if all(row.built and not row.did.startswith("FAILED") for row in rows) else 1
 
 
 def missing_here() -> str:
     """Return what this machine lacks, or ""."""
-    for program, package in (("buildah", "buildah"), ("mmdebstrap", "mmdebstrap"), ("newuidmap", "uidmap")):
+    for program in ("buildah", "mmdebstrap"):
         if shutil.which(program) is None:
-            return f"{program} is not installed (Debian's package {package})"
+            return f"{program} is not installed (Debian's package {program})"
+    if os.geteuid() != 0:
+        return "it needs root, to mount the files of an image"
     if python_312() is None:
         return "there is no Python 3.12 in PATH, nor in pyenv's versions"
     free = shutil.disk_usage(ROOT).free
@@ -266,9 +269,9 @@ def write_facts(role: str, started: Container) -> int:
 
 
 def context_digest() -> str:
-    """Return a digest of everything that an image can contain or be built from."""
+    """Return a digest of everything that an image can contain, and of the Dockerfiles."""
     digest = hashlib.sha256((ROOT / ".dockerignore").read_bytes())
-    for folder in ("containers", "functions"):
+    for folder in ("containers", "functions/dropforge"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())

@@ -25,9 +25,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PYTORCH = "https://download.pytorch.org/whl"
 TOLD = "The hashes are what that index publishes, as several public repositories repeat them (read 2026-11-23)."
-# Images: Debian 12 has glibc 2.36. Laptops install some of the locks too.
+# Images: Debian 12 has glibc 2.36. Laptops install some of the locks too. Cloud Functions has an older glibc.
 IMAGE = ("x86_64-manylinux_2_36",)
 LAPTOPS = (*IMAGE, "aarch64-manylinux_2_36", "aarch64-apple-darwin")
+OLDER = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\[[^]]*\])?==([^\s;\\]+)", re.M)
 HASHES = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 DIGEST = re.compile(r"^# Digest: (\w+)$", re.M)
@@ -65,7 +66,7 @@ FUNCTIONS = Lock(
     "What the control plane needs, exact and transitive.",
     "lock.txt",
     pythons=("3.11", "3.12", "3.13"),
-    platforms=LAPTOPS,
+    platforms=OLDER,
 )
 LOCKS = (
     FUNCTIONS,
