@@ -53,7 +53,7 @@ bench: $(STAMP) ## measure; prints medians
 crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
 	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
-lock: $(STAMP) ## regenerate functions/requirements.txt from lock.txt
+lock: $(STAMP) ## regenerate every lock with its hashes (functions/, containers/)
 	@$(BIN)/python tools/lock.py
 
 registry: ## first time: what images are built with (PROJECT_ID=… REGION=…); shows its plan and asks
@@ -61,6 +61,9 @@ registry: ## first time: what images are built with (PROJECT_ID=… REGION=…);
 
 images: ## build the images with Cloud Build (PROJECT_ID=… REGION=…)
 	@tools/deploy.sh images $(PROJECT_ID) $(REGION)
+
+images-local: $(STAMP) ## build every image with buildah, without Docker, and start its entry point
+	@$(BIN)/python tools/images_local.py $(ROLES)
 
 deploy: ## deploy to Google Cloud (PROJECT_ID=… REGION=…); shows its plan and asks
 	@tools/deploy.sh deploy $(PROJECT_ID) $(REGION)
@@ -81,4 +84,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext demo test check format schemas bench crash lock registry images deploy destroy tables checkov clean
+.PHONY: help setup maxtext demo test check format schemas bench crash lock registry images images-local deploy destroy tables checkov clean

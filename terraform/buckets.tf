@@ -53,7 +53,7 @@ resource "google_storage_bucket" "runs" {
   depends_on = [google_project_service.api]
 }
 
-# The functions' source by content hash, the sources for Cloud Build, and the digests of the built images.
+# The functions' source by content hash, and the sources for Cloud Build.
 resource "google_storage_bucket" "build" {
   name                        = "${var.project_id}-${var.prefix}-build"
   location                    = var.region

@@ -46,9 +46,10 @@ resource "google_project_iam_member" "build" {
   member  = google_service_account.account["build"].member
 }
 
+# To read the uploaded source. The bucket also has the functions' source, which `make deploy` trusts, so it does not write.
 resource "google_storage_bucket_iam_member" "build" {
   bucket = google_storage_bucket.build.name
-  role   = "roles/storage.objectUser"
+  role   = "roles/storage.objectViewer"
   member = google_service_account.account["build"].member
 }
 

@@ -2,13 +2,14 @@
 # Deploy dropforge: tools/deploy.sh registry|images|deploy|destroy PROJECT_ID REGION
 #
 #   registry   create the registry and the account that builds images (once)
-#   images     build the images with Cloud Build, and store their digests
-#   deploy     create or update the deployment, with the latest images
+#   images     build the images with Cloud Build, which records their digests
+#   deploy     create or update the deployment, with the images of the newest successful build
 #   destroy    delete the deployment, apart from the bucket of Terraform's state
 #
 # The script shows Terraform's plan and applies it only after the answer "yes". PREFIX names the deployment (dropforge).
-# The state and the hashes of Terraform's providers are in gs://PROJECT_ID-PREFIX-state, the digests of the images are in
-# gs://PROJECT_ID-PREFIX-build/images.tfvars.json.
+# The state and the hashes of Terraform's providers are in gs://PROJECT_ID-PREFIX-state. The digests of the images come from
+# Cloud Build's own record of what it pushed: the account that builds can write neither that record nor the bucket that the
+# functions' source comes from.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,6 +19,7 @@ if [[ -z $region || ! $step =~ ^(registry|images|deploy|destroy)$ ]]; then
     exit 64
 fi
 state="$project-$prefix-state" build="$project-$prefix-build"
+repository="$region-docker.pkg.dev/$project/$prefix"
 work="$PWD/build/terraform/$project-$prefix"
 export TF_DATA_DIR="$work/data" TF_IN_AUTOMATION=1
 mkdir -p "$work"
@@ -73,6 +75,27 @@ apply() {
     terraform -chdir=terraform apply -input=false "$work/plan"
 }
 
+# write_digests FILE: write the images of the newest successful build as variables of Terraform.
+write_digests() {
+    local id role digest images=""
+    id=$(gcloud builds list --project="$project" --region="$region" --sort-by=~create_time --limit=1 --format="value(id)" \
+        --filter="status=SUCCESS AND substitutions._REPOSITORY=\"$repository\"")
+    if [[ -z $id ]]; then
+        echo "There are no images yet: run \`make registry\` and \`make images\` first (docs/deploy.md)." >&2
+        exit 1
+    fi
+    while IFS=: read -r role digest; do
+        images+="${images:+, }\"${role//-/_}\": \"$repository/$role@sha256:$digest\""
+    done < <(gcloud builds describe "$id" --project="$project" --region="$region" --flatten="results.images[]" \
+        --format="csv[no-heading](results.images.name,results.images.digest)" |
+        sed -nE "s#^$repository/([a-z0-9-]+):$id,sha256:([0-9a-f]{64})\$#\1:\2#p")
+    if [[ -z $images ]]; then
+        echo "Build $id names no image of $repository in its results; run \`make images\` again." >&2
+        exit 1
+    fi
+    echo "{\"images\": {$images}}" >"$1"
+}
+
 case $step in
 registry)
     make_state_bucket
@@ -82,14 +105,11 @@ images)
     gcloud builds submit . --project="$project" --region="$region" --config=cloudbuild.yaml \
         --service-account="projects/$project/serviceAccounts/$prefix-build@$project.iam.gserviceaccount.com" \
         --gcs-source-staging-dir="gs://$build/source" \
-        --substitutions="_REPOSITORY=$region-docker.pkg.dev/$project/$prefix,_BUCKET=$build"
+        --substitutions="_REPOSITORY=$repository"
     ;;
 deploy)
     make_state_bucket
-    if ! gcloud storage cp "gs://$build/images.tfvars.json" "$work/images.tfvars.json"; then
-        echo "There are no images yet: run \`make registry\` and \`make images\` first (docs/deploy.md)." >&2
-        exit 1
-    fi
+    write_digests "$work/images.tfvars.json"
     check_custom_roles
     apply -var-file="$work/images.tfvars.json"
     terraform -chdir=terraform output -raw dropforge_toml >"$work/dropforge.toml"

@@ -9,26 +9,34 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from .configuration import ROOT, blocks, images
+from .configuration import ROOT, blocks, images, resources
 from .gcloud import refused
 
+BASES = tomllib.loads((ROOT / "containers" / "bases.toml").read_text())
+REPOSITORY = "us-central1-docker.pkg.dev/p/dropforge"
+DIGEST = f"sha256:{'0' * 64}"
 PROGRAM = """#!/bin/sh
-echo "$(basename "$0") $*" >> "$LOG"
+line=$(basename "$0")
+for word in "$@"; do
+    case "$word" in *[[:space:]]*) line="$line '$word'" ;; *) line="$line $word" ;; esac
+done
+echo "$line" >> "$LOG"
 case "$*" in
     "storage buckets describe"*) exit "$NO_BUCKET" ;;
     "storage cp gs://"*"/providers/"*) [ "$NO_LOCK" = 0 ] || exit 1; echo kept > "$4" ;;
     "iam list-testable-permissions "*) [ "$NO_ANSWER" = 0 ] || exit 1; printf "some.other.permission\n$NOT_SUPPORTED" ;;
     *" providers lock "*) echo made > terraform/.terraform.lock.hcl ;;
-    "storage cp gs://"*) [ "$NO_IMAGES" = 0 ] || exit 1; echo '{"images": {}}' > "$4" ;;
-    inspect*RepoDigests\\ 0*) echo "docker.io/some/base@sha256:BASE" ;;
-    inspect*) echo "$REPOSITORY/${4##*/}" | sed "s/:.*/@sha256:$(printf '0%.0s' $(seq 64))/" ;;
+    "builds list"*) [ "$NO_IMAGES" = 0 ] && echo build-7 || true ;;
+    "builds describe build-7"*) echo "$RESULTS" ;;
+    "pull --quiet docker.io/"*) [ "$BASE_FOUND" != gone ] ;;
+    inspect*) echo "${4%:*}@${BASE_FOUND:-${4#*@}} some/mirror@sha256:x" ;;
     *" plan "*) echo "THE PLAN" ;;
 esac
 """
@@ -63,7 +71,8 @@ class Machine:
         self.log.unlink(missing_ok=True)
         path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
         answers = dict.fromkeys(("NO_BUCKET", "NO_IMAGES", "NO_LOCK", "NO_ANSWER"), "0")
-        known = {"PATH": path, "LOG": str(self.log), "NOT_SUPPORTED": "", **answers, **environment}
+        known = {"PATH": path, "LOG": str(self.log), "NOT_SUPPORTED": "", "BASE_FOUND": "", **answers}
+        known |= {"RESULTS": f"{REPOSITORY}/train-trl:build-7,{DIGEST}", **environment}
         done = subprocess.run(
             command, cwd=self.directory, env=known, input=answer, capture_output=True, text=True, timeout=60
         )
@@ -102,11 +111,36 @@ def test_the_plan_that_was_shown_is_applied(machine: Machine) -> None:
     assert "-target" not in plan
 
 
-def test_the_latest_digests_are_deployed(machine: Machine) -> None:
-    done = machine.make("deploy", answer="yes\n")
-    (fetched,) = [call.split() for call in done.calls if "images.tfvars.json" in call and call.startswith("gcloud")]
-    assert fetched[3] == "gs://p-dropforge-build/images.tfvars.json"
-    assert any(f"-var-file={fetched[4]}" in call for call in done.calls)
+def test_the_digests_come_from_cloud_builds_record_of_the_newest_build(machine: Machine) -> None:
+    """Nothing that the account of the build can write decides what is deployed."""
+    pushed = {role: f"{REPOSITORY}/{role.replace('_', '-')}" for role in images()}
+    lines = [f"{name}:{tag},{DIGEST}" for name in pushed.values() for tag in ("build-7", "latest")]
+    others = [f"evil.example/train-trl:build-7,{DIGEST}", f"{REPOSITORY}/train-trl:build-6,sha256:{'1' * 64}"]
+    done = machine.make("deploy", answer="yes\n", RESULTS="\n".join(lines + others))
+    assert done.code == 0, done.output
+    (listed,) = [call for call in done.calls if call.startswith("gcloud builds list")]
+    assert f'--filter=status=SUCCESS AND substitutions._REPOSITORY="{REPOSITORY}"' in listed
+    (file,) = re.findall(r"-var-file=(\S+)", "\n".join(done.calls))
+    written = json.loads(Path(file).read_text())
+    assert written == {"images": {role: f"{name}@{DIGEST}" for role, name in pushed.items()}}
+    assert [call for call in done.calls if "storage cp" in call and "/providers/" not in call] == []
+
+
+def test_a_build_without_results_is_not_deployed(machine: Machine) -> None:
+    done = machine.make("deploy", answer="yes\n", RESULTS="")
+    assert done.code != 0
+    assert "names no image" in done.output
+    assert [call for call in done.calls if call.startswith("terraform")] == []
+
+
+def test_the_account_that_builds_writes_nothing_but_images_and_logs() -> None:
+    roles = [
+        body["role"]
+        for body in resources().values()
+        if 'google_service_account.account["build"]' in str(body.get("member"))
+    ]
+    writer = ["roles/artifactregistry.writer", "roles/logging.logWriter"]
+    assert sorted(roles) == [*writer, "roles/storage.objectViewer", "roles/storage.objectViewer"]
 
 
 def test_without_images_nothing_is_planned(machine: Machine) -> None:
@@ -167,25 +201,50 @@ def test_a_project_and_a_region_are_needed(machine: Machine) -> None:
 
 def test_images_are_pushed_to_the_registry_that_terraform_creates(machine: Machine) -> None:
     (submit,) = machine.make("images").calls
-    assert "_REPOSITORY=us-central1-docker.pkg.dev/p/dropforge,_BUCKET=p-dropforge-build" in submit
+    assert f"--substitutions=_REPOSITORY={REPOSITORY}" in submit
     assert "serviceAccounts/dropforge-build@p.iam.gserviceaccount.com" in submit
 
 
-def test_the_build_builds_every_image_and_writes_variables_for_terraform(machine: Machine) -> None:
+def test_the_build_builds_every_image_from_its_pinned_base_and_pushes_it(machine: Machine) -> None:
     build = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())
-    roles = images()
-    values = {"_REPOSITORY": "r.pkg.dev/p/dropforge", "_BUCKET": "b", "BUILD_ID": "42"}
+    values = {"_REPOSITORY": REPOSITORY, "BUILD_ID": "42"}
     environment = dict(substituted(line, values).split("=", 1) for line in build["options"]["env"])
     for step in build["steps"]:
         arguments = [substituted(argument, values) for argument in step["args"]]
         done = machine.run(step["entrypoint"], *arguments, **environment)
         assert done.code == 0, done.output
-        if step["id"] in roles:
-            (built,) = [call for call in done.calls if call.startswith("docker build")]
-            assert f"--file containers/{step['id']}/Dockerfile" in built
-            assert "--build-arg BASE=docker.io/some/base@sha256:BASE" in built
-    written: dict[str, Any] = json.loads((machine.directory / "images.tfvars.json").read_text())["images"]
-    assert written == {role: f"r.pkg.dev/p/dropforge/{role.replace('_', '-')}@sha256:{'0' * 64}" for role in roles}
+        (built,) = [call for call in done.calls if call.startswith("docker build")]
+        assert f"--file containers/{step['id']}/Dockerfile" in built
+        base = BASES[step["id"]]
+        assert f"--label org.opencontainers.image.base.name={base['image']}@{base['digest']} " in built
+        assert "--build-arg BASE=" not in built  # the Dockerfile has it
+        name = f"{REPOSITORY}/{step['id'].replace('_', '-')}"
+        assert built.endswith(f"--tag {name}:42 --tag {name}:latest")
+    assert [step["id"] for step in build["steps"]] == sorted(images(), key=[*BASES].index)
+    pushed = [substituted(name, values) for name in build["images"]]
+    assert pushed == [f"{REPOSITORY}/{role.replace('_', '-')}:{tag}" for role in BASES for tag in ("42", "latest")]
+
+
+@pytest.mark.parametrize("found", ["gone", f"sha256:{'f' * 64}"])
+def test_a_base_without_the_expected_digest_stops_the_build_which_names_it(machine: Machine, found: str) -> None:
+    done = machine.run(
+        "bash", "containers/build.sh", "train_trl", REPOSITORY=REPOSITORY, BUILD_ID="42", BASE_FOUND=found
+    )
+    assert done.code == 1
+    assert f"{BASES['train_trl']['image']} with digest {BASES['train_trl']['digest']}" in done.output
+    assert "containers/bases.toml" in done.output
+    assert [call for call in done.calls if call.startswith("docker build")] == []
+
+
+def test_builders_and_actions_are_pinned() -> None:
+    build = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())
+    builders = {step["name"] for step in build["steps"]}
+    assert [name for name in builders if not re.fullmatch(r"gcr\.io/[\w./-]+@sha256:[0-9a-f]{64}", name)] == []
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        uses = re.findall(r"uses: (\S+)(.*)", path.read_text())
+        assert uses
+        assert [action for action, note in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action)] == []
+        assert [action for action, note in uses if not re.fullmatch(r" +# v\d+\.\d+\.\d+", note)] == []
 
 
 def substituted(text: str, values: dict[str, str]) -> str:

@@ -142,8 +142,9 @@ def test_nothing_is_public_and_nobody_has_a_broad_role() -> None:
         "roles/pubsub.subscriber",  # Pub/Sub's agent on the triggers' subscriptions
         "roles/run.invoker",  # each caller on the functions that it calls
         "roles/storage.legacyBucketReader",  # accounts that list data_buckets, whatever their project
-        "roles/storage.objectUser",  # build on its bucket, submitters on the specs bucket
-        "roles/storage.objectViewer",  # build on functions' sources, submitters on the runs bucket, and data_buckets
+        "roles/storage.objectUser",  # submitters on the specs bucket
+        # build on its bucket and functions' sources, submitters on the runs bucket, and data_buckets
+        "roles/storage.objectViewer",
         "roles/workflows.serviceAgent",  # Workflows' own agent, as Google grants it
     }
 

@@ -21,7 +21,7 @@ from posixpath import join, normpath
 
 from .programs import apt_packages
 
-SKIPPED = {"RUN", "EXPOSE", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
+SKIPPED = {"RUN", "EXPOSE", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "MAINTAINER"}
 IGNORED_FILES = ("__pycache__", ".git", "*.pyc")  # no image needs them, and they would change the digest at every run
 VARIABLE = re.compile(r"\\(\$)|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
 HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
@@ -51,6 +51,7 @@ class Stage:
     labels: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
+    user: str = ""
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     shell: tuple[str, ...] = ("/bin/sh", "-c")
@@ -128,6 +129,8 @@ def _apply(
     elif keyword == "WORKDIR":
         stage.workdir = _absolute(stage, _expand(instruction.text.strip(), scope))
         stage.directories.add(stage.workdir)
+    elif keyword == "USER":
+        stage.user = _expand(instruction.text.strip(), scope)
     elif keyword in ("COPY", "ADD"):
         _copy(stages, instruction, scope, context, ignored)
     elif keyword == "ENTRYPOINT":

@@ -214,8 +214,8 @@ class ImageStore:
 
     def _digest(self, stage: Stage) -> str:
         """sha256 over the configuration and every file's path, mode and content."""
-        config = [stage.workdir, stage.entrypoint, stage.cmd, stage.env, stage.labels, sorted(stage.directories)]
-        config += [sorted(stage.packages)]
+        config = [stage.user, stage.workdir, stage.entrypoint, stage.cmd, stage.env, stage.labels]
+        config += [sorted(stage.directories), sorted(stage.packages)]
         files = [(name, os.access(path, os.X_OK), self._hash(path)) for name, path in sorted(stage.files.items())]
         return "sha256:" + hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
