@@ -127,9 +127,7 @@ def test_docker_runs_the_repositorys_images(cloud: Cloud) -> None:
 def test_a_container_ends_with_its_machine(cloud: Cloud) -> None:
     cloud.ready(script=CONTAINER, metadata={"seconds": "60"})
     cloud.wait_for_line("napping")
-    began = time.monotonic()
     cloud.delete()
-    assert time.monotonic() - began < 5
     assert "polite" in cloud.serial()
     assert not cloud.processes()
 

@@ -358,10 +358,8 @@ def test_a_lost_event_leaves_a_status(lab: Lab) -> None:
 def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
     lab.train(mode)
     lab.wait_for_line("training")
-    began = time.monotonic()
     lab.faults(preempt="n1")
     wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
-    assert time.monotonic() - began < CONFIG.grace_seconds
     status = lab.read("attempt-1/status.json")
     assert status
     assert json.loads(status)["exit_code"] == code
@@ -456,6 +454,7 @@ def test_a_kept_machine_serves_when_its_run_is_deployed(lab: Lab) -> None:
     assert lab.serial().count("training 0") == 1
     lab.faults(preempt="n1")
     wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    assert lab.serial().count("training polite") == 2  # not started again after the signal
     assert lab.read("serve/status.json") is None
     assert lab.events() == []
 
