@@ -168,7 +168,7 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
     url = f"{record.endpoint.url}/v1/chat/completions"
     if serve["type"] == "cloud_run":  # the other endpoints are inside the VPC and check no identity
-        assert requests.post(url, json=question, timeout=30).status_code in (401, 403)
+        assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
     answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
     remaining = [entry.name for entry in user.store.ledger(run).remaining()]

@@ -224,7 +224,7 @@ class BackgroundServer:
 
 
 async def _end_other_tasks() -> None:
-    """End the tasks that the emulators left behind, as asyncio.run does: an fsync may outlive everybody who waits for it."""
+    """End the tasks that emulators leave behind, as asyncio.run does: an fsync may outlast its waiters."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

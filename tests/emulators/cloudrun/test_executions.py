@@ -11,6 +11,8 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import run_v2
 
+from dropforge_local.emulators.cloudrun import CloudRunConfig
+
 REASON = run_v2.Condition.ExecutionReason
 COMPLETION = run_v2.ExecutionReference.CompletionStatus
 
@@ -145,17 +147,28 @@ def test_a_run_token_makes_the_job_ready_at_the_end_of_the_execution(cloud: Any,
     assert created.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
 
 
-def test_a_task_past_its_timeout_gets_sigterm_and_fails(cloud: Any, make: Any) -> None:
-    execution = cloud.wait(start(cloud, make, "polite", timeout="1s").name)
-    assert "checkpoint" in cloud.logs(execution.name)
-    result = only_task(cloud, execution).last_attempt_result
-    assert (result.status.code, result.term_signal) == (4, 15)
-    assert result.status.message == "The configured timeout was reached."
-    assert "reached the maximum timeout of 1 seconds" in cloud.logs(execution.name)
+class TestTimeout:
+    @pytest.fixture
+    def config(self) -> CloudRunConfig:
+        return CloudRunConfig(operation_seconds=0.02, grace_seconds=60.0, probe_seconds=0.05, restart_seconds=0.1)
+
+    def test_a_task_past_its_timeout_gets_sigterm_and_fails(self, cloud: Any, make: Any) -> None:
+        execution = start(cloud, make, "polite", timeout="600s")
+        running(cloud, execution, "waiting")
+        cloud.clock.advance(600)
+        execution = cloud.wait(execution.name)
+        assert "checkpoint" in cloud.logs(execution.name)
+        result = only_task(cloud, execution).last_attempt_result
+        assert (result.status.code, result.term_signal) == (4, 15)
+        assert result.status.message == "The configured timeout was reached."
+        assert "reached the maximum timeout of 600 seconds" in cloud.logs(execution.name)
 
 
 def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
-    execution = cloud.wait(start(cloud, make, "stubborn", timeout="1s").name)
+    execution = start(cloud, make, "stubborn", timeout="600s")
+    running(cloud, execution, "ignoring")
+    cloud.clock.advance(600)
+    execution = cloud.wait(execution.name)
     assert only_task(cloud, execution).last_attempt_result.term_signal == 9
     assert cloud.processes() == []
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.cloud import run_v2
+from tests.patience import PATIENCE_SECONDS
 
 GOOD = {"Authorization": "Bearer good"}
 
@@ -30,14 +31,14 @@ def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=GOOD), timeout=20) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=GOOD), timeout=60) as response:
         return json.loads(response.read())
 
 

@@ -33,7 +33,7 @@ ENVIRONMENT = ROOT / "build" / "maxtext"
 RAY = ENVIRONMENT / "bin" / "ray"
 REAL, NOOP = "train-ray-test", "ray-noop"
 TPU = "google.com/tpu"
-WAIT_SECONDS = 180.0
+WAIT_SECONDS = 600.0
 
 DRIVER = """
     import os, sys, time
@@ -70,7 +70,7 @@ ENV PATH=/app/bin:/usr/bin:/bin
 ENTRYPOINT ["python", "driver.py"]
 """
 
-pytestmark = pytest.mark.timeout(600)  # the first may have to make Ray's environment
+pytestmark = pytest.mark.timeout(1800)  # the first may have to make Ray's environment
 
 
 def write_ray_image(repo: Path) -> None:

@@ -100,7 +100,7 @@ class Lab(Cloud):
         """An object of the run; None without such an object."""
         path = urllib.parse.quote(f"runs/{self.run}/machine/{name}", safe="")
         try:
-            with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=60) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             error.close()
@@ -190,7 +190,7 @@ def lab(home: Path) -> Iterator[Lab]:
         request = urllib.request.Request(
             f"{server.url}/v1/{SUBSCRIPTION}", json.dumps({"topic": TOPIC}).encode(), method="PUT"
         )
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()
         yield lab
         for channel in lab.channels:
             channel.close()
