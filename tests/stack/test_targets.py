@@ -146,7 +146,7 @@ def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
 def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cloud ends the attempt without dropforge."""
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
-    run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
+    run = launched(user, "hang", target=target, limits={"max_duration": "9s"})
     record, spec = user.store.record(run), user.store.spec(run)
     cloud = eventually(lambda: _inspect_cloud(target["type"], launch_of(record, spec, user.settings)))
     assert cloud["phase"] is Phase.FAILED
