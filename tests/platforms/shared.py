@@ -45,7 +45,7 @@ SERVE_DOCKERFILE = (
 )
 BROKEN_SERVERS = {
     "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
-    "serve_deaf": "import time\ntime.sleep(60)\n",
+    "serve_deaf": "import time\ntime.sleep(600)\n",
 }
 _numbers = itertools.count()
 

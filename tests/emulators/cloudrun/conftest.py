@@ -51,14 +51,14 @@ JOB_PY = """
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(0)))
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "hog":
         data = bytearray(700 * 2**20)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "env":
         print(json.dumps(dict(os.environ)))
 """
@@ -214,7 +214,7 @@ def make_job(*args: str, **task: Any) -> run_v2.Job:
     limits = task.pop("limits", {"cpu": "1", "memory": "512Mi"})
     container = {"image": f"{REGISTRY}/train-job:latest", "args": list(args), "resources": {"limits": limits}}
     container |= task.pop("container", {})
-    template = {"max_retries": 0, "timeout": "60s", "containers": [container], **task}
+    template = {"max_retries": 0, "timeout": "600s", "containers": [container], **task}
     execution = {"template": template} | {
         key: template.pop(key) for key in ("task_count", "parallelism") if key in template
     }

@@ -46,14 +46,14 @@ JOB_PY = """
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(int(sys.argv[2]))))
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "hog":
         data = bytearray(300 * 2**20)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "env":
         print(json.dumps(dict(os.environ)))
         print(json.dumps(sys.argv[2:]))

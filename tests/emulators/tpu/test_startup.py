@@ -61,7 +61,7 @@ TRAIN_PY = """
         sys.exit(int(mode))
     if mode == "second-time" and os.path.getsize(os.path.join(os.environ["WORK"], "trace")) > 1:
         sys.exit(0)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -40,7 +40,7 @@ def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
         runtime = Runtime(directory)
         await runtime.start()
         try:
-            return await asyncio.wait_for(work(runtime), 30)
+            return await asyncio.wait_for(work(runtime), PATIENCE_SECONDS)
         finally:
             await runtime.stop()
 
@@ -103,7 +103,7 @@ def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
 
     async def work(runtime: Runtime) -> Exit:
@@ -117,10 +117,10 @@ def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
 STUBBORN = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(60)"
+    child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child], start_new_session=True, env={})
     subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -167,7 +167,7 @@ def test_children_end_with_the_first_process(tmp_path: Path) -> None:
 
 def test_killed_shim_counts_as_lost_and_ends_the_container(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
-        container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+        container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(600)"))
         await ready(runtime, container)
         os.kill(container.pid, signal.SIGKILL)
         return await container.wait()
@@ -178,7 +178,7 @@ def test_killed_shim_counts_as_lost_and_ends_the_container(tmp_path: Path) -> No
 
 
 def test_memory_limit_kills_with_a_reason(tmp_path: Path) -> None:
-    code = "import time; hog = bytearray(120 * 2**20); time.sleep(60)"
+    code = "import time; hog = bytearray(120 * 2**20); time.sleep(600)"
     ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, memory_bytes=64 * 2**20)).wait())
     assert (ended.code, ended.reason) == (137, "OOM")
     assert "Memory limit of 64 MiB exceeded" in (tmp_path / "c/output.log").read_text()
@@ -212,7 +212,7 @@ def test_a_container_without_a_record_is_adopted_by_its_mark(tmp_path: Path) -> 
 
     async def work(runtime: Runtime) -> Exit:
         await ready(
-            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(600)"))
         )
         (tmp_path / "c/process.json").unlink()
         return Exit(0, 0)

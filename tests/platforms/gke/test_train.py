@@ -50,7 +50,7 @@ MAIN_PY = """
     if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour != "succeed":
-        time.sleep(60)
+        time.sleep(600)
 """
 IMAGE = "us-central1-docker.pkg.dev/p1/dropforge/train-x:v1"
 SETTINGS = replace(

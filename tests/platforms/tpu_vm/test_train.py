@@ -50,7 +50,7 @@ MAIN_PY = """
     if behaviour.startswith("exit"):
         sys.exit(int(behaviour.removeprefix("exit")))
     if behaviour not in ("succeed", "token"):
-        time.sleep(60)
+        time.sleep(600)
 """
 SETTINGS = replace(
     settings_with(),
