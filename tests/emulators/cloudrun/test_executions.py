@@ -183,7 +183,7 @@ def test_a_task_above_its_memory_limit_is_killed(cloud: Any, make: Any) -> None:
 
 
 def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60", max_retries=3)
+    execution = start(cloud, make, "sleep", "600", max_retries=3)
     running(cloud, execution, "sleep")
     cancelled = cloud.done(cloud.executions.cancel_execution(name=execution.name))
     assert completed(cancelled).execution_reason == REASON.CANCELLED
@@ -204,7 +204,7 @@ def test_the_deletion_of_a_running_job_leaves_no_process(cloud: Any, make: Any) 
 
 
 def test_a_preemption_fails_the_attempt(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60")
+    execution = start(cloud, make, "sleep", "600")
     running(cloud, execution, "sleep")
     cloud.faults(preempt=execution.name.rsplit("/")[-1])
     result = only_task(cloud, cloud.wait(execution.name)).last_attempt_result
@@ -246,7 +246,7 @@ def test_pending_execution_can_be_cancelled(cloud: Any, make: Any) -> None:
 def test_the_gpu_quota_bounds_concurrent_executions(cloud: Any, make: Any) -> None:
     cloud.faults(quota={"us-central1": {"nvidia-l4": 1}})
     gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
-    first = start(cloud, make, "sleep", "60", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
+    first = start(cloud, make, "sleep", "600", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
     running(cloud, first, "sleep")
     request = run_v2.RunJobRequest(
         name=f"{make.parent}/jobs/j1", overrides={"container_overrides": [{"args": ["succeed"]}]}
@@ -262,7 +262,7 @@ def test_the_gpu_quota_bounds_concurrent_executions(cloud: Any, make: Any) -> No
 
 
 def test_container_killed_from_outside_fails_with_137(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60")
+    execution = start(cloud, make, "sleep", "600")
     running(cloud, execution, "sleep")
     for pid in cloud.processes():
         os.kill(pid, 9)

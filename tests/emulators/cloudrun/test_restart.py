@@ -69,7 +69,7 @@ def test_a_job_that_ended_without_a_stack_has_its_exit_code(stack: Any, make: An
 
 
 def test_deadline_holds_across_a_restart(stack: Any, make: Any) -> None:
-    name = begin(stack.start(), make, "sleep", "60", timeout="2s")
+    name = begin(stack.start(), make, "sleep", "600", timeout="2s")
     stack.kill()
     cloud = stack.start()
     cloud.wait(name)
@@ -80,7 +80,7 @@ def test_deadline_holds_across_a_restart(stack: Any, make: Any) -> None:
 
 def test_a_process_killed_without_a_stack_counts_as_killed(stack: Any, make: Any) -> None:
     cloud = stack.start()
-    name = begin(cloud, make, "sleep", "60")
+    name = begin(cloud, make, "sleep", "600")
     stack.kill()
     for pid in cloud.processes():
         os.kill(pid, 9)

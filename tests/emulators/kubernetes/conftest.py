@@ -61,7 +61,12 @@ JOB_PY = """
         open(sys.argv[2], "w").write(sys.argv[3])
     if mode == "read":
         print(open(sys.argv[2]).read(), flush=True)
+    if mode == "wait-for":
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.02)
     if mode == "count":
+        while len(sys.argv) > 4 and not os.path.exists(sys.argv[4]):
+            time.sleep(0.02)
         for number in range(int(sys.argv[2])):
             print("line", number, flush=True)
             time.sleep(float(sys.argv[3]))

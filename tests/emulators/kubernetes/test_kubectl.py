@@ -54,11 +54,12 @@ def kubectl(kube: Kube, tmp_path: Path) -> Kubectl:
     return Kubectl(kube, tmp_path)
 
 
-def test_a_job_from_apply_to_delete(kubectl: Kubectl) -> None:
-    manifest = kubectl.file(make_job("count", "count", "5", "0.1"))
+def test_a_job_from_apply_to_delete(kubectl: Kubectl, tmp_path: Path) -> None:
+    manifest = kubectl.file(make_job("count", "count", "5", "0.1", str(tmp_path / "seen")))
     assert "job.batch/count created" in kubectl("apply", "-f", manifest)
     assert "job.batch/count unchanged" in kubectl("apply", "-f", manifest)
     assert "condition met" in kubectl("wait", "--for=condition=Ready", "pod", "-l", "job-name=count", "--timeout=150s")
+    (tmp_path / "seen").touch()  # a pod that has ended is not Ready, so it must not end before kubectl has started
     assert kubectl("logs", "-f", "job/count").splitlines()[-1] == "line 4"
     assert "condition met" in kubectl("wait", "--for=condition=complete", "job/count", "--timeout=150s")
     described = kubectl("describe", "job", "count")

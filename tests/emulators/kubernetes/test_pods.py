@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_pod_passes_through_its_phases(kube: Kube) -> None:
     watcher = watch.Watch()
 
     def follow() -> None:
-        for event in watcher.stream(kube.core.list_namespaced_pod, kube.namespace, timeout_seconds=20):
+        for event in watcher.stream(kube.core.list_namespaced_pod, kube.namespace, timeout_seconds=200):
             seen.append(event["object"].status.phase)
             if seen[-1] == "Succeeded":
                 watcher.stop()
@@ -225,9 +226,10 @@ def test_pods_have_separate_deadlines(kube: Kube) -> None:
     assert pod.status.reason == "DeadlineExceeded"
 
 
-def test_output_is_cut_and_followed(kube: Kube) -> None:
-    kube.create_pod("a", "count", "8", "0.3")
+def test_output_is_cut_and_followed(kube: Kube, tmp_path: Path) -> None:
+    kube.create_pod("a", "count", "8", "0.3", str(tmp_path / "seen"))
     kube.wait_pod("a", "Running")
+    (tmp_path / "seen").touch()
     followed = kube.call("GET", f"/api/v1/namespaces/{kube.namespace}/pods/a/log?follow=true")[1]
     assert followed.splitlines() == ["index - count", *(f"line {number}" for number in range(8))]
     assert kube.log("a", tail_lines=2) == "line 6\nline 7\n"

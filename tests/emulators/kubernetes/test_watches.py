@@ -70,7 +70,7 @@ def test_watches_see_changes_as_they_happen(kube: Kube) -> None:
     watcher, seen = watch.Watch(), []
 
     def follow() -> None:
-        for event in watcher.stream(kube.core.list_namespaced_config_map, kube.namespace, timeout_seconds=20):
+        for event in watcher.stream(kube.core.list_namespaced_config_map, kube.namespace, timeout_seconds=200):
             seen.append((event["type"], event["object"].metadata.name))
             if event["type"] == "DELETED":
                 watcher.stop()
