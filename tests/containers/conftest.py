@@ -20,7 +20,7 @@ import psutil
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, TRAIN_SECONDS
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
@@ -78,11 +78,11 @@ class Attempt:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, timeout: float = 400) -> int:
+    def wait(self, timeout: float = TRAIN_SECONDS) -> int:
         self.output, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
-    def wait_for(self, text: str, timeout: float = 2 * PATIENCE_SECONDS) -> None:
+    def wait_for(self, text: str, timeout: float = TRAIN_SECONDS) -> None:
         """Read the log until `text` appears."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
@@ -171,7 +171,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         db, clock = Database(directory / "state.db"), SystemClock()
         pubsub = PubSubEmulator(db, clock)
         pubsub.create_topic(TOPIC)
-        pubsub.create_subscription(SUBSCRIPTION, TOPIC)
+        pubsub.create_subscription(SUBSCRIPTION, TOPIC, {"ackDeadlineSeconds": 600})
         secrets = SecretManagerEmulator(db, clock, PROJECT)
         secrets.set_secret("my-key", CANARY.encode())
         return [StorageEmulator(db, directory / "blobs", clock), pubsub, secrets]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from google.cloud import storage
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import TRAIN_SECONDS
 
 from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
 
 # A test waits for several attempts: its own, and attempts that tests share.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 CANARY = "canary-4f1a-not-a-known-prefix"
 TOKEN_CANARY = "hf_" + "c" * 30
@@ -112,7 +112,7 @@ def test_sigkill_and_resume_end_with_the_same_loss(
 ) -> None:
     _, expected = uninterrupted
     first = trainer.start(spec(training=LONG))
-    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
+    wait_for_object(first, f"checkpoints/{first.run}/step-00000020/{COMPLETE}")
     first.kill(signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     # An incomplete upload is newer than the complete checkpoints; no attempt may resume it.
@@ -131,7 +131,7 @@ def test_sigterm_saves_a_checkpoint_and_the_next_attempt_goes_on(
     _, expected = uninterrupted
     first = trainer.start(spec(training=LONG))
     # In the second epoch: the next attempt must train exactly the rows that remain of it.
-    wait_for_object(cloud.client, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
+    wait_for_object(first, f"checkpoints/{first.run}/step-00000040/{COMPLETE}")
     first.kill(signal.SIGTERM)
     assert first.wait() == 75, first.output
     last = events(first.run)[-1]
@@ -271,10 +271,11 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert actual[name] == expected[name], name
 
 
-def wait_for_object(client: storage.Client, name: str, timeout: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + timeout
-    while not client.bucket(RUNS).blob(name).exists():
-        assert time.monotonic() < deadline, f"no {name} in {timeout} s"
+def wait_for_object(attempt: Any, name: str) -> None:
+    deadline = time.monotonic() + TRAIN_SECONDS
+    while not attempt.cloud.client.bucket(RUNS).blob(name).exists():
+        assert attempt.process.poll() is None, attempt.process.communicate()[0]
+        assert time.monotonic() < deadline, f"no {name} in {TRAIN_SECONDS} s"
         time.sleep(0.02)
 
 
