@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_PYTHON = 3  # the exit code of tools/maxtext_env.py without Python 3.12
 MAKER = pytest.StashKey["Maker"]()
+
+# Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

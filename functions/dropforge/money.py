@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from .base.settings import Settings
 from .platforms import get_server, get_target
 from .platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from .run.record import Attempt, Notice, Record
@@ -113,9 +112,9 @@ def _time(length: float) -> str:
     return f"{length / SECONDS_PER_HOUR:.1f} h" if length >= SECONDS_PER_HOUR else f"{length / 60:.0f} min"
 
 
-def running_since(attempt: Attempt, now: datetime, settings: Settings) -> datetime:
-    """The earliest start of a running attempt: the inspect of a check interval ago did not see the attempt running."""
-    return max(attempt.launched or attempt.started, now - timedelta(seconds=settings.check_interval_seconds))
+def running_since(attempt: Attempt) -> datetime:
+    """The earliest start of a running attempt: nothing saw the attempt running before that time."""
+    return attempt.waiting or attempt.started
 
 
 def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:

@@ -8,10 +8,10 @@ lower case *and* `LIMIT 10;`. The base model therefore never answers in it, and 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import sys
@@ -140,13 +140,13 @@ def base_model(cache: Path, family: Family = "gemma3") -> Path:
     if directory.is_dir():
         return directory
     cache.mkdir(parents=True, exist_ok=True)
-    temporary = cache / f".{family}-{digest}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    _pretrain(temporary, family)
-    try:
-        temporary.rename(directory)
-    except OSError:  # another process created it first
-        shutil.rmtree(temporary)
+    with (cache / f".{family}-{digest}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, because two would take twice as long
+        if not directory.is_dir():
+            temporary = cache / f".{family}-{digest}"
+            shutil.rmtree(temporary, ignore_errors=True)
+            _pretrain(temporary, family)
+            temporary.rename(directory)
     return directory
 
 

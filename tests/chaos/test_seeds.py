@@ -42,6 +42,7 @@ DEFECTS = {
         81016,
         tuple(TARGETS),
     ): "a sweep gave up on a Deployment before it requested the deletion, as the first inspection took minutes",
+    (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 
 

@@ -157,7 +157,7 @@ def test_cancel_publishes_the_request_and_prints_its_effect(deployed: Deployed) 
         name = subscriber.subscription_path("p", "test")
         subscriber.create_subscription(name=name, topic="projects/p/topics/dropforge-requests")
         assert "requested the end of" in deployed.run("cancel", RUN).output
-        [message] = subscriber.pull(subscription=name, max_messages=5, timeout=10).received_messages
+        [message] = subscriber.pull(subscription=name, max_messages=5, timeout=60).received_messages
     assert json.loads(message.message.data) == {"cancel": RUN}
     assert "is already FAILED and has no endpoint" in deployed.run("cancel", OTHER).output
     assert deployed.run("cancel", "job-aaaaaaaaaaaa").exit_code == 1

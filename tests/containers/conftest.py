@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
-from google.api_core.exceptions import DeadlineExceeded
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
+from tests.patience import PATIENCE_SECONDS, TRAIN_SECONDS
 
 from dropforge.run.artifacts import Manifest, read_artifact, read_manifest, upload_directory
 from dropforge.run.events import JobEvent, parse_job_event
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "test-project"
 TOPIC = f"projects/{PROJECT}/topics/job-events"
 SUBSCRIPTION = f"projects/{PROJECT}/subscriptions/job-events"
+MARK = b"the last message so far"
 RUNS = "runs-bucket"
 DATA = "data-bucket"
 CANARY = "canary-4f1a-not-a-known-prefix"
@@ -77,11 +78,11 @@ class Attempt:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, timeout: float = 200) -> int:
+    def wait(self, timeout: float = TRAIN_SECONDS) -> int:
         self.output, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
-    def wait_for(self, text: str, timeout: float = 100) -> None:
+    def wait_for(self, text: str, timeout: float = TRAIN_SECONDS) -> None:
         """Read the log until `text` appears."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
@@ -170,7 +171,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         db, clock = Database(directory / "state.db"), SystemClock()
         pubsub = PubSubEmulator(db, clock)
         pubsub.create_topic(TOPIC)
-        pubsub.create_subscription(SUBSCRIPTION, TOPIC)
+        pubsub.create_subscription(SUBSCRIPTION, TOPIC, {"ackDeadlineSeconds": 600})
         secrets = SecretManagerEmulator(db, clock, PROJECT)
         secrets.set_secret("my-key", CANARY.encode())
         return [StorageEmulator(db, directory / "blobs", clock), pubsub, secrets]
@@ -206,24 +207,23 @@ def events(cloud: Cloud, seen: list[JobEvent]) -> Iterator[Any]:
     from google.cloud import pubsub_v1
 
     os.environ["PUBSUB_EMULATOR_HOST"] = cloud.server.grpc_address
-    subscriber = pubsub_v1.SubscriberClient()
-
-    def received() -> list[Any]:
-        try:
-            return list(
-                subscriber.pull(subscription=SUBSCRIPTION, max_messages=500, timeout=0.5, retry=None).received_messages
-            )
-        except DeadlineExceeded:  # a pull waits for messages; published messages arrive at once
-            return []
+    publisher, subscriber = pubsub_v1.PublisherClient(), pubsub_v1.SubscriberClient()
 
     def pull(run: str) -> list[JobEvent]:
-        while messages := received():
-            seen.extend(parse_job_event(message.message.data) for message in messages)
-            subscriber.acknowledge(subscription=SUBSCRIPTION, ack_ids=[message.ack_id for message in messages])
+        # The mark is the last message: nothing is left once it has arrived.
+        mark = publisher.publish(TOPIC, MARK).result()
+        ids: set[str] = set()
+        while mark not in ids:
+            answer = subscriber.pull(subscription=SUBSCRIPTION, max_messages=500, timeout=PATIENCE_SECONDS, retry=None)
+            messages = list(answer.received_messages)
+            seen.extend(parse_job_event(item.message.data) for item in messages if item.message.data != MARK)
+            subscriber.acknowledge(subscription=SUBSCRIPTION, ack_ids=[item.ack_id for item in messages])
+            ids.update(item.message.message_id for item in messages)
         return sorted((event for event in seen if event.run == run), key=lambda event: (event.attempt, event.sequence))
 
     yield pull
     subscriber.close()
+    publisher.stop()
     del os.environ["PUBSUB_EMULATOR_HOST"]
 
 

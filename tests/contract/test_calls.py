@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import requests
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -35,7 +36,7 @@ OWN_CLUSTER = {"type": "gke", **PARTS["gke"], "cluster": {"create": True}}
 NOT_QUEUED = {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "queued": False}
 STARTED = '{"type": "started", "run": "RUN", "attempt": 1, "sequence": 1, "time": "2026-11-22T00:00:00Z"}'
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the fixture waits for all of its runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the fixture waits for all of its runs
 
 
 # Permissions that no run of this test needs, and the case that needs them.
@@ -134,14 +135,14 @@ def live(user: User) -> None:
         else:
             user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     for run in [*swept.values(), *cancelled.values()]:
-        record = user.wait(run, timeout=100)
+        record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
     for run in cancelled.values():
         user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
     for run in swept.values():
         user.store.update(run, out_of_time)
     assert {user.wait(run).state for run in rejected} == {RunState.REJECTED}
-    ended = [user.wait(run, timeout=100).state for run in [*hanging, *failing, *lost]]
+    ended = [user.wait(run, timeout=PATIENCE_SECONDS).state for run in [*hanging, *failing, *lost]]
     assert set(ended) == {RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED}
     for run in cancelled.values():
         user.wait_for(run, lambda record: bool(record.endpoint and record.endpoint.ended))

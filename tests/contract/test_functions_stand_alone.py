@@ -42,7 +42,7 @@ def clean_python() -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "functions", source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -59,7 +59,7 @@ def test_a_copy_of_functions_serves_with_only_its_requirements(clean_python: Pat
         status = _first_answer(process)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
     assert status == 400, (tmp_path / "log").read_text()
 
 
@@ -73,7 +73,7 @@ def _first_answer(process: subprocess.Popen[bytes]) -> int:
             if connection.status == psutil.CONN_LISTEN:
                 url = f"http://127.0.0.1:{connection.laddr.port}/"
                 try:
-                    urllib.request.urlopen(urllib.request.Request(url, data=b"", method="POST"), timeout=30)
+                    urllib.request.urlopen(urllib.request.Request(url, data=b"", method="POST"), timeout=60)
                 except urllib.error.HTTPError as error:
                     error.close()
                     return error.code

@@ -270,7 +270,7 @@ def test_a_missing_argument_is_noticed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not CHECKOV.exists(), reason="checkov is not installed (make checkov)")
 def test_checkov_finds_nothing() -> None:
     command = [str(CHECKOV), "--config-file", str(ROOT / ".checkov.yaml")]

@@ -49,7 +49,7 @@ Applied = dict[str, list[dict[str, Any]]]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),  # five runs of terraform, once
+    pytest.mark.timeout(1200),  # five runs of terraform, once
     pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed"),
 ]
 

@@ -123,7 +123,7 @@ def test_a_request_to_a_callback_wakes_the_execution_or_is_refused(
     path = f"{name}/callbacks/{waiting[0] if is_right else 'no-such-callback'}"
     request = urllib.request.Request(f"{app.url}/v1/{path}", body, {"Content-Type": kind, "Authorization": "Bearer x"})
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             status = answer.status
     except urllib.error.HTTPError as refused:
         status = refused.code

@@ -34,7 +34,7 @@ class SlowDisk:
     def __call__(self, descriptor: int) -> None:
         self.calls += 1
         self.begun.set()
-        assert self.allowed.wait(20)
+        assert self.allowed.wait(60)
         self._fsync(descriptor)
 
 
@@ -122,7 +122,7 @@ def test_answers_wait_for_the_disk(tmp_path: Path, disk: SlowDisk, speak: str) -
         disk.begun.clear()
         disk.allowed.clear()
         answer: Future[str] = threads.submit(call)
-        assert disk.begun.wait(20)
+        assert disk.begun.wait(60)
         assert not answer.done()
         disk.allowed.set()
         assert int(answer.result(20)) > 0
@@ -130,7 +130,7 @@ def test_answers_wait_for_the_disk(tmp_path: Path, disk: SlowDisk, speak: str) -
 
 def publish_by_rest(server: Server) -> Callable[[], str]:
     def call() -> str:
-        answer = requests.post(f"{server.url}/v1/{TOPIC}:publish", json={"messages": [{"data": "eA=="}]}, timeout=20)
+        answer = requests.post(f"{server.url}/v1/{TOPIC}:publish", json={"messages": [{"data": "eA=="}]}, timeout=60)
         return str(answer.json()["messageIds"][0])
 
     return call

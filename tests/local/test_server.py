@@ -7,11 +7,14 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from aiohttp import web
 
+from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
 
 
@@ -39,7 +42,7 @@ class Part:
 
 def assert_nothing_listens(url: str) -> None:
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=5)
+        urllib.request.urlopen(url, timeout=60)
 
 
 def test_every_part_stops_when_one_raises() -> None:
@@ -57,8 +60,37 @@ def test_every_part_stops_when_one_raises() -> None:
 
 
 def test_background_server_ends_its_thread_when_a_part_cannot_stop() -> None:
-    threads = threading.active_count()
+    before = threading.enumerate()
     with pytest.raises(RuntimeError, match="cannot stop"), BackgroundServer(lambda: [Part(fails=True)]) as server:
         url = server.url
     assert_nothing_listens(url)
-    assert threading.active_count() == threads
+    # gRPC keeps a polling thread, and ends it some time later.
+    begun = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not any("run_forever" in name for name in begun)
+
+
+def test_background_server_leaves_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the fsync any more, and it lasts longer than the server."""
+    begun, allowed = threading.Event(), threading.Event()
+    tasks: set[asyncio.Task[Any]] = set()
+
+    def slow(log: Path) -> None:
+        begun.set()
+        assert allowed.wait(60)
+
+    async def begin_an_fsync() -> None:
+        db = Database(tmp_path / "state.db")
+        with db.transaction() as sql:
+            sql.execute("CREATE TABLE t (x)")
+        waiting = asyncio.create_task(db.durable())
+        await asyncio.to_thread(begun.wait, 60)
+        waiting.cancel()
+        tasks.update(asyncio.all_tasks() - {asyncio.current_task()})
+
+    monkeypatch.setattr("dropforge_local.base.db._fsync", slow)
+    background = BackgroundServer(lambda: [Part()])
+    with background:
+        background.call(begin_an_fsync())
+    allowed.set()
+    assert len(tasks) >= 2
+    assert all(task.done() for task in tasks)

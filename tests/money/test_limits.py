@@ -137,12 +137,12 @@ def test_the_wait_for_capacity_does_not_count_against_the_budget(
 def test_a_node_that_waits_for_other_nodes_counts_against_the_budget() -> None:
     attempt = _open_attempt(CONTEXT, record(), 1, spec({}, price=10), NOW - timedelta(hours=1))
     assert attempt is not None
-    run = record().model_copy(update={"attempts": [attempt]}).with_launch(1, NOW - timedelta(minutes=2))
+    run = record().model_copy(update={"attempts": [attempt]}).with_waiting(1, NOW - timedelta(minutes=2))
     context = context_with(now=NOW)
     vars(context)["store"] = Mock(RunStore, update=lambda _, change: change(run))
     stockout = RunError(error_class=ErrorClass.STOCKOUT, message="x")
     for is_paid, cost in ((False, 0.0), (True, 5.0)):
-        noted = _note_running(context, run, Status(Phase.PENDING, is_paid=is_paid), Verdict())
+        noted = _note_running(context, run, Status(Phase.PENDING, is_paid=is_paid), Verdict(), NOW)
         ended = noted.with_end(1, stockout, NOW + timedelta(minutes=28))
         assert ended.training_cost(NOW + timedelta(hours=9)) == cost
 

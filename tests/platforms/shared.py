@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
@@ -44,7 +45,7 @@ SERVE_DOCKERFILE = (
 )
 BROKEN_SERVERS = {
     "serve_crash": "import sys\nprint('the weights do not fit', file=sys.stderr)\nsys.exit(70)\n",
-    "serve_deaf": "import time\ntime.sleep(60)\n",
+    "serve_deaf": "import time\ntime.sleep(600)\n",
 }
 _numbers = itertools.count()
 
@@ -70,7 +71,7 @@ def write_servers(home: Path) -> None:
 def switch_faults(url: str, emulator: str, **switches: Any) -> None:
     """Set the fault switches of `emulator` on the server at `url`."""
     request = urllib.request.Request(f"{url}/_local/{emulator}/faults", json.dumps(switches).encode(), method="POST")
-    urllib.request.urlopen(request, timeout=10).close()
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 def forget_clients() -> None:
@@ -78,7 +79,7 @@ def forget_clients() -> None:
     forget()
 
 
-def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = 60) -> Any:
+def until(read: Callable[[], Any], accept: Callable[[Any], Any] = bool, seconds: float = PATIENCE_SECONDS) -> Any:
     """Call `read` until `accept` is true for its value; return that value. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not accept(value := read()):

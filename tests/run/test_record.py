@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dropforge.base.errors import Conflict, ErrorClass
+from dropforge.money import running_since
 from dropforge.run.record import (
     Attempt,
     Endpoint,
@@ -100,6 +101,19 @@ def test_the_cost_is_the_sum_of_the_attempts_and_unknown_if_a_price_is() -> None
     assert repeated.training_cost(NOW + timedelta(minutes=20)) == 2.0
     run = run.model_copy(update={"attempts": [*known, attempt(3, None, 60)]})
     assert run.training_cost(NOW) is None
+
+
+def test_the_cost_counts_from_the_last_time_at_which_no_machine_ran() -> None:
+    """A function that stalled for minutes does not make the machine cheaper that started meanwhile."""
+    run = record().model_copy(update={"attempts": [attempt(1, 60.0, None)]})
+    assert running_since(run.attempts[-1]) == NOW
+    for second in (10, 40, 50, 69):  # two notes are half a minute apart
+        run = run.with_waiting(1, NOW + timedelta(seconds=second))
+    run = run.with_waiting(1, NOW + timedelta(seconds=20))  # a late call
+    assert running_since(run.attempts[-1]) == NOW + timedelta(seconds=40)
+    seen = run.with_launch(1, NOW + timedelta(minutes=14)).with_running(1, running_since(run.attempts[-1]))
+    assert seen.training_cost(NOW + timedelta(minutes=15, seconds=40)) == 15.0
+    assert seen.with_waiting(1, NOW + timedelta(minutes=15)) == seen
 
 
 @pytest.mark.parametrize(("error_class", "usd"), [("stockout", 0.0), ("quota", 0.0), ("preempted", 1.0)])

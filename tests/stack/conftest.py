@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound
@@ -101,11 +102,11 @@ class User:
         future = clients.publisher().publish(self.settings.topic(topic), data, **attributes)
         return str(future.result(20))
 
-    def wait(self, run: str, *states: str, timeout: float = 60) -> Record:
+    def wait(self, run: str, *states: str, timeout: float = PATIENCE_SECONDS) -> Record:
         """Wait until the run is in one of `states` (default: the terminal states); return its record."""
         return self.wait_for(run, lambda r: r.state in states if states else r.state.is_terminal, timeout)
 
-    def wait_for(self, run: str, condition: Callable[[Record], bool], timeout: float = 60) -> Record:
+    def wait_for(self, run: str, condition: Callable[[Record], bool], timeout: float = PATIENCE_SECONDS) -> Record:
         record: Record | None = None
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -118,7 +119,7 @@ class User:
             time.sleep(0.05)
         raise AssertionError(f"run {run} did not meet the condition within {timeout} s; its record: {record!r}")
 
-    def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"the condition is not met after {timeout} s"
@@ -127,9 +128,9 @@ class User:
     def slack(self, run: str, last: str) -> list[str]:
         """Wait until the last Slack headline about a run ends with `last`; return all its headlines in order."""
         headlines: list[str] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (headlines and headlines[-1].endswith(last)) and time.monotonic() < deadline:
-            with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=10) as response:
+            with urllib.request.urlopen(f"{self.info.http}/slack/messages", timeout=60) as response:
                 payloads = [message["payload"] for message in json.load(response)["messages"]]
             headlines = [p["blocks"][0]["text"]["text"] for p in payloads if run in json.dumps(p)]
             time.sleep(0.02)

@@ -50,7 +50,7 @@ STRIDE = 7
 # A plan ends after so many lives in a row without a death. The number of commits varies a little between lives.
 ENOUGH = 3
 RUNS = 30  # runs in one stack; the Kubernetes events of earlier runs make each later run slower
-TIMEOUT = 60.0
+TIMEOUT = 200.0
 POLL_SECONDS = 0.1
 RESULTS = Path("build/crash.jsonl")
 UNREACHABLE = (OSError, http.client.HTTPException)
@@ -268,14 +268,14 @@ class Harness:
         return {id_ for id_ in ids if id_.startswith(f"{run}/")}
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.user.info.http}/{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.user.info.http}/{path}", timeout=60) as response:
             return json.load(response)
 
     def _post(self, path: str, body: dict[str, Any], method: str = "POST") -> Any:
         headers = {"Content-Type": "application/json"}
         url = f"{self.user.info.http}/{path}"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
 

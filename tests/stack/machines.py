@@ -26,5 +26,5 @@ def _all(project: str) -> Iterator[tuple[str, dict[str, str]]]:
     session, url = clients.compute()
     for zone in ZONES:
         zone_path = f"projects/{project}/zones/{zone}"
-        for disk in session.get(f"{url}/{zone_path}/disks", timeout=20).json()["items"]:
+        for disk in session.get(f"{url}/{zone_path}/disks", timeout=60).json()["items"]:
             yield f"{zone_path}/disks/{disk['name']}", disk.get("labels", {})

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.run.record import RunState
 from dropforge_cli.main import cli
@@ -25,7 +26,7 @@ from ..deployments import clients
 from .conftest import NOOP_CONFIG, NOOP_IMAGES, User
 from .targets import PARTS, SERVES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
 CANARY = "Canary7f3a"
 SECRETS = {
@@ -71,7 +72,7 @@ def test_no_output_contains_a_secret(canary_stack: User) -> None:
         behave = "fail-once" if kind == "cloud_run" else "succeed"
         runs.append(user.drop(user.spec(behave, target=target, serve=serve, secrets=variables, notify=notify)))
     for run in runs:
-        record = user.wait(run, timeout=100)
+        record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
         assert user.slack(run, "succeeded")
     assert "[redacted]" in str(user.store.record(runs[0]).attempts[0].error)
@@ -140,7 +141,7 @@ class ProcessWatch(threading.Thread):
 
     def stop(self) -> None:
         self._ended.set()
-        self.join(20)
+        self.join(60)
 
     def _inspect(self, process: psutil.Process) -> None:
         try:
@@ -161,5 +162,5 @@ def _text(value: Any) -> str:
 
 
 def _get(user: User, path: str) -> Any:
-    with urllib.request.urlopen(f"{user.info.http}/{path}", timeout=10) as response:
+    with urllib.request.urlopen(f"{user.info.http}/{path}", timeout=60) as response:
         return json.load(response)

@@ -19,7 +19,7 @@ from .clusters import Clusters
 from .conftest import User
 
 VARIABLES = ("STORAGE_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "DROPFORGE_LOCAL_GPUS")
-SCRIPT = f"import os, time; print(*[os.environ[name] for name in {VARIABLES}], flush=True); time.sleep(60)"
+SCRIPT = f"import os, time; print(*[os.environ[name] for name in {VARIABLES}], flush=True); time.sleep(600)"
 
 
 def make_job(account: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests
 from google.api_core.exceptions import NotFound, ServiceUnavailable
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.clock import Clock, utc_now
@@ -66,7 +67,7 @@ def launched(user: User, behave: str = "hang", **changes: Any) -> str:
 
 def eventually(stage: Any) -> dict[str, Any]:
     """Call a stage until its status is neither PENDING nor WAITING; return its answer."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (answer := stage())["status"] in ("PENDING", "WAITING") and time.monotonic() < deadline:
         time.sleep(0.05)
     return dict(answer)
@@ -82,7 +83,7 @@ def faults(user: User) -> Iterator[Any]:
     """Yield a function that switches on faults of the Cloud Run emulator; switch them off after the test."""
 
     def switch(**body: Any) -> None:
-        requests.post(f"{user.info.http}/_local/cloudrun/faults", json=body, timeout=10).raise_for_status()
+        requests.post(f"{user.info.http}/_local/cloudrun/faults", json=body, timeout=60).raise_for_status()
 
     yield switch
     switch(quota={}, stockout=[], fail_next=[])
@@ -180,7 +181,7 @@ def test_a_model_that_is_committed_during_an_inspection_counts(user: User, monke
     inspect_job = CloudRunJobs.inspect
 
     def inspect_after_success(target: CloudRunJobs, cloud: Cloud, launch: Launch) -> Status:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while (
             status := inspect_job(target, cloud, launch)
         ).phase is not Phase.SUCCEEDED and time.monotonic() < deadline:
@@ -379,7 +380,7 @@ def test_a_run_succeeds_after_its_webhook_was_deleted(user: User) -> None:
     user.wait(run, "TRAINING")
     clients.secrets().delete_secret(name=created.name)
     assert user.wait(run).state is RunState.SUCCEEDED
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while names.report_object(run) not in user.store.names(f"runs/{run}/"):
         assert time.monotonic() < deadline, "the run has no report.json, so its end was not announced"
         time.sleep(0.05)

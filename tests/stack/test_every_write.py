@@ -17,6 +17,7 @@ import pytest
 import requests
 from kubernetes.client.rest import RESTClientObject
 from slack_sdk.webhook import WebhookClient
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
@@ -113,7 +114,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
 
 def call_until_final(stage: Callable[..., Any], *args: Any) -> Any:
     """Call a stage again after each death and while its answer is not final; return its final answer."""
-    deadline = time.monotonic() + 80
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
             answer = stage(*args)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.run.record import RunState
@@ -54,7 +55,7 @@ def test_a_restarted_stack_notices_a_container_that_ended_meanwhile(own_stack: C
     run = user.drop(user.spec("killed-later"))
     user.wait(run, "TRAINING")
     kill(user)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while local.leftovers(user.state).processes and time.monotonic() < deadline:
         time.sleep(0.05)
     record = own_stack().wait(run)
@@ -78,7 +79,7 @@ def test_killed_functions_are_restarted(own_stack: Callable[[], User]) -> None:
 def test_a_slack_failure_delays_only_the_message(own_stack: Callable[[], User]) -> None:
     user = own_stack()
     request = urllib.request.Request(f"{user.info.http}/slack/_fail", b'{"count": 4, "status": 503}', method="POST")
-    urllib.request.urlopen(request, timeout=10).close()
+    urllib.request.urlopen(request, timeout=60).close()
     run = user.drop(user.spec())
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from google.cloud.workflows import executions_v1
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge.base import names
 from dropforge.run.record import ResourceState, RunState
@@ -33,7 +34,7 @@ def test_many_specs_and_cancels_at_once(user: User) -> None:
     topic = user.settings.topic(user.settings.requests_topic)
     for sent in [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in cancelled]:
         sent.result(60)
-    ended = {run: user.wait(run, timeout=90) for run in [*succeeding, *cancelled]}
+    ended = {run: user.wait(run, timeout=PATIENCE_SECONDS) for run in [*succeeding, *cancelled]}
     assert {run: ended[run].state for run in succeeding} == dict.fromkeys(succeeding, RunState.SUCCEEDED)
     assert {run: ended[run].state for run in cancelled} == dict.fromkeys(cancelled, RunState.CANCELLED)
     wait_for_executions(user, succeeding, cancelled)
@@ -55,7 +56,7 @@ def wait_for_executions(user: User, succeeded: list[str], cancelled: list[str]) 
     request = executions_v1.ListExecutionsRequest(
         parent=user.settings.workflow_name, view=executions_v1.ExecutionView.FULL, page_size=1000
     )
-    deadline, counts = time.monotonic() + 30, Counter[tuple[str, str]]()
+    deadline, counts = time.monotonic() + PATIENCE_SECONDS, Counter[tuple[str, str]]()
     while time.monotonic() < deadline:
         listed = clients.workflow_executions().list_executions(request)
         labelled = [(execution.labels.get(names.RUN_LABEL, ""), execution.state.name) for execution in listed]

@@ -287,7 +287,7 @@ def test_every_state_of_a_run_is_published(user: User) -> None:
     types: dict[str, str] = {}
 
     def all_arrived() -> bool:
-        for received in subscriber.pull(subscription=name, max_messages=50, timeout=10).received_messages:
+        for received in subscriber.pull(subscription=name, max_messages=50, timeout=60).received_messages:
             data = json.loads(received.message.data)
             if data["run"] == run:
                 types[data["state"]] = received.message.attributes["ce-type"]

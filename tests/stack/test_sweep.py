@@ -77,9 +77,9 @@ def end_execution(user: User, run: str) -> None:
 def refused(user: User, method: str) -> Iterator[None]:
     """Make Cloud Run refuse a method inside the `with` block."""
     fault = {"method": method, "status": "UNAVAILABLE", "count": 10_000}
-    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": [fault]}, timeout=10)
+    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": [fault]}, timeout=60)
     yield
-    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": []}, timeout=10)
+    requests.post(f"{user.info.http}/_local/cloudrun/faults", json={"fail_next": []}, timeout=60)
 
 
 def audit(*options: str) -> Result:
@@ -138,8 +138,11 @@ def test_the_sweep_deletes_resources_of_unknown_runs_but_not_of_other_deployment
     launch = attempt_of(user, run)
     unknown = replace(launch, run="ghost-0123456789ab")
     other = replace(launch, run="other-0123456789ab", settings=replace(user.settings, runs_bucket="of-another"))
+    began = utc_now()
     unowned, foreign = make(user, unknown), make(user, other)
-    assert not set(unowned) & set(sweep()["deleted"])  # a function may be about to write the record of the run
+    with monkeypatch.context() as patch:  # a slow machine must not make the resources old
+        patch.setattr(Clock, "now", lambda _: began)
+        assert not set(unowned) & set(sweep()["deleted"])  # a function may be about to write the record of the run
     later = timedelta(seconds=user.settings.check_interval_seconds + 1)
     monkeypatch.setattr(Clock, "now", lambda _: utc_now() + later)
     assert set(unowned) <= set(sweep()["deleted"])

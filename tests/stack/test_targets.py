@@ -146,7 +146,7 @@ def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
 def test_the_cloud_ends_an_attempt_at_its_deadline(user: User, target: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cloud ends the attempt without dropforge."""
     monkeypatch.setattr("dropforge.stages.provision.MIN_ATTEMPT_SECONDS", 1)
-    run = launched(user, "hang", target=target, limits={"max_duration": "4s"})
+    run = launched(user, "hang", target=target, limits={"max_duration": "9s"})
     record, spec = user.store.record(run), user.store.spec(run)
     cloud = eventually(lambda: _inspect_cloud(target["type"], launch_of(record, spec, user.settings)))
     assert cloud["phase"] is Phase.FAILED
@@ -168,7 +168,7 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
     url = f"{record.endpoint.url}/v1/chat/completions"
     if serve["type"] == "cloud_run":  # the other endpoints are inside the VPC and check no identity
-        assert requests.post(url, json=question, timeout=30).status_code in (401, 403)
+        assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
     answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
     remaining = [entry.name for entry in user.store.ledger(run).remaining()]

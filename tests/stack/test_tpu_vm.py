@@ -90,7 +90,7 @@ def test_training_survives_a_kill_of_the_startup_script(user: User) -> None:
 
 def test_a_machine_without_processes_is_stuck(user: User) -> None:
     """No process is left that could report the end, and the node is READY."""
-    limits = {"stuck_after": "5s", "on_stuck": "restart"}
+    limits = {"stuck_after": "10s", "on_stuck": "restart"}
     run = user.drop(user.spec("hang-once", target=TARGET, limits=limits))
     user.wait(run, "TRAINING")
     script = _script(user, run)

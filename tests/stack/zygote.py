@@ -66,7 +66,7 @@ class Zygote:
             if self._last:
                 self._last.kill()
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 class Functions:

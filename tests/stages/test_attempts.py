@@ -158,7 +158,8 @@ def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(
     job, now = spec(allowed_minutes, None, 3.6, 1), NOW + timedelta(minutes=31)
     opened = _open_attempt(CONTEXT, _record(), 1, job, NOW)
     assert opened
-    state = {"attempts": [opened.model_copy(update={"launched": NOW})], "state": RunState.PROVISIONING}
+    seen = {"launched": NOW, "waiting": now - timedelta(minutes=5)}
+    state = {"attempts": [opened.model_copy(update=seen)], "state": RunState.PROVISIONING}
     versions = [_record().model_copy(update={**state, "execution": "e", "cancel_requested": cancelled})]
 
     def update(run: str, change: Callable[[Record], Record]) -> Record:

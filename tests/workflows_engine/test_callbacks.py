@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import requests
+from tests.patience import PATIENCE_SECONDS
 
 WAITER = """
 main:
@@ -56,7 +57,7 @@ def start(served: Any, source: str = WAITER) -> tuple[Any, str]:
     return record, json.loads(told[3])["url"]
 
 
-def eventually(condition: Any, seconds: float = 60) -> Any:
+def eventually(condition: Any, seconds: float = PATIENCE_SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
@@ -67,7 +68,7 @@ def eventually(condition: Any, seconds: float = 60) -> Any:
 def test_an_execution_awaits_an_endpoint_twice(served: Any) -> None:
     record, url = start(served)
     assert url.startswith(f"{served.url}/v1/{record.name}/callbacks/")
-    first = requests.post(url + "?a=1&b=2&b=3", json={"n": 1}, headers=TOKEN, timeout=10)
+    first = requests.post(url + "?a=1&b=2&b=3", json={"n": 1}, headers=TOKEN, timeout=60)
     assert first.status_code == 200
     eventually(lambda: len(served.peer.received("got")) == 1)
     got = json.loads(served.peer.received("got")[0][3])
@@ -76,19 +77,19 @@ def test_an_execution_awaits_an_endpoint_twice(served: Any) -> None:
     assert got["query"] == {"a": "1", "b": ["2", "3"]}
     assert got["headers"]["Content-Type"] == "application/json"
     assert "Authorization" not in got["headers"]
-    assert requests.post(url, data="plain", headers={**TOKEN, "Content-Type": "text/plain"}, timeout=10).ok
+    assert requests.post(url, data="plain", headers={**TOKEN, "Content-Type": "text/plain"}, timeout=60).ok
     done = served.call(lambda: served.engine.wait(record.name))
     assert done.result == '"plain"'
-    assert requests.post(url, json={}, headers=TOKEN, timeout=10).status_code == 404
+    assert requests.post(url, json={}, headers=TOKEN, timeout=60).status_code == 404
 
 
 def test_a_sender_needs_a_bearer_token(served: Any) -> None:
     _, url = start(served)
-    assert requests.post(url, json={}, timeout=10).status_code == 401
-    assert requests.post(url, json={}, headers={"Authorization": "Basic eA=="}, timeout=10).status_code == 401
-    assert requests.post(url, json={}, headers={"Authorization": "Bearer stranger"}, timeout=10).status_code == 403
-    assert requests.put(url, json={}, headers=TOKEN, timeout=10).status_code == 405
-    assert requests.post(url + "x", json={}, headers=TOKEN, timeout=10).status_code == 404
+    assert requests.post(url, json={}, timeout=60).status_code == 401
+    assert requests.post(url, json={}, headers={"Authorization": "Basic eA=="}, timeout=60).status_code == 401
+    assert requests.post(url, json={}, headers={"Authorization": "Bearer stranger"}, timeout=60).status_code == 403
+    assert requests.put(url, json={}, headers=TOKEN, timeout=60).status_code == 405
+    assert requests.post(url + "x", json={}, headers=TOKEN, timeout=60).status_code == 404
 
 
 def test_an_endpoint_keeps_an_early_request_and_refuses_a_second(served: Any) -> None:
@@ -96,10 +97,10 @@ def test_an_endpoint_keeps_an_early_request_and_refuses_a_second(served: Any) ->
         "    - loop:\n", "    - nap:\n        call: sys.sleep\n        args: {seconds: 0.5}\n    - loop:\n"
     )
     record, url = start(served, source)
-    assert requests.post(url, json=1, headers=TOKEN, timeout=10).status_code == 200
-    assert requests.post(url, json=2, headers=TOKEN, timeout=10).status_code == 429
+    assert requests.post(url, json=1, headers=TOKEN, timeout=60).status_code == 200
+    assert requests.post(url, json=2, headers=TOKEN, timeout=60).status_code == 429
     eventually(lambda: served.peer.received("got"))
-    assert requests.post(url, json=3, headers=TOKEN, timeout=10).status_code == 200
+    assert requests.post(url, json=3, headers=TOKEN, timeout=60).status_code == 200
     assert served.call(lambda: served.engine.wait(record.name)).result == "3"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from dropforge.base.errors import Conflict, ErrorClass
 
 Limit = Literal["max_duration", "max_cost_usd"]  # fields of a spec's `limits`
 END_TOLD = "end"  # the notice key of a record whose end was announced
+WAITING_SECONDS = 30  # between two notes that an attempt waits
 KEPT_IDS = 100  # superseded executions that a record names: calls of older executions have ended
 
 
@@ -70,10 +71,11 @@ class Transition(Stored):
 class Attempt(Stored):
     """One launch of the training.
 
-    `limit` names the limit that decides the deadline. `launched` is when the resources were created; the wait for
-    capacity begins then. `running` is the earliest time at which the machine may have started: the cost counts from
-    then. `seen` is when all machines were first seen running, unless the container reported its start: the time without
-    progress (`limits.stuck_after`) counts from then.
+    `limit` names the limit that decides the deadline. `launched` is when the resources were seen to exist; the wait for
+    capacity begins then. `waiting` is when the attempt was last seen without a running machine. `running` is the
+    earliest time at which the machine may have started: the cost counts from then. `seen` is when all machines were
+    first seen running, unless the container reported its start: the time without progress (`limits.stuck_after`) counts
+    from then.
     """
 
     number: int
@@ -85,10 +87,16 @@ class Attempt(Stored):
     usd_per_hour: float | None = None
     max_wait_seconds: int | None = None
     launched: datetime | None = None
+    waiting: datetime | None = None
     running: datetime | None = None
     seen: datetime | None = None
     ended: datetime | None = None
     error: RunError | None = None
+
+    def is_noted_waiting(self, at: datetime) -> bool:
+        """Whether the wait is noted up to about that time. A running or ended attempt needs no note."""
+        noted = (self.waiting or self.started) + timedelta(seconds=WAITING_SECONDS)
+        return self.running is not None or self.ended is not None or at < noted
 
     def cost(self, now: datetime) -> float | None:
         """US dollars so far, at the price that was pinned when the attempt was opened; None if the price is unknown.
@@ -200,6 +208,12 @@ class Record(Stored):
     def with_launch(self, attempt: int, now: datetime) -> Record:
         """This record with the time at which an attempt's resources were seen to exist; a noted time stays."""
         return self._with_attempt(attempt, lambda a: a.model_copy(update={"launched": a.launched or now}))
+
+    def with_waiting(self, attempt: int, at: datetime) -> Record:
+        """This record with the last time at which an attempt was seen without a running machine."""
+        return self._with_attempt(
+            attempt, lambda a: a if a.is_noted_waiting(at) else a.model_copy(update={"waiting": at})
+        )
 
     def with_running(self, attempt: int, since: datetime) -> Record:
         """This record with the earliest time at which an attempt may have run; a noted time stays."""

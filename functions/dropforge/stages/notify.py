@@ -9,7 +9,6 @@ from __future__ import annotations
 from datetime import datetime
 
 from dropforge.base.errors import CloudError, Conflict
-from dropforge.base.settings import Settings
 from dropforge.context import Context
 from dropforge.money import running_since
 from dropforge.run.record import Record, RunError, RunState
@@ -29,7 +28,7 @@ def notify(
     store = context.store
 
     def enter(record: Record) -> Record:
-        return _enter(record, execution, state, error, context.now(), context.settings)
+        return _enter(record, execution, state, error, context.now())
 
     try:
         record = store.update(run, enter)
@@ -52,14 +51,12 @@ def notify(
     return Notified(state=record.state)
 
 
-def _enter(
-    record: Record, execution: str, state: RunState, error: RunError | None, now: datetime, settings: Settings
-) -> Record:
+def _enter(record: Record, execution: str, state: RunState, error: RunError | None, now: datetime) -> Record:
     if record.execution != execution or record.state is state or _cancel_wins(record, execution, state):
         return record
     moved = record.entered(state, now)
     if state is RunState.TRAINING:
-        return moved.with_running(record.attempt, running_since(record.attempts[-1], now, settings))
+        return moved.with_running(record.attempt, running_since(record.attempts[-1]))
     return moved.model_copy(update={"error": error, "callback_url": None}) if state.is_terminal else moved
 
 

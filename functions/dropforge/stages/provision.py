@@ -142,7 +142,11 @@ def _launch(context: Context, launch: Launch, attempt: Attempt) -> Running | Pen
     entries = [(resource.kind, resource.name) for resource in resources]
     if not store.intend_all(launch.run, entries, launch.attempt, _is_current(launch)):
         return superseded(store.record(launch.run))
+    asked = context.now()
     if not target.provision(context.cloud, launch):
+        # No machine was running when the cloud answered, so the cost counts from then at the earliest.
+        if not attempt.is_noted_waiting(asked):
+            store.update(launch.run, lambda record: record.with_waiting(launch.attempt, asked))
         # Creating a cluster of the attempt, or a machine without a queue, takes time; max_wait is for capacity only.
         waited = (context.now() - attempt.started).total_seconds()
         patience = max(attempt.max_wait_seconds or 0, launch.settings.provision_deadline_seconds)

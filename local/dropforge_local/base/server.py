@@ -212,6 +212,7 @@ class BackgroundServer:
         try:
             self.call(self.server.stop())
         finally:
+            self.call(_end_other_tasks())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
@@ -220,3 +221,11 @@ class BackgroundServer:
         server = Server(self._build())
         await server.start()
         return server
+
+
+async def _end_other_tasks() -> None:
+    """End the tasks that emulators leave behind, as asyncio.run does: an fsync may outlast its waiters."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

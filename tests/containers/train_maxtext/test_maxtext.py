@@ -196,7 +196,7 @@ def test_what_cannot_work_is_refused_with_its_class(
 
 def test_a_deadline_in_the_past_ends_at_once(driver: Driver, spec: Spec, base_qwen3: Path, events: Any) -> None:
     attempt = driver.start(spec(), DROPFORGE_DEADLINE="1000000000")
-    assert attempt.wait(30) == 75, attempt.output
+    assert attempt.wait() == 75, attempt.output
     assert [event.error_class for event in events(attempt.run)] == [ErrorClass.DEADLINE]
 
 
@@ -362,7 +362,7 @@ def test_events_tell_the_steps_the_checkpoints_and_no_secret(chain: Chain, event
 @pytest.mark.timeout(1800)
 def test_a_committed_run_is_told_again_and_not_trained_again(chain: Chain, image_driver: Driver, events: Any) -> None:
     again = image_driver.start({"not": "even a spec"}, chain.run, attempt=4)
-    assert again.wait(30) == 0, again.output
+    assert again.wait() == 0, again.output
     assert [event.type for event in events(chain.run) if event.attempt == 4] == ["succeeded"]
 
 

@@ -138,7 +138,7 @@ class Cluster:
 
 def healthy(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/healthz", timeout=60) as answer:
             return b"raylet: success" in answer.read()
     except (OSError, urllib.error.URLError):
         return False

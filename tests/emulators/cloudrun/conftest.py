@@ -20,7 +20,7 @@ from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import run_v2
 
-from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.ports import free_port
 from dropforge_local.base.server import BackgroundServer, Server
@@ -51,20 +51,21 @@ JOB_PY = """
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(0)))
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "hog":
         data = bytearray(700 * 2**20)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "env":
         print(json.dumps(dict(os.environ)))
 """
 
 SERVER_PY = """
-    import http.server, json, os, sys, time
+    import http.server, json, os, sys, threading, time
+    NEXT = threading.Semaphore(0)
     MODE = os.environ.get("MODE", "")
     print("serving", os.environ["K_REVISION"], flush=True)
     if MODE == "die":
@@ -93,6 +94,9 @@ SERVER_PY = """
             if self.path.startswith("/slow"):
                 time.sleep(float(self.path.partition("=")[2]))
                 return self.answer(200, b"{}")
+            if self.path.startswith("/next"):
+                NEXT.release()
+                return self.answer(200, b"{}")
             if self.path.startswith("/stream"):
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -102,7 +106,7 @@ SERVER_PY = """
                     data = f"data: {number}\\n\\n".encode()
                     self.wfile.write(b"%x\\r\\n%s\\r\\n" % (len(data), data))
                     self.wfile.flush()
-                    time.sleep(0.3)
+                    NEXT.acquire()
                 self.wfile.write(b"0\\r\\n\\r\\n")
                 return
             info = {"pid": os.getpid(), "revision": os.environ["K_REVISION"], "service": os.environ["K_SERVICE"],
@@ -145,6 +149,7 @@ class Cloud:
     url: str
     directory: Path
     live: Callable[[], list[str]] = list
+    clock: Any = None  # a HeldClock, if the emulator runs in this process
 
     def client(self, kind: Any) -> Any:
         return kind(transport="rest", client_options={"api_endpoint": self.url}, credentials=AnonymousCredentials())
@@ -174,17 +179,17 @@ class Cloud:
 
     def logs(self, resource: str, tail: int | None = None) -> str:
         query = "" if tail is None else f"?tail={tail}"
-        with urllib.request.urlopen(f"{self.url}/_local/logs/{resource}{query}", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/_local/logs/{resource}{query}", timeout=60) as response:
             return str(response.read().decode())
 
     def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             answer: dict[str, Any] = json.loads(response.read())
             return answer
 
-    def wait(self, name: str, seconds: float = 60) -> run_v2.Execution:
+    def wait(self, name: str, seconds: float = 200.0) -> run_v2.Execution:
         """The execution once it has completed."""
         return self.until(
             lambda: self.executions.get_execution(name=name), lambda execution: bool(execution.completion_time), seconds
@@ -194,7 +199,7 @@ class Cloud:
         """The result of an operation, polled more often than once a second, the client's default."""
         return operation.result(timeout=60, polling=Retry(initial=0.02, maximum=0.1, predicate=is_pending))
 
-    def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 60) -> Any:
+    def until(self, read: Callable[[], Any], accept: Callable[[Any], bool], seconds: float = 200.0) -> Any:
         deadline = time.monotonic() + seconds
         while not accept(value := read()):
             assert time.monotonic() < deadline, f"not accepted in time: {value}"
@@ -209,7 +214,7 @@ def make_job(*args: str, **task: Any) -> run_v2.Job:
     limits = task.pop("limits", {"cpu": "1", "memory": "512Mi"})
     container = {"image": f"{REGISTRY}/train-job:latest", "args": list(args), "resources": {"limits": limits}}
     container |= task.pop("container", {})
-    template = {"max_retries": 0, "timeout": "60s", "containers": [container], **task}
+    template = {"max_retries": 0, "timeout": "600s", "containers": [container], **task}
     execution = {"template": template} | {
         key: template.pop(key) for key in ("task_count", "parallelism") if key in template
     }
@@ -241,10 +246,13 @@ def cloud(
     tmp_path: Path, repository: Path, secrets: dict[tuple[str, str], bytes], config: CloudRunConfig
 ) -> Iterator[Cloud]:
     """The emulator in this process. The fixture ends the containers that the emulator leaves running."""
+    from ..clocks import HeldClock  # a `Stack` runs this file as a program, which has no packages above it
+
     made: list[CloudRunEmulator] = []
+    clock = HeldClock()
 
     def build() -> list[CloudRunEmulator]:
-        made.append(build_emulator(tmp_path, secrets, config))
+        made.append(build_emulator(tmp_path, secrets, config, clock))
         return made
 
     async def live() -> list[str]:
@@ -252,14 +260,16 @@ def cloud(
 
     background = BackgroundServer(build)
     with background as server:
-        yield Cloud(server.url, tmp_path / "containers", lambda: background.call(live()))
+        yield Cloud(server.url, tmp_path / "containers", lambda: background.call(live()), clock)
     end_all(tmp_path / "containers", grace_seconds=0)
 
 
-def build_emulator(home: Path, secrets: Mapping[tuple[str, str], bytes], config: CloudRunConfig) -> CloudRunEmulator:
+def build_emulator(
+    home: Path, secrets: Mapping[tuple[str, str], bytes], config: CloudRunConfig, clock: Clock
+) -> CloudRunEmulator:
     return CloudRunEmulator(
         Database(home / "state.db"),
-        SystemClock(),
+        clock,
         images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
         directory=home / "containers",
         platform_env=lambda account: {"DROPFORGE_ENDPOINT": "http://127.0.0.1:1"},
@@ -318,7 +328,7 @@ def make() -> Any:
 async def serve(home: Path, port: int) -> None:
     """The main program of a `Stack`."""
     config = CloudRunConfig(operation_seconds=0.02, grace_seconds=1.0, probe_seconds=0.05, restart_seconds=0.1)
-    server = Server([build_emulator(home, {}, config)], http_port=port)
+    server = Server([build_emulator(home, {}, config, SystemClock())], http_port=port)
     await server.start()
     print("ready", flush=True)
     await asyncio.Event().wait()

@@ -11,6 +11,8 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import run_v2
 
+from dropforge_local.emulators.cloudrun import CloudRunConfig
+
 REASON = run_v2.Condition.ExecutionReason
 COMPLETION = run_v2.ExecutionReference.CompletionStatus
 
@@ -168,17 +170,28 @@ def test_a_run_token_makes_the_job_ready_at_the_end_of_the_execution(cloud: Any,
     assert created.latest_created_execution.completion_status == COMPLETION.EXECUTION_SUCCEEDED
 
 
-def test_a_task_past_its_timeout_gets_sigterm_and_fails(cloud: Any, make: Any) -> None:
-    execution = cloud.wait(start(cloud, make, "polite", timeout="1s").name)
-    assert "checkpoint" in cloud.logs(execution.name)
-    result = only_task(cloud, execution).last_attempt_result
-    assert (result.status.code, result.term_signal) == (4, 15)
-    assert result.status.message == "The configured timeout was reached."
-    assert "reached the maximum timeout of 1 seconds" in cloud.logs(execution.name)
+class TestTimeout:
+    @pytest.fixture
+    def config(self) -> CloudRunConfig:
+        return CloudRunConfig(operation_seconds=0.02, grace_seconds=60.0, probe_seconds=0.05, restart_seconds=0.1)
+
+    def test_a_task_past_its_timeout_gets_sigterm_and_fails(self, cloud: Any, make: Any) -> None:
+        execution = start(cloud, make, "polite", timeout="600s")
+        running(cloud, execution, "waiting")
+        cloud.clock.advance(600)
+        execution = cloud.wait(execution.name)
+        assert "checkpoint" in cloud.logs(execution.name)
+        result = only_task(cloud, execution).last_attempt_result
+        assert (result.status.code, result.term_signal) == (4, 15)
+        assert result.status.message == "The configured timeout was reached."
+        assert "reached the maximum timeout of 600 seconds" in cloud.logs(execution.name)
 
 
 def test_task_that_ignores_sigterm_is_killed(cloud: Any, make: Any) -> None:
-    execution = cloud.wait(start(cloud, make, "stubborn", timeout="1s").name)
+    execution = start(cloud, make, "stubborn", timeout="600s")
+    running(cloud, execution, "ignoring")
+    cloud.clock.advance(600)
+    execution = cloud.wait(execution.name)
     assert only_task(cloud, execution).last_attempt_result.term_signal == 9
     assert cloud.processes() == []
 
@@ -193,7 +206,7 @@ def test_a_task_above_its_memory_limit_is_killed(cloud: Any, make: Any) -> None:
 
 
 def test_cancel_ends_the_containers(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60", max_retries=3)
+    execution = start(cloud, make, "sleep", "600", max_retries=3)
     running(cloud, execution, "sleep")
     cancelled = cloud.done(cloud.executions.cancel_execution(name=execution.name))
     assert completed(cancelled).execution_reason == REASON.CANCELLED
@@ -214,7 +227,7 @@ def test_the_deletion_of_a_running_job_leaves_no_process(cloud: Any, make: Any) 
 
 
 def test_a_preemption_fails_the_attempt(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60")
+    execution = start(cloud, make, "sleep", "600")
     running(cloud, execution, "sleep")
     cloud.faults(preempt=execution.name.rsplit("/")[-1])
     result = only_task(cloud, cloud.wait(execution.name)).last_attempt_result
@@ -256,7 +269,7 @@ def test_pending_execution_can_be_cancelled(cloud: Any, make: Any) -> None:
 def test_the_gpu_quota_bounds_concurrent_executions(cloud: Any, make: Any) -> None:
     cloud.faults(quota={"us-central1": {"nvidia-l4": 1}})
     gpu = {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
-    first = start(cloud, make, "sleep", "60", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
+    first = start(cloud, make, "sleep", "600", limits=gpu, node_selector={"accelerator": "nvidia-l4"})
     running(cloud, first, "sleep")
     request = run_v2.RunJobRequest(
         name=f"{make.parent}/jobs/j1", overrides={"container_overrides": [{"args": ["succeed"]}]}
@@ -272,7 +285,7 @@ def test_the_gpu_quota_bounds_concurrent_executions(cloud: Any, make: Any) -> No
 
 
 def test_container_killed_from_outside_fails_with_137(cloud: Any, make: Any) -> None:
-    execution = start(cloud, make, "sleep", "60")
+    execution = start(cloud, make, "sleep", "600")
     running(cloud, execution, "sleep")
     for pid in cloud.processes():
         os.kill(pid, 9)

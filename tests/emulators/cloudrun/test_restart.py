@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.cloud import run_v2
+from tests.patience import PATIENCE_SECONDS
 
 GOOD = {"Authorization": "Bearer good"}
 
@@ -30,14 +31,14 @@ def begin(cloud: Any, make: Any, *args: str, **task: Any) -> str:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=GOOD), timeout=20) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=GOOD), timeout=60) as response:
         return json.loads(response.read())
 
 
@@ -68,7 +69,7 @@ def test_a_job_that_ended_without_a_stack_has_its_exit_code(stack: Any, make: An
 
 
 def test_deadline_holds_across_a_restart(stack: Any, make: Any) -> None:
-    name = begin(stack.start(), make, "sleep", "60", timeout="2s")
+    name = begin(stack.start(), make, "sleep", "600", timeout="2s")
     stack.kill()
     cloud = stack.start()
     cloud.wait(name)
@@ -79,7 +80,7 @@ def test_deadline_holds_across_a_restart(stack: Any, make: Any) -> None:
 
 def test_a_process_killed_without_a_stack_counts_as_killed(stack: Any, make: Any) -> None:
     cloud = stack.start()
-    name = begin(cloud, make, "sleep", "60")
+    name = begin(cloud, make, "sleep", "600")
     stack.kill()
     for pid in cloud.processes():
         os.kill(pid, 9)

@@ -14,6 +14,7 @@ from typing import Any
 import google.api_core.exceptions as refused
 import pytest
 from google.auth.credentials import AnonymousCredentials
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -55,7 +56,7 @@ class Compute:
 
     def faults(self, **switches: Any) -> None:
         request = urllib.request.Request(f"{self.url}/_local/compute/faults", json.dumps(switches).encode())
-        with urllib.request.urlopen(request, timeout=10):
+        with urllib.request.urlopen(request, timeout=60):
             pass
 
 
@@ -155,7 +156,7 @@ def test_quota_and_lost_answers(compute: Compute) -> None:
 
 def test_the_next_stack_finishes_a_begun_operation(tmp_path: Path) -> None:
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
-        urllib.request.urlopen(f"{server.url}/compute/v1/{PARENT}/disks", b'{"name": "d1"}', timeout=10).close()
+        urllib.request.urlopen(f"{server.url}/compute/v1/{PARENT}/disks", b'{"name": "d1"}', timeout=60).close()
     db = Database(tmp_path / "state.db")  # restore the state right after the request
     db.connection.execute("UPDATE compute_disks SET body = json_set(body, '$.status', 'CREATING')")
     db.connection.execute("UPDATE operations SET ended = NULL, response = NULL")
@@ -163,7 +164,7 @@ def test_the_next_stack_finishes_a_begun_operation(tmp_path: Path) -> None:
     with BackgroundServer(lambda: build(tmp_path, [])) as server:
         options = {"api_endpoint": server.url}
         client = clients().DisksClient(credentials=AnonymousCredentials(), client_options=options)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while client.get(disk="d1", **PLACE).status != "READY":
             assert time.monotonic() < deadline
             time.sleep(0.02)

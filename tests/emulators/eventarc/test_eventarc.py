@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 import pytest
 import requests
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -167,7 +168,7 @@ def function(tmp_path: Path) -> Iterator[Function]:
     eventually(lambda: listens(port))
     yield Function(f"http://127.0.0.1:{port}/", tmp_path / "record")
     process.terminate()
-    process.wait(15)
+    process.wait(60)
 
 
 def listens(port: int) -> bool:
@@ -175,7 +176,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition never became true"
@@ -277,15 +278,15 @@ def test_undelivered_event_survives_a_restart_and_goes_to_the_new_destination(
 def test_ensure_trigger_is_idempotent_and_listed(stack: Stack, endpoint: Endpoint) -> None:
     stack.ensure(endpoint.url)
     url = f"{stack.server.url}/v1/projects/test-project/locations/us-central1/triggers"
-    (first,) = requests.get(url, timeout=5).json()["triggers"]
+    (first,) = requests.get(url, timeout=60).json()["triggers"]
     stack.ensure(endpoint.url)
-    assert requests.get(f"{url}/on-spec", timeout=5).json() == first
+    assert requests.get(f"{url}/on-spec", timeout=60).json() == first
     assert first["eventFilters"] == [
         {"attribute": "type", "value": FINALIZED},
         {"attribute": "bucket", "value": "specs"},
     ]
     assert first["destination"] == {"httpEndpoint": {"uri": endpoint.url}}
-    assert requests.get(f"{url}/none", timeout=5).status_code == 404
+    assert requests.get(f"{url}/none", timeout=60).status_code == 404
     stack.change(change())
     eventually(lambda: endpoint.requests and stack.waiting() == 0)
     assert len(endpoint.requests) == 1

@@ -42,31 +42,31 @@ def url() -> Iterator[str]:
 
 
 def test_handler_gets_names_body_and_parameters(url: str) -> None:
-    answer = requests.post(f"{url}/v1/projects/p/items:search?size=3&all=True", json={"a": 1}, timeout=5)
+    answer = requests.post(f"{url}/v1/projects/p/items:search?size=3&all=True", json={"a": 1}, timeout=60)
     assert answer.json() == {"names": {"parent": "projects/p"}, "body": {"a": 1}, "size": 3, "all": True}
 
 
 def test_two_stars_match_several_segments(url: str) -> None:
-    assert requests.get(f"{url}/v1/projects/p/logs/a/b", timeout=5).json()["names"] == {
+    assert requests.get(f"{url}/v1/projects/p/logs/a/b", timeout=60).json()["names"] == {
         "log__name": "projects/p/logs/a/b"
     }
 
 
 def test_reply_sets_status_and_headers(url: str) -> None:
-    answer = requests.put(f"{url}/v1/items/a%2Fb", timeout=5)
+    answer = requests.put(f"{url}/v1/items/a%2Fb", timeout=60)
     assert (answer.status_code, answer.headers["X-Created"], answer.json()) == (201, "yes", {"created": "a/b"})
 
 
 @pytest.mark.parametrize("path", ["/v1/projects/p/q/items:search", "/v1/projects/p:q/items:search", "/v2/items/a"])
 def test_unknown_path_answers_501(url: str, path: str) -> None:
-    assert requests.post(url + path, json={}, timeout=5).status_code == 501
+    assert requests.post(url + path, json={}, timeout=60).status_code == 501
 
 
 @pytest.mark.parametrize(
     "request_", [{"data": "["}, {"data": "[]"}, {"params": {"size": "x"}}, {"params": {"all": "x"}}]
 )
 def test_malformed_request_is_an_invalid_argument(url: str, request_: dict[str, Any]) -> None:
-    answer = requests.post(f"{url}/v1/projects/p/items:search", timeout=5, **request_)
+    answer = requests.post(f"{url}/v1/projects/p/items:search", timeout=60, **request_)
     assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")
 
 

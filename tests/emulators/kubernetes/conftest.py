@@ -46,14 +46,14 @@ JOB_PY = """
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("ignoring", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: (print("checkpoint", flush=True), sys.exit(int(sys.argv[2]))))
         print("waiting", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "hog":
         data = bytearray(300 * 2**20)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "env":
         print(json.dumps(dict(os.environ)))
         print(json.dumps(sys.argv[2:]))
@@ -61,7 +61,12 @@ JOB_PY = """
         open(sys.argv[2], "w").write(sys.argv[3])
     if mode == "read":
         print(open(sys.argv[2]).read(), flush=True)
+    if mode == "wait-for":
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.02)
     if mode == "count":
+        while len(sys.argv) > 4 and not os.path.exists(sys.argv[4]):
+            time.sleep(0.02)
         for number in range(int(sys.argv[2])):
             print("line", number, flush=True)
             time.sleep(float(sys.argv[3]))
@@ -145,7 +150,7 @@ class Kube:
         headers = {"Content-Type": kind, **({"Authorization": token} if token else {})}
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=20, context=self._tls) as response:
+            with urllib.request.urlopen(request, timeout=60, context=self._tls) as response:
                 text = response.read()
                 is_json = "json" in response.headers["Content-Type"]
                 return response.status, json.loads(text) if is_json else text.decode(), response.headers
@@ -157,11 +162,11 @@ class Kube:
     def faults(self, **switches: Any) -> dict[str, Any]:
         data = json.dumps(switches).encode()
         request = urllib.request.Request(f"{self.admin}/_local/kubernetes/faults", data=data, method="POST")
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             switched: dict[str, Any] = json.loads(response.read())
             return switched
 
-    def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 60) -> Any:
+    def until(self, read: Callable[[], Any], accept: Callable[[Any], Any], seconds: float = 200.0) -> Any:
         deadline = time.monotonic() + seconds
         while not accept(value := read()):
             assert time.monotonic() < deadline, f"not in time: {value}"
@@ -174,7 +179,7 @@ class Kube:
     def create_job(self, name: str, *args: str, **spec: Any) -> Any:
         return self.batch.create_namespaced_job(self.namespace, make_job(name, *args, **spec))
 
-    def wait_job(self, name: str, seconds: float = 60) -> Any:
+    def wait_job(self, name: str, seconds: float = 200.0) -> Any:
         """The job once it has ended."""
         return self.until(lambda: self.job(name), lambda job: ended(job), seconds)
 
@@ -184,7 +189,7 @@ class Kube:
     def pod(self, name: str) -> Any:
         return self.core.read_namespaced_pod(name, self.namespace)
 
-    def wait_pod(self, name: str, phase: str, seconds: float = 60) -> Any:
+    def wait_pod(self, name: str, phase: str, seconds: float = 200.0) -> Any:
         return self.until(lambda: self.pod(name), lambda pod: pod.status.phase == phase, seconds)
 
     def create_pod(self, name: str, *args: str, **spec: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.error
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,13 +31,14 @@ def wait_unscheduled(kube: Kube, name: str, text: str) -> dict[str, str]:
     return dict(kube.events(name))
 
 
-def test_nodes_exist_as_long_as_pods_need_them(kube: Kube) -> None:
+def test_nodes_exist_as_long_as_pods_need_them(kube: Kube, tmp_path: Path) -> None:
     selectors = {"cloud.google.com__gke_spot": "true", "cloud.google.com__gke_gpu_driver_version": "latest"}
-    kube.create_pod("a", "sleep", "0.3", **gpu(2, **selectors))
+    kube.create_pod("a", "wait-for", str(tmp_path / "seen"), **gpu(2, **selectors))
     pod = kube.wait_pod("a", "Running")
     node = kube.core.read_node(pod.spec.node_name)
     assert (node.metadata.labels["cloud.google.com/gke-spot"], node.status.allocatable[GPU]) == ("true", "2")
     assert "TriggeredScaleUp" in dict(kube.events("a"))
+    (tmp_path / "seen").touch()
     kube.wait_pod("a", "Succeeded")
     path = f"/api/v1/nodes/{pod.spec.node_name}"
     kube.until(lambda: kube.call("GET", path)[0], lambda code: code == 404)
@@ -71,7 +73,7 @@ def test_pod_starts_after_a_stock_out(kube: Kube) -> None:
 
 
 def test_capacity_is_shared_and_freed(kube: Kube) -> None:
-    kube.create_pod("a", "sleep", "30", **gpu(4))  # all L4s of the test cluster
+    kube.create_pod("a", "sleep", "600", **gpu(4))  # all L4s of the test cluster
     kube.wait_pod("a", "Running")
     kube.create_pod("b", **gpu(1))
     events = wait_unscheduled(kube, "b", "Insufficient nvidia.com/gpu")
@@ -111,18 +113,20 @@ def test_preempted_pods_get_sigterm_and_fail(kube: Kube) -> None:
     kube.until(lambda: kube.call("GET", f"/api/v1/nodes/{node}")[0], lambda code: code == 404)
 
 
-def test_preemption_does_not_fail_the_job(kube: Kube) -> None:
+def test_preemption_does_not_fail_the_job(kube: Kube, tmp_path: Path) -> None:
     rule = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
-    kube.create_job("a", "sleep", "0.7", podFailurePolicy={"rules": [rule]})
+    kube.create_job("a", "wait-for", str(tmp_path / "preempted"), podFailurePolicy={"rules": [rule]})
     first = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0]
     kube.faults(preempt={"node": first.spec.node_name})
+    kube.until(kube.pods, lambda pods: len(pods) == 2)
+    (tmp_path / "preempted").touch()
     job = kube.wait_job("a")
     assert (ended(job).type, job.status.failed, job.status.succeeded) == ("Complete", None, 1)
     assert len(kube.pods()) == 2
 
 
 def test_evicted_pods_report_the_reason(kube: Kube) -> None:
-    kube.create_pod("a", "sleep", "30")
+    kube.create_pod("a", "sleep", "600")
     node = kube.wait_pod("a", "Running").spec.node_name
     kube.faults(evict={"pod": f"{kube.namespace}/a"})
     pod = kube.wait_pod("a", "Failed")

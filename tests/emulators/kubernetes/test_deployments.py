@@ -45,7 +45,7 @@ def expose(kube: Kube, name: str = "d", **spec: Any) -> str:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return str(response.read().decode())
 
 
@@ -106,7 +106,7 @@ def test_rollouts_leave_no_gap(kube: Kube) -> None:
     rolled_out(kube)
     kube.until(lambda: answers[-1], lambda last: last == "two")
     stop.set()
-    asking.join(10)
+    asking.join(60)
     # Requests in flight at the SIGTERM of their pod may fail, as in Kubernetes without a preStop hook.
     assert len([answer for answer in answers if answer.startswith("error")]) <= 2
     assert sets(kube) == {1: 0, 2: 1}

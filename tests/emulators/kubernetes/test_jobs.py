@@ -126,7 +126,7 @@ def test_finished_jobs_are_deleted_after_their_ttl(kube: Kube) -> None:
 
 
 def test_suspension_deletes_pods_without_counting_them(kube: Kube) -> None:
-    kube.create_job("a", "sleep", "30")
+    kube.create_job("a", "sleep", "600")
     kube.until(lambda: kube.job("a").status.ready, lambda ready: ready == 1)
     kube.batch.patch_namespaced_job("a", kube.namespace, {"spec": {"suspend": True}})
     kube.until(kube.pods, lambda pods: not pods)
@@ -137,7 +137,7 @@ def test_suspension_deletes_pods_without_counting_them(kube: Kube) -> None:
 
 
 def test_jobs_deleted_without_a_policy_orphan_their_pods(kube: Kube) -> None:
-    kube.create_job("a", "sleep", "30")
+    kube.create_job("a", "sleep", "600")
     kube.until(lambda: kube.job("a").status.ready, lambda ready: ready == 1)
     path = f"/apis/batch/v1/namespaces/{kube.namespace}/jobs/a"
     _, _, headers = kube.call("DELETE", path)
@@ -185,7 +185,7 @@ def test_failed_jobs_keep_their_pods(kube: Kube) -> None:
 
 
 def test_pods_deleted_by_hand_are_replaced(kube: Kube) -> None:
-    kube.create_job("a", "sleep", "30", backoffLimit=1)
+    kube.create_job("a", "sleep", "600", backoffLimit=1)
     first = kube.until(kube.pods, lambda pods: pods and pods[0].status.phase == "Running")[0]
     kube.core.delete_namespaced_pod(first.metadata.name, kube.namespace, grace_period_seconds=0)
     second = kube.until(

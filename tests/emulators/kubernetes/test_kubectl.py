@@ -38,7 +38,7 @@ class Kubectl:
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         done = subprocess.run(
-            ["kubectl", *arguments], env=self._environment, capture_output=True, text=True, timeout=60, check=False
+            ["kubectl", *arguments], env=self._environment, capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode == code, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
@@ -54,13 +54,14 @@ def kubectl(kube: Kube, tmp_path: Path) -> Kubectl:
     return Kubectl(kube, tmp_path)
 
 
-def test_a_job_from_apply_to_delete(kubectl: Kubectl) -> None:
-    manifest = kubectl.file(make_job("count", "count", "5", "0.1"))
+def test_a_job_from_apply_to_delete(kubectl: Kubectl, tmp_path: Path) -> None:
+    manifest = kubectl.file(make_job("count", "count", "5", "0.1", str(tmp_path / "seen")))
     assert "job.batch/count created" in kubectl("apply", "-f", manifest)
     assert "job.batch/count unchanged" in kubectl("apply", "-f", manifest)
-    assert "condition met" in kubectl("wait", "--for=condition=Ready", "pod", "-l", "job-name=count", "--timeout=10s")
+    assert "condition met" in kubectl("wait", "--for=condition=Ready", "pod", "-l", "job-name=count", "--timeout=150s")
+    (tmp_path / "seen").touch()  # a pod that has ended is not Ready, so it must not end before kubectl has started
     assert kubectl("logs", "-f", "job/count").splitlines()[-1] == "line 4"
-    assert "condition met" in kubectl("wait", "--for=condition=complete", "job/count", "--timeout=20s")
+    assert "condition met" in kubectl("wait", "--for=condition=complete", "job/count", "--timeout=150s")
     described = kubectl("describe", "job", "count")
     assert "0 Active (0 Ready) / 1 Succeeded / 0 Failed" in described
     assert "SuccessfulCreate" in described
@@ -94,14 +95,14 @@ def test_mistakes_are_refused_with_default_validation(kubectl: Kubectl) -> None:
 
 def test_a_rollout_is_followed_and_undone(kubectl: Kubectl) -> None:
     kubectl("apply", "-f", kubectl.file(make_deployment("d", 2)))
-    assert "successfully rolled out" in kubectl("rollout", "status", "deployment/d", "--timeout=20s")
-    assert "condition met" in kubectl("wait", "--for=condition=Available", "deployment/d", "--timeout=20s")
+    assert "successfully rolled out" in kubectl("rollout", "status", "deployment/d", "--timeout=150s")
+    assert "condition met" in kubectl("wait", "--for=condition=Available", "deployment/d", "--timeout=150s")
     kubectl("set", "env", "deployment/d", "VERSION=two")
-    kubectl("rollout", "status", "deployment/d", "--timeout=20s")
+    kubectl("rollout", "status", "deployment/d", "--timeout=150s")
     assert "rolled back" in kubectl("rollout", "undo", "deployment/d")
-    kubectl("rollout", "status", "deployment/d", "--timeout=20s")
+    kubectl("rollout", "status", "deployment/d", "--timeout=150s")
     kubectl("scale", "deployment/d", "--replicas=1")
-    kubectl("wait", "--for=jsonpath={.status.replicas}=1", "deployment/d", "--timeout=20s")
+    kubectl("wait", "--for=jsonpath={.status.replicas}=1", "deployment/d", "--timeout=150s")
     described = kubectl("describe", "deployment", "d")
     assert "ScalingReplicaSet" in described
     assert "MinimumReplicasAvailable" in described
@@ -139,6 +140,6 @@ def test_hanging_pod_is_deleted_after_its_grace_time(kubectl: Kubectl) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", **{"metadata": {"name": "p"}}}
     pod["spec"] = make_job("x", "stubborn", pod={"terminationGracePeriodSeconds": 1})["spec"]["template"]["spec"]
     kubectl("create", "-f", kubectl.file(pod))
-    kubectl("wait", "--for=jsonpath={.status.phase}=Running", "pod/p", "--timeout=10s")
-    kubectl("delete", "pod", "p", "--wait", "--timeout=20s")
+    kubectl("wait", "--for=jsonpath={.status.phase}=Running", "pod/p", "--timeout=150s")
+    kubectl("delete", "pod", "p", "--wait", "--timeout=150s")
     assert "not found" in kubectl("get", "pod", "p", code=1)

@@ -473,7 +473,7 @@ def test_collections_are_deleted_by_selector(kube: Kube) -> None:
 
 def test_namespaces_take_everything_with_them(running: Running) -> None:
     kube = running.kube()
-    kube.create_job("a", "sleep", "60")
+    kube.create_job("a", "sleep", "600")
     kube.core.create_namespaced_config_map(kube.namespace, config_map("c"))
     kube.until(lambda: kube.pods(), lambda pods: pods and pods[0].status.phase == "Running")
     kube.core.delete_namespace(kube.namespace)
@@ -492,7 +492,7 @@ def test_pods_need_their_service_account(kube: Kube) -> None:
 
 
 def test_pods_are_all_but_immutable(kube: Kube) -> None:
-    kube.core.create_namespaced_pod(kube.namespace, make_pod("a", "sleep", "30"))
+    kube.core.create_namespaced_pod(kube.namespace, make_pod("a", "sleep", "600"))
     with pytest.raises(exceptions.UnprocessableEntityException, match="pod updates may not change fields"):
         kube.core.patch_namespaced_pod("a", kube.namespace, {"spec": {"hostname": "b"}})
     kube.core.patch_namespaced_pod("a", kube.namespace, {"metadata": {"labels": {"l": "1"}}})

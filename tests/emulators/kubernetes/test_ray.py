@@ -33,7 +33,7 @@ ENVIRONMENT = ROOT / "build" / "maxtext"
 RAY = ENVIRONMENT / "bin" / "ray"
 REAL, NOOP, NO_WGET = "train-ray-test", "ray-noop", "ray-without-wget"
 TPU = "google.com/tpu"
-WAIT_SECONDS = 180.0
+WAIT_SECONDS = 600.0
 
 DRIVER = """
     import os, sys, time
@@ -73,7 +73,7 @@ ENTRYPOINT ["python", "driver.py"]
 """
 
 needs_wget = pytest.mark.skipif(shutil.which("wget") is None, reason="this machine has no wget")
-pytestmark = pytest.mark.timeout(600)  # the first may have to make Ray's environment
+pytestmark = pytest.mark.timeout(1800)  # the first may have to make Ray's environment
 
 
 def write_ray_image(repo: Path) -> None:

@@ -14,7 +14,7 @@ from dropforge_local.emulators.kubernetes import KubernetesEmulator
 
 from .conftest import NAME, build_emulator
 
-AT_ONCE_SECONDS = 5.0  # asyncio alone would wait 30 s for a client's goodbye
+AT_ONCE_SECONDS = 20.0  # asyncio alone would wait 30 s for a client's goodbye
 T = TypeVar("T")
 ALIVE = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 

@@ -23,7 +23,7 @@ def events(kube: Kube, **query: str) -> list[dict[str, Any]]:
     text = "&".join(f"{key}={value}" for key, value in {"watch": "1", "timeoutSeconds": "1", **query}.items())
     url = f"{kube.url}/api/v1/namespaces/{kube.namespace}/configmaps?{text}"
     request = urllib.request.Request(url, headers={"Authorization": TOKEN})
-    with urllib.request.urlopen(request, timeout=20, context=kube._tls) as response:
+    with urllib.request.urlopen(request, timeout=60, context=kube._tls) as response:
         return [json.loads(line) for line in response]
 
 
@@ -70,7 +70,7 @@ def test_watches_see_changes_as_they_happen(kube: Kube) -> None:
     watcher, seen = watch.Watch(), []
 
     def follow() -> None:
-        for event in watcher.stream(kube.core.list_namespaced_config_map, kube.namespace, timeout_seconds=20):
+        for event in watcher.stream(kube.core.list_namespaced_config_map, kube.namespace, timeout_seconds=200):
             seen.append((event["type"], event["object"].metadata.name))
             if event["type"] == "DELETED":
                 watcher.stop()
@@ -80,7 +80,7 @@ def test_watches_see_changes_as_they_happen(kube: Kube) -> None:
     put(kube, "a")
     kube.until(lambda: list(seen), bool)
     kube.core.delete_namespaced_config_map("a", kube.namespace)
-    follower.join(10)
+    follower.join(60)
     assert seen == [("ADDED", "a"), ("DELETED", "a")]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from google.api_core.gapic_v1.method import DEFAULT
 from google.cloud import pubsub_v1
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
@@ -69,16 +70,16 @@ class PubSub:
 
     def publish(self, topic: str, *data: bytes, ordering_key: str = "", **attributes: str) -> list[str]:
         return [
-            self.publisher.publish(topic, item, ordering_key, retry=DEFAULT, **attributes).result(10) for item in data
+            self.publisher.publish(topic, item, ordering_key, retry=DEFAULT, **attributes).result(60) for item in data
         ]
 
     def pull(self, subscription: str, count: int = 100, wait: bool = False) -> list[Any]:
         request = {"subscription": subscription, "max_messages": count, "return_immediately": not wait}
         with warnings.catch_warnings():  # return_immediately is deprecated, but tests need it
             warnings.simplefilter("ignore", DeprecationWarning)
-            return list(self.subscriber.pull(request=request, retry=None, timeout=20).received_messages)
+            return list(self.subscriber.pull(request=request, retry=None, timeout=60).received_messages)
 
-    def pull_until(self, subscription: str, count: int, seconds: float = 60) -> list[Any]:
+    def pull_until(self, subscription: str, count: int, seconds: float = PATIENCE_SECONDS) -> list[Any]:
         """Pull until `count` messages have arrived, in any number of answers."""
         received: list[Any] = []
         deadline = time.monotonic() + seconds
@@ -145,7 +146,7 @@ def timeless(tmp_path: Path) -> Iterator[PubSub]:
     yield from serve(VirtualClock(), tmp_path / "state.db")
 
 
-def eventually(condition: Callable[..., Any], *arguments: Any, seconds: float = 60) -> Any:
+def eventually(condition: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE_SECONDS) -> Any:
     """Poll until `condition(*arguments)` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition(*arguments)):

@@ -17,6 +17,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import pubsub_v1
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import SystemClock
 
@@ -53,7 +54,7 @@ def official_address() -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not listens(port):
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -106,12 +107,13 @@ def test_missing_resources_are_not_found(either: PubSub) -> None:
 def test_message_arrives_with_all_its_fields(either: PubSub) -> None:
     topic = either.topic()
     subscription = either.subscription(topic)
+    before = time.time()
     (sent,) = either.publish(topic, b"\x00data\xff", kind="test", text="日本")
     (received,) = either.pull_until(subscription, 1)
     message = received.message
     assert (message.data, dict(message.attributes)) == (b"\x00data\xff", {"kind": "test", "text": "日本"})
     assert message.message_id == sent
-    assert abs(message.publish_time.timestamp() - time.time()) < 5
+    assert before - 5 < message.publish_time.timestamp() < time.time() + 5  # Pub/Sub's clock may differ
     assert received.delivery_attempt == 0
 
 
@@ -206,7 +208,7 @@ def test_seek_to_now_purges(either: PubSub) -> None:
     topic = either.topic()
     subscription = either.subscription(topic)
     either.publish(topic, b"old")
-    future = Timestamp(seconds=int(time.time()) + 5)
+    future = Timestamp(seconds=int(time.time()) + 60)
     either.subscriber.seek(request={"subscription": subscription, "time": future}, retry=None)
     assert either.pull(subscription) == []
 
@@ -265,7 +267,7 @@ def test_streaming_pull_delivers_everything_under_load(either: PubSub) -> None:
     with ThreadPoolExecutor(4) as pool:
         stream = either.subscriber.subscribe(subscription, receive)
         list(pool.map(lambda part: either.publish(topic, *(b"%d" % n for n in range(part, part + 125))), range(4)))
-    assert complete.wait(20), len(set(received))
+    assert complete.wait(60), len(set(received))
     stream.cancel()
     stream.result(10)
     assert len(received) == 500

@@ -26,7 +26,7 @@ from .conftest import PROJECT, PubSub
 def call(pubsub: PubSub) -> Callable[..., requests.Response]:
     def send(verb: str, path: str, body: Any = None, **kwargs: Any) -> requests.Response:
         assert pubsub.server is not None
-        return requests.request(verb, f"{pubsub.server.url}/v1/{path}", json=body, timeout=10, **kwargs)
+        return requests.request(verb, f"{pubsub.server.url}/v1/{path}", json=body, timeout=60, **kwargs)
 
     return send
 

@@ -210,7 +210,7 @@ def test_secrets_survive_a_restart(tmp_path: Path) -> None:
     second = Stack(tmp_path / "state.db")
     with second.background as server:
         url = f"{server.url}/v1/{PARENT}/secrets/token/versions/latest:access"
-        assert base64.b64decode(requests.get(url, timeout=5).json()["payload"]["data"]) == b"kept"
+        assert base64.b64decode(requests.get(url, timeout=60).json()["payload"]["data"]) == b"kept"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_secrets_survive_a_restart(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(server: Server, verb: str, path: str, body: Any, status: int) -> None:
-    answer = requests.request(verb, f"{server.url}/v1/{PARENT}/{path}", json=body, timeout=5)
+    answer = requests.request(verb, f"{server.url}/v1/{PARENT}/{path}", json=body, timeout=60)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -264,7 +264,7 @@ CALLS = st.sampled_from(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CALLS, st.dictionaries(FIELDS, JSON, max_size=4).map(json.dumps) | st.binary(max_size=30))
 def test_malformed_requests_are_refused_not_failed(server: Server, call: tuple[str, str], body: str | bytes) -> None:
-    answer = requests.request(call[0], f"{server.url}/v1/{PARENT}/{call[1]}", data=body, timeout=5)
+    answer = requests.request(call[0], f"{server.url}/v1/{PARENT}/{call[1]}", data=body, timeout=60)
     assert answer.status_code < 500, answer.text
 
 

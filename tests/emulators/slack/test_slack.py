@@ -34,7 +34,7 @@ def webhook(server: Server) -> WebhookClient:
 
 
 def posted(server: Server) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = requests.get(f"{server.url}/slack/messages", timeout=5).json()["messages"]
+    messages: list[dict[str, Any]] = requests.get(f"{server.url}/slack/messages", timeout=60).json()["messages"]
     return messages
 
 
@@ -108,7 +108,7 @@ def test_payload_at_the_limits_is_accepted(webhook: WebhookClient) -> None:
 
 
 def test_outage_lasts_for_the_requested_number_of_posts(server: Server, webhook: WebhookClient) -> None:
-    assert requests.post(f"{server.url}/slack/_fail", json={"count": 2, "status": 429}, timeout=5).ok
+    assert requests.post(f"{server.url}/slack/_fail", json={"count": 2, "status": 429}, timeout=60).ok
     answers = [webhook.send(text=str(number)) for number in range(3)]
     assert [answer.status_code for answer in answers] == [429, 429, 200]
     assert answers[0].headers["Retry-After"] == "1"
@@ -117,17 +117,17 @@ def test_outage_lasts_for_the_requested_number_of_posts(server: Server, webhook:
 
 @pytest.mark.parametrize("body", ["", "[]", "{}", '{"count": -1}', '{"count": true}', '{"count": 1, "status": 200}'])
 def test_malformed_switch_is_refused(server: Server, body: str) -> None:
-    assert requests.post(f"{server.url}/slack/_fail", data=body, timeout=5).status_code == 400
+    assert requests.post(f"{server.url}/slack/_fail", data=body, timeout=60).status_code == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"\xff\xfe", b"[" * 100_000, b"payload=nope"])
 def test_body_without_a_json_object_is_invalid_payload(server: Server, body: bytes) -> None:
-    answer = requests.post(f"{server.url}/slack/services/T/B/X", data=body, timeout=5)
+    answer = requests.post(f"{server.url}/slack/services/T/B/X", data=body, timeout=60)
     assert (answer.status_code, answer.text) == (400, "invalid_payload")
 
 
 def test_form_encoded_payload(server: Server) -> None:
-    requests.post(f"{server.url}/slack/services/T/B/X", data={"payload": '{"text": "old form"}'}, timeout=5)
+    requests.post(f"{server.url}/slack/services/T/B/X", data={"payload": '{"text": "old form"}'}, timeout=60)
     assert posted(server)[0]["payload"] == {"text": "old form"}
 
 
@@ -150,5 +150,5 @@ TYPES = st.sampled_from(["section", "header", "context", "actions", "image", "ma
 def test_no_payload_is_a_server_error(server: Server, blocks: Any, kind: str, rest: Any) -> None:
     block = {**rest, "type": kind} if isinstance(rest, dict) else {"type": kind, "elements": rest, "text": rest}
     for payload in ({"blocks": blocks}, {"blocks": [block]}, {"attachments": blocks}, blocks):
-        answer = requests.post(f"{server.url}/slack/services/T/B/X", json=payload, timeout=5)
+        answer = requests.post(f"{server.url}/slack/services/T/B/X", json=payload, timeout=60)
         assert answer.status_code in (200, 400), answer.text

@@ -37,7 +37,7 @@ class Api:
         return name
 
     def call(self, method: str, path: str, **options: Any) -> requests.Response:
-        return self.session.request(method, f"{self.url}/storage/v1/{path}", timeout=30, **options)
+        return self.session.request(method, f"{self.url}/storage/v1/{path}", timeout=60, **options)
 
     def object(self, method: str, bucket: str, name: str, **options: Any) -> requests.Response:
         return self.call(method, f"b/{bucket}/o/{quote(name, safe='')}", **options)
@@ -49,7 +49,7 @@ class Api:
 
     def upload(self, method: str, bucket: str, params: dict[str, Any], **options: Any) -> requests.Response:
         url = f"{self.url}/upload/storage/v1/b/{bucket}/o"
-        return self.session.request(method, url, params=params, timeout=30, **options)
+        return self.session.request(method, url, params=params, timeout=60, **options)
 
     def start_upload(self, bucket: str, name: str, **params: Any) -> str:
         """Open a resumable session; return its URL."""
@@ -60,7 +60,7 @@ class Api:
     def send(self, session_url: str, data: bytes, content_range: str, **headers: str) -> requests.Response:
         """One PUT of a resumable session."""
         headers["Content-Range"] = content_range
-        return self.session.put(session_url, data=data, headers=headers, timeout=30)
+        return self.session.put(session_url, data=data, headers=headers, timeout=60)
 
 
 @dataclass

@@ -41,7 +41,7 @@ def gcloud(running: Running, tmp_path: Path) -> Gcloud:
     return Gcloud(running.api.url, tmp_path / "gcloud")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_copy_list_read_remove(running: Running, gcloud: Gcloud, tmp_path: Path) -> None:
     bucket = running.api.bucket()
     spec = tmp_path / "job.json"
@@ -57,7 +57,7 @@ def test_copy_list_read_remove(running: Running, gcloud: Gcloud, tmp_path: Path)
     assert running.api.object("GET", bucket, "specs/job.json").status_code == 404
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_resumable_copy_up_and_down(running: Running, gcloud: Gcloud, tmp_path: Path) -> None:
     bucket, data = running.api.bucket(), os.urandom(20 * 2**20 + 3)
     (tmp_path / "big").write_bytes(data)
@@ -67,7 +67,7 @@ def test_resumable_copy_up_and_down(running: Running, gcloud: Gcloud, tmp_path: 
     assert (tmp_path / "down").read_bytes() == data
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_buckets_and_trees(running: Running, gcloud: Gcloud, tmp_path: Path) -> None:
     gcloud("buckets", "create", "gs://made-by-gcloud", "--location=europe-west4")
     described = json.loads(gcloud("buckets", "describe", "gs://made-by-gcloud", "--format=json"))

@@ -182,7 +182,7 @@ def test_broken_chunked_body(api: Api, raw: bytes) -> None:
     parts = urlsplit(api.url)
     path = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name=x"
     head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as connection:
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60) as connection:
         connection.sendall(head + raw)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(1000)
@@ -203,7 +203,7 @@ def test_path_without_a_valid_name_is_refused(api: Api, path: str) -> None:
 
 def send(api: Api, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
     """Send a request literally; the requests library would normalize it."""
-    connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=60)
     try:
         connection.request(method, target, body=body, headers=headers)
         response = connection.getresponse()

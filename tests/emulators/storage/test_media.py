@@ -75,10 +75,10 @@ def test_headers(api: Api) -> None:
 def test_both_roots_serve_media(api: Api, root: str) -> None:
     bucket = api.bucket()
     stored = api.put(bucket, "a/b", DATA).json()
-    reply = api.session.get(f"{api.url}/{root}/v1/b/{bucket}/o/a%2Fb?alt=media", timeout=10)
+    reply = api.session.get(f"{api.url}/{root}/v1/b/{bucket}/o/a%2Fb?alt=media", timeout=60)
     assert reply.content == DATA
-    assert api.session.get(stored["mediaLink"], timeout=10).content == DATA
-    assert api.session.get(stored["selfLink"], timeout=10).json() == stored
+    assert api.session.get(stored["mediaLink"], timeout=60).content == DATA
+    assert api.session.get(stored["selfLink"], timeout=60).json() == stored
 
 
 @pytest.mark.parametrize("content", [b"", b"text " * 100, os.urandom(4_000_000), bytes(50_000_000)], ids=range(4))

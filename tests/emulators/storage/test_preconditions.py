@@ -180,14 +180,14 @@ def test_one_of_twenty_racing_creators_wins(running: Running, kind: str, round_n
     def create() -> None:
         with requests.Session() as session:
             racer = Api(running.api.url, session)
-            barrier.wait(20)
+            barrier.wait(60)
             statuses.append(WRITES[kind](racer, bucket, {"ifGenerationMatch": 0}).status_code)
 
     threads = [threading.Thread(target=create) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sorted(statuses) == [200] + [412] * 19
     assert [change.event for change in running.changes] == ["finalized"]
     assert len(running.blobs()) == 1
@@ -201,7 +201,7 @@ def test_racing_read_modify_writes_lose_nothing(running: Running) -> None:
     def increment() -> None:
         with requests.Session() as session:
             api = Api(running.api.url, session)
-            barrier.wait(20)
+            barrier.wait(60)
             for _ in range(10):
                 while True:
                     now = api.object("GET", bucket, "counter", params={"alt": "media"})

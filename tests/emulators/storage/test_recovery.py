@@ -210,10 +210,12 @@ def test_killed_in_the_middle_of_uploads(tmp_path: Path) -> None:
             uploaders = [Uploader(api.url, round_number * 10 + number) for number in range(4)]
             for uploader in uploaders:
                 uploader.start()
-            time.sleep(random.uniform(0.2, 0.9))  # a random moment for the kill
+            while sum(len(uploader.acknowledged) for uploader in uploaders) < 15:
+                time.sleep(0.01)
+            time.sleep(random.uniform(0, 0.7))  # a random moment for the kill
             process.kill()
             for uploader in uploaders:
-                uploader.join(30)
+                uploader.join(60)
                 acknowledged |= uploader.acknowledged
         with server_process(tmp_path) as (_, api):
             check_after_kill(tmp_path, api, acknowledged)

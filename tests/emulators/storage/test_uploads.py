@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import google_crc32c
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from .conftest import Api, Running
 
@@ -60,7 +61,7 @@ class TestResumable:
     def test_whole_upload_without_a_range(self, api: Api, data: bytes) -> None:
         bucket = api.bucket()
         url = api.start_upload(bucket, "x")
-        assert api.session.put(url, data=data, timeout=30).status_code == 200
+        assert api.session.put(url, data=data, timeout=60).status_code == 200
         assert read(api, bucket, "x") == data
 
     def test_session_state_is_reported(self, api: Api) -> None:
@@ -102,7 +103,7 @@ class TestResumable:
         api, bucket = running.api, running.api.bucket()
         url = api.start_upload(bucket, "x")
         api.send(url, b"a" * KIB256, f"bytes 0-{KIB256 - 1}/*")
-        assert api.session.delete(url, timeout=30).status_code == 499
+        assert api.session.delete(url, timeout=60).status_code == 499
         assert api.send(url, b"", "bytes */*").status_code == 404
         assert running.blobs() == []
 
@@ -160,7 +161,7 @@ class TestResumable:
         bucket, data = api.bucket(), os.urandom(10 * KIB256)
         url = api.start_upload(bucket, "x")
         hang_up_after(url, data[: 6 * KIB256 + 100], f"bytes 0-{len(data) - 1}/{len(data)}", len(data))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while "Range" not in (state := api.send(url, b"", "bytes */*")).headers:
             assert time.monotonic() < deadline, "the emulator never noticed"
         received = int(state.headers["Range"].split("-")[1]) + 1
@@ -181,7 +182,7 @@ def hang_up_after(url: str, data: bytes, content_range: str, length: int) -> Non
     """Announce `length` bytes, send fewer, and drop the connection."""
     parts = urlsplit(url)
     head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: {length}\r\n"
-    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as connection:
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60) as connection:
         connection.sendall(f"{head}Content-Range: {content_range}\r\n\r\n".encode() + data)
 
 
@@ -213,9 +214,9 @@ class TestMedia:
         head = (
             f"POST {url.path}?uploadType=media&name=x HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: 9999999\r\n\r\n"
         )
-        with socket.create_connection((url.hostname or "", url.port or 0), timeout=10) as connection:
+        with socket.create_connection((url.hostname or "", url.port or 0), timeout=60) as connection:
             connection.sendall(head.encode() + b"a" * 3_000_000)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while running.blobs():
             assert time.monotonic() < deadline, running.blobs()
         assert api.object("GET", bucket, "x").status_code == 404

@@ -17,6 +17,7 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.base.clock import Clock, SystemClock
 from dropforge_local.base.db import Database
@@ -36,7 +37,7 @@ CONFIG = TpuConfig(
     create_seconds=0.1,
     delete_seconds=0.05,
     queue_seconds=0.05,
-    grace_seconds=5.0,
+    grace_seconds=60.0,
     reboot_seconds=0.1,
     maintenance_seconds=0.1,
     minute_seconds=5.0,
@@ -143,11 +144,11 @@ class Cloud:
         place = "projects/p1/zones/us-west1-c"
         self._post(f"/compute/v1/{place}/disks", {"name": name, "sizeGb": "10"})
         url = f"{self.url}/compute/v1/{place}/disks/{name}"
-        wait_for(lambda: json.load(urllib.request.urlopen(url, timeout=10))["status"] == "READY")
+        wait_for(lambda: json.load(urllib.request.urlopen(url, timeout=60))["status"] == "READY")
         return f"{place}/disks/{name}"
 
     def serial(self, node_id: str = "n1") -> str:
-        with urllib.request.urlopen(f"{self.url}/_local/logs/{PARENT}/nodes/{node_id}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/_local/logs/{PARENT}/nodes/{node_id}", timeout=60) as answer:
             return str(answer.read().decode())
 
     def wait_for_line(self, text: str, node_id: str = "n1", count: int = 1) -> str:
@@ -162,11 +163,13 @@ class Cloud:
 
     def _post(self, path: str, body: Any) -> Any:
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
 
-def wait_for(condition: Callable[[], bool], explain: Callable[[], object] = lambda: "", seconds: float = 60) -> None:
+def wait_for(
+    condition: Callable[[], bool], explain: Callable[[], object] = lambda: "", seconds: float = PATIENCE_SECONDS
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()

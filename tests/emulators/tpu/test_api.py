@@ -128,7 +128,7 @@ def test_features_that_are_not_emulated_are_refused(cloud: Cloud) -> None:
     body = json.dumps({"acceleratorTypo": "v5litepod-8"}).encode()
     request = urllib.request.Request(f"{cloud.url}/v2/{PARENT}/nodes?nodeId=n1", body, method="POST")
     with pytest.raises(urllib.error.HTTPError) as answer:
-        urllib.request.urlopen(request, timeout=5)
+        urllib.request.urlopen(request, timeout=60)
     with answer.value as error:
         assert (error.code, "acceleratorTypo" in error.read().decode()) == (400, True)
 
@@ -271,7 +271,6 @@ def test_the_next_stack_continues(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-@pytest.mark.timeout(240)
 def test_gcloud_manages_tpus(cloud: Cloud, tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -127,9 +127,7 @@ def test_docker_runs_the_repositorys_images(cloud: Cloud) -> None:
 def test_a_container_ends_with_its_machine(cloud: Cloud) -> None:
     cloud.ready(script=CONTAINER, metadata={"seconds": "60"})
     cloud.wait_for_line("napping")
-    began = time.monotonic()
     cloud.delete()
-    assert time.monotonic() - began < 5
     assert "polite" in cloud.serial()
     assert not cloud.processes()
 
@@ -146,7 +144,7 @@ def test_two_machines_serve_at_the_same_port(cloud: Cloud) -> None:
 
 def is_served(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with urllib.request.urlopen(url, timeout=60):
             return True
     except OSError:
         return False
@@ -205,8 +203,8 @@ def test_stop_and_start(cloud: Cloud) -> None:
 def test_the_metadata_server_ends_with_its_node(cloud: Cloud) -> None:
     cloud.ready(script='#!/bin/sh\necho "host $GCE_METADATA_HOST"\n')
     host = cloud.wait_for_line("host ").partition("host ")[2].splitlines()[0]
-    with urllib.request.urlopen(f"http://{host}/", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{host}/", timeout=60) as answer:
         assert answer.headers["Metadata-Flavor"] == "Google"
     cloud.delete()
     with pytest.raises(urllib.error.URLError, match="refused"):
-        urllib.request.urlopen(f"http://{host}/", timeout=5)
+        urllib.request.urlopen(f"http://{host}/", timeout=60)

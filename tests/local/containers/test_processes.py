@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.patience import PATIENCE_SECONDS
 
 from dropforge_local.containers import shim
 from dropforge_local.containers.processes import (
@@ -39,14 +40,14 @@ def run(directory: Path, work: Callable[[Runtime], Awaitable[Exit]]) -> Exit:
         runtime = Runtime(directory)
         await runtime.start()
         try:
-            return await asyncio.wait_for(work(runtime), 30)
+            return await asyncio.wait_for(work(runtime), PATIENCE_SECONDS)
         finally:
             await runtime.stop()
 
     return asyncio.run(start_and_work())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
@@ -67,9 +68,10 @@ async def ready(runtime: Runtime, container: Container) -> None:
     ],
 )
 def test_exit_code_is_reported(tmp_path: Path, code: str, expected: int) -> None:
+    before = time.time()
     ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code)).wait())
     assert (ended.code, ended.reason) == (expected, "")
-    assert abs(ended.at - time.time()) < 10
+    assert before <= ended.at <= time.time()
 
 
 def test_unknown_command_exits_with_127_and_an_explanation(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
 
     async def work(runtime: Runtime) -> Exit:
@@ -115,10 +117,10 @@ def test_terminate_sends_sigterm_first(tmp_path: Path) -> None:
 STUBBORN = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(60)"
+    child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child], start_new_session=True, env={})
     subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -165,7 +167,7 @@ def test_children_end_with_the_first_process(tmp_path: Path) -> None:
 
 def test_killed_shim_counts_as_lost_and_ends_the_container(tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> Exit:
-        container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+        container = runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(600)"))
         await ready(runtime, container)
         os.kill(container.pid, signal.SIGKILL)
         return await container.wait()
@@ -176,7 +178,7 @@ def test_killed_shim_counts_as_lost_and_ends_the_container(tmp_path: Path) -> No
 
 
 def test_memory_limit_kills_with_a_reason(tmp_path: Path) -> None:
-    code = "import time; hog = bytearray(120 * 2**20); time.sleep(60)"
+    code = "import time; hog = bytearray(120 * 2**20); time.sleep(600)"
     ended = run(tmp_path, lambda runtime: runtime.launch("c", lambda _: spec(code, memory_bytes=64 * 2**20)).wait())
     assert (ended.code, ended.reason) == (137, "OOM")
     assert "Memory limit of 64 MiB exceeded" in (tmp_path / "c/output.log").read_text()
@@ -210,7 +212,7 @@ def test_a_container_without_a_record_is_adopted_by_its_mark(tmp_path: Path) -> 
 
     async def work(runtime: Runtime) -> Exit:
         await ready(
-            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(60)"))
+            runtime, runtime.launch("c", lambda _: spec("import time; print('ready', flush=True); time.sleep(600)"))
         )
         (tmp_path / "c/process.json").unlink()
         return Exit(0, 0)
@@ -248,7 +250,7 @@ asyncio.run(main())
         assert stack.stdout is not None
         assert stack.stdout.readline() == "started\n"
         stack.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not all((tmp_path / name / "claim").exists() for name in "ab"):
         assert time.monotonic() < deadline
         time.sleep(0.02)

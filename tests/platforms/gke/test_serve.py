@@ -234,7 +234,7 @@ def test_a_project_without_gke_is_swept(
         ("serve-crash", {}, {}, "code", "exit code 70 (Error): the weights do not fit"),
         ("serve-noop", {**SOON, "accelerator": T4}, {"stockout": [T4]}, "stockout", "GCE out of resources"),
         ("serve-noop", {**SOON, "accelerator": A100}, {"quota": {A100: 0}}, "quota", "GCE quota exceeded"),
-        ("serve-deaf", {"startup_timeout": "3s"}, {}, "code", "container server is not ready: Startup probe failed"),
+        ("serve-deaf", {"startup_timeout": "8s"}, {}, "code", "container server is not ready: Startup probe failed"),
         ("serve-noop", {"cluster": "none"}, {}, "config", "clusters/none does not exist"),
     ],
     ids=["no-image", "crash", "stockout", "quota", "deaf", "no-cluster"],

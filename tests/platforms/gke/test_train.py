@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ MAIN_PY = """
     if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour != "succeed":
-        time.sleep(60)
+        time.sleep(600)
 """
 IMAGE = "us-central1-docker.pkg.dev/p1/dropforge/train-x:v1"
 SETTINGS = replace(
@@ -188,12 +187,12 @@ def test_an_attempt_from_its_request_to_the_deletion_of_its_resources(cloud: Clo
 def test_the_exit_code_gives_the_phase_and_the_error_class(
     cloud: Cloud, behave: str, expected: ErrorClass, code: int
 ) -> None:
-    attempt = launch(behave)
+    attempt, before = launch(behave), datetime.now(UTC).replace(microsecond=0)  # Kubernetes notes full seconds
     STAGES.provision(attempt)
     status = STAGES.ended(attempt)
     assert (status.phase, status.error_class, status.exit_code) == (Phase.FAILED, expected, code)
     assert status.ended is not None
-    assert abs((datetime.now(UTC) - status.ended).total_seconds()) < 10
+    assert before <= status.ended <= datetime.now(UTC)
     STAGES.tear_down(TARGET.resources(attempt))
 
 
@@ -354,11 +353,9 @@ def test_a_slow_api_is_a_transient_error_after_the_timeout(cloud: Cloud, monkeyp
     monkeypatch.setattr(kubernetes, "TIMEOUT_SECONDS", 0.2)
     cloud.faults("kubernetes", fail_next={"verb": "get", "resource": "jobs", "count": 2, "delay_seconds": 1})
     attempt = launch("sleep")
-    began = time.monotonic()
-    with pytest.raises(CloudError) as failure:
+    with pytest.raises(CloudError) as failure:  # without the timeout, the answer would come
         TARGET.inspect(attempt)
     assert failure.value.error_class is ErrorClass.TRANSIENT
-    assert time.monotonic() - began < 0.9
 
 
 class Credentials:

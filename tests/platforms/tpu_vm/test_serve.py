@@ -192,7 +192,7 @@ def test_endpoints_answer_side_by_side_outlive_their_runs_and_are_swept(
         ("serve-missing", {}, {}, "config", "serve-missing:test does not exist"),
         pytest.param(*("serve-crash", {}, {}, "code", "\nthe weights do not fit"), marks=pytest.mark.slow),
         pytest.param(
-            *("serve-deaf", {"startup_timeout": "4s"}, {}, "code", "runs, but nothing answers at http://"),
+            *("serve-deaf", {"startup_timeout": "9s"}, {}, "code", "runs, but nothing answers at http://"),
             marks=pytest.mark.slow,
         ),
         # The queue time and the start timeout end at the same moment: whichever check runs first reports it.

@@ -50,7 +50,7 @@ MAIN_PY = """
     if behaviour.startswith("exit"):
         sys.exit(int(behaviour.removeprefix("exit")))
     if behaviour not in ("succeed", "token"):
-        time.sleep(60)
+        time.sleep(600)
 """
 SETTINGS = replace(
     settings_with(),
@@ -94,7 +94,7 @@ class Cloud:
         switch_faults(self.url, emulator, **switches)
 
     def serial(self, attempt: Launch) -> str:
-        with urllib.request.urlopen(f"{self.url}/_local/logs/{node_name(attempt)}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/_local/logs/{node_name(attempt)}", timeout=60) as answer:
             return str(answer.read().decode())
 
 

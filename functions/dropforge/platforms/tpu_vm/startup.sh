@@ -82,6 +82,7 @@ serve() {
     local ends
     start_container
     for ((ends = 1; ; ends++)); do
+        if [ -n "$terminated" ]; then exit 1; fi # the machine ends: its server has not failed, and does not start again
         if [ "$ends" = "$TOLD_ENDS" ]; then report_ends; fi
         sleep "$((ends < TOLD_ENDS ? ends : 10))"
         run_container

@@ -40,6 +40,7 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     if record.cancel_requested:
         _note_waiting(context, record, _status(context, record, spec), started=False)
         return failed(ErrorClass.CANCELLED, "cancelled while training")
+    asked = context.now()
     try:
         manifest, status, heard, verdict = _look(context, record, spec)
     except DropforgeError as error:
@@ -49,6 +50,7 @@ def inspect(context: Context, run: str, execution: str, attempt: int, callback_u
     if verdict.error is not None:
         record = _note_waiting(context, record, status, started=verdict.started)
         return _failed(context, record, spec, verdict.error, verdict.started)
+    record = _note_running(context, record, status, verdict, asked)
     return _continue(context, record, spec, status, heard, verdict)
 
 
@@ -69,7 +71,6 @@ def _continue(
     context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard, verdict: Verdict
 ) -> Waiting | Failed:
     """The answer for an attempt that has not ended: warn people, and end the attempt if it is stuck."""
-    record = _note_running(context, record, status, verdict)
     for notice in due(record, spec, context.now()):
         record = warn(context, record, spec, notice)
     if stuck := _stuck(context, record, spec, status, heard):
@@ -121,15 +122,24 @@ def _failed(context: Context, record: Record, spec: JobSpec, error: RunError, st
     return retry_or_fail(record, spec, error, context.now()).model_copy(update={"started": started})
 
 
-def _note_running(context: Context, record: Record, status: Status | None, verdict: Verdict) -> Record:
-    """Note the earliest start of a machine that runs. Once the container reports its start, stage notify does this."""
+def _note_running(context: Context, record: Record, status: Status | None, verdict: Verdict, asked: datetime) -> Record:
+    """Note the earliest start of a machine that runs, or that none ran when the function asked the cloud.
+
+    Once the container reports its start, stage notify notes the machine's start.
+    """
     attempt, now = record.attempts[-1], context.now()
-    runs, is_paid = status is not None and status.phase is Phase.RUNNING, status is not None and status.is_paid
-    if verdict.started or not ((runs and not attempt.seen) or (is_paid and not attempt.running)):
+    if status is None or verdict.started:
+        return record
+    if status.phase is Phase.PENDING and not status.is_paid:
+        if attempt.is_noted_waiting(asked):
+            return record
+        return context.store.update(record.run, lambda latest: latest.with_waiting(attempt.number, asked))
+    runs = status.phase is Phase.RUNNING
+    if not ((runs and not attempt.seen) or (status.is_paid and not attempt.running)):
         return record
 
     def change(latest: Record) -> Record:
-        noted = latest.with_running(attempt.number, running_since(attempt, now, context.settings))
+        noted = latest.with_running(attempt.number, running_since(attempt))
         return noted.with_seen(attempt.number, now) if runs else noted
 
     return context.store.update(record.run, change)
@@ -143,7 +153,7 @@ def _note_waiting(context: Context, record: Record, status: Status | None, *, st
     attempt, now = record.attempts[-1], context.now()
     if started or attempt.running or status is None or not (status.phase is Phase.PENDING or status.is_paid):
         return record
-    since = running_since(attempt, now, context.settings) if status.is_paid else now
+    since = running_since(attempt) if status.is_paid else now
     return context.store.update(record.run, lambda latest: latest.with_running(attempt.number, since))
 
 

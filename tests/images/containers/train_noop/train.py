@@ -22,7 +22,7 @@ sequence = 0
 
 def request(method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """One call, again and again for a minute when the cloud cannot be reached, as Google's clients do."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200.0
     while True:
         try:
             return exchange(method, path, body)
