@@ -215,6 +215,7 @@ def ray(image: str, kuberay: str, stack: Stack, request: pytest.FixtureRequest) 
     write_ray_image(stack.home / "repo")
     stack.kuberay = kuberay
     yield Ray(stack.start(), image)
+    stack.kill()  # else it starts ended containers again
     # Whatever the test has left: no process of a Ray cluster outlives its containers.
     end_all(stack.home / "containers", grace_seconds=0)
     assert not find_members(stack.home / "containers")
