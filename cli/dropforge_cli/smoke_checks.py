@@ -63,14 +63,15 @@ PROMISES = {
 }
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
-    "callback-again", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate", "image-installs",
-    "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account", "dns-endpoint",
-    "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
-    "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
-    "dead-letter-topic", "internal-workflows", "alert-labels", "workflows-agent", "data-buckets-elsewhere",
-    "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",
-    "tpu-boot-disk", "tpu-power-off", "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start",
-    "quota-in-use", "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
+    "callback-again", "quota-refusal", "preview-stages", "ephemeral-disk", "base-images", "vllm-image",
+    "build-results", "memory-estimate", "image-installs", "unknown-reservation", "flex-and-reservations",
+    "new-cluster-rights", "node-account", "dns-endpoint", "nccl-transport", "spot-end", "internal-address",
+    "no-machines", "pod-security", "queue-metric", "distributed-loading", "missing-object", "refused-insert",
+    "job-rights", "execution-list-rights", "custom-roles", "data-bucket-elsewhere", "workflows-agent", "ray-operator",
+    "ray-token", "ray-worker-size", "ray-head-disk", "dead-letter-topic", "internal-workflows", "alert-labels",
+    "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed", "tpu-boot-disk",
+    "tpu-power-off", "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start", "quota-in-use",
+    "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 
