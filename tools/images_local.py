@@ -52,7 +52,7 @@ RUN printf '#!/usr/local/bin/python3\\nimport sys\\nprint("vllm of", sys.prefix,
         mkdir "$site/$name-0.0.dist-info" \\
         && printf 'Metadata-Version: 2.1\\nName: %s\\nVersion: 0.0\\n' $name >"$site/$name-0.0.dist-info/METADATA"; done
 """
-LOCAL_TORCH = {"TORCH_INDEX": "file:///torch", "UV_NO_CACHE": "0", "UV_COMPILE_BYTECODE": "0"}
+LOCAL_TORCH = {"TORCH_INDEX": "file:///torch", "UV_NO_CACHE": "0"}
 
 
 @cache
@@ -352,15 +352,18 @@ def start_train_ray(started: Container) -> str:
 # The probes: KubeRay 1.5.1, ray-operator/controllers/ray/utils/constant.go. Free ports, because other heads may run on
 # this machine. No `ray stop`: it would look for Ray's processes of other containers too.
 RAY_HEAD = """
-ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 --port $1 \\
-    --dashboard-port $2 --dashboard-agent-listen-port $3 --dashboard-agent-grpc-port $4 --ray-client-server-port $5 &
-head=$!
 trap 'kill $head; wait $head' EXIT
 for try in $(seq 300); do
+    if ! kill -0 $head; then  # Ray waits 30 s for its own processes: on a busy machine a head may need several tries
+        ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 --port $1 \\
+            --dashboard-port $2 --dashboard-agent-listen-port $3 --dashboard-agent-grpc-port $4 \\
+            --ray-client-server-port $5 &
+        head=$!
+    fi
     wget --tries 1 -T 2 -q -O- http://localhost:$3/api/local_raylet_healthz | grep success \\
         && wget --tries 1 -T 10 -q -O- http://localhost:$2/api/gcs_healthz | grep success \\
         && echo "a Ray head, and wget's probes succeed" && exit 0
-    kill -0 $head && sleep 1 || exit 1
+    sleep 1
 done
 exit 1
 """
