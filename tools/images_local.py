@@ -198,10 +198,11 @@ def build_and_start(role: str, torch: Mapping[str, str], *, keep: bool) -> Row:
     began, row = time.monotonic(), Row(role)
     try:
         say(f"building {role}")
+        context = context_digest()
         build(role, torch)
         row = replace(row, built=True)
         with container(role) as started:
-            row = replace(row, megabytes=write_facts(role, started))
+            row = replace(row, megabytes=write_facts(role, started, context))
             say(f"starting {role}")
             row = replace(row, did=STARTS[role](started))
     except (Failed, subprocess.TimeoutExpired) as error:
@@ -254,7 +255,7 @@ def container(role: str) -> Iterator[Container]:
         subprocess.run([*buildah(), "rm", name], capture_output=True)
 
 
-def write_facts(role: str, started: Container) -> int:
+def write_facts(role: str, started: Container, context: str) -> int:
     """Write what the image is to build/images-local/ROLE.json; returns its size in megabytes."""
     files = {
         f"/{path.relative_to(started.root)}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -263,7 +264,7 @@ def write_facts(role: str, started: Container) -> int:
     }
     names = ("User", "Env", "WorkingDir", "Entrypoint", "Cmd", "Labels")
     config = {name: started.config.get(name) for name in names}
-    facts = {"context": context_digest(), "config": config, "files": files}
+    facts = {"context": context, "config": config, "files": files}
     (WORK / f"{role}.json").write_text(json.dumps(facts, indent=1) + "\n")
     return int(check("du", "-sm", str(started.root)).split()[0])
 
