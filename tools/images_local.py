@@ -52,7 +52,7 @@ RUN printf '#!/usr/local/bin/python3\\nimport sys\\nprint("vllm of", sys.prefix,
         mkdir "$site/$name-0.0.dist-info" \\
         && printf 'Metadata-Version: 2.1\\nName: %s\\nVersion: 0.0\\n' $name >"$site/$name-0.0.dist-info/METADATA"; done
 """
-LOCAL_TORCH = {"TORCH_INDEX": "file:///torch", "UV_NO_CACHE": "0", "UV_COMPILE_BYTECODE": "0"}
+LOCAL_TORCH = {"TORCH_INDEX": "file:///torch", "UV_NO_CACHE": "0"}
 
 
 @cache
@@ -198,10 +198,11 @@ def build_and_start(role: str, torch: Mapping[str, str], *, keep: bool) -> Row:
     began, row = time.monotonic(), Row(role)
     try:
         say(f"building {role}")
+        context = context_digest()
         build(role, torch)
         row = replace(row, built=True)
         with container(role) as started:
-            row = replace(row, megabytes=write_facts(role, started))
+            row = replace(row, megabytes=write_facts(role, started, context))
             say(f"starting {role}")
             row = replace(row, did=STARTS[role](started))
     except (Failed, subprocess.TimeoutExpired) as error:
@@ -254,7 +255,7 @@ def container(role: str) -> Iterator[Container]:
         subprocess.run([*buildah(), "rm", name], capture_output=True)
 
 
-def write_facts(role: str, started: Container) -> int:
+def write_facts(role: str, started: Container, context: str) -> int:
     """Write what the image is to build/images-local/ROLE.json; returns its size in megabytes."""
     files = {
         f"/{path.relative_to(started.root)}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -263,7 +264,7 @@ def write_facts(role: str, started: Container) -> int:
     }
     names = ("User", "Env", "WorkingDir", "Entrypoint", "Cmd", "Labels")
     config = {name: started.config.get(name) for name in names}
-    facts = {"context": context_digest(), "config": config, "files": files}
+    facts = {"context": context, "config": config, "files": files}
     (WORK / f"{role}.json").write_text(json.dumps(facts, indent=1) + "\n")
     return int(check("du", "-sm", str(started.root)).split()[0])
 
@@ -352,15 +353,18 @@ def start_train_ray(started: Container) -> str:
 # The probes: KubeRay 1.5.1, ray-operator/controllers/ray/utils/constant.go. Free ports, because other heads may run on
 # this machine. No `ray stop`: it would look for Ray's processes of other containers too.
 RAY_HEAD = """
-ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 --port $1 \\
-    --dashboard-port $2 --dashboard-agent-listen-port $3 --dashboard-agent-grpc-port $4 --ray-client-server-port $5 &
-head=$!
 trap 'kill $head; wait $head' EXIT
 for try in $(seq 300); do
+    if ! kill -0 $head; then  # Ray waits 30 s for its own processes: on a busy machine a head may need several tries
+        ray start --head --block --disable-usage-stats --num-cpus 1 --object-store-memory 100000000 --port $1 \\
+            --dashboard-port $2 --dashboard-agent-listen-port $3 --dashboard-agent-grpc-port $4 \\
+            --ray-client-server-port $5 &
+        head=$!
+    fi
     wget --tries 1 -T 2 -q -O- http://localhost:$3/api/local_raylet_healthz | grep success \\
         && wget --tries 1 -T 10 -q -O- http://localhost:$2/api/gcs_healthz | grep success \\
         && echo "a Ray head, and wget's probes succeed" && exit 0
-    kill -0 $head && sleep 1 || exit 1
+    sleep 1
 done
 exit 1
 """
