@@ -259,9 +259,7 @@ class Driver:
         return self.stop.is_set() or self._stop_siblings.is_set()
 
     def _stop_reason(self) -> str:
-        row = self._context.store.db.connection.execute(
-            "SELECT reason FROM cloudrun_stops WHERE execution = ?", [self.name]
-        ).fetchone()
+        row = self._context.store.db.row("SELECT reason FROM cloudrun_stops WHERE execution = ?", [self.name])
         return row["reason"] if row else ""
 
 

@@ -155,8 +155,7 @@ class Operations:
         """Forget a finished operation. Raises ApiError FAILED_PRECONDITION for an unfinished one."""
         if not self.get(name).is_done:
             raise ApiError("FAILED_PRECONDITION", f"Operation {name!r} is still running; it can be deleted once done.")
-        with self._db.transaction() as connection:
-            connection.execute("DELETE FROM operations WHERE api = ? AND name = ?", [self._api, name])
+        self._db.write("DELETE FROM operations WHERE api = ? AND name = ?", [self._api, name])
 
     async def wait(self, name: str, seconds: float) -> Operation:
         """The operation once it is done, or as it is after `seconds`."""
@@ -171,11 +170,9 @@ class Operations:
 
     def wait_for(self, operation: Operation, resource: str) -> None:
         """Let the end of `resource` finish the operation."""
-        with self._db.transaction() as connection:
-            connection.execute(
-                "UPDATE operations SET waits_for = ? WHERE api = ? AND name = ?",
-                [resource, self._api, operation.name],
-            )
+        self._db.write(
+            "UPDATE operations SET waits_for = ? WHERE api = ? AND name = ?", [resource, self._api, operation.name]
+        )
 
     def finish_waiting(self, resource: str, finish: Callable[[Operation], None]) -> None:
         """Call `finish` with every operation that waits for the end of `resource`."""
@@ -205,9 +202,7 @@ class Operations:
             self._db.after_commit(self._changes.notify)
 
     def _select(self, condition: str, *values: object) -> list[Operation]:
-        rows = self._db.connection.execute(
-            f"SELECT * FROM operations WHERE api = ? AND {condition}", [self._api, *values]
-        )
+        rows = self._db.rows(f"SELECT * FROM operations WHERE api = ? AND {condition}", [self._api, *values])
         return [_read(row) for row in rows]
 
 

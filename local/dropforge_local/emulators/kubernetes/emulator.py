@@ -64,7 +64,7 @@ class KubernetesEmulator(PassiveEmulator):
 
     async def start(self) -> None:
         await self._runtime.start()
-        for row in self._db.connection.execute("SELECT name, port FROM kubernetes_clusters").fetchall():
+        for row in self._db.rows("SELECT name, port FROM kubernetes_clusters"):
             self._leave_taken_port(row["name"], row["port"])
             await self.open_cluster(row["name"])
 
@@ -123,7 +123,7 @@ class KubernetesEmulator(PassiveEmulator):
         return str(self._row(name)["authority"])
 
     def port_of(self, name: str) -> int | None:
-        row = self._db.connection.execute("SELECT port FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        row = self._db.row("SELECT port FROM kubernetes_clusters WHERE name = ?", [name])
         return int(row["port"]) if row else None
 
     def live(self) -> list[str]:
@@ -140,7 +140,7 @@ class KubernetesEmulator(PassiveEmulator):
         if not _has_table(db, "kubernetes_objects"):
             return []
         marks = ", ".join("?" for _ in COUNTED)
-        rows = db.connection.execute(
+        rows = db.rows(
             f"SELECT cluster, kind, namespace, name FROM kubernetes_objects WHERE kind IN ({marks})"
             " ORDER BY cluster, kind, namespace, name",
             [kind.key for kind in COUNTED],
@@ -152,9 +152,7 @@ class KubernetesEmulator(PassiveEmulator):
         """Ports that clusters, services and pods in a state file listen on while a stack runs."""
         if not _has_table(db, "kubernetes_ports"):
             return []
-        rows = db.connection.execute(
-            "SELECT port FROM kubernetes_clusters UNION ALL SELECT local FROM kubernetes_ports"
-        )
+        rows = db.rows("SELECT port FROM kubernetes_clusters UNION ALL SELECT local FROM kubernetes_ports")
         return [int(row["port"]) for row in rows]
 
     def _list_clusters(self, call: Call) -> dict[str, str]:
@@ -191,11 +189,10 @@ class KubernetesEmulator(PassiveEmulator):
         return Cluster(self._shared, name, row["port"], Certificates(row["authority"], row["server"]))
 
     def _row(self, name: str) -> sqlite3.Row:
-        row = self._db.connection.execute("SELECT * FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        row = self._db.row("SELECT * FROM kubernetes_clusters WHERE name = ?", [name])
         if row is None:
             raise LookupError(f"there is no cluster {name!r}; add_cluster makes one")
-        cluster: sqlite3.Row = row
-        return cluster
+        return row
 
     def _cluster(self, part: str) -> Cluster:
         """The only cluster whose name contains `part`. Raises ApiError unless exactly one matches."""
@@ -206,4 +203,4 @@ class KubernetesEmulator(PassiveEmulator):
 
 
 def _has_table(db: Database, name: str) -> bool:
-    return db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [name]).fetchone() is not None
+    return db.row("SELECT 1 FROM sqlite_master WHERE name = ?", [name]) is not None

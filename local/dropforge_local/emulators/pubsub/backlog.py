@@ -174,9 +174,9 @@ class Backlog:
         """
         self.expire(now)
         order = HEAD_OF_KEY + "ORDER BY d.message" if subscription.ordered else "ORDER BY d.due, d.message"
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             f"{READY} {order} LIMIT :limit", {"subscription": subscription.id, "now": now, "limit": limit}
-        ).fetchall()
+        )
         if not rows:
             return []
         with self.db.transaction() as sql:
@@ -190,10 +190,10 @@ class Backlog:
 
     def next_due(self, subscription: Subscription, after: float) -> float | None:
         """When the next delayed message becomes ready; None without a delayed message."""
-        row = self.db.connection.execute(
+        [row] = self.db.rows(
             "SELECT MIN(due) FROM pubsub_deliveries WHERE subscription = ? AND NOT acked AND lease IS NULL AND due > ?",
             (subscription.id, after),
-        ).fetchone()
+        )
         return None if row[0] is None else float(row[0])
 
     def acknowledge(self, subscription: Subscription, ack_ids: Sequence[str]) -> list[str]:
@@ -254,11 +254,11 @@ class Backlog:
 
     def next_expiry(self) -> float | None:
         """When the next lease, retention or snapshot expires; None without one."""
-        row = self.db.connection.execute(
+        [row] = self.db.rows(
             "SELECT (SELECT MIN(due) FROM pubsub_deliveries WHERE lease IS NOT NULL), "
             "(SELECT MIN(expires) FROM pubsub_deliveries), (SELECT MIN(expires) FROM pubsub_snapshots), "
             "(SELECT MIN(keep_until) FROM pubsub_messages WHERE keep_until > 0)"
-        ).fetchone()
+        )
         return min((float(when) for when in row if when is not None), default=None)
 
     def collect(self, now: float) -> None:

@@ -53,15 +53,14 @@ class Store:
 
     def has_secret(self, name: str) -> bool:
         self._expire()
-        row = self._db.connection.execute("SELECT 1 FROM secretmanager_secrets WHERE name = ?", (name,)).fetchone()
-        return row is not None
+        return self._db.row("SELECT 1 FROM secretmanager_secrets WHERE name = ?", (name,)) is not None
 
     def secret(self, name: str) -> Message:
         """Raises NOT_FOUND."""
-        if not self.has_secret(name):
+        self._expire()
+        if (row := self._db.row("SELECT config FROM secretmanager_secrets WHERE name = ?", (name,))) is None:
             raise ApiError("NOT_FOUND", f"Secret [{name}] not found.")
-        query = "SELECT config FROM secretmanager_secrets WHERE name = ?"
-        return Secret.FromString(self._db.connection.execute(query, (name,)).fetchone()["config"])
+        return Secret.FromString(row["config"])
 
     def secrets(self, parent: str) -> list[Message]:
         """All secrets of a project, by name."""
@@ -81,12 +80,11 @@ class Store:
         if expires is not None and expires <= self._clock.now():
             raise invalid("the secret's expiration is not in the future")
         secret.etag = _etag()
-        with self._db.transaction() as sql:
-            sql.execute(
-                "INSERT INTO secretmanager_secrets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "config = excluded.config, expires = excluded.expires",
-                (secret.name, secret.SerializeToString(), expires),
-            )
+        self._db.write(
+            "INSERT INTO secretmanager_secrets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "config = excluded.config, expires = excluded.expires",
+            (secret.name, secret.SerializeToString(), expires),
+        )
 
     def delete_secret(self, name: str) -> None:
         with self._db.transaction() as sql:
@@ -126,26 +124,24 @@ class Store:
         version.name = f"{secret}/versions/{number}"
         version.etag = _etag()
         row = (secret, number, version.SerializeToString(), payload)
-        with self._db.transaction() as sql:
-            sql.execute("INSERT INTO secretmanager_versions VALUES (?, ?, ?, ?)", row)
+        self._db.write("INSERT INTO secretmanager_versions VALUES (?, ?, ?, ?)", row)
 
     def save_version(self, version: Message, payload: bytes | None) -> None:
         """Write a version that changed, with a new etag."""
         version.etag = _etag()
         secret = version.name.rpartition("/versions/")[0]
-        with self._db.transaction() as sql:
-            sql.execute(
-                "UPDATE secretmanager_versions SET config = ?, payload = ? WHERE secret = ? AND number = ?",
-                (version.SerializeToString(), payload, secret, _number(version)),
-            )
+        self._db.write(
+            "UPDATE secretmanager_versions SET config = ?, payload = ? WHERE secret = ? AND number = ?",
+            (version.SerializeToString(), payload, secret, _number(version)),
+        )
 
     def _versions(self, where: str, *values: object) -> list[Version]:
-        rows = self._db.connection.execute(f"SELECT * FROM secretmanager_versions WHERE {where}", values)
+        rows = self._db.rows(f"SELECT * FROM secretmanager_versions WHERE {where}", values)
         return [Version(SecretVersion.FromString(row["config"]), row["payload"]) for row in rows]
 
     def _expire(self) -> None:
         query = "SELECT name FROM secretmanager_secrets WHERE expires <= ?"
-        for row in self._db.connection.execute(query, (self._clock.now(),)).fetchall():
+        for row in self._db.rows(query, (self._clock.now(),)):
             self.delete_secret(row["name"])
 
 

@@ -18,6 +18,7 @@ from google.cloud import tpu_v2
 
 from ...containers import docker
 from ...containers.processes import Container, ContainerSpec, Runtime
+from ..kit import outputs
 from ..kit.background import stop_all
 from . import sandbox
 from .context import Context
@@ -119,9 +120,7 @@ class Machines:
         await (self.on_power_off if sandbox.is_powered_off(self._root(name)) else self.on_crash)(name)
 
     def _ended(self, container: Container) -> None:
-        container.release()
-        for old in self._context.boots.end(container.id, self._context.config.kept_boots):
-            self._runtime.forget(old)
+        outputs.end(self._context.db, "tpu_boots", self._runtime, container, self._context.config.kept_boots)
 
     def _prepare(self, name: str, directory: Path) -> ContainerSpec:
         node, root, port = self._context.nodes.get(name), self._root(name), self._row(name)["port"]

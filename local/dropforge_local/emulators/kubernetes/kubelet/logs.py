@@ -60,9 +60,9 @@ def read_workload_log(db: Database, directory: Path, cluster: str, workload: str
 
     `workload` is as Cloud Asset Inventory names it below its cluster: namespaces/NAMESPACE/batch/jobs/NAME.
     """
-    rows = db.connection.execute(
+    rows = db.rows(
         "SELECT id FROM kubernetes_containers WHERE cluster = ? AND workload = ? ORDER BY started", [cluster, workload]
-    ).fetchall()
+    )
     if not rows:
         return None
     lines = heapq.merge(*(_read_all(directory / row["id"]) for row in rows), key=lambda line: line[0])

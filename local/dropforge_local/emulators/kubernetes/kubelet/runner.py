@@ -17,6 +17,7 @@ from .... import shims
 from ....containers.images import ImageNotFound, ImageStore, Process
 from ....containers.processes import Container, ContainerSpec, Runtime, own_environment
 from ....containers.programs import link_programs
+from ...kit import outputs
 from ..admission import GPU
 from ..controllers.owned import controller_of
 from ..kinds import BY_NAME, POD
@@ -118,20 +119,11 @@ class Runner:
 
     def ended(self, container: Container) -> None:
         """Release an ended container; keep its output until `kept_logs` newer containers have ended."""
-        container.release()
-        with self.db.transaction() as connection:
-            connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
-            rows = connection.execute(
-                "SELECT id FROM kubernetes_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
-                [self.kept_logs],
-            ).fetchall()
-            for row in rows:
-                self.runtime.forget(row["id"])
-                connection.execute("DELETE FROM kubernetes_containers WHERE id = ?", [row["id"]])
+        outputs.end(self.db, "kubernetes_containers", self.runtime, container, self.kept_logs)
 
     def unended(self) -> list[tuple[str, str, str]]:
         """(id, cluster, pod uid) of the containers whose end is not recorded."""
-        rows = self.db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
+        rows = self.db.rows("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
         return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
 
     def unmount(self, pod: Object) -> None:
@@ -166,21 +158,20 @@ class Runner:
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]
-        with self.db.transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-                [
-                    container_id,
-                    store.cluster,
-                    metadata["namespace"],
-                    metadata["name"],
-                    metadata["uid"],
-                    name,
-                    attempt,
-                    workload_of(store, pod),
-                    self.clock.now(),
-                ],
-            )
+        self.db.write(
+            "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            [
+                container_id,
+                store.cluster,
+                metadata["namespace"],
+                metadata["name"],
+                metadata["uid"],
+                name,
+                attempt,
+                workload_of(store, pod),
+                self.clock.now(),
+            ],
+        )
 
 
 def id_of(pod: Object, name: str, attempt: int) -> str:
