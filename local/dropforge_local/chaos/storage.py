@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from google.api_core.exceptions import NotFound, PreconditionFailed
+
 from .world import World
 
 _JSON = ("record.json", "ledger.json", "MANIFEST.json")
@@ -73,8 +75,6 @@ class Storage:
 
     def put(self, bucket: str, name: str, data: bytes, if_generation_match: int | None = None) -> int:
         """Write an object; returns its generation. Raises PreconditionFailed."""
-        from google.api_core.exceptions import PreconditionFailed
-
         objects = self._bucket(bucket)
         present = objects[name].generation if name in objects else 0
         if if_generation_match is not None and if_generation_match != present:
@@ -90,8 +90,6 @@ class Storage:
         return self._generation
 
     def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
-        from google.api_core.exceptions import NotFound
-
         stored = self._bucket(bucket).get(name)
         if stored is None or generation not in (None, stored.generation):
             raise NotFound(f"No such object: {bucket}/{name}")
@@ -104,8 +102,6 @@ class Storage:
         self.deleted(bucket, name, stored.generation)
 
     def _bucket(self, name: str) -> dict[str, StoredObject]:
-        from google.api_core.exceptions import NotFound
-
         if name not in self.objects:
             raise NotFound(f"The specified bucket does not exist: {name}")
         return self.objects[name]
