@@ -20,15 +20,15 @@ from ..kit.background import stop_all
 from ..kit.emulator import PassiveEmulator
 from ..kit.logs import log_route
 from ..kit.routing import Call, Route, mount
-from .api import Note
 from .certificates import Certificates, make_certificates
-from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
+from .cluster import OWN_NAMESPACES, Cluster, ensure_objects
 from .config import KubernetesConfig
 from .faults import Faults
 from .kinds import DEPLOYMENT, HPA, JOB, POD, POD_MONITORING, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
 from .kubelet.logs import read_workload_log
 from .kubelet.runner import Runner
 from .ports import Ports
+from .shared import Note, Shared
 from .store import SCHEMA, Object
 
 # Objects that count as leftovers: workloads and the objects through which clients reach them.
