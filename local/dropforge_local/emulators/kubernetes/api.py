@@ -132,9 +132,8 @@ class ApiServer:
         if call.verb == "proxy":
             return await self._node.forward(call.request, call.target)
         pod = self._objects.read(*call.key)
-        return await call.stream(
-            self._node.read_log(pod, LogRequest.parse(call.query, self._shared.clock.now())), "text/plain"
-        )
+        request = LogRequest.parse(call.query, self._shared.clock.now())
+        return await call.stream(self._node.read_log(pod, request), "text/plain")
 
     def _list(self, call: Call) -> web.Response:
         limit = number(call.query, "limit") or 0

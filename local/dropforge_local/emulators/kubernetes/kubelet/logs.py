@@ -26,20 +26,26 @@ FOLLOW_SECONDS = 0.2  # how often a followed file is read
 class LogRequest:
     """The requested part of the output, by the query of a log request; `since` is a Unix time."""
 
-    container: str = ""
-    previous: bool = False
-    follow: bool = False
-    timestamps: bool = False
-    tail_lines: int | None = None
-    limit_bytes: int | None = None
-    since: float | None = None
+    container: str
+    previous: bool
+    follow: bool
+    timestamps: bool
+    tail_lines: int | None
+    limit_bytes: int | None
+    since: float | None
 
     @classmethod
     def parse(cls, query: Mapping[str, str], now: float) -> LogRequest:
         """Refuses a malformed query with 400."""
-        flags = (flag(query, name) for name in ("previous", "follow", "timestamps"))
-        limits = (number(query, name) for name in ("tailLines", "limitBytes"))
-        return cls(query.get("container", ""), *flags, *limits, _since(query, now))
+        return cls(
+            query.get("container", ""),
+            flag(query, "previous"),
+            flag(query, "follow"),
+            flag(query, "timestamps"),
+            number(query, "tailLines"),
+            number(query, "limitBytes"),
+            _since(query, now),
+        )
 
 
 async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[], bool]) -> AsyncIterator[bytes]:
