@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -11,16 +10,14 @@ from google.cloud import run_v2
 from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit import rpc
 from ..kit.background import Background, stop_all
 from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Faulty, names_of
+from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.operations import Operations, longrunning
 from ..kit.routing import Call, Handler, Route, mount
@@ -45,25 +42,21 @@ class CloudRunEmulator(PassiveEmulator):
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
-        platform_env: Callable[[str], Mapping[str, str]],
         access_secret: Callable[[str, str], bytes],
         authorize: Callable[[Mapping[str, str]], bool],
         config: CloudRunConfig = CloudRunConfig(),  # noqa: B008 - frozen
     ) -> None:
-        store, faults = Store(db), Faults(db, config, names_of(METHODS))
-        self._runtime = Runtime(directory, images.search_path)
+        store, faults = Store(host.db), Faults(host.db, config, names_of(METHODS))
+        self._runtime = Runtime(host.directory, host.images.search_path)
         self._context = Context(
             store=store,
-            operations=Operations(db, clock, "Cloud Run"),
+            operations=Operations(host.db, host.clock, "Cloud Run"),
             faults=faults,
             capacity=Capacity(faults),
-            workloads=Workloads(store, clock, config, self._runtime, images, platform_env, access_secret),
-            clock=clock,
+            workloads=Workloads(store, host, config, self._runtime, access_secret),
+            clock=host.clock,
             config=config,
             background=Background("Cloud Run", answers=(Unready,)),
         )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import Image, ImageNotFound, ImageStore
+from ...containers.images import Image, ImageNotFound
 from ...containers.processes import Container, ContainerSpec, Runtime
 from ..kit import outputs
+from ..kit.host import Host
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of
@@ -34,11 +34,9 @@ class Workloads:
     """Starts containers, remembers the resource of each container, and keeps their output."""
 
     store: Store
-    clock: Clock
+    host: Host
     config: CloudRunConfig
     runtime: Runtime
-    images: ImageStore
-    platform_env: Callable[[str], Mapping[str, str]]
     access_secret: Callable[[str, str], bytes]
 
     def check(self, resource: str, container: Any) -> None:
@@ -61,12 +59,12 @@ class Workloads:
         container = template.containers[0]
         self.store.db.write(
             "INSERT OR IGNORE INTO cloudrun_containers (id, resource, started, port) VALUES (?, ?, ?, ?)",
-            [container_id, resource, self.clock.now(), port],
+            [container_id, resource, self.host.clock.now(), port],
         )
 
         def prepare(directory: Path) -> ContainerSpec:
             image = self._resolve(container.image)
-            own = {**self.platform_env(template.service_account), **self._environment(resource, container), **env}
+            own = {**self.host.environment(template.service_account), **self._environment(resource, container), **env}
             words = (container.command, container.args)
             points = mount_points(container, directory)
             process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
@@ -125,7 +123,7 @@ class Workloads:
 
     def _resolve(self, uri: str) -> Image:
         try:
-            return self.images.resolve(uri)
+            return self.host.images.resolve(uri)
         except ImageNotFound as error:
             message = f"Image {uri!r} not found. ({error})"
             raise Unready("NOT_FOUND", message, reason="CONTAINER_MISSING") from error

@@ -99,7 +99,7 @@ class ApiServer:
         if request.method == "GET" and (document := discovery.document(path)) is not None:
             return web.json_response(document)
         raw_path = request.rel_url.raw_path.rstrip("/")
-        call = Call(request, parse_path(raw_path), self._shared.clock.now())
+        call = Call(request, parse_path(raw_path), self._shared.host.clock.now())
         self._shared.note(request.headers, self._store.cluster, call.verb, call.target.resource)
         rule = self._faults.take_for(self._store.cluster, call.verb, call.target.kind.plural)
         await self._faults.suffer(rule, after_effect=False)
@@ -132,7 +132,7 @@ class ApiServer:
         if call.verb == "proxy":
             return await self._node.forward(call.request, call.target)
         pod = self._objects.read(*call.key)
-        request = LogRequest.parse(call.query, self._shared.clock.now())
+        request = LogRequest.parse(call.query, self._shared.host.clock.now())
         return await call.stream(self._node.read_log(pod, request), "text/plain")
 
     def _list(self, call: Call) -> web.Response:

@@ -45,14 +45,14 @@ class Cluster:
         self.port = port
         self._certificates = certificates
         self._shared = shared
-        self.store = Store(shared.db, name, shared.config.watch_history)
-        self.objects = Objects(self.store, shared.clock, shared.config)
-        recorder = Recorder(self.store, shared.clock, shared.config.event_seconds)
-        self._tools = Tools(self.objects, recorder, shared.clock, shared.config)
+        self.store = Store(shared.host.db, name, shared.config.watch_history)
+        self.objects = Objects(self.store, shared.host.clock, shared.config)
+        recorder = Recorder(self.store, shared.host.clock, shared.config.event_seconds)
+        self._tools = Tools(self.objects, recorder, shared.host.clock, shared.config)
         self._scheduler = Scheduler(self._tools, shared.faults)
         self._loop = ControlLoop(
-            shared.db,
-            shared.clock,
+            shared.host.db,
+            shared.host.clock,
             [
                 JobController(self._tools),  # before the collector, which removes the references that it reads
                 DeploymentController(self._tools),

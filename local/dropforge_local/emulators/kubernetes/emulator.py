@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST, free_port, is_listening
 
-from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit.background import stop_all
 from ..kit.emulator import PassiveEmulator
+from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.routing import Call, Route, mount
 from .certificates import Certificates, make_certificates
@@ -40,21 +38,17 @@ class KubernetesEmulator(PassiveEmulator):
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
-        platform_env: Callable[[str], Mapping[str, str]],
         authorize: Callable[[Mapping[str, str]], bool],
         note: Note = lambda headers, cluster, verb, resource: None,
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
     ) -> None:
-        db.connection.executescript(SCHEMA)
-        self._db = db
-        self._runtime = Runtime(directory, images.search_path)
-        runner = Runner(db, clock, self._runtime, images, platform_env, config.kept_logs)
-        self._shared = Shared(db, clock, config, Faults(db), runner, Ports(db), authorize, note)
+        self._db = host.db
+        self._db.connection.executescript(SCHEMA)
+        self._runtime = Runtime(host.directory, host.images.search_path)
+        runner = Runner(host, self._runtime, config.kept_logs)
+        self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note)
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

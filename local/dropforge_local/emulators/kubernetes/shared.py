@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
-
+from ..kit.host import Host
 from .config import KubernetesConfig
 from .faults import Faults
 from .kubelet.runner import Runner
@@ -19,10 +17,9 @@ Note = Callable[[Mapping[str, str], str, str, str], None]
 
 @dataclass(frozen=True)
 class Shared:
-    """The database, the machine and the fault switches; `authorize` decides from a request's headers."""
+    """The settings, the containers and the fault switches; `authorize` decides from a request's headers."""
 
-    db: Database
-    clock: Clock
+    host: Host
     config: KubernetesConfig
     faults: Faults
     runner: Runner

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,15 +16,13 @@ from google.cloud.location import locations_pb2
 from google.longrunning import operations_pb2
 from google.protobuf import empty_pb2
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import ImageStore
 from ..compute.disks import Disks
 from ..kit import rpc
 from ..kit.background import stop_all
 from ..kit.faults import Faulty, names_of
+from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations, longrunning, pack
@@ -50,23 +47,18 @@ class TpuEmulator(Named):
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
         disks: Disks,
-        platform_env: Callable[[str], Mapping[str, str]],
         token: Callable[[str], str],
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:
-        platform = {"images": images, "disks": disks, "platform_env": platform_env, "token": token}
-        self._context = make_context(db, clock, config, names_of(METHODS), **platform)
+        self._context = make_context(host, config, names_of(METHODS), disks, token)
         self._config = config
-        self._machines = Machines(self._context, directory)
+        self._machines = Machines(self._context)
         self._nodes = Nodes(self._context, self._machines)
         self._queued = QueuedResources(self._context, self._nodes)
-        self._operations = Operations(db, clock, "Cloud TPU", "Resource '{name}' was not found")
+        self._operations = Operations(host.db, host.clock, "Cloud TPU", "Resource '{name}' was not found")
         self._operations.carry_out(
             {
                 "create_node": self._finish_create_node,

@@ -36,9 +36,9 @@ class Machines:
     `on_crash` and `on_power_off` are called with the node of a machine that has ended by itself.
     """
 
-    def __init__(self, context: Context, directory: Path) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._runtime = Runtime(directory, [sandbox.SHIMS, *context.images.search_path])
+        self._runtime = Runtime(context.host.directory, [sandbox.SHIMS, *context.host.images.search_path])
         self._servers: dict[str, MetadataServer] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.on_crash: Callable[[str], Awaitable[None]]
@@ -125,10 +125,10 @@ class Machines:
     def _prepare(self, name: str, directory: Path) -> ContainerSpec:
         node, root, port = self._context.nodes.get(name), self._root(name), self._row(name)["port"]
         disks = [self._context.disks.content(disk.source_disk) for disk in node.data_disks]
-        platform = self._context.platform_env(node.service_account.email)
+        platform = self._context.host.environment(node.service_account.email)
         # Our servers listen on HOST. Their default is all addresses, also those that other computers reach.
         environment = {**platform, "HOST": self._context.config.address(port)}
-        sandbox.prepare(root, disks, self._context.images, environment)
+        sandbox.prepare(root, disks, self._context.host.images, environment)
         words = [sys.executable, "-I", "-S", str(sandbox.INIT)]
         if script := node.metadata.get("startup-script"):
             path = directory / "startup-script"
