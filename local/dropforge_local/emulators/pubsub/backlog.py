@@ -18,10 +18,11 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
+from ..kit.times import seconds_of, timestamp
 from .faults import DeliveryFaults
 from .filters import compile_filter
-from .resources import Resources, Subscription, timestamp
-from .rules import DELETED_TOPIC, invalid, seconds
+from .resources import Resources, Subscription
+from .rules import DELETED_TOPIC, invalid
 
 MAX_BATCH_BYTES = 4 * 2**20
 
@@ -134,7 +135,7 @@ class Backlog:
         """Append the messages to the topic's subscriptions; raises NOT_FOUND for an unknown topic."""
         now = self.now()
         with self.db.transaction() as sql:
-            retention = seconds(self.resources.topic(topic).message_retention_duration)
+            retention = seconds_of(self.resources.topic(topic).message_retention_duration)
             keep_until = now + retention if retention else 0.0
             ids = [self._insert(sql, topic, content, now, keep_until) for content in contents]
             subscriptions = [s for s in self.resources.subscriptions_of(topic) if not s.config.detached]

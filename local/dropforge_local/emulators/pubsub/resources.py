@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.cloud.pubsub_v1 import types
-from google.protobuf import timestamp_pb2
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit.paging import Paging, cut, read_token
 from ..kit.rpc import Message
-from .rules import DELETED_TOPIC, seconds
+from ..kit.times import seconds_of
+from .rules import DELETED_TOPIC
 
 Topic = types.Topic.pb()
 SubscriptionConfig = types.Subscription.pb()
@@ -60,7 +60,7 @@ class Subscription:
 
     @property
     def retention_seconds(self) -> float:
-        return seconds(self.config.message_retention_duration)
+        return seconds_of(self.config.message_retention_duration)
 
     @property
     def max_delivery_attempts(self) -> int | None:
@@ -73,7 +73,7 @@ class Subscription:
         """The delay of a message after its `failures`-th failure."""
         if self.config.HasField("retry_policy"):
             policy = self.config.retry_policy
-            lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
+            lowest, highest = seconds_of(policy.minimum_backoff), seconds_of(policy.maximum_backoff)
         else:
             lowest, highest = PUSH_BACKOFF_SECONDS if self.is_push else PULL_BACKOFF_SECONDS
         return min(highest, lowest * 2.0 ** min(failures - 1, 30))
@@ -203,12 +203,6 @@ def describe(subscription: Subscription, resources: Resources) -> Message:
 
 def not_found(name: str) -> ApiError:
     return ApiError("NOT_FOUND", f"Resource not found (resource={name}).")
-
-
-def timestamp(when: float) -> timestamp_pb2.Timestamp:
-    result = timestamp_pb2.Timestamp()
-    result.FromMicroseconds(round(when * 1e6))
-    return result
 
 
 def _subscription(row: sqlite3.Row) -> Subscription:

@@ -16,6 +16,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit.rpc import Message
+from ..kit.times import seconds_of, timestamp
 from .rules import invalid
 
 Secret = api.Secret.pb()
@@ -49,7 +50,7 @@ class Store:
         return self._db.transaction()
 
     def now(self) -> timestamp_pb2.Timestamp:
-        return _timestamp(self._clock.now())
+        return timestamp(self._clock.now())
 
     def has_secret(self, name: str) -> bool:
         self._expire()
@@ -73,10 +74,8 @@ class Store:
     def save_secret(self, secret: Message) -> None:
         """Write a secret with a new etag; its ttl becomes the time at which it expires."""
         if secret.WhichOneof("expiration") == "ttl":
-            secret.expire_time.CopyFrom(_timestamp(self._clock.now() + _seconds(secret.ttl)))
-        expires = (
-            secret.expire_time.seconds + secret.expire_time.nanos / 1e9 if secret.HasField("expire_time") else None
-        )
+            secret.expire_time.CopyFrom(_expiry(self._clock.now() + seconds_of(secret.ttl)))
+        expires = seconds_of(secret.expire_time) if secret.HasField("expire_time") else None
         if expires is not None and expires <= self._clock.now():
             raise invalid("the secret's expiration is not in the future")
         secret.etag = _etag()
@@ -145,11 +144,6 @@ class Store:
             self.delete_secret(row["name"])
 
 
-def _seconds(time: Message) -> float:
-    seconds: float = time.seconds + time.nanos / 1e9
-    return seconds
-
-
 def _number(version: Message) -> int:
     return int(version.name.rpartition("/")[2])
 
@@ -158,10 +152,8 @@ def _etag() -> str:
     return f'"{uuid.uuid4().hex[:14]}"'
 
 
-def _timestamp(when: float) -> timestamp_pb2.Timestamp:
-    result = timestamp_pb2.Timestamp()
+def _expiry(when: float) -> timestamp_pb2.Timestamp:
     try:
-        result.FromMicroseconds(round(when * 1e6))
+        return timestamp(when)
     except (ValueError, OverflowError) as error:
         raise invalid(f"the secret's expiration is out of range: {error}") from error
-    return result

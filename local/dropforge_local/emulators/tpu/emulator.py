@@ -6,7 +6,7 @@ Not emulated: updates, guest attributes, resets, and slices of several machines.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -24,8 +24,9 @@ from ..kit.background import stop_all
 from ..kit.faults import Faulty, names_of
 from ..kit.host import Host
 from ..kit.logs import log_route
+from ..kit.messages import Messages
 from ..kit.names import Named
-from ..kit.operations import EMPTY, Operation, Operations, longrunning, pack
+from ..kit.operations import EMPTY, Operation, Operations, Step, longrunning, pack
 from ..kit.paging import Paging
 from ..kit.routing import mount
 from . import rules
@@ -61,12 +62,12 @@ class TpuEmulator(Named):
         self._operations = Operations(host.db, host.clock, "Cloud TPU", "Resource '{name}' was not found")
         self._operations.carry_out(
             {
-                "create_node": self._finish_create_node,
-                "delete_node": self._finish_delete_node,
-                "stop_node": self._finish_stop_node,
-                "start_node": self._finish_start_node,
-                "create_queued": self._finish_create_queued,
-                "delete_queued": self._finish_delete_queued,
+                "create_node": self._step(self._nodes.provision, self._context.nodes),
+                "delete_node": self._step(self._nodes.remove),
+                "stop_node": self._step(self._nodes.halt, self._context.nodes),
+                "start_node": self._step(self._nodes.resume, self._context.nodes),
+                "create_queued": self._step(self._queued.accept, self._context.queued),
+                "delete_queued": self._step(self._queued.remove),
             }
         )
         handlers = Faulty(self, self._context.faults)
@@ -218,31 +219,14 @@ class TpuEmulator(Named):
         operation_id = f"operation-{uuid.uuid4().hex}"
         return operation_message(self._operations.begin(operation_id, verb, target, request=request_id))
 
-    async def _finish_create_node(self, operation: Operation) -> None:
-        await self._nodes.provision(operation.target)
-        self._finish_with_node(operation)
+    def _step(self, work: Callable[[str], Awaitable[None]], shown: Messages | None = None) -> Step:
+        """The step of an operation that does `work` on its target; its response is the target's message in `shown`."""
 
-    async def _finish_delete_node(self, operation: Operation) -> None:
-        await self._nodes.remove(operation.target)
-        self._operations.finish(operation, EMPTY)
+        async def step(operation: Operation) -> None:
+            await work(operation.target)
+            self._operations.finish(operation, EMPTY if shown is None else pack(shown.get(operation.target)))
 
-    async def _finish_stop_node(self, operation: Operation) -> None:
-        await self._nodes.halt(operation.target)
-        self._finish_with_node(operation)
-
-    async def _finish_start_node(self, operation: Operation) -> None:
-        await self._nodes.resume(operation.target)
-        self._finish_with_node(operation)
-
-    async def _finish_create_queued(self, operation: Operation) -> None:
-        self._operations.finish(operation, pack(await self._queued.accept(operation.target)))
-
-    async def _finish_delete_queued(self, operation: Operation) -> None:
-        await self._queued.remove(operation.target)
-        self._operations.finish(operation, EMPTY)
-
-    def _finish_with_node(self, operation: Operation) -> None:
-        self._operations.finish(operation, pack(self._context.nodes.get(operation.target)))
+        return step
 
     def _act(self, body: Mapping[str, Any]) -> None:
         """Begin the faults that happen at once."""
