@@ -158,7 +158,7 @@ class ApiServer:
         if target.name or target.subresource:
             raise Refusal(405, "the server does not allow this method on the requested resource")
         item = self._parse(call, parse_body(data, call.content_type))
-        created = self._write(call, lambda: self._objects.create(target.kind, call.namespace, item))
+        created = self._write(call, lambda: self._objects.create(target.kind, target.namespace, item))
         return call.respond(created, 201)
 
     def _update(self, call: Call, data: bytes) -> web.Response:
@@ -286,10 +286,6 @@ class Call:
     @property
     def key(self) -> tuple[Kind, str, str]:
         return self.target.kind, self.target.namespace, self.target.name
-
-    @property
-    def namespace(self) -> str:
-        return self.target.namespace
 
     @property
     def scope(self) -> Scope:
