@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import grpc
-from aiohttp import web
 from google.cloud import tpu_v2
 from google.cloud.location import locations_pb2
 from google.longrunning import operations_pb2
@@ -21,6 +19,7 @@ from dropforge_local.base.errors import ApiError
 from ..compute.disks import Disks
 from ..kit import rpc
 from ..kit.background import stop_all
+from ..kit.emulator import RpcEmulator
 from ..kit.faults import Faulty, names_of
 from ..kit.host import Host
 from ..kit.logs import log_route
@@ -28,7 +27,7 @@ from ..kit.messages import Messages
 from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations, Step, longrunning, pack
 from ..kit.paging import Paging
-from ..kit.routing import mount
+from ..kit.routing import Route
 from . import rules
 from .config import TpuConfig
 from .context import make_context
@@ -41,7 +40,7 @@ from .queued import QueuedResources
 PAGES = Paging(default=100, largest=1000)  # Cloud TPU documents neither number
 
 
-class TpuEmulator(Named):
+class TpuEmulator(RpcEmulator, Named):
     """Cloud TPU over REST and gRPC. Satisfies server.Emulator. `context.Context` explains the parameters."""
 
     tables = ("tpu_nodes", "tpu_queued")
@@ -77,12 +76,8 @@ class TpuEmulator(Named):
             rpc.Service("google.cloud.location.Locations", LOCATION_METHODS, handlers),
         )
 
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
-        own = [self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output)]
-        return [*rpc.routes(self._services), *mount(own)]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return rpc.grpc_handlers(self._services)
+    def own_routes(self) -> Sequence[Route]:
+        return [self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output)]
 
     async def start(self) -> None:
         await self._machines.start()
