@@ -229,8 +229,8 @@ def _data(item: Object) -> Iterator[Cause]:
     text, binary = item.get("data", {}), item.get("binaryData", {})
     for key in [*text, *binary]:
         if len(key) > 253 or not names.KEY.fullmatch(key) or key in (".", ".."):
-            text = f"a valid config key must consist of alphanumeric characters, '-', '_' or '.': '{names.KEY.pattern}'"
-            yield wrong(f"data[{key}]", key, text)
+            rule = f"a valid config key must consist of alphanumeric characters, '-', '_' or '.': '{names.KEY.pattern}'"
+            yield wrong(f"data[{key}]", key, rule)
         if key in text and key in binary:
             yield wrong(f"data[{key}]", key, "duplicate of key present in binaryData")
     if sum(len(value) for value in [*text.values(), *binary.values()]) > LARGEST_DATA:
