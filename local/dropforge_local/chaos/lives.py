@@ -291,16 +291,12 @@ class _Reader:
 
 
 def _happened(machine: Machine, kind: str, here: At) -> None:
-    if kind == "running":
-        machine.running = here.time
-    elif kind == "ended":
-        machine.ended = here.time
-    elif kind == "gone":
-        machine.gone = here
+    if kind in ("running", "ended"):
+        setattr(machine, kind, here.time)
+    elif kind in ("made", "gone"):
+        setattr(machine, kind, here)
     elif kind == "orphaned":
         machine.orphaned = True
-    elif kind == "made":
-        machine.made = here
     elif machine.deleting is None:
         machine.deleting = here
 

@@ -7,12 +7,13 @@ import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.api_core.exceptions import NotFound, PreconditionFailed
 
 from .world import World
 
+T = TypeVar("T")
 _JSON = ("record.json", "ledger.json", "MANIFEST.json")
 
 
@@ -189,7 +190,7 @@ class Blob:
         def write() -> None:
             self.generation = self._client.put(self._bucket, self.name, encoded, if_generation_match)
 
-        self._client.world.effect(f"storage.put {self.name}", self._again(write), changes=True)
+        self._effect("put", self._again(write), changes=True)
 
     def download_as_bytes(self, **_: Any) -> bytes:
         def read() -> bytes:
@@ -197,22 +198,19 @@ class Blob:
             self.seen(stored)
             return stored.data
 
-        return self._client.world.effect(f"storage.get {self.name}", read)
+        return self._effect("get", read)
 
     def delete(self, **_: Any) -> None:
-        self._client.world.effect(
-            f"storage.delete {self.name}", lambda: self._client.remove(self._bucket, self.name), changes=True
-        )
+        self._effect("delete", lambda: self._client.remove(self._bucket, self.name), changes=True)
 
     def exists(self, **_: Any) -> bool:
-        return self._client.world.effect(
-            f"storage.get {self.name}", lambda: self.name in self._client._bucket(self._bucket)
-        )
+        return self._effect("get", lambda: self.name in self._client._bucket(self._bucket))
 
     def reload(self, **_: Any) -> None:
-        self._client.world.effect(
-            f"storage.get {self.name}", lambda: self.seen(self._client.get(self._bucket, self.name))
-        )
+        self._effect("get", lambda: self.seen(self._client.get(self._bucket, self.name)))
+
+    def _effect(self, verb: str, action: Callable[[], T], *, changes: bool = False) -> T:
+        return self._client.world.effect(f"storage.{verb} {self.name}", action, changes=changes)
 
     def _again(self, write: Callable[[], None]) -> Callable[[], None]:
         """Retry a write as the library does. If only the reply was lost, the retry's precondition fails."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from aiohttp import web
 from google.cloud import run_v2
-from google.longrunning import operations_pb2
-from google.protobuf import empty_pb2
 
 from dropforge_local.base.errors import ApiError
 
@@ -19,7 +17,7 @@ from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Faulty, names_of
 from ..kit.host import Host
 from ..kit.logs import log_route
-from ..kit.operations import Operations, longrunning
+from ..kit.operations import OperationMethods, Operations
 from ..kit.routing import Call, Handler, Route, mount
 from . import rules
 from .capacity import Capacity
@@ -37,7 +35,7 @@ from .workloads import Unready, Workloads
 LONGEST_WAIT_SECONDS = 300.0
 
 
-class CloudRunEmulator(PassiveEmulator):
+class CloudRunEmulator(PassiveEmulator, OperationMethods):
     """Cloud Run with containers as local process groups. Satisfies server.Emulator."""
 
     def __init__(
@@ -50,9 +48,10 @@ class CloudRunEmulator(PassiveEmulator):
     ) -> None:
         store, faults = Store(host.db), Faults(host.db, config, names_of(METHODS))
         self._runtime = Runtime(host.directory, host.images.search_path)
+        self._operations = Operations(host.db, host.clock, "Cloud Run")
         self._context = Context(
             store=store,
-            operations=Operations(host.db, host.clock, "Cloud Run"),
+            operations=self._operations,
             faults=faults,
             capacity=Capacity(faults),
             workloads=Workloads(store, host, config, self._runtime, access_secret),
@@ -63,7 +62,7 @@ class CloudRunEmulator(PassiveEmulator):
         self._executions = Executions(self._context)
         self._jobs = Jobs(self._context, self._executions)
         self._services = Services(self._context, authorize)
-        self._context.operations.carry_out({**self._jobs.steps, **self._executions.steps, **self._services.steps})
+        self._operations.carry_out({**self._jobs.steps, **self._executions.steps, **self._services.steps})
         self.create_job, self.update_job, self.run_job = self._jobs.create, self._jobs.update, self._jobs.run
         self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
         self.create_service, self.update_service = self._services.create, self._services.update
@@ -79,12 +78,12 @@ class CloudRunEmulator(PassiveEmulator):
         await self._runtime.start()
         await self._services.start()
         self._executions.start()
-        self._context.operations.start()
+        self._operations.start()
 
     async def stop(self) -> None:
         """Stop the emulator; the containers continue to run."""
         context = self._context
-        await stop_all(context.operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
+        await stop_all(self._operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
 
     def live(self) -> list[str]:
         """Jobs, executions and services that exist, open service ports, and containers that have a process."""
@@ -113,22 +112,10 @@ class CloudRunEmulator(PassiveEmulator):
     def list_revisions(self, request: Any) -> Any:
         return self._list("revisions", run_v2.ListRevisionsResponse, request)
 
-    def get_operation(self, request: Any) -> Any:
-        return longrunning(self._context.operations.get(request.name))
-
-    def delete_operation(self, request: Any) -> Any:
-        self._context.operations.delete(request.name)
-        return empty_pb2.Empty()
-
     async def wait_operation(self, request: Any) -> Any:
         """The operation once it is done, or as it is after the timeout."""
         wanted = request.timeout.ToMilliseconds() / 1000 if request.HasField("timeout") else LONGEST_WAIT_SECONDS
-        return longrunning(await self._context.operations.wait(request.name, min(wanted, LONGEST_WAIT_SECONDS)))
-
-    def list_operations(self, request: Any) -> Any:
-        operations, token = self._context.operations.page(request.name, request.page_size, request.page_token)
-        messages = map(longrunning, operations)
-        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
+        return self.shown(await self._operations.wait(request.name, min(wanted, LONGEST_WAIT_SECONDS)))
 
     def _list(self, kind: str, response: Any, request: Any) -> Any:
         if request.show_deleted:

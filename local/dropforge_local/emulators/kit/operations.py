@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.longrunning import operations_pb2
-from google.protobuf import json_format
+from google.protobuf import empty_pb2, json_format
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
@@ -221,6 +221,25 @@ def longrunning(operation: Operation, metadata: Json | None = None) -> Any:
         result = {"error": operation.error} if operation.error else {"response": operation.response}
         body |= {"done": True, **result}
     return json_format.ParseDict(body, operations_pb2.Operation())
+
+
+class OperationMethods:
+    """The methods of google.longrunning.Operations that answer at once, over `_operations`."""
+
+    _operations: Operations
+    shown: Callable[[Operation], Any] = staticmethod(longrunning)
+
+    def get_operation(self, request: Any) -> Any:
+        return self.shown(self._operations.get(request.name))
+
+    def list_operations(self, request: Any) -> Any:
+        operations, token = self._operations.page(request.name, request.page_size, request.page_token)
+        messages = map(self.shown, operations)
+        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
+
+    def delete_operation(self, request: Any) -> Any:
+        self._operations.delete(request.name)
+        return empty_pb2.Empty()
 
 
 def _read(row: sqlite3.Row) -> Operation:

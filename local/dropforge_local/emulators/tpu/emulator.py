@@ -11,8 +11,6 @@ from typing import Any
 
 from google.cloud import tpu_v2
 from google.cloud.location import locations_pb2
-from google.longrunning import operations_pb2
-from google.protobuf import empty_pb2
 
 from dropforge_local.base.errors import ApiError
 
@@ -25,7 +23,7 @@ from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.messages import Messages
 from ..kit.names import Named
-from ..kit.operations import EMPTY, Operation, Operations, Step, longrunning, pack
+from ..kit.operations import EMPTY, Operation, OperationMethods, Operations, Step, longrunning, pack
 from ..kit.paging import Paging
 from ..kit.routing import Route
 from . import rules
@@ -40,10 +38,22 @@ from .queued import QueuedResources
 PAGES = Paging(default=100, largest=1000)  # Cloud TPU documents neither number
 
 
-class TpuEmulator(RpcEmulator, Named):
+def operation_message(operation: Operation) -> Any:
+    """https://cloud.google.com/tpu/docs/reference/rest/v2/OperationMetadata in a google.longrunning.Operation."""
+    metadata = tpu_v2.OperationMetadata.pb()(
+        target=operation.target, verb=operation.verb.partition("_")[0], api_version="v2"
+    )
+    metadata.create_time.FromMilliseconds(int(operation.created * 1000))
+    if operation.ended is not None:
+        metadata.end_time.FromMilliseconds(int(operation.ended * 1000))
+    return longrunning(operation, pack(metadata))
+
+
+class TpuEmulator(RpcEmulator, OperationMethods, Named):
     """Cloud TPU over REST and gRPC. Satisfies server.Emulator. `context.Context` explains the parameters."""
 
     tables = ("tpu_nodes", "tpu_queued")
+    shown = staticmethod(operation_message)
 
     def __init__(
         self,
@@ -187,18 +197,6 @@ class TpuEmulator(RpcEmulator, Named):
         rules.check_zone(zone, self._config)
         return _location(project, zone)
 
-    def get_operation(self, request: Any) -> Any:
-        return operation_message(self._operations.get(request.name))
-
-    def list_operations(self, request: Any) -> Any:
-        operations, token = self._operations.page(request.name, request.page_size, request.page_token)
-        messages = map(operation_message, operations)
-        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
-
-    def delete_operation(self, request: Any) -> Any:
-        self._operations.delete(request.name)
-        return empty_pb2.Empty()
-
     def _slices(self, parent: str) -> list[rules.Slice]:
         zone = parent.split("/")[3]
         rules.check_zone(zone, self._config)
@@ -229,17 +227,6 @@ class TpuEmulator(RpcEmulator, Named):
             if part := body.get(action):
                 self._nodes.act(action, self._nodes.find(part))
         self._queued.switches.notify()
-
-
-def operation_message(operation: Operation) -> Any:
-    """https://cloud.google.com/tpu/docs/reference/rest/v2/OperationMetadata in a google.longrunning.Operation."""
-    metadata = tpu_v2.OperationMetadata.pb()(
-        target=operation.target, verb=operation.verb.partition("_")[0], api_version="v2"
-    )
-    metadata.create_time.FromMilliseconds(int(operation.created * 1000))
-    if operation.ended is not None:
-        metadata.end_time.FromMilliseconds(int(operation.ended * 1000))
-    return longrunning(operation, pack(metadata))
 
 
 def _accelerator_type(parent: str, part: rules.Slice) -> Any:
