@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+Values = Sequence[Any] | Mapping[str, Any]
 
 
 class Database:
@@ -63,6 +66,20 @@ class Database:
         callbacks, self._after_commit = self._after_commit, []
         for callback in callbacks:
             callback()
+
+    def row(self, sql: str, values: Values = ()) -> sqlite3.Row | None:
+        """The first row of a query; None without a row."""
+        row: sqlite3.Row | None = self.connection.execute(sql, values).fetchone()
+        return row
+
+    def rows(self, sql: str, values: Values = ()) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        return self.connection.execute(sql, values).fetchall()
+
+    def write(self, sql: str, values: Values = ()) -> None:
+        """Execute one statement as a transaction, or as a part of the open transaction."""
+        with self.transaction() as connection:
+            connection.execute(sql, values)
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         """Run `callback` once the open transaction has committed; at once when no transaction is open."""

@@ -5,7 +5,10 @@ Codes and HTTP numbers: google.rpc.Code (https://cloud.google.com/apis/design/er
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from google.rpc import code_pb2
 
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -25,24 +28,7 @@ HTTP_STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 
-RPC_CODE = {
-    "OK": 0,
-    "CANCELLED": 1,
-    "UNKNOWN": 2,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "ALREADY_EXISTS": 6,
-    "PERMISSION_DENIED": 7,
-    "RESOURCE_EXHAUSTED": 8,
-    "FAILED_PRECONDITION": 9,
-    "ABORTED": 10,
-    "OUT_OF_RANGE": 11,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "UNAUTHENTICATED": 16,
-}
+RPC_CODE: Mapping[str, int] = dict(code_pb2.Code.items())
 
 
 class ApiError(Exception):

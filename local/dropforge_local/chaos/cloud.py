@@ -6,6 +6,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import requests
+from google.api_core.exceptions import NotFound
+
 from dropforge.base.settings import Settings
 
 from .cloudrun import CloudRun
@@ -116,8 +119,6 @@ class Cloud:
             self.events.send("on_spec_deleted", data, {"object": name, "message": f"deleted {generation}"})
 
     def _secret(self, name: str, timeout: float) -> Any:
-        from google.api_core.exceptions import NotFound
-
         def read() -> Any:
             secret = name.split("/")[3]
             if secret not in SECRETS:
@@ -165,6 +166,4 @@ class Cloud:
 
 
 def _broken(timed_out: bool) -> Exception:
-    import requests
-
     return requests.ConnectionError("connection reset")

@@ -6,11 +6,14 @@ The history records when each resource begins and ceases to exist, whoever creat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+from google.api_core.exceptions import AlreadyExists, NotFound, ResourceExhausted
+from google.cloud import run_v2
 
 from .trainer import Container
 from .world import PROJECT, World
@@ -35,7 +38,6 @@ class Resource:
     ended: float | None = None
     exit_code: int | None = None
     cancelled: bool = False
-    ends: list[Callable[[], None]] = field(default_factory=list)
 
 
 class CloudRun:
@@ -70,8 +72,6 @@ class CloudRun:
         return self.world.effect("run.delete_job", lambda: self._delete(self.jobs, name), changes=True)
 
     def _create_job(self, name: str, job: Any) -> Any:
-        from google.api_core.exceptions import AlreadyExists, ResourceExhausted
-
         world, region = self.world, name.split("/")[3]
         if name in self.jobs:
             raise AlreadyExists(f"Resource '{name.rsplit('/', 1)[1]}' already exists.")
@@ -122,8 +122,6 @@ class CloudRun:
         self.world.fact("ended", name=job.name, exit_code=exit_code)
 
     def _shown_job(self, job: Resource) -> Any:
-        from google.cloud import run_v2
-
         states = run_v2.Condition.State
         state = states.CONDITION_SUCCEEDED if job.ready is not None else states.CONDITION_RECONCILING
         if job.failure and job.ready is not None:
@@ -179,8 +177,6 @@ class CloudRun:
         return (job.ended or self.world.now) - job.running >= allowed - 0.001
 
     def _execution(self, name: str) -> Resource:
-        from google.api_core.exceptions import NotFound
-
         job = self._find(self.jobs, name.rsplit("/executions/", 1)[0])
         token = job.request.start_execution_token
         if not _has_execution(job) or not name.endswith(f"-{token}"):
@@ -188,8 +184,6 @@ class CloudRun:
         return job
 
     def _shown_execution(self, job: Resource) -> Any:
-        from google.cloud import run_v2
-
         states = run_v2.Condition.State
         state = states.CONDITION_RECONCILING
         if job.ended is not None:
@@ -228,8 +222,6 @@ class CloudRun:
         return self.world.effect("run.delete_service", lambda: self._delete(self.services, name), changes=True)
 
     def _create_service(self, name: str, service: Any) -> Any:
-        from google.api_core.exceptions import AlreadyExists
-
         world = self.world
         if name in self.services:
             raise AlreadyExists(f"Resource '{name.rsplit('/', 1)[1]}' already exists.")
@@ -255,8 +247,6 @@ class CloudRun:
         return any(_url(service) == url and service.ready is not None for service in self.services.values())
 
     def _shown_service(self, service: Resource) -> Any:
-        from google.cloud import run_v2
-
         states = run_v2.Condition.State
         ready = service.ready is not None
         state = states.CONDITION_SUCCEEDED if ready else states.CONDITION_RECONCILING
@@ -281,8 +271,6 @@ class CloudRun:
         return sorted([*self.jobs, *self.services])
 
     def _find(self, kind: dict[str, Resource], name: str) -> Resource:
-        from google.api_core.exceptions import NotFound
-
         if name not in kind:
             raise NotFound(f"Resource '{name}' does not exist.")
         return kind[name]
@@ -306,17 +294,14 @@ class CloudRun:
             self.end(resource, None)
         resource.ended = resource.ended or self.world.now
         self.world.fact("gone", name=resource.name)
-        for callback in resource.ends:
-            callback()
 
     def _perhaps_by_hand(self, kind: dict[str, Resource], made: Resource) -> None:
         """Maybe a user deletes the resource in the console."""
         if not self.world.happens(self.world.faults.deleted):
             return
-        made_at = made.created
 
         def delete() -> None:
-            if kind.get(made.name) is made and made.created == made_at and self.world.now < self.world.calm:
+            if kind.get(made.name) is made and self.world.now < self.world.calm:
                 self.world.fact("fault", what="deleted", resource=made.name)
                 made.deleted = made.deleted or self.world.now
                 self._gone(kind, made)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from .world import World
+from .world import World, broken
 
 DISK = "compute.googleapis.com/Disk"
 ROOT = "https://compute.chaos"
@@ -52,7 +52,7 @@ class Disks:
             f"compute.{verb} {path.rsplit('/', 1)[-1]}",
             lambda: _response(verb, url, *self._answer(verb, path, query, json)),
             changes=verb != "GET",
-            error=_broken,
+            error=broken,
         )
 
     def attach(self, name: str, user: str) -> str:
@@ -103,8 +103,7 @@ class Disks:
             if disk.status == "CREATING":
                 disk.status = "READY"
 
-        slow = world.happens(world.faults.slow_start)
-        world.after(world.random.uniform(10, 300) if slow else world.random.uniform(0.2, 3), ready)
+        world.after(world.duration(world.faults.slow_start, (10, 300), (0.2, 3)), ready)
         return 200, operation
 
     def _delete(self, disk: Disk) -> tuple[int, dict[str, Any]]:
@@ -114,8 +113,7 @@ class Disks:
         if disk.status != "DELETING":
             disk.status = "DELETING"
             self.world.fact("deleting", name=disk.name)
-            slow = self.world.happens(self.world.faults.slow_end)
-            wait = self.world.random.uniform(5, 300) if slow else self.world.random.uniform(0.1, 3)
+            wait = self.world.duration(self.world.faults.slow_end, (5, 300), (0.1, 3))
             self.world.after(wait, lambda: self._gone(disk))
         return 200, {"name": "operation-delete"}
 
@@ -151,9 +149,3 @@ def _response(verb: str, url: str, status: int, body: dict[str, Any]) -> Any:
     """requests.Response."""
     request = SimpleNamespace(method=verb, url=url)
     return SimpleNamespace(ok=status < 400, status_code=status, json=lambda: body, request=request)
-
-
-def _broken(timed_out: bool) -> Exception:
-    import requests
-
-    return requests.ReadTimeout("timed out") if timed_out else requests.ConnectionError("connection reset")

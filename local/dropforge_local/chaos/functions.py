@@ -33,14 +33,7 @@ class Functions:
 
     def post(self, name: str, body: dict[str, Any], done: Callable[[Reply], None]) -> None:
         """Call a stage; `done` gets its answer, or None when the instance crashed."""
-        request = SimpleNamespace(get_json=lambda silent: body)
-
-        def answer() -> tuple[int, Any]:
-            answered: Any = getattr(self._main, name)(request)
-            content, status = answered if isinstance(answered, tuple) else (answered, 200)
-            return status, json.loads(json.dumps(content))
-
-        self._start(name, {"run": body.get("run", "")}, answer, done)
+        self._start(name, {"run": body.get("run", "")}, lambda: call_stage(self._main, name, body), done)
 
     def deliver(self, name: str, data: dict[str, Any], about: dict[str, Any], done: Callable[[bool], None]) -> None:
         """Give an event to a function; `done` gets whether it was acknowledged."""
@@ -75,6 +68,13 @@ class Functions:
         if world.happens(world.faults.killed):
             process.kill_at = (1 + int(LAST_EFFECT * world.random.random() ** 2), world.random.random() < 0.5)
         world.scheduler.spawn(process, world.random.uniform(0.005, 0.3))
+
+
+def call_stage(main: ModuleType, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Call a stage by HTTP: the status and the body of its answer."""
+    answered: Any = getattr(main, name)(SimpleNamespace(get_json=lambda silent: body))
+    content, status = answered if isinstance(answered, tuple) else (answered, 200)
+    return status, json.loads(json.dumps(content))
 
 
 def entry_points(context: Context) -> ModuleType:

@@ -13,6 +13,9 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
+from google.api_core.exceptions import AlreadyExists, FailedPrecondition, Forbidden, NotFound
+from google.cloud import container_v1
+
 from .kubernetes import Api
 from .trainer import Container
 from .workloads import Workloads
@@ -81,8 +84,6 @@ class Gke:
         self.world.effect("gke.delete", lambda: self._delete(name), changes=True)
 
     def _create(self, name: str, wanted: Any) -> None:
-        from google.api_core.exceptions import AlreadyExists, Forbidden
-
         world = self.world
         assert wanted.autopilot.enabled, "no other cluster is simulated"
         assert wanted.control_plane_endpoints_config.dns_endpoint_config.allow_external_traffic, "the way in"
@@ -94,8 +95,7 @@ class Gke:
         made = self._add(name, dict(wanted.resource_labels), has_ray)
         world.fact("created", type=CLUSTER, name=name, labels=made.labels)
         full = world.lasts(f"no GKE in {name.split('/')[3]}", world.faults.stockout * 0.3)
-        slow = world.happens(world.faults.slow_start)
-        wait = world.random.uniform(600, 1500) if slow else world.random.uniform(200, 400)
+        wait = world.duration(world.faults.slow_start, (600, 1500), (200, 400))
         world.after(wait, lambda: self._fail(made) if full else self._run(made))
         self._perhaps_by_hand(made)
 
@@ -111,8 +111,6 @@ class Gke:
         self.world.fact("made", name=cluster.name)
 
     def _delete(self, name: str) -> None:
-        from google.api_core.exceptions import FailedPrecondition
-
         cluster = self._find(name)
         if cluster.status in ("PROVISIONING", "STOPPING"):
             raise FailedPrecondition("Cluster is running incompatible operation operation-1.")
@@ -123,8 +121,7 @@ class Gke:
         world = self.world
         for name in [cluster.name, *cluster.api.objects]:
             world.fact("deleting", name=name)
-        slow = world.happens(world.faults.slow_end)
-        wait = world.random.uniform(300, 600) if slow else world.random.uniform(60, 200)
+        wait = world.duration(world.faults.slow_end, (300, 600), (60, 200))
         world.after(wait / 2, cluster.api.close)
         world.after(wait, lambda: self._end(cluster))
 
@@ -163,16 +160,12 @@ class Gke:
         return made
 
     def _find(self, name: str) -> Cluster:
-        from google.api_core.exceptions import NotFound
-
         if name not in self.clusters:
             raise NotFound(f"Not found: {name}.")
         return self.clusters[name]
 
 
 def _shown(cluster: Cluster) -> Any:
-    from google.cloud.container_v1 import Cluster as Message
-
     code, message = cluster.error
     runs = cluster.status in ("RUNNING", "STOPPING")
     dns = SimpleNamespace(endpoint=cluster.host if runs else "", allow_external_traffic=runs)
@@ -180,7 +173,7 @@ def _shown(cluster: Cluster) -> Any:
     return SimpleNamespace(
         name=name,
         location=location,
-        status=Message.Status[cluster.status],
+        status=container_v1.Cluster.Status[cluster.status],
         status_message=message,
         conditions=[SimpleNamespace(code=SimpleNamespace(name=code), message=message)] * bool(code),
         resource_labels=cluster.labels,

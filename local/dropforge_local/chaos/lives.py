@@ -18,6 +18,7 @@ CHECK_SECONDS = 300.0  # Settings.check_interval_seconds
 SWEEP_SECONDS = 600.0  # of the scheduler that calls it
 SLACK_SECONDS = 30.0  # clocks differ by seconds, and a task ends some seconds after the request
 CALL_FAULTS = frozenset({"refused", "lost", "late", "killed"})
+LISTS = {"dropped": "dropped", "forged": "forged", "cancel": "cancels", "told": "job_events"}  # of a Life, by fact
 _DISK = "compute.googleapis.com/Disk"
 _CLUSTER = "container.googleapis.com/Cluster"
 
@@ -49,7 +50,6 @@ class Machine:
     made: At | None = None
     running: float | None = None
     ended: float | None = None
-    exit_code: int | None = None
     deleting: At | None = None
     gone: At | None = None
     by_hand: bool = False
@@ -291,40 +291,29 @@ class _Reader:
 
 
 def _happened(machine: Machine, kind: str, here: At) -> None:
-    if kind == "running":
-        machine.running = here.time
-    elif kind == "ended":
-        machine.ended, machine.exit_code = here.time, here.value["exit_code"]
-    elif kind == "gone":
-        machine.gone = here
+    if kind in ("running", "ended"):
+        setattr(machine, kind, here.time)
+    elif kind in ("made", "gone"):
+        setattr(machine, kind, here)
     elif kind == "orphaned":
         machine.orphaned = True
-    elif kind == "made":
-        machine.made = here
     elif machine.deleting is None:
         machine.deleting = here
 
 
 def _record_message(lives: dict[str, Life], kind: str, here: At) -> None:
     data = here.value
-    if kind == "dropped":
-        lives[data["run"]].dropped.append(here)
-    elif kind == "withdrawn":
-        lives[data["run"]].withdrawn = here
-    elif kind == "forged":
-        lives[data["run"]].forged.append(here)
-    elif kind == "cancel":
-        lives[data["run"]].cancels.append(here)
-    elif kind == "execution":
-        lives[data["run"]].executions[data["id"]] = here
-    elif kind == "execution_ended":
-        lives[data["run"]].ended[data["id"]] = here
-    elif kind == "told":
-        lives[data["run"]].job_events.append(here)
-    elif kind == "published":
+    if kind == "published":
         lives[data["event"]["run"]].published.append(here)
     elif kind == "slack":
         lives[data["event"].split("/")[0]].slack.append(here)
+    elif kind == "withdrawn":
+        lives[data["run"]].withdrawn = here
+    elif kind in ("execution", "execution_ended"):
+        life = lives[data["run"]]
+        (life.executions if kind == "execution" else life.ended)[data["id"]] = here
+    elif kind in LISTS:
+        getattr(lives[data["run"]], LISTS[kind]).append(here)
 
 
 def seconds_of(time: str) -> float:

@@ -103,8 +103,7 @@ class Machine:
         def answer(does: bool) -> None:
             self.serves = does and not self.off
 
-        slow = world.happens(world.faults.slow_start)
-        ready = world.now + (world.random.uniform(60, 1800) if slow else world.random.uniform(5, 90))
+        ready = world.now + world.duration(world.faults.slow_start, (60, 1800), (5, 90))
         if ready < deadline:
             world.scheduler.at(ready, lambda: answer(True))
             world.scheduler.at(deadline, lambda: answer(False))

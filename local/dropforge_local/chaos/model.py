@@ -30,7 +30,7 @@ from workflows_engine import Wait, decode_value, encode_value, timer_result
 
 from .cloud import RUNS, SPECS, deployment
 from .faults import Strike
-from .functions import entry_points
+from .functions import call_stage, entry_points
 from .scheduler import START, Killed
 from .seam import context_of
 from .storage import Storage, StoredObject
@@ -148,15 +148,12 @@ class Stage(World):
 
     def call(self, name: str, body: dict[str, Any]) -> Reply:
         """A stage by HTTP, on this stack."""
-        request = SimpleNamespace(get_json=lambda silent: body)
         try:
-            answered: Any = getattr(self.main, name)(request)
+            return call_stage(self.main, name, body)
         except Killed:
             return None
         except Exception as error:  # noqa: BLE001  # as functions-framework does
             return 500, {"error": repr(error)}
-        content, status = answered if isinstance(answered, tuple) else (answered, 200)
-        return status, json.loads(json.dumps(content))
 
     def deliver(self, name: str, data: dict[str, Any]) -> bool:
         """An event; whether it was acknowledged."""

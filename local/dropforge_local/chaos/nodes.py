@@ -86,8 +86,7 @@ class Nodes:
             text = f"Node scale up in zones a, b associated with this pod failed: {obstacle}."
             self.api.tell(pod, "FailedScaleUp", f"{text} Pod is at risk of not being scheduled.")
             return world.after(LOOK_SECONDS, lambda: self._find_node(pod, obstacle))
-        slow = world.happens(world.faults.slow_start)
-        world.after(world.random.uniform(60, 1800) if slow else world.random.uniform(5, 90), lambda: self._bind(pod))
+        world.after(world.duration(world.faults.slow_start, (60, 1800), (5, 90)), lambda: self._bind(pod))
 
     def _bind(self, pod: Object) -> None:
         if not self.api.is_live(pod):

@@ -77,24 +77,25 @@ def _tpu_vm(draw: random.Random) -> dict[str, Any]:
 
 
 def _gke(draw: random.Random) -> dict[str, Any]:
-    """In a standing cluster or in the attempt's own cluster; on 1 or 2 nodes."""
-    regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
-    placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
-    target = {"type": "gke", "placements": placements, "price_usd_per_hour": TRAINING_USD}
-    return {
-        **target,
-        "nodes": draw.choice((1, 1, 2)),
-        "node_network": "tcp",
-        "cluster": {"create": draw.random() < 0.3},
-    }
+    """On 1 or 2 nodes."""
+    target = _in_regions(draw, "gke")
+    return {**target, "nodes": draw.choice((1, 1, 2)), "node_network": "tcp", **_cluster(draw)}
 
 
 def _ray(draw: random.Random) -> dict[str, Any]:
-    """In a standing cluster or in the attempt's own cluster; on a slice of 1 or 4 hosts."""
+    """On a slice of 1 or 4 hosts."""
+    return {**_in_regions(draw, "ray"), "topology": draw.choice(("2x2", "2x2", "4x4")), **_cluster(draw)}
+
+
+def _in_regions(draw: random.Random, kind: str) -> dict[str, Any]:
     regions = draw.sample(_CLUSTERS, 1 + draw.randrange(2))
     placements = [{"region": region, "capacity": draw.choice(("on_demand", "spot"))} for region in regions]
-    target = {"type": "ray", "placements": placements, "price_usd_per_hour": TRAINING_USD}
-    return {**target, "topology": draw.choice(("2x2", "2x2", "4x4")), "cluster": {"create": draw.random() < 0.3}}
+    return {"type": kind, "placements": placements, "price_usd_per_hour": TRAINING_USD}
+
+
+def _cluster(draw: random.Random) -> dict[str, Any]:
+    """A standing cluster or the attempt's own cluster."""
+    return {"cluster": {"create": draw.random() < 0.3}}
 
 
 def _cloud_run_endpoint(draw: random.Random) -> dict[str, Any]:

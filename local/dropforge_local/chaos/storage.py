@@ -7,10 +7,13 @@ import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from google.api_core.exceptions import NotFound, PreconditionFailed
 
 from .world import World
 
+T = TypeVar("T")
 _JSON = ("record.json", "ledger.json", "MANIFEST.json")
 
 
@@ -73,8 +76,6 @@ class Storage:
 
     def put(self, bucket: str, name: str, data: bytes, if_generation_match: int | None = None) -> int:
         """Write an object; returns its generation. Raises PreconditionFailed."""
-        from google.api_core.exceptions import PreconditionFailed
-
         objects = self._bucket(bucket)
         present = objects[name].generation if name in objects else 0
         if if_generation_match is not None and if_generation_match != present:
@@ -90,8 +91,6 @@ class Storage:
         return self._generation
 
     def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
-        from google.api_core.exceptions import NotFound
-
         stored = self._bucket(bucket).get(name)
         if stored is None or generation not in (None, stored.generation):
             raise NotFound(f"No such object: {bucket}/{name}")
@@ -104,8 +103,6 @@ class Storage:
         self.deleted(bucket, name, stored.generation)
 
     def _bucket(self, name: str) -> dict[str, StoredObject]:
-        from google.api_core.exceptions import NotFound
-
         if name not in self.objects:
             raise NotFound(f"The specified bucket does not exist: {name}")
         return self.objects[name]
@@ -193,7 +190,7 @@ class Blob:
         def write() -> None:
             self.generation = self._client.put(self._bucket, self.name, encoded, if_generation_match)
 
-        self._client.world.effect(f"storage.put {self.name}", self._again(write), changes=True)
+        self._effect("put", self._again(write), changes=True)
 
     def download_as_bytes(self, **_: Any) -> bytes:
         def read() -> bytes:
@@ -201,22 +198,19 @@ class Blob:
             self.seen(stored)
             return stored.data
 
-        return self._client.world.effect(f"storage.get {self.name}", read)
+        return self._effect("get", read)
 
     def delete(self, **_: Any) -> None:
-        self._client.world.effect(
-            f"storage.delete {self.name}", lambda: self._client.remove(self._bucket, self.name), changes=True
-        )
+        self._effect("delete", lambda: self._client.remove(self._bucket, self.name), changes=True)
 
     def exists(self, **_: Any) -> bool:
-        return self._client.world.effect(
-            f"storage.get {self.name}", lambda: self.name in self._client._bucket(self._bucket)
-        )
+        return self._effect("get", lambda: self.name in self._client._bucket(self._bucket))
 
     def reload(self, **_: Any) -> None:
-        self._client.world.effect(
-            f"storage.get {self.name}", lambda: self.seen(self._client.get(self._bucket, self.name))
-        )
+        self._effect("get", lambda: self.seen(self._client.get(self._bucket, self.name)))
+
+    def _effect(self, verb: str, action: Callable[[], T], *, changes: bool = False) -> T:
+        return self._client.world.effect(f"storage.{verb} {self.name}", action, changes=changes)
 
     def _again(self, write: Callable[[], None]) -> Callable[[], None]:
         """Retry a write as the library does. If only the reply was lost, the retry's precondition fails."""

@@ -12,6 +12,9 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
+from google.api_core.exceptions import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
+from google.cloud import tpu_v2
+
 from .disks import Disks
 from .events import Events
 from .machines import Machine
@@ -104,8 +107,6 @@ class Tpu:
         self.world.effect("tpu.delete_queued", lambda: self._delete_queued(request.name), changes=True)
 
     def _queue(self, name: str, request: Any) -> None:
-        from google.api_core.exceptions import AlreadyExists, ResourceExhausted
-
         world = self.world
         if request.request_id in self._requests:
             return  # the operation that it has started
@@ -156,8 +157,6 @@ class Tpu:
         queued.error = code, message
 
     def _delete_queued(self, name: str) -> None:
-        from google.api_core.exceptions import FailedPrecondition
-
         queued = _find(self.queued, name)
         if queued.state == "DELETING":
             raise FailedPrecondition(f"{name} is being deleted")
@@ -209,8 +208,6 @@ class Tpu:
         return self.world.effect("tpu.list_operations", read)
 
     def _take(self, name: str, wanted: Any) -> None:
-        from google.api_core.exceptions import AlreadyExists, FailedPrecondition, ResourceExhausted
-
         if name in self.nodes:
             raise AlreadyExists(f"Resource '{name}' already exists")
         if self.world.happens(self.world.faults.quota):
@@ -236,10 +233,10 @@ class Tpu:
 
     def _refuse(self, node: Node) -> None:
         """Refuse a direct creation for lack of capacity: the node is deleted and its operation says why."""
-        from google.cloud.tpu_v2 import OperationMetadata
-
         if self.nodes.get(node.name) is node and node.state == "CREATING":
-            about = SimpleNamespace(value=OperationMetadata.serialize(OperationMetadata(target=node.name)))
+            about = SimpleNamespace(
+                value=tpu_v2.OperationMetadata.serialize(tpu_v2.OperationMetadata(target=node.name))
+            )
             error = SimpleNamespace(code=RESOURCE_EXHAUSTED, message=_stockout(node.name))
             zone = node.name.rsplit("/nodes/", 1)[0]
             self._operations.append((zone, SimpleNamespace(metadata=about, error=error)))
@@ -278,8 +275,6 @@ class Tpu:
             self.world.after(self.world.random.uniform(1, 20), lambda: self._enter(queued, "SUSPENDED"))
 
     def _delete_node(self, name: str) -> None:
-        from google.api_core.exceptions import FailedPrecondition
-
         node = _find(self.nodes, name)
         if node.state == "DELETING":
             raise FailedPrecondition(f"{name} is being deleted")
@@ -314,8 +309,7 @@ class Tpu:
         return self.world.lasts(f"no TPU VM in {zone}", self.world.faults.stockout)
 
     def _end_seconds(self) -> float:
-        slow = self.world.happens(self.world.faults.slow_end)
-        return self.world.random.uniform(5, 600) if slow else self.world.random.uniform(1, 30)
+        return self.world.duration(self.world.faults.slow_end, (5, 600), (1, 30))
 
     def _perhaps_by_hand(self, kind: dict[str, Any], made: Queued | Node, end: Callable[[], None]) -> None:
         """Maybe a user deletes the resource in the console."""
@@ -344,34 +338,28 @@ def _labels(queued: Queued) -> dict[str, str]:
 
 
 def _find(kind: dict[str, Any], name: str) -> Any:
-    from google.api_core.exceptions import NotFound
-
     if name not in kind:
         raise NotFound(f"Resource '{name}' was not found")
     return kind[name]
 
 
 def _shown_queued(queued: Queued) -> Any:
-    from google.cloud.tpu_v2 import QueuedResourceState
-
     code, message = queued.error
     failed = SimpleNamespace(error=SimpleNamespace(code=code, message=message))
     node = SimpleNamespace(labels=_labels(queued))
     return SimpleNamespace(
         name=queued.name,
-        state=SimpleNamespace(state=QueuedResourceState.State[queued.state], failed_data=failed),
+        state=SimpleNamespace(state=tpu_v2.QueuedResourceState.State[queued.state], failed_data=failed),
         tpu=SimpleNamespace(node_spec=[SimpleNamespace(node=node)]),
         create_time=datetime.fromtimestamp(queued.created, UTC),
     )
 
 
 def _shown_node(node: Node) -> Any:
-    from google.cloud.tpu_v2 import Node as Message
-
     addresses = [SimpleNamespace(ip_address=node.address)] if node.address else []
     return SimpleNamespace(
         name=node.name,
-        state=Message.State[node.state],
+        state=tpu_v2.Node.State[node.state],
         labels=dict(node.wanted.labels),
         queued_resource=node.queued,
         health_description="",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from google.api_core.exceptions import PreconditionFailed
+
 from .events import Events
 from .storage import Storage
 from .world import World
@@ -145,8 +147,6 @@ class _Attempt:
 
     def _commit(self) -> None:
         """Write the manifest last and once; another attempt's manifest stays."""
-        from google.api_core.exceptions import PreconditionFailed
-
         data = manifest(self.run, self.number, self.world.now, self.work.metric)
         try:
             self.trainer.storage.put(self.trainer.bucket, f"models/{self.run}/MANIFEST.json", data, 0)

@@ -18,6 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+from google.api_core.exceptions import NotFound
+from google.cloud.workflows import executions_v1
+
 from workflows_engine import (
     Limits,
     Machine,
@@ -33,7 +36,7 @@ from workflows_engine import (
     timer_result,
 )
 
-from .world import LOCATION, PROJECT, World
+from .world import LOCATION, PROJECT, World, broken
 
 SOURCE = Path(__file__).resolve().parents[3] / "workflows" / "run.workflows.yaml"
 WORKFLOW = f"projects/{PROJECT}/locations/{LOCATION}/workflows/dropforge-run"
@@ -112,7 +115,7 @@ class Workflows:
 
     def call_back(self, url: str) -> Any:
         """POST to a callback."""
-        return self.world.effect("callback", lambda: self._deliver(url), changes=True, error=_broken)
+        return self.world.effect("callback", lambda: self._deliver(url), changes=True, error=broken)
 
     def _deliver(self, url: str) -> Any:
         id_, _, ref = url.rpartition("/callbacks/")
@@ -261,15 +264,11 @@ class Workflows:
         self.world.fact("execution_ended", id=execution.id, run=execution.run, state=state, result=result)
 
     def _find(self, name: str) -> Execution:
-        from google.api_core.exceptions import NotFound
-
         if name.rsplit("/", 1)[-1] not in self.executions:
             raise NotFound(f"Execution {name} does not exist.")
         return self.executions[name.rsplit("/", 1)[-1]]
 
     def _shown(self, execution: Execution) -> Any:
-        from google.cloud.workflows import executions_v1
-
         return SimpleNamespace(
             name=execution.name,
             labels=execution.labels,
@@ -284,10 +283,3 @@ class Workflows:
 def program() -> Program:
     """The compiled workflow."""
     return compile_source(SOURCE.read_text(encoding="utf-8"), Limits())[0]
-
-
-def _broken(timed_out: bool) -> Exception:
-    """The exception of `requests` for a call that failed on the network."""
-    import requests
-
-    return requests.ReadTimeout("timed out") if timed_out else requests.ConnectionError("connection reset")

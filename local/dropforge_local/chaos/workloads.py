@@ -73,8 +73,7 @@ class Workloads:
         """An object whose deletion has begun is held by its controller for a while."""
         if item["kind"] == "Pod":
             return self.nodes.remove(item)
-        slow = self.world.happens(self.world.faults.slow_end)
-        wait = self.world.random.uniform(5, 300) if slow else self.world.random.uniform(0.1, 2)
+        wait = self.world.duration(self.world.faults.slow_end, (5, 300), (0.1, 2))
         self.world.after(wait, lambda: self.api.release(item))
 
     def _removed(self, item: Object) -> None:
@@ -266,7 +265,7 @@ class Workloads:
         world = self.world
         if world.happens(world.faults.unready):
             return
-        slow = world.happens(world.faults.slow_start)
+        seconds = world.duration(world.faults.slow_start, (60, 1800), (5, 90))
 
         def ready() -> None:
             if not self.nodes.has_stopped(pod) and self.api.is_live(pod):
@@ -274,7 +273,7 @@ class Workloads:
                 set_condition(pod, "Ready", "True")
                 self._scale(deployment)
 
-        world.after(world.random.uniform(60, 1800) if slow else world.random.uniform(5, 90), ready)
+        world.after(seconds, ready)
 
     def _is_ready(self, pod: Object) -> bool:
         return pod["metadata"]["uid"] in self._serving and not self.nodes.has_stopped(pod)
@@ -293,8 +292,7 @@ class Workloads:
             address = f"10.1.0.{self.world.id()}"
             service["status"]["loadBalancer"] = {"ingress": [{"ip": address}]}
 
-        slow = self.world.happens(self.world.faults.slow_start)
-        self.world.after(self.world.random.uniform(60, 600) if slow else self.world.random.uniform(10, 60), listen)
+        self.world.after(self.world.duration(self.world.faults.slow_start, (60, 600), (10, 60)), listen)
 
 
 def _reason(job: Object, pod: Object) -> tuple[str, str]:

@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import requests
+from google.api_core.exceptions import DeadlineExceeded, GoogleAPIError, ServiceUnavailable
+
 from .faults import Faults, Strike
 from .history import History
 from .scheduler import Killed, Process, Scheduler
@@ -43,6 +46,10 @@ class World:
     def happens(self, probability: float) -> bool:
         """Whether a fault strikes now. A fault that is off draws no random number."""
         return probability > 0 and self.now < self.calm and self.random.random() < probability
+
+    def duration(self, slow: float, slowly: tuple[float, float], usually: tuple[float, float]) -> float:
+        """Seconds that something takes: between the bounds `slowly` with the probability `slow`, else `usually`."""
+        return self.random.uniform(*(slowly if self.happens(slow) else usually))
 
     def lasts(self, fault: str, probability: float) -> bool:
         """Whether a lasting fault is on: the same answer for `fault` as long as faults last."""
@@ -126,7 +133,7 @@ class World:
         def arrive() -> None:
             self.fact("late", call=name, delay=delay)
             answer = _answer(action)
-            if isinstance(answer, _Raised) and not isinstance(answer.error, _api_error()):
+            if isinstance(answer, _Raised) and not isinstance(answer.error, GoogleAPIError):
                 raise answer.error
 
         self.after(delay, arrive)
@@ -144,21 +151,17 @@ def _answer(action: Callable[[], T]) -> Callable[[], T]:
     """Run the action now; the returned function gives its result or raises its exception."""
     try:
         result = action()
-    except _api_error() as refusal:
+    except GoogleAPIError as refusal:
         return _Raised(refusal)
     return lambda: result
 
 
-def _api_error() -> type[Exception]:
-    from google.api_core.exceptions import GoogleAPIError
-
-    base: type[Exception] = GoogleAPIError
-    return base
+def broken(timed_out: bool) -> Exception:
+    """The exception of `requests` for a call that failed on the network."""
+    return requests.ReadTimeout("timed out") if timed_out else requests.ConnectionError("connection reset")
 
 
 def unavailable(timed_out: bool) -> Exception:
     """The exception of google.api_core for a call that failed on the network."""
-    from google.api_core.exceptions import DeadlineExceeded, ServiceUnavailable
-
     error: Exception = DeadlineExceeded("Deadline Exceeded")
     return error if timed_out else ServiceUnavailable("The service is unavailable.")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 from aiohttp import web
 
@@ -25,6 +24,8 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.containers import shim
 from dropforge_local.containers.processes import find_members, send_signal
+from dropforge_local.emulators.kit.emulator import PassiveEmulator
+from dropforge_local.emulators.kit.routing import Call, Route, mount
 
 VARIABLE = "DROPFORGE_KILL_AT_COMMIT"
 _DEFAULTS = {"commit": 0, "moment": "after", "kill": "stack"}
@@ -33,7 +34,7 @@ _MOMENTS, _VICTIMS = ("before", "after"), ("stack", "functions", "containers")
 _CONTAINER_VARIABLES = frozenset({"DROPFORGE_RUN", "DROPFORGE_SERVED_MODEL_NAME"})
 
 
-class CrashSwitch:
+class CrashSwitch(PassiveEmulator):
     """Counts commits and kills at the armed commit. `directories` hold the containers."""
 
     def __init__(self, db: Database, directories: Sequence[Path], kill_functions: Callable[[], None]) -> None:
@@ -44,24 +45,15 @@ class CrashSwitch:
         db.on_commit = self._on_commit
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return [web.get("/_local/crash", self._show), web.post("/_local/crash", self._arm)]
+        return mount([Route("GET", "/_local/crash", self._show), Route("POST", "/_local/crash", self._arm)])
 
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return []
+    def _show(self, call: Call) -> dict[str, Any]:
+        return {"commits": self._commits, "armed": self._armed}
 
-    async def start(self) -> None:
-        """Nothing runs in the background."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
-
-    async def _show(self, _: web.Request) -> web.Response:
-        return web.json_response({"commits": self._commits, "armed": self._armed})
-
-    async def _arm(self, request: web.Request) -> web.Response:
-        self._armed = parse(await request.read())
+    def _arm(self, call: Call) -> dict[str, Any]:
+        self._armed = parse(call.body)
         self._commits = 0
-        return await self._show(request)
+        return self._show(call)
 
     def _on_commit(self, moment: str) -> None:
         self._commits += moment == "before"

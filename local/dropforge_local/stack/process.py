@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
@@ -109,21 +110,13 @@ class Stack:
         """The emulators that run containers, and the disks of TPU VMs."""
         self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
         self.cloudrun = CloudRunEmulator(
-            self.db,
-            self.clock,
-            images=self.images,
-            directory=self.state / "containers",
-            platform_env=self._platform_environment,
+            self._host("containers", self._platform_environment),
             access_secret=self.secrets.access,
             authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
         self.kubernetes = KubernetesEmulator(
-            self.db,
-            self.clock,
-            images=self.images,
-            directory=self.state / "pods",
-            platform_env=self._platform_environment,
+            self._host("pods", self._platform_environment),
             authorize=self.identity.is_known,
             note=self._note_kubernetes,
             config=KubernetesConfig(**self.config.kubernetes),
@@ -133,15 +126,14 @@ class Stack:
             self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
         )
         self.tpu = TpuEmulator(
-            self.db,
-            self.clock,
-            images=self.images,
-            directory=self.state / "vms",
+            self._host("vms", self._machine_environment),
             disks=self.compute.disks,
-            platform_env=self._machine_environment,
             token=partial(self.identity.token, "OAuth2"),
             config=TpuConfig(**self.config.tpu),
         )
+
+    def _host(self, directory: str, environment: Callable[[str], Mapping[str, str]]) -> Host:
+        return Host(self.db, self.clock, self.images, self.state / directory, environment)
 
     def _build_workflows(self) -> None:
         self.engine = Engine(

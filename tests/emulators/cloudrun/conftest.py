@@ -27,6 +27,7 @@ from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
+from dropforge_local.emulators.kit.host import Host
 
 PARENT = "projects/p1/locations/us-central1"
 REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"
@@ -268,11 +269,13 @@ def build_emulator(
     home: Path, secrets: Mapping[tuple[str, str], bytes], config: CloudRunConfig, clock: Clock
 ) -> CloudRunEmulator:
     return CloudRunEmulator(
-        Database(home / "state.db"),
-        clock,
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "containers",
-        platform_env=lambda account: {"DROPFORGE_ENDPOINT": "http://127.0.0.1:1"},
+        Host(
+            Database(home / "state.db"),
+            clock,
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "containers",
+            lambda account: {"DROPFORGE_ENDPOINT": "http://127.0.0.1:1"},
+        ),
         access_secret=lambda name, version: secrets[name, version],
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=config,

@@ -29,6 +29,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
 from ..clocks import HeldClock
@@ -43,11 +44,13 @@ DOCKERFILE = (
 def build(home: Path, held: HeldClock | None = None) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     kubernetes = KubernetesEmulator(
-        db,
-        clock,
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "containers",
-        platform_env=lambda account: {},
+        Host(
+            db,
+            clock,
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "containers",
+            lambda account: {},
+        ),
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=KubernetesConfig(node_seconds=0.05),
     )

@@ -25,6 +25,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import Accelerator, KubernetesConfig, KubernetesEmulator
 
 NAME = "projects/p1/locations/us-central1/clusters/c1"
@@ -271,11 +272,13 @@ def write_images(root: Path) -> None:
 
 def build_emulator(home: Path, config: KubernetesConfig = CONFIG) -> KubernetesEmulator:
     return KubernetesEmulator(
-        Database(home / "state.db"),
-        SystemClock(),
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "containers",
-        platform_env=lambda account: {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"},
+        Host(
+            Database(home / "state.db"),
+            SystemClock(),
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "containers",
+            lambda account: {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"},
+        ),
         authorize=lambda headers: headers.get("Authorization") == TOKEN,
         config=config,
     )

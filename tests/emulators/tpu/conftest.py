@@ -25,6 +25,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 
 from ..clocks import HeldClock
@@ -67,12 +68,14 @@ def build(home: Path, clock: Clock | None = None) -> Sequence[Emulator]:
         db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
     )
     tpu = TpuEmulator(
-        db,
-        clock,
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "vms",
+        Host(
+            db,
+            clock,
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "vms",
+            lambda account: {"PLATFORM": "here"},
+        ),
         disks=compute.disks,
-        platform_env=lambda account: {"PLATFORM": "here"},
         token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
         config=CONFIG,
     )

@@ -38,6 +38,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import find_members
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
@@ -172,12 +173,8 @@ def lab(home: Path) -> Iterator[Lab]:
             db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
         )
         tpu = TpuEmulator(
-            db,
-            clock,
-            images=images,
-            directory=home / "vms",
+            Host(db, clock, images, home / "vms", lambda account: hosts),
             disks=compute.disks,
-            platform_env=lambda account: hosts,
             token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
             config=CONFIG,
         )

@@ -27,6 +27,7 @@ from dropforge_local.base.server import BackgroundServer
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
@@ -112,11 +113,13 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     def build() -> list[Any]:
         db, clock = Database(home / "state.db"), SystemClock()
         emulators["kubernetes"] = KubernetesEmulator(
-            db,
-            clock,
-            images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-            directory=home / "pods",
-            platform_env=lambda account: {},
+            Host(
+                db,
+                clock,
+                ImageStore(home / "repo", home / "images", Path(sys.executable)),
+                home / "pods",
+                lambda account: {},
+            ),
             authorize=lambda headers: headers.get("Authorization") == "Bearer good",
             config=KubernetesConfig(node_seconds=0.05, restart_seconds=0.1, pull_retry_seconds=0.1, probe_seconds=0.05),
         )

@@ -29,6 +29,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
 
 from ...deployments import Bound, clients, present, settings_with
@@ -101,11 +102,13 @@ class Cloud:
 def build(home: Path, emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
     api = KubernetesEmulator(
-        db,
-        clock,
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "containers",
-        platform_env=lambda account: {},
+        Host(
+            db,
+            clock,
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "containers",
+            lambda account: {},
+        ),
         authorize=lambda headers: headers.get("Authorization") == "Bearer good",
         config=KubernetesConfig(
             node_seconds=0.05,

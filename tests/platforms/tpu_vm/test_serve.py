@@ -28,6 +28,7 @@ from dropforge_local.base.server import BackgroundServer
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.compute import ComputeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
@@ -111,12 +112,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         pubsub.create_topic("projects/p1/topics/run-events")
         compute = ComputeEmulator(db, clock, directory=home / "disks")
         machines = TpuEmulator(
-            db,
-            clock,
-            images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-            directory=home / "vms",
+            Host(
+                db,
+                clock,
+                ImageStore(home / "repo", home / "images", Path(sys.executable)),
+                home / "vms",
+                lambda account: hosts,
+            ),
             disks=compute.disks,
-            platform_env=lambda account: hosts,
             token=lambda scope: "good",
             config=TpuConfig(
                 create_seconds=0.1,

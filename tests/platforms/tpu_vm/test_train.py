@@ -30,6 +30,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
+from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
@@ -109,12 +110,14 @@ def build(home: Path, hosts: dict[str, str], emulators: list[Any]) -> Sequence[E
         db, clock, directory=home / "disks", config=ComputeConfig(create_seconds=0.05, delete_seconds=0.05)
     )
     tpu = TpuEmulator(
-        db,
-        clock,
-        images=ImageStore(home / "repo", home / "images", Path(sys.executable)),
-        directory=home / "vms",
+        Host(
+            db,
+            clock,
+            ImageStore(home / "repo", home / "images", Path(sys.executable)),
+            home / "vms",
+            lambda account: hosts,
+        ),
         disks=compute.disks,
-        platform_env=lambda account: hosts,
         token=lambda scope: "token",
         config=TpuConfig(
             create_seconds=0.1,

@@ -14,6 +14,7 @@ from google.cloud import run_v2
 from ...containers.logs import append_platform_line
 from ...containers.processes import OUT_OF_MEMORY, Container, Exit
 from ..kit.background import first
+from ..kit.times import timestamp
 from .attempts import (
     PREEMPTED,
     STOPPED,
@@ -25,7 +26,7 @@ from .attempts import (
 )
 from .capacity import gpu_kind
 from .context import Context
-from .messages import condition, seconds, set_condition, timestamp
+from .messages import condition, seconds, set_condition
 from .store import parent_of, short
 from .workloads import Unready
 
@@ -259,9 +260,7 @@ class Driver:
         return self.stop.is_set() or self._stop_siblings.is_set()
 
     def _stop_reason(self) -> str:
-        row = self._context.store.db.connection.execute(
-            "SELECT reason FROM cloudrun_stops WHERE execution = ?", [self.name]
-        ).fetchone()
+        row = self._context.store.db.row("SELECT reason FROM cloudrun_stops WHERE execution = ?", [self.name])
         return row["reason"] if row else ""
 
 

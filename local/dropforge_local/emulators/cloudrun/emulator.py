@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from google.cloud import run_v2
-from google.longrunning import operations_pb2
-from google.protobuf import empty_pb2
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit import rpc
 from ..kit.background import Background, stop_all
 from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Faulty, names_of
+from ..kit.host import Host
 from ..kit.logs import log_route
-from ..kit.operations import Operations, longrunning
+from ..kit.operations import OperationMethods, Operations
 from ..kit.routing import Call, Handler, Route, mount
 from . import rules
 from .capacity import Capacity
@@ -40,37 +35,34 @@ from .workloads import Unready, Workloads
 LONGEST_WAIT_SECONDS = 300.0
 
 
-class CloudRunEmulator(PassiveEmulator):
+class CloudRunEmulator(PassiveEmulator, OperationMethods):
     """Cloud Run with containers as local process groups. Satisfies server.Emulator."""
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
-        platform_env: Callable[[str], Mapping[str, str]],
         access_secret: Callable[[str, str], bytes],
         authorize: Callable[[Mapping[str, str]], bool],
         config: CloudRunConfig = CloudRunConfig(),  # noqa: B008 - frozen
     ) -> None:
-        store, faults = Store(db), Faults(db, config, names_of(METHODS))
-        self._runtime = Runtime(directory, images.search_path)
+        store, faults = Store(host.db), Faults(host.db, config, names_of(METHODS))
+        self._runtime = Runtime(host.directory, host.images.search_path)
+        self._operations = Operations(host.db, host.clock, "Cloud Run")
         self._context = Context(
             store=store,
-            operations=Operations(db, clock, "Cloud Run"),
+            operations=self._operations,
             faults=faults,
             capacity=Capacity(faults),
-            workloads=Workloads(store, clock, config, self._runtime, images, platform_env, access_secret),
-            clock=clock,
+            workloads=Workloads(store, host, config, self._runtime, access_secret),
+            clock=host.clock,
             config=config,
             background=Background("Cloud Run", answers=(Unready,)),
         )
         self._executions = Executions(self._context)
         self._jobs = Jobs(self._context, self._executions)
         self._services = Services(self._context, authorize)
-        self._context.operations.carry_out({**self._jobs.steps, **self._executions.steps, **self._services.steps})
+        self._operations.carry_out({**self._jobs.steps, **self._executions.steps, **self._services.steps})
         self.create_job, self.update_job, self.run_job = self._jobs.create, self._jobs.update, self._jobs.run
         self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
         self.create_service, self.update_service = self._services.create, self._services.update
@@ -86,12 +78,12 @@ class CloudRunEmulator(PassiveEmulator):
         await self._runtime.start()
         await self._services.start()
         self._executions.start()
-        self._context.operations.start()
+        self._operations.start()
 
     async def stop(self) -> None:
         """Stop the emulator; the containers continue to run."""
         context = self._context
-        await stop_all(context.operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
+        await stop_all(self._operations.stop, context.background.stop, self._services.stop, self._runtime.stop)
 
     def live(self) -> list[str]:
         """Jobs, executions and services that exist, open service ports, and containers that have a process."""
@@ -120,22 +112,10 @@ class CloudRunEmulator(PassiveEmulator):
     def list_revisions(self, request: Any) -> Any:
         return self._list("revisions", run_v2.ListRevisionsResponse, request)
 
-    def get_operation(self, request: Any) -> Any:
-        return longrunning(self._context.operations.get(request.name))
-
-    def delete_operation(self, request: Any) -> Any:
-        self._context.operations.delete(request.name)
-        return empty_pb2.Empty()
-
     async def wait_operation(self, request: Any) -> Any:
         """The operation once it is done, or as it is after the timeout."""
         wanted = request.timeout.ToMilliseconds() / 1000 if request.HasField("timeout") else LONGEST_WAIT_SECONDS
-        return longrunning(await self._context.operations.wait(request.name, min(wanted, LONGEST_WAIT_SECONDS)))
-
-    def list_operations(self, request: Any) -> Any:
-        operations, token = self._context.operations.page(request.name, request.page_size, request.page_token)
-        messages = map(longrunning, operations)
-        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
+        return self.shown(await self._operations.wait(request.name, min(wanted, LONGEST_WAIT_SECONDS)))
 
     def _list(self, kind: str, response: Any, request: Any) -> Any:
         if request.show_deleted:

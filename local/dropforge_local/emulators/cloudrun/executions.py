@@ -9,10 +9,11 @@ from google.cloud import run_v2
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation, Step
+from ..kit.times import timestamp
 from . import rules
 from .context import Context, validated
 from .driver import CANCELLED, DELETED, Driver, Status
-from .messages import condition, given, has, made_from, seconds, set_condition, timestamp
+from .messages import condition, given, has, made_from, seconds, set_condition
 from .store import check_etag, short
 
 # The fields that a task copies from its template.

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from google.cloud import run_v2
 from google.cloud.run_v2 import types
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf import duration_pb2
 
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Json, pack
+from ..kit.times import timestamp
 from .store import new_uid
 
 # Only the prose of the API says "Required." and "Output only."; a test compares these tables with the prose.
@@ -60,11 +61,6 @@ def accept(message_type: Any, message: Any, at: str, *, partial: bool = False) -
 def packed(resource: Any) -> Json:
     """The JSON of a google.protobuf.Any that holds a proto-plus message."""
     return pack(type(resource).pb(resource))
-
-
-def timestamp(when: float) -> timestamp_pb2.Timestamp:
-    nanoseconds = round(when * 1e6) * 1000
-    return timestamp_pb2.Timestamp(seconds=nanoseconds // 10**9, nanos=nanoseconds % 10**9)
 
 
 def seconds(duration: Any) -> float:

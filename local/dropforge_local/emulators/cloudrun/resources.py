@@ -14,10 +14,11 @@ from google.cloud import run_v2
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation
+from ..kit.times import timestamp
 from . import rules
 from .capacity import gpu_kind
 from .context import Context, validated
-from .messages import condition, duration, has, timestamp
+from .messages import condition, duration, has
 from .store import check_etag, new_uid, short
 
 GENERALLY_AVAILABLE = 4  # google.api.LaunchStage.GA

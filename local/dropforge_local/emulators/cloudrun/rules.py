@@ -74,15 +74,13 @@ def check_job(job: Any, region: str, config: CloudRunConfig) -> None:
     _check_labels("job.template", job.template)
     _check_job_token(job)
     template = job.template
-    if not 1 <= template.task_count <= LARGEST_TASK_COUNT:
-        raise refuse("job.template.task_count", f"is {template.task_count}; expected 1 to {LARGEST_TASK_COUNT}")
+    _check_range("job.template.task_count", template.task_count, 1, LARGEST_TASK_COUNT)
     if template.parallelism < 0:
         raise refuse("job.template.parallelism", f"is {template.parallelism}; expected 0 or more")
     task = template.template
     at = "job.template.template"
     gpu = _check_workload(at, task, region, config)
-    if not 0 <= task.max_retries <= 10:
-        raise refuse(f"{at}.max_retries", f"is {task.max_retries}; expected 0 to 10")
+    _check_range(f"{at}.max_retries", task.max_retries, 0, 10)
     check_task_timeout(f"{at}.timeout", seconds(task.timeout), gpu)
     previews = ["a GPU task above an hour"] if gpu and _is_preview_timeout(task.timeout) else []
     _check_launch_stage("job", job, [*previews, *_previews(task)])
@@ -128,9 +126,7 @@ def check_service(service: Any, region: str, config: CloudRunConfig) -> None:
         raise refuse(f"{at}.containers[0].resources.cpu_idle", "must be false for a service with a GPU")
     if not 1 <= seconds(template.timeout) <= LONGEST_REQUEST_SECONDS:
         raise refuse(f"{at}.timeout", f"is {seconds(template.timeout):g} s; expected 1 to {LONGEST_REQUEST_SECONDS} s")
-    if not 1 <= template.max_instance_request_concurrency <= 1000:
-        value = template.max_instance_request_concurrency
-        raise refuse(f"{at}.max_instance_request_concurrency", f"is {value}; expected 1 to 1000")
+    _check_range(f"{at}.max_instance_request_concurrency", template.max_instance_request_concurrency, 1, 1000)
     _check_scaling(service)
     check_traffic(service)
     _check_launch_stage("service", service, _previews(template))
@@ -228,6 +224,11 @@ def _check_namespace(at: str, key: str) -> None:
     domain = key.partition("/")[0] if "/" in key else ""
     if any(domain == system or domain.endswith(f".{system}") for system in SYSTEM_NAMESPACES):
         raise refuse(at, f"key {key!r} is in a system namespace, which the v2 API refuses; use the field instead")
+
+
+def _check_range(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise refuse(field, f"is {value}; expected {least} to {most}")
 
 
 def _check_emulated(at: str, message: Any, field: str) -> None:
@@ -333,12 +334,9 @@ def _check_probe(at: str, probe: Any, longest: int) -> None:
     if kinds == ["grpc"]:
         raise ApiError("UNIMPLEMENTED", f"{at}.grpc is not emulated by the local stack; use http_get or tcp_socket")
     port = getattr(probe, kinds[0]).port
-    if port and not 1 <= port <= 65535:
-        raise refuse(f"{at}.{kinds[0]}.port", f"is {port}; expected 1 to 65535")
-    if not 0 <= probe.initial_delay_seconds <= longest:
-        raise refuse(f"{at}.initial_delay_seconds", f"is {probe.initial_delay_seconds}; expected 0 to {longest}")
-    if not 1 <= probe.period_seconds <= longest:
-        raise refuse(f"{at}.period_seconds", f"is {probe.period_seconds}; expected 1 to {longest}")
+    _check_range(f"{at}.{kinds[0]}.port", port or 1, 1, 65535)
+    _check_range(f"{at}.initial_delay_seconds", probe.initial_delay_seconds, 0, longest)
+    _check_range(f"{at}.period_seconds", probe.period_seconds, 1, longest)
     if not 1 <= probe.timeout_seconds <= probe.period_seconds:
         raise refuse(f"{at}.timeout_seconds", f"is {probe.timeout_seconds}; expected 1 to period_seconds")
     if probe.failure_threshold < 1:

@@ -14,9 +14,10 @@ from google.protobuf import field_mask_pb2
 from dropforge_local.base.errors import ApiError
 
 from ..kit.operations import Operation, Step
+from ..kit.times import timestamp
 from . import rules
 from .context import Context
-from .messages import accept, condition, given, has, made_from, set_condition, timestamp
+from .messages import accept, condition, given, has, made_from, set_condition
 from .resources import GENERALLY_AVAILABLE, Resources, set_template_defaults
 from .store import place_of, short
 from .traffic import Traffic

@@ -53,7 +53,7 @@ class Store:
 
     def find(self, name: str) -> Any | None:
         """A copy of the resource, or None."""
-        row = self.db.connection.execute("SELECT body FROM cloudrun_resources WHERE name = ?", [name]).fetchone()
+        row = self.db.row("SELECT body FROM cloudrun_resources WHERE name = ?", [name])
         return TYPES[kind_of(name)].deserialize(row["body"]) if row else None
 
     def get(self, name: str) -> Any:
@@ -72,62 +72,56 @@ class Store:
         """Write a resource, new or not; `created` orders the listing and counts only for a new resource."""
         resource.etag = etag_of(resource)
         body = type(resource).serialize(resource)
-        with self.db.transaction() as connection:
-            connection.execute(
-                "INSERT INTO cloudrun_resources VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET body = ?",
-                [resource.name, kind_of(resource.name), parent_of(resource.name), created, body, body],
-            )
+        self.db.write(
+            "INSERT INTO cloudrun_resources VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET body = ?",
+            [resource.name, kind_of(resource.name), parent_of(resource.name), created, body, body],
+        )
 
     def delete(self, name: str) -> None:
         """Delete a resource and all resources below it."""
-        with self.db.transaction() as connection:
-            connection.execute(
-                "DELETE FROM cloudrun_resources WHERE name = ? OR name >= ? AND name < ?",
-                [name, f"{name}/", f"{name}0"],
-            )
+        self.db.write(
+            "DELETE FROM cloudrun_resources WHERE name = ? OR name >= ? AND name < ?", [name, f"{name}/", f"{name}0"]
+        )
 
     def children(self, kind: str, parent: str) -> list[Any]:
         """Oldest first."""
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT body FROM cloudrun_resources WHERE kind = ? AND parent = ? ORDER BY created, rowid", [kind, parent]
         )
         return [TYPES[kind].deserialize(row["body"]) for row in rows]
 
     def all(self, kind: str) -> list[Any]:
-        rows = self.db.connection.execute("SELECT body FROM cloudrun_resources WHERE kind = ? ORDER BY created", [kind])
+        rows = self.db.rows("SELECT body FROM cloudrun_resources WHERE kind = ? ORDER BY created", [kind])
         return [TYPES[kind].deserialize(row["body"]) for row in rows]
 
     def names(self) -> list[str]:
         """The names of all jobs, executions and services."""
         kinds = ("jobs", "executions", "services")
-        rows = self.db.connection.execute(
-            "SELECT name FROM cloudrun_resources WHERE kind IN (?, ?, ?) ORDER BY name", kinds
-        )
+        rows = self.db.rows("SELECT name FROM cloudrun_resources WHERE kind IN (?, ?, ?) ORDER BY name", kinds)
         return [row["name"] for row in rows]
 
     def ports(self) -> list[int]:
         """The ports of the services."""
-        return [int(row["port"]) for row in self.db.connection.execute("SELECT port FROM cloudrun_ports")]
+        return [int(row["port"]) for row in self.db.rows("SELECT port FROM cloudrun_ports")]
 
     def page(self, kind: str, parent: str, size: int, token: str) -> tuple[list[Any], str]:
         """A page, newest first, and the next page's token; "-" in the parent stands for any segment."""
         size = PAGES.size(size)
         pattern = "/".join("*" if part == "-" else part for part in parent.split("/"))
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT rowid, body FROM cloudrun_resources WHERE kind = ? AND parent GLOB ? AND rowid < ?"
             " ORDER BY rowid DESC LIMIT ?",
             [kind, pattern, *read_token(token, [2**62]), size + 1],
-        ).fetchall()
+        )
         page, following = cut(rows, size, lambda row: [row["rowid"]])
         return [TYPES[kind].deserialize(row["body"]) for row in page], following
 
     def setting(self, key: str, default: Any) -> Any:
-        row = self.db.connection.execute("SELECT value FROM cloudrun_settings WHERE key = ?", [key]).fetchone()
+        row = self.db.row("SELECT value FROM cloudrun_settings WHERE key = ?", [key])
         return json.loads(row["value"]) if row else default
 
     def set_setting(self, key: str, value: Any) -> None:
-        with self.db.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO cloudrun_settings VALUES (?, ?)", [key, json.dumps(value)])
+        self.db.write("INSERT OR REPLACE INTO cloudrun_settings VALUES (?, ?)", [key, json.dumps(value)])
 
 
 def kind_of(name: str) -> str:

@@ -35,7 +35,7 @@ class Traffic:
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         self._closers.append(self._session.close)
-        for row in self._context.store.db.connection.execute("SELECT * FROM cloudrun_ports").fetchall():
+        for row in self._context.store.db.rows("SELECT * FROM cloudrun_ports"):
             await self._listen(row["service"], row["tag"], row["port"])
         for service in self._context.store.all("services"):
             for revision in self._context.store.children("revisions", service.name):

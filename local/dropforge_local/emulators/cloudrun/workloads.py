@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import Image, ImageNotFound, ImageStore
+from ...containers.images import Image, ImageNotFound
 from ...containers.processes import Container, ContainerSpec, Runtime
+from ..kit import outputs
+from ..kit.host import Host
 from .config import CloudRunConfig
 from .rules import parse_memory
 from .store import Store, place_of
@@ -33,11 +34,9 @@ class Workloads:
     """Starts containers, remembers the resource of each container, and keeps their output."""
 
     store: Store
-    clock: Clock
+    host: Host
     config: CloudRunConfig
     runtime: Runtime
-    images: ImageStore
-    platform_env: Callable[[str], Mapping[str, str]]
     access_secret: Callable[[str, str], bytes]
 
     def check(self, resource: str, container: Any) -> None:
@@ -58,15 +57,14 @@ class Workloads:
         `template` is a TaskTemplate or a Revision. Raises Unready if the container cannot start.
         """
         container = template.containers[0]
-        with self.store.db.transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO cloudrun_containers (id, resource, started, port) VALUES (?, ?, ?, ?)",
-                [container_id, resource, self.clock.now(), port],
-            )
+        self.store.db.write(
+            "INSERT OR IGNORE INTO cloudrun_containers (id, resource, started, port) VALUES (?, ?, ?, ?)",
+            [container_id, resource, self.host.clock.now(), port],
+        )
 
         def prepare(directory: Path) -> ContainerSpec:
             image = self._resolve(container.image)
-            own = {**self.platform_env(template.service_account), **self._environment(resource, container), **env}
+            own = {**self.host.environment(template.service_account), **self._environment(resource, container), **env}
             words = (container.command, container.args)
             points = mount_points(container, directory)
             process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
@@ -75,40 +73,32 @@ class Workloads:
 
         try:
             return self.runtime.launch(container_id, prepare)
-        except ValueError as error:
-            self._mark_ended(container_id)
+        except (ValueError, Unready) as error:
+            self.store.db.write("UPDATE cloudrun_containers SET ended = 1 WHERE id = ?", [container_id])
+            if isinstance(error, Unready):
+                raise
             raise Unready("FAILED_PRECONDITION", str(error), revision_reason="HEALTH_CHECK_CONTAINER_ERROR") from error
-        except Unready:
-            self._mark_ended(container_id)
-            raise
 
     def adopt(self, container_id: str) -> Container | None:
         return self.runtime.adopt(container_id)
 
     def started_at(self, container_id: str) -> float:
-        row = self.store.db.connection.execute(
-            "SELECT started FROM cloudrun_containers WHERE id = ?", [container_id]
-        ).fetchone()
+        [row] = self.store.db.rows("SELECT started FROM cloudrun_containers WHERE id = ?", [container_id])
         return float(row["started"])
 
     def ended(self, container: Container) -> None:
         """Record a container's end; forget the container, except for its output."""
-        container.release()
-        with self.store.db.transaction():
-            self._mark_ended(container.id)
-            self._drop_old_output()
+        outputs.end(self.store.db, "cloudrun_containers", self.runtime, container, self.config.kept_logs)
 
     def running(self, resource: str) -> list[tuple[str, int | None]]:
         """(container id, port) of a resource's containers without a recorded end."""
-        rows = self.store.db.connection.execute(
+        rows = self.store.db.rows(
             "SELECT id, port FROM cloudrun_containers WHERE resource = ? AND NOT ended ORDER BY started", [resource]
         )
         return [(row["id"], row["port"]) for row in rows]
 
     def ports(self) -> set[int]:
-        rows = self.store.db.connection.execute(
-            "SELECT port FROM cloudrun_containers WHERE port NOT NULL AND NOT ended"
-        )
+        rows = self.store.db.rows("SELECT port FROM cloudrun_containers WHERE port NOT NULL AND NOT ended")
         return {row["port"] for row in rows}
 
     def live(self) -> list[str]:
@@ -120,10 +110,10 @@ class Workloads:
 
         Raises NOT_FOUND for a resource that never had a container.
         """
-        rows = self.store.db.connection.execute(
+        rows = self.store.db.rows(
             "SELECT id FROM cloudrun_containers WHERE resource = ? OR resource >= ? AND resource < ? ORDER BY started",
             [resource, f"{resource}/", f"{resource}0"],
-        ).fetchall()
+        )
         if not rows:
             raise ApiError("NOT_FOUND", f"no container of {resource!r} has run here")
         return "".join(self.runtime.output(row["id"]) for row in rows)
@@ -133,7 +123,7 @@ class Workloads:
 
     def _resolve(self, uri: str) -> Image:
         try:
-            return self.images.resolve(uri)
+            return self.host.images.resolve(uri)
         except ImageNotFound as error:
             message = f"Image {uri!r} not found. ({error})"
             raise Unready("NOT_FOUND", message, reason="CONTAINER_MISSING") from error
@@ -157,16 +147,3 @@ class Workloads:
         except UnicodeDecodeError as error:
             message = f"Secret {name}/versions/{version} is not UTF-8, so no environment variable can hold it."
             raise Unready("FAILED_PRECONDITION", message, reason="SECRETS_ACCESS_CHECK_FAILED") from error
-
-    def _mark_ended(self, container_id: str) -> None:
-        with self.store.db.transaction() as connection:
-            connection.execute("UPDATE cloudrun_containers SET ended = 1 WHERE id = ?", [container_id])
-
-    def _drop_old_output(self) -> None:
-        rows = self.store.db.connection.execute(
-            "SELECT id FROM cloudrun_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
-            [self.config.kept_logs],
-        ).fetchall()
-        for row in rows:
-            self.runtime.forget(row["id"])
-            self.store.db.connection.execute("DELETE FROM cloudrun_containers WHERE id = ?", [row["id"]])

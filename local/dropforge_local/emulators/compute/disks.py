@@ -32,7 +32,7 @@ class Disks:
         db.connection.executescript(SCHEMA)
 
     def find(self, name: str) -> dict[str, Any] | None:
-        row = self.db.connection.execute("SELECT * FROM compute_disks WHERE name = ?", [name]).fetchone()
+        row = self.db.row("SELECT * FROM compute_disks WHERE name = ?", [name])
         return _shown(row) if row is not None else None
 
     def get(self, name: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Disks:
 
     def page(self, project: str, labels: dict[str, str], after: str, size: int) -> list[tuple[str, dict[str, Any]]]:
         """At most `size` disks of all zones of projects/P that have the labels, ordered by name, after a name."""
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT name, user, body FROM compute_disks WHERE name > ? AND name LIKE ? ORDER BY name",
             [after, f"{project}/zones/%"],
         )
@@ -50,27 +50,20 @@ class Disks:
         return list(islice((item for item in disks if labels.items() <= item[1].get("labels", {}).items()), size))
 
     def list(self, parent: str) -> list[dict[str, Any]]:
-        rows = self.db.connection.execute("SELECT * FROM compute_disks WHERE parent = ? ORDER BY name", [parent])
+        rows = self.db.rows("SELECT * FROM compute_disks WHERE parent = ? ORDER BY name", [parent])
         return [_shown(row) for row in rows]
 
     def add(self, name: str, disk_id: int, disk: dict[str, Any]) -> None:
         parent = name.rsplit("/disks/", 1)[0]
-        with self.db.transaction() as connection:
-            connection.execute(
-                "INSERT INTO compute_disks VALUES (?, ?, ?, '', ?)", [name, parent, disk_id, json.dumps(disk)]
-            )
+        self.db.write("INSERT INTO compute_disks VALUES (?, ?, ?, '', ?)", [name, parent, disk_id, json.dumps(disk)])
 
     def set_status(self, name: str, status: str) -> None:
-        with self.db.transaction() as connection:
-            connection.execute(
-                "UPDATE compute_disks SET body = json_set(body, '$.status', ?) WHERE name = ?", [status, name]
-            )
+        self.db.write("UPDATE compute_disks SET body = json_set(body, '$.status', ?) WHERE name = ?", [status, name])
 
     def delete(self, name: str) -> None:
         if disk := self.find(name):
             shutil.rmtree(self._directory / disk["id"], ignore_errors=True)
-        with self.db.transaction() as connection:
-            connection.execute("DELETE FROM compute_disks WHERE name = ?", [name])
+        self.db.write("DELETE FROM compute_disks WHERE name = ?", [name])
 
     def attach(self, name: str, user: str) -> None:
         """Attach a disk to a machine. Raises ApiError if the disk does not exist or has another user."""
@@ -79,13 +72,11 @@ class Disks:
             raise ApiError("FAILED_PRECONDITION", f"The resource '{name}' is not ready")
         if disk.get("users", [user]) != [user]:
             raise in_use(name, disk["users"][0])
-        with self.db.transaction() as connection:
-            connection.execute("UPDATE compute_disks SET user = ? WHERE name = ?", [user, name])
+        self.db.write("UPDATE compute_disks SET user = ? WHERE name = ?", [user, name])
 
     def detach(self, user: str) -> None:
         """Detach all disks of a machine."""
-        with self.db.transaction() as connection:
-            connection.execute("UPDATE compute_disks SET user = '' WHERE user = ?", [user])
+        self.db.write("UPDATE compute_disks SET user = '' WHERE user = ?", [user])
 
     def content(self, name: str) -> Path:
         """The directory that stands for a disk's blocks."""

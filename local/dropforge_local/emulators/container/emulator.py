@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
-from aiohttp import web
 from google.cloud import container_v1
 
 from dropforge_local.base.clock import Clock
@@ -17,11 +15,12 @@ from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST
 
 from ..kit import rpc
+from ..kit.emulator import RpcEmulator
 from ..kit.faults import Faulty, Switches, names_of
 from ..kit.messages import Messages
 from ..kit.names import Named
 from ..kit.operations import EMPTY, Operation, Operations
-from ..kit.routing import Call, Route, mount
+from ..kit.routing import Call, Route
 from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules
@@ -52,7 +51,7 @@ METHODS = rpc.methods(
 )
 
 
-class GkeEmulator(Named):
+class GkeEmulator(RpcEmulator, Named):
     """GKE over REST and gRPC; `kubernetes` serves the clusters' Kubernetes APIs. Satisfies server.Emulator.
 
     The server must start `kubernetes` first, because `kubernetes` opens the ports of the existing clusters.
@@ -74,7 +73,7 @@ class GkeEmulator(Named):
         self._db = db
         self._clusters = Messages(db, "container_clusters", Cluster, not_found="Not found: {name}.")
         self._faults = Switches(db, "container_settings", {"stockout": [], "quota": {}}, methods=names_of(METHODS))
-        self._service = rpc.Service("google.container.v1.ClusterManager", METHODS, Faulty(self, self._faults))
+        self._services = [rpc.Service("google.container.v1.ClusterManager", METHODS, Faulty(self, self._faults))]
         self._operations = Operations(db, clock, "GKE", "Not found: {name}.")
         self._operations.carry_out(
             {
@@ -84,12 +83,9 @@ class GkeEmulator(Named):
             }
         )
 
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
+    def own_routes(self) -> Sequence[Route]:
         state = Route("GET", f"/v1/projects/{{project}}/services/{SERVICE}", self._service_state)
-        return [*rpc.routes([self._service]), *mount([state, self._faults.route("container")])]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return rpc.grpc_handlers([self._service])
+        return [state, self._faults.route("container")]
 
     async def start(self) -> None:
         self._correct_endpoints()

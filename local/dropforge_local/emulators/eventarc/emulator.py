@@ -144,18 +144,18 @@ class EventarcRouter(PassiveEmulator):
         return next((trigger for trigger in self._triggers() if trigger.name == name), None)
 
     def _triggers(self) -> list[Trigger]:
-        rows = self.db.connection.execute("SELECT config FROM eventarc_triggers ORDER BY name").fetchall()
+        rows = self.db.rows("SELECT config FROM eventarc_triggers ORDER BY name")
         return [Trigger(**json.loads(row["config"])) for row in rows]
 
     def _list(self, call: Call) -> dict[str, Any]:
         self._check_parent(call)
-        rows = self.db.connection.execute("SELECT * FROM eventarc_triggers ORDER BY name").fetchall()
+        rows = self.db.rows("SELECT * FROM eventarc_triggers ORDER BY name")
         return {"triggers": [self._resource(dict(row)) for row in rows]}
 
     def _get(self, call: Call) -> dict[str, Any]:
         self._check_parent(call)
         name = call.names["name"]
-        row = self.db.connection.execute("SELECT * FROM eventarc_triggers WHERE name = ?", (name,)).fetchone()
+        row = self.db.row("SELECT * FROM eventarc_triggers WHERE name = ?", (name,))
         if row is None:
             raise ApiError("NOT_FOUND", f"Resource '{self.parent}/triggers/{name}' was not found")
         return self._resource(dict(row))

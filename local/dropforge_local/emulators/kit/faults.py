@@ -78,12 +78,11 @@ class Switches:
         return None
 
     def get(self, key: str) -> Any:
-        row = self._db.connection.execute(f"SELECT value FROM {self._table} WHERE key = ?", [key]).fetchone()
+        row = self._db.row(f"SELECT value FROM {self._table} WHERE key = ?", [key])
         return json.loads(row["value"]) if row else self._defaults[key]
 
     def set(self, key: str, value: Any) -> None:
-        with self._db.transaction() as connection:
-            connection.execute(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?)", [key, json.dumps(value)])
+        self._db.write(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?)", [key, json.dumps(value)])
 
     def take(self, is_meant: Callable[[Rule], bool]) -> Rule | None:
         """The first rule that is meant for this call, counted down; None without such a rule."""

@@ -52,19 +52,15 @@ class Messages:
 
     def row(self, name: str) -> sqlite3.Row | None:
         """All columns of a resource."""
-        row: sqlite3.Row | None = self._db.connection.execute(
-            f"SELECT * FROM {self._table} WHERE name = ?", [name]
-        ).fetchone()
-        return row
+        return self._db.row(f"SELECT * FROM {self._table} WHERE name = ?", [name])
 
     def add(self, name: str, message: Any, created: float, **columns: Any) -> None:
         """Write a new resource."""
         values = {"name": name, "parent": name.rsplit("/", 2)[0], "created": created, **columns, "body": _dump(message)}
-        with self._db.transaction() as connection:
-            connection.execute(
-                f"INSERT INTO {self._table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
-                list(values.values()),
-            )
+        self._db.write(
+            f"INSERT INTO {self._table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
+            list(values.values()),
+        )
 
     def put(self, name: str, message: Any, **columns: Any) -> None:
         """Write an existing resource, and further columns of it."""
@@ -73,27 +69,25 @@ class Messages:
     def set(self, name: str, **columns: Any) -> None:
         """Write further columns of a resource."""
         assignments = ", ".join(f"{column} = ?" for column in columns)
-        with self._db.transaction() as connection:
-            connection.execute(f"UPDATE {self._table} SET {assignments} WHERE name = ?", [*columns.values(), name])
+        self._db.write(f"UPDATE {self._table} SET {assignments} WHERE name = ?", [*columns.values(), name])
 
     def delete(self, name: str) -> None:
-        with self._db.transaction() as connection:
-            connection.execute(f"DELETE FROM {self._table} WHERE name = ?", [name])
+        self._db.write(f"DELETE FROM {self._table} WHERE name = ?", [name])
 
     def page(self, request: Any) -> tuple[list[Any], str]:
         """A page of `list` for a List request, and the next page's token. Changes between pages move no message."""
         size = self._paging.size(request.page_size)
-        rows = self._db.connection.execute(
+        rows = self._db.rows(
             f"SELECT created, name, body FROM {self._table} WHERE parent GLOB ? AND (created, name) > (?, ?)"
             " ORDER BY created, name LIMIT ?",
             [parent_pattern(request.parent), *read_token(request.page_token, [0.0, ""]), size + 1],
-        ).fetchall()
+        )
         page, token = cut(rows, size, lambda row: [row["created"], row["name"]])
         return [self._parse(row) for row in page], token
 
     def list(self, parent: str = "*") -> list[Any]:
         """The messages of one location, of all locations of a project for "-", or of all projects; oldest first."""
-        rows = self._db.connection.execute(
+        rows = self._db.rows(
             f"SELECT body FROM {self._table} WHERE parent GLOB ? ORDER BY created, name", [parent_pattern(parent)]
         )
         return [self._parse(row) for row in rows]

@@ -43,6 +43,6 @@ class Named:
     @classmethod
     def names_in(cls, db: Database) -> list[str]:
         """The sorted names of the resources in a state file, which may have none of the tables."""
-        known = {row["name"] for row in db.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        rows = [db.connection.execute(f"SELECT name FROM {table}") for table in cls.tables if table in known]
+        known = {row["name"] for row in db.rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        rows = [db.rows(f"SELECT name FROM {table}") for table in cls.tables if table in known]
         return sorted(row["name"] for table in rows for row in table)

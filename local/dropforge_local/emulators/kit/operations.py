@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.longrunning import operations_pb2
-from google.protobuf import json_format
+from google.protobuf import empty_pb2, json_format
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
@@ -155,8 +155,7 @@ class Operations:
         """Forget a finished operation. Raises ApiError FAILED_PRECONDITION for an unfinished one."""
         if not self.get(name).is_done:
             raise ApiError("FAILED_PRECONDITION", f"Operation {name!r} is still running; it can be deleted once done.")
-        with self._db.transaction() as connection:
-            connection.execute("DELETE FROM operations WHERE api = ? AND name = ?", [self._api, name])
+        self._db.write("DELETE FROM operations WHERE api = ? AND name = ?", [self._api, name])
 
     async def wait(self, name: str, seconds: float) -> Operation:
         """The operation once it is done, or as it is after `seconds`."""
@@ -171,11 +170,9 @@ class Operations:
 
     def wait_for(self, operation: Operation, resource: str) -> None:
         """Let the end of `resource` finish the operation."""
-        with self._db.transaction() as connection:
-            connection.execute(
-                "UPDATE operations SET waits_for = ? WHERE api = ? AND name = ?",
-                [resource, self._api, operation.name],
-            )
+        self._db.write(
+            "UPDATE operations SET waits_for = ? WHERE api = ? AND name = ?", [resource, self._api, operation.name]
+        )
 
     def finish_waiting(self, resource: str, finish: Callable[[Operation], None]) -> None:
         """Call `finish` with every operation that waits for the end of `resource`."""
@@ -205,9 +202,7 @@ class Operations:
             self._db.after_commit(self._changes.notify)
 
     def _select(self, condition: str, *values: object) -> list[Operation]:
-        rows = self._db.connection.execute(
-            f"SELECT * FROM operations WHERE api = ? AND {condition}", [self._api, *values]
-        )
+        rows = self._db.rows(f"SELECT * FROM operations WHERE api = ? AND {condition}", [self._api, *values])
         return [_read(row) for row in rows]
 
 
@@ -226,6 +221,25 @@ def longrunning(operation: Operation, metadata: Json | None = None) -> Any:
         result = {"error": operation.error} if operation.error else {"response": operation.response}
         body |= {"done": True, **result}
     return json_format.ParseDict(body, operations_pb2.Operation())
+
+
+class OperationMethods:
+    """The methods of google.longrunning.Operations that answer at once, over `_operations`."""
+
+    _operations: Operations
+    shown: Callable[[Operation], Any] = staticmethod(longrunning)
+
+    def get_operation(self, request: Any) -> Any:
+        return self.shown(self._operations.get(request.name))
+
+    def list_operations(self, request: Any) -> Any:
+        operations, token = self._operations.page(request.name, request.page_size, request.page_token)
+        messages = map(self.shown, operations)
+        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
+
+    def delete_operation(self, request: Any) -> Any:
+        self._operations.delete(request.name)
+        return empty_pb2.Empty()
 
 
 def _read(row: sqlite3.Row) -> Operation:

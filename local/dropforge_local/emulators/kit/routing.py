@@ -1,7 +1,7 @@
 """Routes of a REST API: a verb and a path template each, a handler that takes a `Call` and returns JSON.
 
-An API with protobuf messages gets its routes from `rpc.routes`; any other API lists its own. Templates are those of
-google.api.http: `{name=projects/*/topics/*}` is a resource name (`*`: one segment without "/" and ":"; `**`: any
+An API with protobuf messages gets its routes from `rpc.rest_routes`; any other API lists its own. Templates are those
+of google.api.http: `{name=projects/*/topics/*}` is a resource name (`*`: one segment without "/" and ":"; `**`: any
 number of segments), `{name}` is one segment of any characters. base/server renders an `ApiError` as Google's error.
 """
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from aiohttp import web
 from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2, json_format
 from google.rpc import status_pb2
 
 from dropforge_local.base.errors import RPC_CODE, ApiError
 
-from .routing import Call, Route, answer, mount
+from .routing import Call, Route, answer
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +76,6 @@ def grpc_handlers(services: Sequence[Service]) -> list[grpc.GenericRpcHandler]:
         )
         for service in services
     ]
-
-
-def routes(services: Sequence[Service]) -> list[web.RouteDef]:
-    """The services' HTTP rules as aiohttp routes."""
-    return mount(rest_routes(services))
 
 
 def rest_routes(services: Sequence[Service]) -> list[Route]:

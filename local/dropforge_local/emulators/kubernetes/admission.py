@@ -25,21 +25,13 @@ def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Objec
             _check_accelerator(spec)
 
 
-def gpus(spec: Mapping[str, Any]) -> int:
-    """The number of GPUs that a pod requests."""
-    return devices(spec, GPU)
-
-
 def devices(spec: Mapping[str, Any], resource: str) -> int:
     """The number of devices that a pod requests: init containers run in order before the other containers."""
-    wanted = [
-        int(container.get("resources", {}).get("limits", {}).get(resource, 0)) for container in spec["containers"]
-    ]
-    before = [
-        int(container.get("resources", {}).get("limits", {}).get(resource, 0))
-        for container in spec.get("initContainers", ())
-    ]
-    return max([sum(wanted), *before])
+
+    def of(part: str) -> list[int]:
+        return [int(item.get("resources", {}).get("limits", {}).get(resource, 0)) for item in spec.get(part, ())]
+
+    return max([sum(of("containers")), *of("initContainers")])
 
 
 def _check_service_account(pod: Object, store: Store) -> None:
@@ -52,7 +44,7 @@ def _check_service_account(pod: Object, store: Store) -> None:
 def _check_accelerator(spec: Mapping[str, Any]) -> None:
     """Autopilot's rule for GPUs: https://cloud.google.com/kubernetes-engine/docs/how-to/autopilot-gpus"""
     selector = spec.get("nodeSelector", {})
-    if gpus(spec) and ACCELERATOR not in selector and COMPUTE_CLASS not in selector:
+    if devices(spec, GPU) and ACCELERATOR not in selector and COMPUTE_CLASS not in selector:
         raise Refusal(
             400,
             'admission webhook "warden-validating.common-webhooks.networking.gke.io" denied the request: GKE Warden '

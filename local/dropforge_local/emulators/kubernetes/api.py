@@ -6,25 +6,24 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.ports import HOST
 
 from . import discovery
-from .faults import Faults
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
+from .kubelet.logs import LogRequest
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
-from .refusals import Refusal, bad_request
+from .refusals import Refusal
 from .selectors import parse_selector
+from .shared import Shared
 from .store import Object
 from .tables import render_table
-from .times import seconds
 from .watches import Page, Scope, read_page, watch
 
 log = logging.getLogger(__name__)
@@ -36,66 +35,27 @@ ORPHANS = (
 )
 
 
-# Receives each authorized request: headers, cluster, verb, and the resource as a Role names it (batch/jobs).
-Note = Callable[[Mapping[str, str], str, str, str], None]
-
-
 class Node(Protocol):
     """The API server's access to running pods."""
 
-    def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
+    def read_log(self, pod: Object, request: LogRequest) -> AsyncIterator[bytes]:
         """A container's output. Refuses if it cannot be read."""
 
     async def forward(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
         """Forward a request to a pod, or to a pod of a service."""
 
 
-class LogOptions:
-    """The query of a log request."""
-
-    def __init__(self, query: Mapping[str, str], now: float) -> None:
-        self.container = query.get("container", "")
-        self.follow = flag(query, "follow")
-        self.previous = flag(query, "previous")
-        self.timestamps = flag(query, "timestamps")
-        self.tail_lines = number(query, "tailLines")
-        self.limit_bytes = number(query, "limitBytes")
-        since = number(query, "sinceSeconds")
-        self.since = None if since is None else now - since
-        if text := query.get("sinceTime", ""):
-            if since is not None:
-                raise bad_request("at most one of `sinceTime` or `sinceSeconds` may be specified")
-            try:
-                self.since = seconds(text)
-            except ValueError as error:
-                raise bad_request(f"sinceTime is {text!r}; expected a time as in RFC 3339") from error
-
-
 class ApiServer:
     """Serves a cluster's objects over HTTPS."""
 
-    def __init__(
-        self,
-        cluster: str,
-        port: int,
-        objects: Objects,
-        clock: Clock,
-        faults: Faults,
-        node: Node,
-        authorize: Callable[[Mapping[str, str]], bool],
-        note: Note,
-        tls: ssl.SSLContext,
-    ) -> None:
+    def __init__(self, objects: Objects, port: int, shared: Shared, node: Node, tls: ssl.SSLContext) -> None:
         self.port = port
         self._tls = tls
-        self._cluster = cluster
         self._objects = objects
         self._store = objects.store
-        self._clock = clock
-        self._faults = faults
+        self._shared = shared
+        self._faults = shared.faults
         self._node = node
-        self._authorize = authorize
-        self._note = note
 
     async def start(self) -> None:
         """Listen. Raises OSError if the port is taken."""
@@ -133,15 +93,15 @@ class ApiServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path in ("/healthz", "/livez", "/readyz"):
             return web.Response(text="ok")
-        if not self._authorize(request.headers):
+        if not self._shared.authorize(request.headers):
             raise Refusal(401, "Unauthorized")
         path = request.path.rstrip("/")
         if request.method == "GET" and (document := discovery.document(path)) is not None:
             return web.json_response(document)
         raw_path = request.rel_url.raw_path.rstrip("/")
-        call = Call(request, parse_path(raw_path), self._clock.now())
-        self._note(request.headers, self._cluster, call.verb, call.target.resource)
-        rule = self._faults.take_for(self._cluster, call.verb, call.target.kind.plural)
+        call = Call(request, parse_path(raw_path), self._shared.host.clock.now())
+        self._shared.note(request.headers, self._store.cluster, call.verb, call.target.resource)
+        rule = self._faults.take_for(self._store.cluster, call.verb, call.target.kind.plural)
         await self._faults.suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):
             return await self._stream(call)
@@ -172,7 +132,8 @@ class ApiServer:
         if call.verb == "proxy":
             return await self._node.forward(call.request, call.target)
         pod = self._objects.read(*call.key)
-        return await call.stream(self._node.read_log(pod, LogOptions(call.query, self._clock.now())), "text/plain")
+        request = LogRequest.parse(call.query, self._shared.host.clock.now())
+        return await call.stream(self._node.read_log(pod, request), "text/plain")
 
     def _list(self, call: Call) -> web.Response:
         limit = number(call.query, "limit") or 0
@@ -197,7 +158,7 @@ class ApiServer:
         if target.name or target.subresource:
             raise Refusal(405, "the server does not allow this method on the requested resource")
         item = self._parse(call, parse_body(data, call.content_type))
-        created = self._write(call, lambda: self._objects.create(target.kind, call.namespace, item))
+        created = self._write(call, lambda: self._objects.create(target.kind, target.namespace, item))
         return call.respond(created, 201)
 
     def _update(self, call: Call, data: bytes) -> web.Response:
@@ -325,10 +286,6 @@ class Call:
     @property
     def key(self) -> tuple[Kind, str, str]:
         return self.target.kind, self.target.namespace, self.target.name
-
-    @property
-    def namespace(self) -> str:
-        return self.target.namespace
 
     @property
     def scope(self) -> Scope:

@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 import aiohttp
 from aiohttp import web
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit.background import stop_all
-from .api import ApiServer, LogOptions, Note
+from .api import ApiServer
 from .certificates import Certificates, server_context
-from .config import KubernetesConfig
 from .controllers.deployments import DeploymentController, ReplicaSetController
 from .controllers.garbage import GarbageCollector, NamespaceController
 from .controllers.jobs import JobController
 from .controllers.loop import ControlLoop
 from .controllers.owned import Tools, is_finished
 from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
-from .faults import Faults
 from .kinds import BY_NAME, NODE, POD
 from .kubelet.logs import LogRequest, container_of, log_id, read_log
 from .kubelet.pods import Kubelet
-from .kubelet.runner import Runner
 from .objects import Objects
 from .paths import Target
-from .ports import Ports
 from .ray.clusters import RayClusterController
 from .ray.jobs import RayJobs
 from .recorder import Recorder
 from .services import Services
+from .shared import Shared
 from .store import Change, Object, Store
 
 OWN_NAMESPACES = [
     {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     for name in ("default", "kube-system", "kube-public", "kube-node-lease")
 ]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all clusters of an emulator share."""
-
-    db: Database
-    clock: Clock
-    config: KubernetesConfig
-    faults: Faults
-    runner: Runner
-    ports: Ports
-    authorize: Callable[[Mapping[str, str]], bool]
-    note: Note
 
 
 class Cluster:
@@ -65,14 +45,14 @@ class Cluster:
         self.port = port
         self._certificates = certificates
         self._shared = shared
-        self.store = Store(shared.db, name, shared.config.watch_history)
-        self.objects = Objects(self.store, shared.clock, shared.config)
-        recorder = Recorder(self.store, shared.clock, shared.config.event_seconds)
-        self._tools = Tools(self.objects, recorder, shared.clock, shared.config)
+        self.store = Store(shared.host.db, name, shared.config.watch_history)
+        self.objects = Objects(self.store, shared.host.clock, shared.config)
+        recorder = Recorder(self.store, shared.host.clock, shared.config.event_seconds)
+        self._tools = Tools(self.objects, recorder, shared.host.clock, shared.config)
         self._scheduler = Scheduler(self._tools, shared.faults)
         self._loop = ControlLoop(
-            shared.db,
-            shared.clock,
+            shared.host.db,
+            shared.host.clock,
             [
                 JobController(self._tools),  # before the collector, which removes the references that it reads
                 DeploymentController(self._tools),
@@ -94,17 +74,7 @@ class Cluster:
         self.kubelet = Kubelet(self._tools, shared.runner, shared.ports, self._session)
         self.services = Services(self.store, shared.ports, shared.config, self._session)
         self._ray_jobs = RayJobs(self._tools, shared.ports, self._session)
-        self._api = ApiServer(
-            self.name,
-            self.port,
-            self.objects,
-            shared.clock,
-            shared.faults,
-            self,
-            shared.authorize,
-            shared.note,
-            server_context(self._certificates),
-        )
+        self._api = ApiServer(self.objects, self.port, shared, self, server_context(self._certificates))
         self.store.on_change = self._on_change
         self.services.start()
         self.kubelet.start()
@@ -140,16 +110,15 @@ class Cluster:
         with self.store.db.transaction():
             self.kubelet.evict(self._bound_pod(pod_name))
 
-    async def read_log(self, pod: Object, options: LogOptions) -> AsyncIterator[bytes]:
-        name = container_of(pod, options.container)
-        container_id = log_id(pod, name, previous=options.previous)
+    async def read_log(self, pod: Object, request: LogRequest) -> AsyncIterator[bytes]:
+        name = container_of(pod, request.container)
+        container_id = log_id(pod, name, previous=request.previous)
         runtime = self._shared.runner.runtime
 
         def has_ended() -> bool:
             container = runtime.containers.get(container_id)
             return container is None or container.exit is not None
 
-        request = LogRequest(options.follow, options.timestamps, options.tail_lines, options.limit_bytes, options.since)
         async for piece in read_log(runtime.directory / container_id, request, has_ended):
             yield piece
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,13 @@ TRACKING = "batch.kubernetes.io/job-tracking"
 CONTROLLER_UID = "batch.kubernetes.io/controller-uid"
 JOB_NAME = "batch.kubernetes.io/job-name"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+NEW_STATUS: Mapping[str, Object] = {
+    "jobs.batch": {},
+    "deployments.apps": {},
+    "horizontalpodautoscalers.autoscaling": {},
+    "replicasets.apps": {"replicas": 0},
+    "services": {"loadBalancer": {}},
+}
 
 
 def set_defaults(kind: Kind, item: Object) -> None:
@@ -25,20 +33,16 @@ def set_defaults(kind: Kind, item: Object) -> None:
 
 def set_create_defaults(kind: Kind, item: Object) -> None:
     """Set the defaults of new objects only: initial status, generated labels and selectors."""
-    if kind.key == "jobs.batch":
-        _label_job(item)
-    if kind.key == "namespaces":
-        item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = item["metadata"]["name"]
-        item["spec"] = {"finalizers": ["kubernetes"]}
-        item["status"] = {"phase": "Active"}
-    if kind.key == "pods":
-        item["status"] = {"phase": "Pending", "qosClass": qos_class(item["spec"])}
-    if kind.key in ("jobs.batch", "deployments.apps", "horizontalpodautoscalers.autoscaling"):
-        item["status"] = {}
-    if kind.key == "replicasets.apps":
-        item["status"] = {"replicas": 0}
-    if kind.key == "services":
-        item["status"] = {"loadBalancer": {}}
+    match kind.key:
+        case "pods":
+            item["status"] = {"phase": "Pending", "qosClass": qos_class(item["spec"])}
+        case "namespaces":
+            item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = item["metadata"]["name"]
+            item["spec"], item["status"] = {"finalizers": ["kubernetes"]}, {"phase": "Active"}
+        case "jobs.batch":
+            _label_job(item)
+    if kind.key in NEW_STATUS:
+        item["status"] = copy.deepcopy(NEW_STATUS[kind.key])
 
 
 def qos_class(spec: Mapping[str, Any]) -> str:
@@ -59,6 +63,12 @@ def qos_class(spec: Mapping[str, Any]) -> str:
     return "Guaranteed" if complete else "Burstable"
 
 
+def _fill(part: Object, **defaults: Any) -> None:
+    """Set the fields that are missing."""
+    for field, value in defaults.items():
+        part.setdefault(field, value)
+
+
 def _pod(item: Object) -> None:
     spec = item["spec"]
     _pod_spec(spec)
@@ -68,11 +78,8 @@ def _pod(item: Object) -> None:
 
 
 def _pod_spec(spec: Object) -> None:
-    spec.setdefault("restartPolicy", "Always")
-    spec.setdefault("dnsPolicy", "ClusterFirst")
-    spec.setdefault("terminationGracePeriodSeconds", 30)
-    spec.setdefault("schedulerName", "default-scheduler")
-    spec.setdefault("securityContext", {})
+    _fill(spec, restartPolicy="Always", dnsPolicy="ClusterFirst", terminationGracePeriodSeconds=30)
+    _fill(spec, schedulerName="default-scheduler", securityContext={})
     if account := spec.get("serviceAccountName") or spec.get("serviceAccount"):
         spec["serviceAccountName"] = spec["serviceAccount"] = account
     for container in [*spec.get("initContainers", ()), *spec.get("containers", ())]:
@@ -84,9 +91,7 @@ def _pod_spec(spec: Object) -> None:
 
 
 def _container(container: Object) -> None:
-    container.setdefault("resources", {})
-    container.setdefault("terminationMessagePath", "/dev/termination-log")
-    container.setdefault("terminationMessagePolicy", "File")
+    _fill(container, resources={}, terminationMessagePath="/dev/termination-log", terminationMessagePolicy="File")
     image = container.get("image", "")
     tag = re.search(r":([^/@]+)(?:@.*)?$", image)
     latest = "@" not in image and (tag is None or tag[1] == "latest")
@@ -108,8 +113,7 @@ def _probe(probe: Object) -> None:
     for key, value in (("timeoutSeconds", 1), ("periodSeconds", 10), ("successThreshold", 1), ("failureThreshold", 3)):
         probe[key] = probe.get(key) or value
     if "httpGet" in probe:
-        probe["httpGet"].setdefault("path", "/")
-        probe["httpGet"].setdefault("scheme", "HTTP")
+        _fill(probe["httpGet"], path="/", scheme="HTTP")
 
 
 def _template(item: Object) -> None:
@@ -124,11 +128,7 @@ def _job(item: Object) -> None:
     _template(item)
     if "parallelism" not in spec and "completions" not in spec:
         spec["completions"] = 1
-    spec.setdefault("parallelism", 1)
-    spec.setdefault("backoffLimit", 6)
-    spec.setdefault("completionMode", "NonIndexed")
-    spec.setdefault("suspend", False)
-    spec.setdefault("manualSelector", False)
+    _fill(spec, parallelism=1, backoffLimit=6, completionMode="NonIndexed", suspend=False, manualSelector=False)
     spec.setdefault("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
     for rule in spec.get("podFailurePolicy", {}).get("rules", ()):
         for pattern in rule.get("onPodConditions", ()):
@@ -141,28 +141,18 @@ def _label_job(item: Object) -> None:
     if spec.get("manualSelector") or "template" not in spec:
         return
     labels = spec["template"].setdefault("metadata", {}).setdefault("labels", {})
-    labels.update(
-        {
-            CONTROLLER_UID: metadata["uid"],
-            JOB_NAME: metadata["name"],
-            "controller-uid": metadata["uid"],
-            "job-name": metadata["name"],
-        }
-    )
+    labels |= dict.fromkeys((CONTROLLER_UID, "controller-uid"), metadata["uid"])
+    labels |= dict.fromkeys((JOB_NAME, "job-name"), metadata["name"])
     spec["selector"] = {"matchLabels": {CONTROLLER_UID: metadata["uid"]}}
 
 
 def _deployment(item: Object) -> None:
     spec = item["spec"]
     _template(item)
-    spec.setdefault("replicas", 1)
-    spec.setdefault("revisionHistoryLimit", 10)
-    spec.setdefault("progressDeadlineSeconds", 600)
+    _fill(spec, replicas=1, revisionHistoryLimit=10, progressDeadlineSeconds=600)
     strategy = spec.setdefault("strategy", {})
     if strategy.setdefault("type", "RollingUpdate") == "RollingUpdate":
-        rolling = strategy.setdefault("rollingUpdate", {})
-        rolling.setdefault("maxSurge", "25%")
-        rolling.setdefault("maxUnavailable", "25%")
+        _fill(strategy.setdefault("rollingUpdate", {}), maxSurge="25%", maxUnavailable="25%")
 
 
 def _replica_set(item: Object) -> None:
@@ -172,16 +162,12 @@ def _replica_set(item: Object) -> None:
 
 def _service(item: Object) -> None:
     spec = item["spec"]
-    spec.setdefault("type", "ClusterIP")
-    spec.setdefault("sessionAffinity", "None")
-    spec.setdefault("ipFamilies", ["IPv4"])
-    spec.setdefault("ipFamilyPolicy", "SingleStack")
-    spec.setdefault("internalTrafficPolicy", "Cluster")
+    _fill(spec, type="ClusterIP", sessionAffinity="None", internalTrafficPolicy="Cluster")
+    _fill(spec, ipFamilies=["IPv4"], ipFamilyPolicy="SingleStack")
     if spec["type"] == "LoadBalancer":
         spec.setdefault("externalTrafficPolicy", "Cluster")
     for port in spec.get("ports", ()):
-        port.setdefault("protocol", "TCP")
-        port.setdefault("targetPort", port.get("port"))
+        _fill(port, protocol="TCP", targetPort=port.get("port"))
 
 
 def _secret(item: Object) -> None:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST, free_port, is_listening
 
-from ...containers.images import ImageStore
 from ...containers.processes import Runtime
 from ..kit.background import stop_all
 from ..kit.emulator import PassiveEmulator
+from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.routing import Call, Route, mount
-from .api import Note
 from .certificates import Certificates, make_certificates
-from .cluster import OWN_NAMESPACES, Cluster, Shared, ensure_objects
+from .cluster import OWN_NAMESPACES, Cluster, ensure_objects
 from .config import KubernetesConfig
 from .faults import Faults
 from .kinds import DEPLOYMENT, HPA, JOB, POD, POD_MONITORING, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
 from .kubelet.logs import read_workload_log
 from .kubelet.runner import Runner
 from .ports import Ports
+from .shared import Note, Shared
 from .store import SCHEMA, Object
 
 # Objects that count as leftovers: workloads and the objects through which clients reach them.
@@ -40,21 +38,17 @@ class KubernetesEmulator(PassiveEmulator):
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
-        platform_env: Callable[[str], Mapping[str, str]],
         authorize: Callable[[Mapping[str, str]], bool],
         note: Note = lambda headers, cluster, verb, resource: None,
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
     ) -> None:
-        db.connection.executescript(SCHEMA)
-        self._db = db
-        self._runtime = Runtime(directory, images.search_path)
-        runner = Runner(db, clock, self._runtime, images, platform_env, config.kept_logs)
-        self._shared = Shared(db, clock, config, Faults(db), runner, Ports(db), authorize, note)
+        self._db = host.db
+        self._db.connection.executescript(SCHEMA)
+        self._runtime = Runtime(host.directory, host.images.search_path)
+        runner = Runner(host, self._runtime, config.kept_logs)
+        self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note)
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -64,7 +58,7 @@ class KubernetesEmulator(PassiveEmulator):
 
     async def start(self) -> None:
         await self._runtime.start()
-        for row in self._db.connection.execute("SELECT name, port FROM kubernetes_clusters").fetchall():
+        for row in self._db.rows("SELECT name, port FROM kubernetes_clusters"):
             self._leave_taken_port(row["name"], row["port"])
             await self.open_cluster(row["name"])
 
@@ -123,7 +117,7 @@ class KubernetesEmulator(PassiveEmulator):
         return str(self._row(name)["authority"])
 
     def port_of(self, name: str) -> int | None:
-        row = self._db.connection.execute("SELECT port FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        row = self._db.row("SELECT port FROM kubernetes_clusters WHERE name = ?", [name])
         return int(row["port"]) if row else None
 
     def live(self) -> list[str]:
@@ -140,7 +134,7 @@ class KubernetesEmulator(PassiveEmulator):
         if not _has_table(db, "kubernetes_objects"):
             return []
         marks = ", ".join("?" for _ in COUNTED)
-        rows = db.connection.execute(
+        rows = db.rows(
             f"SELECT cluster, kind, namespace, name FROM kubernetes_objects WHERE kind IN ({marks})"
             " ORDER BY cluster, kind, namespace, name",
             [kind.key for kind in COUNTED],
@@ -152,9 +146,7 @@ class KubernetesEmulator(PassiveEmulator):
         """Ports that clusters, services and pods in a state file listen on while a stack runs."""
         if not _has_table(db, "kubernetes_ports"):
             return []
-        rows = db.connection.execute(
-            "SELECT port FROM kubernetes_clusters UNION ALL SELECT local FROM kubernetes_ports"
-        )
+        rows = db.rows("SELECT port FROM kubernetes_clusters UNION ALL SELECT local FROM kubernetes_ports")
         return [int(row["port"]) for row in rows]
 
     def _list_clusters(self, call: Call) -> dict[str, str]:
@@ -191,11 +183,10 @@ class KubernetesEmulator(PassiveEmulator):
         return Cluster(self._shared, name, row["port"], Certificates(row["authority"], row["server"]))
 
     def _row(self, name: str) -> sqlite3.Row:
-        row = self._db.connection.execute("SELECT * FROM kubernetes_clusters WHERE name = ?", [name]).fetchone()
+        row = self._db.row("SELECT * FROM kubernetes_clusters WHERE name = ?", [name])
         if row is None:
             raise LookupError(f"there is no cluster {name!r}; add_cluster makes one")
-        cluster: sqlite3.Row = row
-        return cluster
+        return row
 
     def _cluster(self, part: str) -> Cluster:
         """The only cluster whose name contains `part`. Raises ApiError unless exactly one matches."""
@@ -206,4 +197,4 @@ class KubernetesEmulator(PassiveEmulator):
 
 
 def _has_table(db: Database, name: str) -> bool:
-    return db.connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [name]).fetchone() is not None
+    return db.row("SELECT 1 FROM sqlite_master WHERE name = ?", [name]) is not None

@@ -254,8 +254,6 @@ class Objects:
 
     def _set_propagation(self, kind: Kind, item: Object, policy: str) -> None:
         """Add the finalizer of the policies Orphan and Foreground; the garbage collector removes it at its end."""
-        if policy not in ("", *POLICIES):
-            raise Refusal(422, f"DeleteOptions.meta.k8s.io is invalid: propagationPolicy: {policy!r}")
         # By default the pods of a job survive its deletion: a default from before garbage collection existed.
         policy = policy or ("Orphan" if kind == JOB else "")
         if not policy:

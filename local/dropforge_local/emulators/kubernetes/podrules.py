@@ -30,9 +30,11 @@ def pod_problems(spec: Object, at: str) -> Iterator[Cause]:
     for key, value in spec.get("nodeSelector", {}).items():
         if problem := names.label_key_problem(key) or names.label_value_problem(value):
             yield wrong(f"{at}.nodeSelector", key, problem)
-    for index, toleration in enumerate(spec.get("tolerations", ())):
-        yield from _toleration(toleration, f"{at}.tolerations[{index}]")
-    yield from _volumes(spec, f"{at}.volumes")
+    for toleration, here in each(spec, "tolerations", at):
+        yield from _toleration(toleration, here)
+    yield from _unique_names(spec.get("volumes", ()), f"{at}.volumes")
+    for volume, here in each(spec, "volumes", at):
+        yield from _volume(volume, here)
     yield from _containers(spec, at)
 
 
@@ -42,6 +44,11 @@ def port_problems(port: Any, at: str) -> Iterator[Cause]:
         yield wrong(at, port, "must be between 1 and 65535, inclusive")
     if isinstance(port, str) and (len(port) > 15 or not names.PORT_NAME.fullmatch(port)):
         yield wrong(at, port, "must be no more than 15 characters, lower case alphanumeric or '-', with one letter")
+
+
+def each(item: Object, field: str, at: str) -> Iterator[tuple[Any, str]]:
+    """The elements of a list with their paths; nothing without the list."""
+    return ((element, f"{at}.{field}[{index}]") for index, element in enumerate(item.get(field, ())))
 
 
 def at_least(item: Object, field: str, lowest: int, at: str) -> Iterator[Cause]:
@@ -56,21 +63,18 @@ def _toleration(toleration: Object, at: str) -> Iterator[Cause]:
         yield wrong(f"{at}.operator", toleration.get("operator", ""), "operator must be Exists when `key` is empty")
 
 
-def _volumes(spec: Object, at: str) -> Iterator[Cause]:
-    yield from _unique_names(spec.get("volumes", ()), at)
-    for index, volume in enumerate(spec.get("volumes", ())):
-        sources = [source for source in VOLUME_SOURCES if source in volume]
-        here = f"{at}[{index}]"
-        if not sources:
-            yield required(here, "must specify a volume type")
-        for source in sources[1:]:
-            yield forbidden_field(f"{here}.{source}", "may not specify more than 1 volume type")
-        if (medium := volume.get("emptyDir", {}).get("medium")) not in (None, "", "Memory"):
-            yield unsupported(f"{here}.emptyDir.medium", medium, ["", "Memory"])
-        if "secret" in sources and not volume["secret"].get("secretName"):
-            yield required(f"{here}.secret.secretName")
-        if "configMap" in sources and not volume["configMap"].get("name"):
-            yield required(f"{here}.configMap.name")
+def _volume(volume: Object, at: str) -> Iterator[Cause]:
+    sources = [source for source in VOLUME_SOURCES if source in volume]
+    if not sources:
+        yield required(at, "must specify a volume type")
+    for source in sources[1:]:
+        yield forbidden_field(f"{at}.{source}", "may not specify more than 1 volume type")
+    if (medium := volume.get("emptyDir", {}).get("medium")) not in (None, "", "Memory"):
+        yield unsupported(f"{at}.emptyDir.medium", medium, ["", "Memory"])
+    if "secret" in sources and not volume["secret"].get("secretName"):
+        yield required(f"{at}.secret.secretName")
+    if "configMap" in sources and not volume["configMap"].get("name"):
+        yield required(f"{at}.configMap.name")
 
 
 def _containers(spec: Object, at: str) -> Iterator[Cause]:
@@ -78,8 +82,7 @@ def _containers(spec: Object, at: str) -> Iterator[Cause]:
     everyone = [*spec.get("initContainers", ()), *spec.get("containers", ())]
     yield from _unique_names(everyone, f"{at}.containers")
     for part in ("initContainers", "containers"):
-        for index, container in enumerate(spec.get(part, ())):
-            here = f"{at}.{part}[{index}]"
+        for container, here in each(spec, part, at):
             if not container.get("image"):
                 yield required(f"{here}.image")
             yield from _container(container, volumes, here)
@@ -89,12 +92,12 @@ def _containers(spec: Object, at: str) -> Iterator[Cause]:
 
 
 def _container(container: Object, volumes: set[Any], at: str) -> Iterator[Cause]:
-    yield from _ports(container, f"{at}.ports")
-    for index, variable in enumerate(container.get("env", ())):
-        yield from _variable(variable, f"{at}.env[{index}]")
-    for index, source in enumerate(container.get("envFrom", ())):
-        yield from _variable_source(source, f"{at}.envFrom[{index}]")
-    yield from _mounts(container, volumes, f"{at}.volumeMounts")
+    yield from _ports(container, at)
+    for variable, here in each(container, "env", at):
+        yield from _variable(variable, here)
+    for source, here in each(container, "envFrom", at):
+        yield from _variable_source(source, here)
+    yield from _mounts(container, volumes, at)
     yield from _resources(container.get("resources", {}), f"{at}.resources")
     for probe in PROBES:
         if probe in container:
@@ -116,15 +119,15 @@ def _unique_names(items: Iterable[Object], at: str) -> Iterator[Cause]:
 
 def _ports(container: Object, at: str) -> Iterator[Cause]:
     seen = set()
-    for index, port in enumerate(container.get("ports", ())):
-        yield from port_problems(port.get("containerPort"), f"{at}[{index}].containerPort")
+    for port, here in each(container, "ports", at):
+        yield from port_problems(port.get("containerPort"), f"{here}.containerPort")
         if name := port.get("name"):
-            yield from port_problems(name, f"{at}[{index}].name")
+            yield from port_problems(name, f"{here}.name")
             if name in seen:
-                yield duplicate(f"{at}[{index}].name", name)
+                yield duplicate(f"{here}.name", name)
             seen.add(name)
         if port.get("hostPort"):
-            raise not_emulated(f"{at}[{index}].hostPort")
+            raise not_emulated(f"{here}.hostPort")
 
 
 def _variable(variable: Object, at: str) -> Iterator[Cause]:
@@ -137,11 +140,8 @@ def _variable(variable: Object, at: str) -> Iterator[Cause]:
     if variable.get("value"):
         yield wrong(f"{at}.valueFrom", "", "may not be specified when `value` is not empty")
     if not source:
-        yield wrong(
-            f"{at}.valueFrom",
-            "",
-            "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`",
-        )
+        text = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef` or `secretKeyRef`"
+        yield wrong(f"{at}.valueFrom", "", text)
     if len(source) > 1:
         yield wrong(f"{at}.valueFrom", "", "may not have more than one field specified at a time")
     for key in ("secretKeyRef", "configMapKeyRef"):
@@ -170,8 +170,7 @@ def _variable_source(source: Object, at: str) -> Iterator[Cause]:
 
 def _mounts(container: Object, volumes: set[Any], at: str) -> Iterator[Cause]:
     seen = set()
-    for index, mount in enumerate(container.get("volumeMounts", ())):
-        here = f"{at}[{index}]"
+    for mount, here in each(container, "volumeMounts", at):
         path = mount.get("mountPath", "")
         if mount.get("name") and mount["name"] not in volumes:
             yield Cause(f"{here}.name", "FieldValueNotFound", f'Not found: "{mount["name"]}"')

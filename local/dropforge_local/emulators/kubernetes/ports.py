@@ -23,25 +23,23 @@ class Ports:
         return local
 
     def find(self, cluster: str, owner: str, port: int) -> int | None:
-        row = self._db.connection.execute(
+        row = self._db.row(
             "SELECT local FROM kubernetes_ports WHERE cluster = ? AND owner = ? AND port = ?", [cluster, owner, port]
-        ).fetchone()
+        )
         return int(row["local"]) if row else None
 
     def of(self, cluster: str, owner: str) -> dict[int, int]:
-        rows = self._db.connection.execute(
+        rows = self._db.rows(
             "SELECT port, local FROM kubernetes_ports WHERE cluster = ? AND owner = ?", [cluster, owner]
         )
         return {row["port"]: row["local"] for row in rows}
 
     def owners(self, cluster: str) -> set[str]:
-        rows = self._db.connection.execute("SELECT DISTINCT owner FROM kubernetes_ports WHERE cluster = ?", [cluster])
+        rows = self._db.rows("SELECT DISTINCT owner FROM kubernetes_ports WHERE cluster = ?", [cluster])
         return {row["owner"] for row in rows}
 
     def release(self, cluster: str, owner: str) -> None:
-        with self._db.transaction() as connection:
-            connection.execute("DELETE FROM kubernetes_ports WHERE cluster = ? AND owner = ?", [cluster, owner])
+        self._db.write("DELETE FROM kubernetes_ports WHERE cluster = ? AND owner = ?", [cluster, owner])
 
     def release_cluster(self, cluster: str) -> None:
-        with self._db.transaction() as connection:
-            connection.execute("DELETE FROM kubernetes_ports WHERE cluster = ?", [cluster])
+        self._db.write("DELETE FROM kubernetes_ports WHERE cluster = ?", [cluster])

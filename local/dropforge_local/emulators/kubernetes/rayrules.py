@@ -12,7 +12,6 @@ from .refusals import Cause, not_emulated
 Object = Mapping[str, Any]
 LONGEST_CLUSTER_NAME = 53
 LONGEST_JOB_NAME = LONGEST_CLUSTER_NAME - 6  # the cluster's name adds a suffix
-CLUSTER_SELECTOR = "ray.io/cluster"
 INVALID = "The RayJob spec is invalid: "
 # Fields of RayJobs and RayClusters that the operator supports and this emulator does not.
 JOB_FIELDS = ("clusterSelector", "deletionStrategy", "managedBy", "submitterPodTemplate", "submitterConfig")

@@ -36,20 +36,20 @@ class Recorder:
             self._store.insert(EVENT, {**_about(kind, item, namespace, now), **event, "reportingComponent": component})
 
     def _find(self, namespace: str, uid: str, reason: str, message: str) -> Object | None:
-        row = self._store.db.connection.execute(
+        row = self._store.db.row(
             "SELECT body FROM kubernetes_objects WHERE cluster = ? AND kind = 'events' AND namespace = ?"
             " AND json_extract(body, '$.involvedObject.uid') = ? AND json_extract(body, '$.reason') = ?"
             " AND json_extract(body, '$.message') = ?",
             [self._store.cluster, namespace, uid, reason, message],
-        ).fetchone()
+        )
         return json.loads(row["body"]) if row else None
 
     def _delete_old(self, namespace: str) -> None:
-        rows = self._store.db.connection.execute(
+        rows = self._store.db.rows(
             "SELECT body FROM kubernetes_objects WHERE cluster = ? AND kind = 'events' AND namespace = ?"
             " AND json_extract(body, '$.lastTimestamp') < ?",
             [self._store.cluster, namespace, timestamp(self._clock.now() - self._kept_seconds)],
-        ).fetchall()
+        )
         for row in rows:
             self._store.remove(EVENT, json.loads(row["body"]))
 

@@ -10,7 +10,7 @@ from typing import Any
 from . import names, podrules
 from . import rayrules as ray
 from .kinds import Kind
-from .podrules import at_least
+from .podrules import at_least, each
 from .quantities import parse_quantity
 from .refusals import Cause, duplicate, forbidden_field, not_emulated, required, unsupported, wrong
 from .selectors import select
@@ -52,9 +52,9 @@ def _metadata(kind: Kind, metadata: Object) -> Iterator[Cause]:
         yield Cause(
             "metadata.annotations", "FieldValueTooLong", f"Too long: may not be more than {LARGEST_ANNOTATIONS}"
         )
-    for index, finalizer in enumerate(metadata.get("finalizers", ())):
+    for finalizer, at in each(metadata, "finalizers", "metadata"):
         if problem := names.label_key_problem(finalizer):
-            yield wrong(f"metadata.finalizers[{index}]", finalizer, problem)
+            yield wrong(at, finalizer, problem)
     controllers = [reference for reference in metadata.get("ownerReferences", ()) if reference.get("controller")]
     if len(controllers) > 1:
         yield wrong("metadata.ownerReferences", controllers, "only one reference can have controller set to true")
@@ -103,11 +103,8 @@ def _indexed(item: Object) -> Iterator[Cause]:
         return
     hostname = f"{item['metadata'].get('name', '')}-{max(spec['completions'] - 1, 0)}"
     if names.label_problem(hostname):
-        yield wrong(
-            "metadata.name",
-            item["metadata"].get("name", ""),
-            f"will not able to create pod with invalid DNS label: {hostname}",
-        )
+        text = f"will not able to create pod with invalid DNS label: {hostname}"
+        yield wrong("metadata.name", item["metadata"].get("name", ""), text)
     if spec["completions"] > 10**5:
         yield wrong("spec.completions", spec["completions"], "must be less than or equal to 100000")
 
@@ -123,8 +120,8 @@ def _failure_policy(spec: Object, pod: Object) -> Iterator[Cause]:
     if len(rules) > 20:
         yield Cause(at, "FieldValueTooMany", f"Too many: {len(rules)}: must have at most 20 items")
     containers = {container.get("name") for part in ("containers", "initContainers") for container in pod.get(part, ())}
-    for index, rule in enumerate(rules):
-        yield from _failure_rule(rule, containers, f"{at}[{index}]")
+    for rule, here in each(spec["podFailurePolicy"], "rules", "spec.podFailurePolicy"):
+        yield from _failure_rule(rule, containers, here)
 
 
 def _failure_rule(rule: Object, containers: set[Any], at: str) -> Iterator[Cause]:
@@ -139,11 +136,8 @@ def _failure_rule(rule: Object, containers: set[Any], at: str) -> Iterator[Cause
     if codes is None:
         return
     if codes.get("containerName", next(iter(containers), None)) not in containers:
-        yield wrong(
-            f"{at}.onExitCodes.containerName",
-            codes["containerName"],
-            "must be one of the container or initContainer names in the pod template",
-        )
+        text = "must be one of the container or initContainer names in the pod template"
+        yield wrong(f"{at}.onExitCodes.containerName", codes["containerName"], text)
     values = codes.get("values", [])
     if len(values) > 255:
         yield Cause(
@@ -163,8 +157,8 @@ def _selected(item: Object) -> Iterator[Cause]:
         yield wrong("spec.selector", selector, "empty selector is invalid for deployment")
         return
     yield from label_problems(selector.get("matchLabels", {}), "spec.selector.matchLabels")
-    for index, expression in enumerate(selector.get("matchExpressions", ())):
-        at = f"spec.selector.matchExpressions[{index}].values"
+    for expression, here in each(selector, "matchExpressions", "spec.selector"):
+        at = f"{here}.values"
         if expression.get("operator") in ("In", "NotIn") and not expression.get("values"):
             yield required(at, "must be specified when `operator` is 'In' or 'NotIn'")
         if expression.get("operator") in ("Exists", "DoesNotExist") and expression.get("values"):
@@ -200,13 +194,10 @@ def _deployment(item: Object) -> Iterator[Cause]:
         value = rolling[field]
         number = value if isinstance(value, int) else value.removesuffix("%")
         if isinstance(value, str) and (not value.endswith("%") or not str(number).isdigit()):
-            yield wrong(
-                f"spec.strategy.rollingUpdate.{field}",
-                value,
-                "a valid percent string must be a numeric string followed by an ending '%'",
-            )
-        elif isinstance(value, int) and value < 0:
-            yield wrong(f"spec.strategy.rollingUpdate.{field}", value, "must be greater than or equal to 0")
+            text = "a valid percent string must be a numeric string followed by an ending '%'"
+            yield wrong(f"spec.strategy.rollingUpdate.{field}", value, text)
+        elif isinstance(value, int):
+            yield from at_least(rolling, field, 0, "spec.strategy.rollingUpdate")
     if all(str(rolling[field]).removesuffix("%") == "0" for field in ("maxSurge", "maxUnavailable")):
         yield wrong(
             "spec.strategy.rollingUpdate.maxUnavailable", rolling["maxUnavailable"], "may not be 0 when `maxSurge` is 0"
@@ -222,8 +213,7 @@ def _service(item: Object) -> Iterator[Cause]:
         yield required("spec.ports")
     yield from label_problems(spec.get("selector", {}), "spec.selector")
     seen: set[tuple[Any, Any]] = set()
-    for index, port in enumerate(ports):
-        at = f"spec.ports[{index}]"
+    for port, at in each(spec, "ports", "spec"):
         if len(ports) > 1 and not port.get("name"):
             yield required(f"{at}.name")
         if port.get("name") and (problem := names.label_problem(port["name"])):
@@ -239,11 +229,8 @@ def _data(item: Object) -> Iterator[Cause]:
     text, binary = item.get("data", {}), item.get("binaryData", {})
     for key in [*text, *binary]:
         if len(key) > 253 or not names.KEY.fullmatch(key) or key in (".", ".."):
-            yield wrong(
-                f"data[{key}]",
-                key,
-                f"a valid config key must consist of alphanumeric characters, '-', '_' or '.': '{names.KEY.pattern}'",
-            )
+            rule = f"a valid config key must consist of alphanumeric characters, '-', '_' or '.': '{names.KEY.pattern}'"
+            yield wrong(f"data[{key}]", key, rule)
         if key in text and key in binary:
             yield wrong(f"data[{key}]", key, "duplicate of key present in binaryData")
     if sum(len(value) for value in [*text.values(), *binary.values()]) > LARGEST_DATA:
@@ -257,10 +244,10 @@ def _autoscaler(item: Object) -> Iterator[Cause]:
     yield from at_least(spec, "maxReplicas", 1, "spec")
     if high < low:
         yield wrong("spec.maxReplicas", high, "must be greater than or equal to `minReplicas`")
-    for index, metric in enumerate(spec.get("metrics", ())):
+    for metric, here in each(spec, "metrics", "spec"):
         kind = metric.get("type", "")
         source = kind[:1].lower() + kind[1:]
-        at = f"spec.metrics[{index}].{source}"
+        at = f"{here}.{source}"
         if kind and source not in metric:
             yield required(at, f"must populate information for the given metric source: {kind}")
         elif kind:
@@ -289,8 +276,7 @@ def _pod_monitoring(item: Object) -> Iterator[Cause]:
     if not isinstance(endpoints, list) or not endpoints:
         yield required("spec.endpoints")
         return
-    for index, endpoint in enumerate(endpoints):
-        at = f"spec.endpoints[{index}]"
+    for endpoint, at in each(spec, "endpoints", "spec"):
         if not isinstance(endpoint, Mapping) or not endpoint.get("port"):
             yield required(f"{at}.port")
         elif not PROMETHEUS_DURATION.fullmatch(str(endpoint.get("interval", "1m"))):

@@ -91,10 +91,10 @@ class Store:
         return int(self._row()["compacted"])
 
     def find(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        row = self.db.connection.execute(
+        row = self.db.row(
             "SELECT body FROM kubernetes_objects WHERE cluster = ? AND kind = ? AND namespace = ? AND name = ?",
             [self.cluster, kind.key, namespace, name],
-        ).fetchone()
+        )
         return json.loads(row["body"]) if row else None
 
     def latest(self, kind: Kind, item: Object) -> Object | None:
@@ -104,7 +104,7 @@ class Store:
 
     def items(self, kind: Kind, namespace: str = "", at: int | None = None) -> list[Object]:
         """Objects ordered by namespace and name: of all namespaces if `namespace` is empty; as of revision `at`."""
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT namespace, name, body FROM kubernetes_objects WHERE cluster = ? AND kind = ?"
             " AND ? IN ('', namespace)",
             [self.cluster, kind.key, namespace],
@@ -140,33 +140,29 @@ class Store:
             self._record(kind, metadata, None, item)
 
     def exists(self, uid: str) -> bool:
-        row = self.db.connection.execute(
-            "SELECT 1 FROM kubernetes_objects WHERE cluster = ? AND uid = ?", [self.cluster, uid]
-        ).fetchone()
+        row = self.db.row("SELECT 1 FROM kubernetes_objects WHERE cluster = ? AND uid = ?", [self.cluster, uid])
         return row is not None
 
     def dependents(self, uid: str) -> list[tuple[Kind, Object]]:
         """Objects with an owner reference to `uid`."""
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT kind, body FROM kubernetes_owners JOIN kubernetes_objects USING (cluster, kind, namespace, name)"
             " WHERE cluster = ? AND owner = ?",
             [self.cluster, uid],
-        ).fetchall()
+        )
         return [(BY_KEY[row["kind"]], json.loads(row["body"])) for row in rows]
 
     def owners(self) -> list[str]:
         """The uids that owner references of any object name."""
-        rows = self.db.connection.execute(
-            "SELECT DISTINCT owner FROM kubernetes_owners WHERE cluster = ?", [self.cluster]
-        )
+        rows = self.db.rows("SELECT DISTINCT owner FROM kubernetes_owners WHERE cluster = ?", [self.cluster])
         return [row["owner"] for row in rows]
 
     def changes(self, after: int, kind: Kind, namespace: str = "") -> list[Change]:
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT * FROM kubernetes_changes WHERE cluster = ? AND revision > ? AND kind = ? AND ? IN ('', namespace)"
             " ORDER BY revision",
             [self.cluster, after, kind.key, namespace],
-        ).fetchall()
+        )
         return [_change(row) for row in rows]
 
     def changed(self) -> Awaitable[object]:
@@ -174,13 +170,10 @@ class Store:
         return self._changed.wait()
 
     def _row(self) -> sqlite3.Row:
-        row: sqlite3.Row = self.db.connection.execute(
-            "SELECT * FROM kubernetes_clusters WHERE name = ?", [self.cluster]
-        ).fetchone()
-        return row
+        return self.db.rows("SELECT * FROM kubernetes_clusters WHERE name = ?", [self.cluster])[0]
 
     def _rewind(self, bodies: dict[tuple[str, str], str], kind: Kind, namespace: str, at: int) -> None:
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             "SELECT namespace, name, previous FROM kubernetes_changes"
             " WHERE cluster = ? AND revision > ? AND kind = ? AND ? IN ('', namespace) ORDER BY revision DESC",
             [self.cluster, at, kind.key, namespace],

@@ -18,10 +18,11 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
+from ..kit.times import seconds_of, timestamp
 from .faults import DeliveryFaults
 from .filters import compile_filter
-from .resources import Resources, Subscription, timestamp
-from .rules import DELETED_TOPIC, invalid, seconds
+from .resources import Resources, Subscription
+from .rules import DELETED_TOPIC, invalid
 
 MAX_BATCH_BYTES = 4 * 2**20
 
@@ -134,7 +135,7 @@ class Backlog:
         """Append the messages to the topic's subscriptions; raises NOT_FOUND for an unknown topic."""
         now = self.now()
         with self.db.transaction() as sql:
-            retention = seconds(self.resources.topic(topic).message_retention_duration)
+            retention = seconds_of(self.resources.topic(topic).message_retention_duration)
             keep_until = now + retention if retention else 0.0
             ids = [self._insert(sql, topic, content, now, keep_until) for content in contents]
             subscriptions = [s for s in self.resources.subscriptions_of(topic) if not s.config.detached]
@@ -174,9 +175,9 @@ class Backlog:
         """
         self.expire(now)
         order = HEAD_OF_KEY + "ORDER BY d.message" if subscription.ordered else "ORDER BY d.due, d.message"
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             f"{READY} {order} LIMIT :limit", {"subscription": subscription.id, "now": now, "limit": limit}
-        ).fetchall()
+        )
         if not rows:
             return []
         with self.db.transaction() as sql:
@@ -190,10 +191,10 @@ class Backlog:
 
     def next_due(self, subscription: Subscription, after: float) -> float | None:
         """When the next delayed message becomes ready; None without a delayed message."""
-        row = self.db.connection.execute(
+        [row] = self.db.rows(
             "SELECT MIN(due) FROM pubsub_deliveries WHERE subscription = ? AND NOT acked AND lease IS NULL AND due > ?",
             (subscription.id, after),
-        ).fetchone()
+        )
         return None if row[0] is None else float(row[0])
 
     def acknowledge(self, subscription: Subscription, ack_ids: Sequence[str]) -> list[str]:
@@ -254,11 +255,11 @@ class Backlog:
 
     def next_expiry(self) -> float | None:
         """When the next lease, retention or snapshot expires; None without one."""
-        row = self.db.connection.execute(
+        [row] = self.db.rows(
             "SELECT (SELECT MIN(due) FROM pubsub_deliveries WHERE lease IS NOT NULL), "
             "(SELECT MIN(expires) FROM pubsub_deliveries), (SELECT MIN(expires) FROM pubsub_snapshots), "
             "(SELECT MIN(keep_until) FROM pubsub_messages WHERE keep_until > 0)"
-        ).fetchone()
+        )
         return min((float(when) for when in row if when is not None), default=None)
 
     def collect(self, now: float) -> None:

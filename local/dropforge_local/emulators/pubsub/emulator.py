@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
-from aiohttp import web
 from google.cloud.pubsub_v1 import types
 
 from dropforge_local.base.clock import Clock
@@ -15,6 +14,7 @@ from dropforge_local.base.db import Database
 
 from ..kit import rpc
 from ..kit.background import Background, stop_all
+from ..kit.emulator import RpcEmulator
 from .backlog import Backlog, Content
 from .faults import DeliveryFaults
 from .pull import PubsubMessage, Puller, StreamingPullResponse
@@ -25,7 +25,7 @@ from .service import MUTABLE_SUBSCRIPTION_FIELDS, PubSubService, services
 from .wakes import Wakes, supervise, wait
 
 
-class PubSubEmulator:
+class PubSubEmulator(RpcEmulator):
     """google.pubsub.v1 over gRPC and REST. `token(audience)` returns the OIDC token for a push with `oidc_token`."""
 
     def __init__(self, db: Database, clock: Clock, token: Callable[[str], str] | None = None) -> None:
@@ -97,9 +97,6 @@ class PubSubEmulator:
         """Publish without the API's limits, for the platform's events, whose headers have names of any length."""
         return str(self._backlog.publish(topic, [Content(data, attributes)])[0])
 
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return rpc.routes(self._services)
-
     def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         streaming_pull = grpc.stream_stream_rpc_method_handler(
             self._puller.streaming_pull,
@@ -108,7 +105,7 @@ class PubSubEmulator:
         )
         subscriber = self._services[1].name
         stream = grpc.method_handlers_generic_handler(subscriber, {"StreamingPull": streaming_pull})
-        return [stream, *rpc.grpc_handlers(self._services)]
+        return [stream, *super().grpc_handlers()]
 
     async def start(self) -> None:
         self._backlog.recover()

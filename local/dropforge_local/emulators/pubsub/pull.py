@@ -13,8 +13,9 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
 
 from ..kit.rpc import Message, abort
+from ..kit.times import timestamp
 from .backlog import Backlog, Delivery
-from .resources import Resources, Subscription, timestamp
+from .resources import Resources, Subscription
 from .rules import check_modified_deadline, check_stream_deadline, invalid
 from .wakes import Wakes, wait
 

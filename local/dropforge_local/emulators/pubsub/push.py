@@ -15,8 +15,9 @@ import aiohttp
 
 from dropforge_local.base.clock import Clock
 
+from ..kit.times import timestamp
 from .backlog import Backlog, Delivery
-from .resources import Resources, Subscription, timestamp
+from .resources import Resources, Subscription
 from .wakes import Wakes, supervise, wait
 
 log = logging.getLogger(__name__)

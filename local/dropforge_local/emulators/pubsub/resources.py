@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.cloud.pubsub_v1 import types
-from google.protobuf import timestamp_pb2
 
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit.paging import Paging, cut, read_token
 from ..kit.rpc import Message
-from .rules import DELETED_TOPIC, seconds
+from ..kit.times import seconds_of
+from .rules import DELETED_TOPIC
 
 Topic = types.Topic.pb()
 SubscriptionConfig = types.Subscription.pb()
@@ -60,7 +60,7 @@ class Subscription:
 
     @property
     def retention_seconds(self) -> float:
-        return seconds(self.config.message_retention_duration)
+        return seconds_of(self.config.message_retention_duration)
 
     @property
     def max_delivery_attempts(self) -> int | None:
@@ -73,7 +73,7 @@ class Subscription:
         """The delay of a message after its `failures`-th failure."""
         if self.config.HasField("retry_policy"):
             policy = self.config.retry_policy
-            lowest, highest = seconds(policy.minimum_backoff), seconds(policy.maximum_backoff)
+            lowest, highest = seconds_of(policy.minimum_backoff), seconds_of(policy.maximum_backoff)
         else:
             lowest, highest = PUSH_BACKOFF_SECONDS if self.is_push else PULL_BACKOFF_SECONDS
         return min(highest, lowest * 2.0 ** min(failures - 1, 30))
@@ -92,14 +92,13 @@ class Resources:
     def exists(self, collection: str, name: str) -> bool:
         """Whether one of the topics, subscriptions or snapshots has this name."""
         query = f"SELECT 1 FROM pubsub_{collection} WHERE name = ?"
-        return self.db.connection.execute(query, (name,)).fetchone() is not None
+        return self.db.row(query, (name,)) is not None
 
     def save_topic(self, topic: Message) -> None:
-        with self.db.transaction() as sql:
-            sql.execute(
-                "INSERT INTO pubsub_topics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET config = excluded.config",
-                (topic.name, topic.SerializeToString()),
-            )
+        self.db.write(
+            "INSERT INTO pubsub_topics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+            (topic.name, topic.SerializeToString()),
+        )
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic. Its subscriptions and snapshots stay, with the topic `_deleted-topic_`."""
@@ -119,17 +118,15 @@ class Resources:
         return _subscription(self._row("subscriptions", name))
 
     def subscription_by_id(self, subscription_id: int) -> Subscription | None:
-        row = self.db.connection.execute(
-            "SELECT * FROM pubsub_subscriptions WHERE id = ?", (subscription_id,)
-        ).fetchone()
+        row = self.db.row("SELECT * FROM pubsub_subscriptions WHERE id = ?", (subscription_id,))
         return None if row is None else _subscription(row)
 
     def subscriptions_of(self, topic: str) -> list[Subscription]:
-        rows = self.db.connection.execute("SELECT * FROM pubsub_subscriptions WHERE topic = ? ORDER BY name", (topic,))
-        return [_subscription(row) for row in rows.fetchall()]
+        rows = self.db.rows("SELECT * FROM pubsub_subscriptions WHERE topic = ? ORDER BY name", (topic,))
+        return [_subscription(row) for row in rows]
 
     def push_subscriptions(self) -> list[Subscription]:
-        rows = self.db.connection.execute("SELECT * FROM pubsub_subscriptions").fetchall()
+        rows = self.db.rows("SELECT * FROM pubsub_subscriptions")
         return [subscription for subscription in map(_subscription, rows) if subscription.is_push]
 
     def save_subscription(self, config: Message, cloud_event: bool = False) -> Subscription:
@@ -143,19 +140,17 @@ class Resources:
             return self.subscription(config.name)
 
     def delete_subscription(self, subscription: Subscription) -> None:
-        with self.db.transaction() as sql:
-            sql.execute("DELETE FROM pubsub_subscriptions WHERE id = ?", (subscription.id,))
+        self.db.write("DELETE FROM pubsub_subscriptions WHERE id = ?", (subscription.id,))
 
     def snapshot(self, name: str) -> Message:
         return Snapshot.FromString(self._row("snapshots", name)["config"])
 
     def save_snapshot(self, snapshot: Message, last_message: int, expires: float) -> None:
-        with self.db.transaction() as sql:
-            sql.execute(
-                "INSERT INTO pubsub_snapshots VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT (name) DO UPDATE SET config = excluded.config",
-                (snapshot.name, snapshot.topic, snapshot.SerializeToString(), last_message, expires),
-            )
+        self.db.write(
+            "INSERT INTO pubsub_snapshots VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+            (snapshot.name, snapshot.topic, snapshot.SerializeToString(), last_message, expires),
+        )
 
     def delete_snapshot(self, name: str) -> None:
         with self.db.transaction() as sql:
@@ -164,7 +159,7 @@ class Resources:
 
     def expire_snapshots(self, now: float) -> None:
         expired = "SELECT name FROM pubsub_snapshots WHERE expires <= ?"
-        for row in self.db.connection.execute(expired, (now,)).fetchall():
+        for row in self.db.rows(expired, (now,)):
             self.delete_snapshot(row["name"])
 
     def snapshots_of(self, topic: str) -> list[str]:
@@ -175,23 +170,22 @@ class Resources:
         kind = {"topics": Topic, "subscriptions": SubscriptionConfig, "snapshots": Snapshot}[collection]
         prefix = f"{request.project}/{collection}/"
         size, [last] = PAGING.size(request.page_size), read_token(request.page_token, [""])
-        rows = self.db.connection.execute(
+        rows = self.db.rows(
             f"SELECT name, config FROM pubsub_{collection} WHERE name > ? AND name >= ? AND name < ? "
             "ORDER BY name LIMIT ?",
             (last, prefix, prefix[:-1] + "0", size + 1),  # "0" follows "/" in ASCII
-        ).fetchall()
+        )
         page, token = cut(rows, size, lambda row: [row["name"]])
         return [kind.FromString(row["config"]) for row in page], token
 
     def _row(self, collection: str, name: str) -> sqlite3.Row:
         query = f"SELECT * FROM pubsub_{collection} WHERE name = ?"
-        row: sqlite3.Row | None = self.db.connection.execute(query, (name,)).fetchone()
-        if row is None:
+        if (row := self.db.row(query, (name,))) is None:
             raise not_found(name)
         return row
 
     def _snapshots(self, where: str, value: str) -> Iterator[Message]:
-        rows = self.db.connection.execute(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,)).fetchall()
+        rows = self.db.rows(f"SELECT config FROM pubsub_snapshots WHERE {where}", (value,))
         return (Snapshot.FromString(row["config"]) for row in rows)
 
 
@@ -209,12 +203,6 @@ def describe(subscription: Subscription, resources: Resources) -> Message:
 
 def not_found(name: str) -> ApiError:
     return ApiError("NOT_FOUND", f"Resource not found (resource={name}).")
-
-
-def timestamp(when: float) -> timestamp_pb2.Timestamp:
-    result = timestamp_pb2.Timestamp()
-    result.FromMicroseconds(round(when * 1e6))
-    return result
 
 
 def _subscription(row: sqlite3.Row) -> Subscription:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from dropforge_local.base.errors import ApiError
 
 from ..kit.rpc import Message
+from ..kit.times import seconds_of
 from .filters import compile_filter
 
 RESOURCE_ID = r"[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"
@@ -62,7 +63,7 @@ def check_topic(topic: Message) -> None:
     _check_labels(topic.labels)
     _refuse_unsupported(topic, UNSUPPORTED_TOPIC_FIELDS)
     if topic.HasField("message_retention_duration"):
-        _check_range("message_retention_duration", seconds(topic.message_retention_duration), RETENTION_SECONDS)
+        _check_range("message_retention_duration", seconds_of(topic.message_retention_duration), RETENTION_SECONDS)
 
 
 def complete_subscription(subscription: Message) -> None:
@@ -75,7 +76,7 @@ def complete_subscription(subscription: Message) -> None:
     _check_range("ack_deadline_seconds", subscription.ack_deadline_seconds, ACK_DEADLINE_SECONDS)
     if not subscription.HasField("message_retention_duration"):
         subscription.message_retention_duration.seconds = DEFAULT_RETENTION_SECONDS
-    retention = seconds(subscription.message_retention_duration)
+    retention = seconds_of(subscription.message_retention_duration)
     _check_range("message_retention_duration", retention, RETENTION_SECONDS)
     _complete_expiration(subscription)
     _complete_dead_letter(subscription)
@@ -126,17 +127,12 @@ def check_stream_deadline(deadline_seconds: int) -> None:
     _check_range("stream_ack_deadline_seconds", deadline_seconds, ACK_DEADLINE_SECONDS)
 
 
-def seconds(duration: Message) -> float:
-    """A google.protobuf.Duration as a number."""
-    return float(duration.seconds + duration.nanos / 1e9)
-
-
 def _complete_expiration(subscription: Message) -> None:
     if not subscription.HasField("expiration_policy"):
         subscription.expiration_policy.ttl.seconds = DEFAULT_EXPIRATION_SECONDS
     policy = subscription.expiration_policy
-    if policy.HasField("ttl") and seconds(policy.ttl) < DAY_SECONDS:
-        raise invalid(f"expiration_policy.ttl is {seconds(policy.ttl):g} s; expected at least one day")
+    if policy.HasField("ttl") and seconds_of(policy.ttl) < DAY_SECONDS:
+        raise invalid(f"expiration_policy.ttl is {seconds_of(policy.ttl):g} s; expected at least one day")
 
 
 def _complete_dead_letter(subscription: Message) -> None:
@@ -155,8 +151,8 @@ def _complete_retry(subscription: Message) -> None:
     for field, default in zip(("minimum_backoff", "maximum_backoff"), BACKOFF_SECONDS, strict=True):
         if not policy.HasField(field):
             getattr(policy, field).seconds = default
-        _check_range(f"retry_policy.{field}", seconds(getattr(policy, field)), (0, BACKOFF_SECONDS[1]))
-    if seconds(policy.minimum_backoff) > seconds(policy.maximum_backoff):
+        _check_range(f"retry_policy.{field}", seconds_of(getattr(policy, field)), (0, BACKOFF_SECONDS[1]))
+    if seconds_of(policy.minimum_backoff) > seconds_of(policy.maximum_backoff):
         raise invalid("retry_policy.minimum_backoff is greater than maximum_backoff")
 
 

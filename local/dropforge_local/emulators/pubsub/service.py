@@ -12,10 +12,11 @@ from dropforge_local.base.errors import ApiError
 from ..kit import masks
 from ..kit.paging import cut, read_token
 from ..kit.rpc import Message, Service, methods
+from ..kit.times import seconds_of, timestamp
 from .backlog import Backlog, Content
 from .pull import Puller, received_message
 from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
-from .resources import PAGING, Resources, Snapshot, Subscription, describe, not_found, timestamp
+from .resources import PAGING, Resources, Snapshot, Subscription, describe, not_found
 from .rules import (
     check_messages,
     check_modified_deadline,
@@ -177,7 +178,7 @@ class PubSubService:
             subscription = self.resources.subscription(request.subscription)
             target = request.WhichOneof("target")
             if target == "time":
-                self.replay.seek_to_time(subscription, request.time.seconds + request.time.nanos / 1e9)
+                self.replay.seek_to_time(subscription, seconds_of(request.time))
             elif target == "snapshot":
                 if self.resources.snapshot(request.snapshot).topic != subscription.topic:
                     raise invalid(f"{request.snapshot} and {request.subscription} have different topics")

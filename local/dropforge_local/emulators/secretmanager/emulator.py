@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import google_crc32c
-import grpc
-from aiohttp import web
 from google.cloud import secretmanager_v1 as api
 from google.protobuf import empty_pb2
 
@@ -17,8 +15,8 @@ from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ..kit import masks, rpc
-from ..kit.emulator import PassiveEmulator
+from ..kit import masks
+from ..kit.emulator import RpcEmulator
 from ..kit.paging import Paging
 from ..kit.rpc import Message, Service, methods
 from . import rules
@@ -29,7 +27,7 @@ Empty = empty_pb2.Empty
 PAGING = Paging(default=25_000, largest=25_000)
 
 
-class SecretManagerEmulator(PassiveEmulator):
+class SecretManagerEmulator(RpcEmulator):
     """google.cloud.secretmanager.v1.SecretManagerService from one state in SQLite: one function per RPC.
 
     No task expires secrets: every read first deletes the expired secrets.
@@ -39,12 +37,6 @@ class SecretManagerEmulator(PassiveEmulator):
         self.project = project
         self._store = Store(db, clock)
         self._services = (Service("google.cloud.secretmanager.v1.SecretManagerService", METHODS, self),)
-
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return rpc.routes(self._services)
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return rpc.grpc_handlers(self._services)
 
     def access(self, secret: str, version: str = "latest") -> bytes:
         """The value of projects/P/secrets/S at a version; raises ApiError as the API does."""

@@ -16,6 +16,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit.rpc import Message
+from ..kit.times import seconds_of, timestamp
 from .rules import invalid
 
 Secret = api.Secret.pb()
@@ -49,19 +50,18 @@ class Store:
         return self._db.transaction()
 
     def now(self) -> timestamp_pb2.Timestamp:
-        return _timestamp(self._clock.now())
+        return timestamp(self._clock.now())
 
     def has_secret(self, name: str) -> bool:
         self._expire()
-        row = self._db.connection.execute("SELECT 1 FROM secretmanager_secrets WHERE name = ?", (name,)).fetchone()
-        return row is not None
+        return self._db.row("SELECT 1 FROM secretmanager_secrets WHERE name = ?", (name,)) is not None
 
     def secret(self, name: str) -> Message:
         """Raises NOT_FOUND."""
-        if not self.has_secret(name):
+        self._expire()
+        if (row := self._db.row("SELECT config FROM secretmanager_secrets WHERE name = ?", (name,))) is None:
             raise ApiError("NOT_FOUND", f"Secret [{name}] not found.")
-        query = "SELECT config FROM secretmanager_secrets WHERE name = ?"
-        return Secret.FromString(self._db.connection.execute(query, (name,)).fetchone()["config"])
+        return Secret.FromString(row["config"])
 
     def secrets(self, parent: str) -> list[Message]:
         """All secrets of a project, by name."""
@@ -74,19 +74,16 @@ class Store:
     def save_secret(self, secret: Message) -> None:
         """Write a secret with a new etag; its ttl becomes the time at which it expires."""
         if secret.WhichOneof("expiration") == "ttl":
-            secret.expire_time.CopyFrom(_timestamp(self._clock.now() + _seconds(secret.ttl)))
-        expires = (
-            secret.expire_time.seconds + secret.expire_time.nanos / 1e9 if secret.HasField("expire_time") else None
-        )
+            secret.expire_time.CopyFrom(_expiry(self._clock.now() + seconds_of(secret.ttl)))
+        expires = seconds_of(secret.expire_time) if secret.HasField("expire_time") else None
         if expires is not None and expires <= self._clock.now():
             raise invalid("the secret's expiration is not in the future")
         secret.etag = _etag()
-        with self._db.transaction() as sql:
-            sql.execute(
-                "INSERT INTO secretmanager_secrets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "config = excluded.config, expires = excluded.expires",
-                (secret.name, secret.SerializeToString(), expires),
-            )
+        self._db.write(
+            "INSERT INTO secretmanager_secrets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "config = excluded.config, expires = excluded.expires",
+            (secret.name, secret.SerializeToString(), expires),
+        )
 
     def delete_secret(self, name: str) -> None:
         with self._db.transaction() as sql:
@@ -126,32 +123,25 @@ class Store:
         version.name = f"{secret}/versions/{number}"
         version.etag = _etag()
         row = (secret, number, version.SerializeToString(), payload)
-        with self._db.transaction() as sql:
-            sql.execute("INSERT INTO secretmanager_versions VALUES (?, ?, ?, ?)", row)
+        self._db.write("INSERT INTO secretmanager_versions VALUES (?, ?, ?, ?)", row)
 
     def save_version(self, version: Message, payload: bytes | None) -> None:
         """Write a version that changed, with a new etag."""
         version.etag = _etag()
         secret = version.name.rpartition("/versions/")[0]
-        with self._db.transaction() as sql:
-            sql.execute(
-                "UPDATE secretmanager_versions SET config = ?, payload = ? WHERE secret = ? AND number = ?",
-                (version.SerializeToString(), payload, secret, _number(version)),
-            )
+        self._db.write(
+            "UPDATE secretmanager_versions SET config = ?, payload = ? WHERE secret = ? AND number = ?",
+            (version.SerializeToString(), payload, secret, _number(version)),
+        )
 
     def _versions(self, where: str, *values: object) -> list[Version]:
-        rows = self._db.connection.execute(f"SELECT * FROM secretmanager_versions WHERE {where}", values)
+        rows = self._db.rows(f"SELECT * FROM secretmanager_versions WHERE {where}", values)
         return [Version(SecretVersion.FromString(row["config"]), row["payload"]) for row in rows]
 
     def _expire(self) -> None:
         query = "SELECT name FROM secretmanager_secrets WHERE expires <= ?"
-        for row in self._db.connection.execute(query, (self._clock.now(),)).fetchall():
+        for row in self._db.rows(query, (self._clock.now(),)):
             self.delete_secret(row["name"])
-
-
-def _seconds(time: Message) -> float:
-    seconds: float = time.seconds + time.nanos / 1e9
-    return seconds
 
 
 def _number(version: Message) -> int:
@@ -162,10 +152,8 @@ def _etag() -> str:
     return f'"{uuid.uuid4().hex[:14]}"'
 
 
-def _timestamp(when: float) -> timestamp_pb2.Timestamp:
-    result = timestamp_pb2.Timestamp()
+def _expiry(when: float) -> timestamp_pb2.Timestamp:
     try:
-        result.FromMicroseconds(round(when * 1e6))
+        return timestamp(when)
     except (ValueError, OverflowError) as error:
         raise invalid(f"the secret's expiration is out of range: {error}") from error
-    return result

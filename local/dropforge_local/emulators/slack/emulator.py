@@ -41,7 +41,7 @@ class SlackSink(PassiveEmulator):
 
     def messages(self) -> list[Json]:
         """The posted messages, oldest first."""
-        rows = self.db.connection.execute("SELECT * FROM slack_messages ORDER BY id").fetchall()
+        rows = self.db.rows("SELECT * FROM slack_messages ORDER BY id")
         return [
             {
                 "id": row["id"],
@@ -72,11 +72,10 @@ class SlackSink(PassiveEmulator):
         except Refused as refused:
             return web.Response(status=refused.status, text=refused.word)
         webhook = f"{call.names['team']}/{call.names['bot']}"
-        with self.db.transaction() as sql:
-            sql.execute(
-                "INSERT INTO slack_messages (webhook, received, payload) VALUES (?, ?, ?)",
-                (webhook, self.clock.now(), json.dumps(payload)),
-            )
+        self.db.write(
+            "INSERT INTO slack_messages (webhook, received, payload) VALUES (?, ?, ?)",
+            (webhook, self.clock.now(), json.dumps(payload)),
+        )
         return web.Response(text="ok")
 
     def _fail(self, call: Call) -> Json:

@@ -74,7 +74,7 @@ class BlobStore:
 
     def open(self, blob: str) -> BinaryIO:
         """Open a blob for reading. The bytes stay readable through the file after the blob is removed."""
-        row = self._db.connection.execute("SELECT data FROM storage_small WHERE blob = ?", (blob,)).fetchone()
+        row = self._db.row("SELECT data FROM storage_small WHERE blob = ?", (blob,))
         return io.BytesIO(row["data"]) if row else self.path(blob).open("rb")
 
     def keep_small(self, blob: str, data: bytes) -> None:

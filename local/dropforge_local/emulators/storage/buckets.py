@@ -50,7 +50,7 @@ class Buckets:
         return self.get(name)
 
     def get(self, name: str, preconditions: Preconditions | None = None) -> Bucket:
-        row = self._db.connection.execute("SELECT * FROM storage_buckets WHERE name = ?", (name,)).fetchone()
+        row = self._db.row("SELECT * FROM storage_buckets WHERE name = ?", (name,))
         if row is None:
             raise bucket_not_found(name)
         bucket = Bucket.from_row(row)
@@ -60,7 +60,7 @@ class Buckets:
 
     def exists(self, name: str) -> bool:
         query = "SELECT 1 FROM storage_buckets WHERE name = ?"
-        return self._db.connection.execute(query, (name,)).fetchone() is not None
+        return self._db.row(query, (name,)) is not None
 
     def list(self, prefix: str, after: str, limit: int) -> list[Bucket]:
         """At most `limit` buckets after the name `after`, with names that begin with `prefix`, by name."""

@@ -50,9 +50,9 @@ class Objects:
         """The live version, or the version of `generation`, live or archived."""
         query = "SELECT * FROM storage_objects WHERE bucket = ? AND name = ? AND "
         if generation is None:
-            row = self._db.connection.execute(query + "live = 1", (bucket, name)).fetchone()
+            row = self._db.row(query + "live = 1", (bucket, name))
         else:
-            row = self._db.connection.execute(query + "generation = ?", (bucket, name, generation)).fetchone()
+            row = self._db.row(query + "generation = ?", (bucket, name, generation))
         return StoredObject.from_row(row) if row else None
 
     def get(
@@ -139,7 +139,7 @@ class Objects:
 
     def _is_in_use(self, blob: str) -> bool:
         query = "SELECT 1 FROM storage_objects WHERE blob = ? UNION ALL SELECT 1 FROM storage_uploads WHERE blob = ?"
-        return self._db.connection.execute(query, (blob, blob)).fetchone() is not None
+        return self._db.row(query, (blob, blob)) is not None
 
     def _drop_bytes(self, stored: StoredObject) -> None:
         """Remove the bytes of a deleted version unless they are in use: a small blob now, a file after the commit."""

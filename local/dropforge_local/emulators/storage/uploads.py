@@ -59,12 +59,11 @@ class Uploads:
         """Open a session."""
         texts = (json.dumps(part) for part in (upload.attributes, asdict(upload.preconditions), upload.hashes))
         row = (upload.id, upload.bucket, upload.name, *texts, upload.blob, upload.received, self._clock.now())
-        with self._db.transaction() as connection:
-            connection.execute("INSERT INTO storage_uploads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
+        self._db.write("INSERT INTO storage_uploads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
 
     def get(self, bucket: str, upload_id: str) -> Upload:
         query = "SELECT * FROM storage_uploads WHERE id = ? AND bucket = ?"
-        row = self._db.connection.execute(query, (upload_id, bucket)).fetchone()
+        row = self._db.row(query, (upload_id, bucket))
         if row is None:
             raise StorageError(
                 404, "notFound", f"No such upload session in bucket {bucket!r}: {upload_id!r}; start a new upload"
@@ -83,16 +82,13 @@ class Uploads:
 
     def record(self, upload_id: str, received: int) -> None:
         """Record that the first `received` bytes are on disk."""
-        with self._db.transaction() as connection:
-            connection.execute("UPDATE storage_uploads SET received = ? WHERE id = ?", (received, upload_id))
+        self._db.write("UPDATE storage_uploads SET received = ? WHERE id = ?", (received, upload_id))
 
     def complete(self, upload_id: str, result: dict[str, Any]) -> None:
         """Record the object resource, for a client that lost the answer; in the object's transaction."""
-        with self._db.transaction() as connection:
-            connection.execute(
-                "UPDATE storage_uploads SET blob = NULL, result = ? WHERE id = ?", (json.dumps(result), upload_id)
-            )
+        self._db.write(
+            "UPDATE storage_uploads SET blob = NULL, result = ? WHERE id = ?", (json.dumps(result), upload_id)
+        )
 
     def delete(self, upload_id: str) -> None:
-        with self._db.transaction() as connection:
-            connection.execute("DELETE FROM storage_uploads WHERE id = ?", (upload_id,))
+        self._db.write("DELETE FROM storage_uploads WHERE id = ?", (upload_id,))

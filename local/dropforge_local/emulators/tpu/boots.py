@@ -20,20 +20,9 @@ class Boots:
 
     def add(self, boot_id: str, node: str, started: float) -> None:
         """Record a boot; a known boot stays as it is."""
-        with self._db.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO tpu_boots VALUES (?, ?, ?, 0)", [boot_id, node, started])
-
-    def end(self, boot_id: str, kept: int) -> list[str]:
-        """Record a boot's end; forget ended boots beyond the newest `kept` and return their ids."""
-        with self._db.transaction() as connection:
-            connection.execute("UPDATE tpu_boots SET ended = 1 WHERE id = ?", [boot_id])
-            rows = connection.execute(
-                "SELECT id FROM tpu_boots WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?", [kept]
-            ).fetchall()
-            connection.executemany("DELETE FROM tpu_boots WHERE id = ?", [[row["id"]] for row in rows])
-        return [row["id"] for row in rows]
+        self._db.write("INSERT OR IGNORE INTO tpu_boots VALUES (?, ?, ?, 0)", [boot_id, node, started])
 
     def of(self, node: str) -> list[str]:
         """The ids of a node's boots, oldest first; also after the node's deletion."""
-        rows = self._db.connection.execute("SELECT id FROM tpu_boots WHERE node = ? ORDER BY started, rowid", [node])
+        rows = self._db.rows("SELECT id FROM tpu_boots WHERE node = ? ORDER BY started, rowid", [node])
         return [row["id"] for row in rows]

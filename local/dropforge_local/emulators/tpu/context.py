@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ from google.cloud import tpu_v2
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 
-from ...containers.images import ImageStore
 from ..compute.disks import Disks
 from ..kit.background import Background
+from ..kit.host import Host
 from ..kit.messages import Messages
 from .boots import Boots
 from .config import TpuConfig
@@ -28,23 +28,25 @@ QUEUED_COLUMNS = "entered REAL NOT NULL"  # when the queued resource entered its
 
 @dataclass(frozen=True)
 class Context:
-    """`platform_env` maps a service account to the variables by which its machines find Google's APIs.
+    """`disks` are Compute Engine's. `token` makes the access token of a scope."""
 
-    `token` makes the access token of a scope. `disks` are Compute Engine's.
-    """
-
-    db: Database
-    clock: Clock
+    host: Host
     config: TpuConfig
     nodes: Messages
     queued: Messages
     boots: Boots
     faults: Faults
     disks: Disks
-    images: ImageStore
-    platform_env: Callable[[str], Mapping[str, str]]
     token: Callable[[str], str]
     background: Background
+
+    @property
+    def db(self) -> Database:
+        return self.host.db
+
+    @property
+    def clock(self) -> Clock:
+        return self.host.clock
 
     def node_row(self, name: str) -> Any:
         """All columns of an existing node. Raises LookupError for a deleted node."""
@@ -56,16 +58,11 @@ class Context:
         await self.clock.sleep_until(self.clock.now() + seconds)
 
 
-def make_context(db: Database, clock: Clock, config: TpuConfig, methods: Collection[str], **platform: Any) -> Context:
-    """The state in `db`, with `disks`, `images`, `platform_env` and `token` of the platform."""
-    return Context(
-        db=db,
-        clock=clock,
-        config=config,
-        nodes=Messages(db, "tpu_nodes", Node, columns=NODE_COLUMNS),
-        queued=Messages(db, "tpu_queued", QueuedResource, columns=QUEUED_COLUMNS),
-        boots=Boots(db),
-        faults=Faults(db, methods),
-        background=Background("Cloud TPU"),
-        **platform,
-    )
+def make_context(
+    host: Host, config: TpuConfig, methods: Collection[str], disks: Disks, token: Callable[[str], str]
+) -> Context:
+    """The state in the host's database."""
+    nodes = Messages(host.db, "tpu_nodes", Node, columns=NODE_COLUMNS)
+    queued = Messages(host.db, "tpu_queued", QueuedResource, columns=QUEUED_COLUMNS)
+    faults, background = Faults(host.db, methods), Background("Cloud TPU")
+    return Context(host, config, nodes, queued, Boots(host.db), faults, disks, token, background)

@@ -6,31 +6,26 @@ Not emulated: updates, guest attributes, resets, and slices of several machines.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import grpc
-from aiohttp import web
 from google.cloud import tpu_v2
 from google.cloud.location import locations_pb2
-from google.longrunning import operations_pb2
-from google.protobuf import empty_pb2
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
-from ...containers.images import ImageStore
 from ..compute.disks import Disks
 from ..kit import rpc
 from ..kit.background import stop_all
+from ..kit.emulator import RpcEmulator
 from ..kit.faults import Faulty, names_of
+from ..kit.host import Host
 from ..kit.logs import log_route
+from ..kit.messages import Messages
 from ..kit.names import Named
-from ..kit.operations import EMPTY, Operation, Operations, longrunning, pack
+from ..kit.operations import EMPTY, Operation, OperationMethods, Operations, Step, longrunning, pack
 from ..kit.paging import Paging
-from ..kit.routing import mount
+from ..kit.routing import Route
 from . import rules
 from .config import TpuConfig
 from .context import make_context
@@ -43,38 +38,45 @@ from .queued import QueuedResources
 PAGES = Paging(default=100, largest=1000)  # Cloud TPU documents neither number
 
 
-class TpuEmulator(Named):
+def operation_message(operation: Operation) -> Any:
+    """https://cloud.google.com/tpu/docs/reference/rest/v2/OperationMetadata in a google.longrunning.Operation."""
+    metadata = tpu_v2.OperationMetadata.pb()(
+        target=operation.target, verb=operation.verb.partition("_")[0], api_version="v2"
+    )
+    metadata.create_time.FromMilliseconds(int(operation.created * 1000))
+    if operation.ended is not None:
+        metadata.end_time.FromMilliseconds(int(operation.ended * 1000))
+    return longrunning(operation, pack(metadata))
+
+
+class TpuEmulator(RpcEmulator, OperationMethods, Named):
     """Cloud TPU over REST and gRPC. Satisfies server.Emulator. `context.Context` explains the parameters."""
 
     tables = ("tpu_nodes", "tpu_queued")
+    shown = staticmethod(operation_message)
 
     def __init__(
         self,
-        db: Database,
-        clock: Clock,
+        host: Host,
         *,
-        images: ImageStore,
-        directory: Path,
         disks: Disks,
-        platform_env: Callable[[str], Mapping[str, str]],
         token: Callable[[str], str],
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:
-        platform = {"images": images, "disks": disks, "platform_env": platform_env, "token": token}
-        self._context = make_context(db, clock, config, names_of(METHODS), **platform)
+        self._context = make_context(host, config, names_of(METHODS), disks, token)
         self._config = config
-        self._machines = Machines(self._context, directory)
+        self._machines = Machines(self._context)
         self._nodes = Nodes(self._context, self._machines)
         self._queued = QueuedResources(self._context, self._nodes)
-        self._operations = Operations(db, clock, "Cloud TPU", "Resource '{name}' was not found")
+        self._operations = Operations(host.db, host.clock, "Cloud TPU", "Resource '{name}' was not found")
         self._operations.carry_out(
             {
-                "create_node": self._finish_create_node,
-                "delete_node": self._finish_delete_node,
-                "stop_node": self._finish_stop_node,
-                "start_node": self._finish_start_node,
-                "create_queued": self._finish_create_queued,
-                "delete_queued": self._finish_delete_queued,
+                "create_node": self._step(self._nodes.provision, self._context.nodes),
+                "delete_node": self._step(self._nodes.remove),
+                "stop_node": self._step(self._nodes.halt, self._context.nodes),
+                "start_node": self._step(self._nodes.resume, self._context.nodes),
+                "create_queued": self._step(self._queued.accept, self._context.queued),
+                "delete_queued": self._step(self._queued.remove),
             }
         )
         handlers = Faulty(self, self._context.faults)
@@ -84,12 +86,8 @@ class TpuEmulator(Named):
             rpc.Service("google.cloud.location.Locations", LOCATION_METHODS, handlers),
         )
 
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
-        own = [self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output)]
-        return [*rpc.routes(self._services), *mount(own)]
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return rpc.grpc_handlers(self._services)
+    def own_routes(self) -> Sequence[Route]:
+        return [self._context.faults.route("tpu", self._act), log_route(NODE, self._machines.output)]
 
     async def start(self) -> None:
         await self._machines.start()
@@ -199,18 +197,6 @@ class TpuEmulator(Named):
         rules.check_zone(zone, self._config)
         return _location(project, zone)
 
-    def get_operation(self, request: Any) -> Any:
-        return operation_message(self._operations.get(request.name))
-
-    def list_operations(self, request: Any) -> Any:
-        operations, token = self._operations.page(request.name, request.page_size, request.page_token)
-        messages = map(operation_message, operations)
-        return operations_pb2.ListOperationsResponse(operations=messages, next_page_token=token)
-
-    def delete_operation(self, request: Any) -> Any:
-        self._operations.delete(request.name)
-        return empty_pb2.Empty()
-
     def _slices(self, parent: str) -> list[rules.Slice]:
         zone = parent.split("/")[3]
         rules.check_zone(zone, self._config)
@@ -226,31 +212,14 @@ class TpuEmulator(Named):
         operation_id = f"operation-{uuid.uuid4().hex}"
         return operation_message(self._operations.begin(operation_id, verb, target, request=request_id))
 
-    async def _finish_create_node(self, operation: Operation) -> None:
-        await self._nodes.provision(operation.target)
-        self._finish_with_node(operation)
+    def _step(self, work: Callable[[str], Awaitable[None]], shown: Messages | None = None) -> Step:
+        """The step of an operation that does `work` on its target; its response is the target's message in `shown`."""
 
-    async def _finish_delete_node(self, operation: Operation) -> None:
-        await self._nodes.remove(operation.target)
-        self._operations.finish(operation, EMPTY)
+        async def step(operation: Operation) -> None:
+            await work(operation.target)
+            self._operations.finish(operation, EMPTY if shown is None else pack(shown.get(operation.target)))
 
-    async def _finish_stop_node(self, operation: Operation) -> None:
-        await self._nodes.halt(operation.target)
-        self._finish_with_node(operation)
-
-    async def _finish_start_node(self, operation: Operation) -> None:
-        await self._nodes.resume(operation.target)
-        self._finish_with_node(operation)
-
-    async def _finish_create_queued(self, operation: Operation) -> None:
-        self._operations.finish(operation, pack(await self._queued.accept(operation.target)))
-
-    async def _finish_delete_queued(self, operation: Operation) -> None:
-        await self._queued.remove(operation.target)
-        self._operations.finish(operation, EMPTY)
-
-    def _finish_with_node(self, operation: Operation) -> None:
-        self._operations.finish(operation, pack(self._context.nodes.get(operation.target)))
+        return step
 
     def _act(self, body: Mapping[str, Any]) -> None:
         """Begin the faults that happen at once."""
@@ -258,17 +227,6 @@ class TpuEmulator(Named):
             if part := body.get(action):
                 self._nodes.act(action, self._nodes.find(part))
         self._queued.switches.notify()
-
-
-def operation_message(operation: Operation) -> Any:
-    """https://cloud.google.com/tpu/docs/reference/rest/v2/OperationMetadata in a google.longrunning.Operation."""
-    metadata = tpu_v2.OperationMetadata.pb()(
-        target=operation.target, verb=operation.verb.partition("_")[0], api_version="v2"
-    )
-    metadata.create_time.FromMilliseconds(int(operation.created * 1000))
-    if operation.ended is not None:
-        metadata.end_time.FromMilliseconds(int(operation.ended * 1000))
-    return longrunning(operation, pack(metadata))
 
 
 def _accelerator_type(parent: str, part: rules.Slice) -> Any:

@@ -18,6 +18,7 @@ from google.cloud import tpu_v2
 
 from ...containers import docker
 from ...containers.processes import Container, ContainerSpec, Runtime
+from ..kit import outputs
 from ..kit.background import stop_all
 from . import sandbox
 from .context import Context
@@ -35,9 +36,9 @@ class Machines:
     `on_crash` and `on_power_off` are called with the node of a machine that has ended by itself.
     """
 
-    def __init__(self, context: Context, directory: Path) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._runtime = Runtime(directory, [sandbox.SHIMS, *context.images.search_path])
+        self._runtime = Runtime(context.host.directory, [sandbox.SHIMS, *context.host.images.search_path])
         self._servers: dict[str, MetadataServer] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.on_crash: Callable[[str], Awaitable[None]]
@@ -119,17 +120,15 @@ class Machines:
         await (self.on_power_off if sandbox.is_powered_off(self._root(name)) else self.on_crash)(name)
 
     def _ended(self, container: Container) -> None:
-        container.release()
-        for old in self._context.boots.end(container.id, self._context.config.kept_boots):
-            self._runtime.forget(old)
+        outputs.end(self._context.db, "tpu_boots", self._runtime, container, self._context.config.kept_boots)
 
     def _prepare(self, name: str, directory: Path) -> ContainerSpec:
         node, root, port = self._context.nodes.get(name), self._root(name), self._row(name)["port"]
         disks = [self._context.disks.content(disk.source_disk) for disk in node.data_disks]
-        platform = self._context.platform_env(node.service_account.email)
+        platform = self._context.host.environment(node.service_account.email)
         # Our servers listen on HOST. Their default is all addresses, also those that other computers reach.
         environment = {**platform, "HOST": self._context.config.address(port)}
-        sandbox.prepare(root, disks, self._context.images, environment)
+        sandbox.prepare(root, disks, self._context.host.images, environment)
         words = [sys.executable, "-I", "-S", str(sandbox.INIT)]
         if script := node.metadata.get("startup-script"):
             path = directory / "startup-script"

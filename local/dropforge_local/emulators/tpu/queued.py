@@ -52,14 +52,13 @@ class QueuedResources:
         queued.state.state, queued.state.state_initiator = State.CREATING, Initiator.USER
         self._context.queued.add(name, queued, now, entered=now)
 
-    async def accept(self, name: str) -> Any:
-        """Finish a creation: ACCEPTED, and the driver starts. Returns the queued resource."""
+    async def accept(self, name: str) -> None:
+        """Finish a creation: ACCEPTED, and the driver starts."""
         await self._wait_in_state(name)
         queued = self._context.queued.get(name)
         if queued.state.state == State.CREATING:
             self._enter(queued, State.ACCEPTED)
         self._start_driver(name)
-        return self._context.queued.get(name)
 
     def begin_removal(self, name: str, *, force: bool) -> None:
         """Mark as DELETING, in the caller's transaction. Raises ApiError if a node prevents the removal."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from google.cloud.workflows_v1.types import workflows as api
 from google.longrunning import operations_pb2
-from google.protobuf import empty_pb2, json_format, timestamp_pb2
+from google.protobuf import empty_pb2, json_format
 
 from dropforge_local.base.errors import ApiError
 from workflows_engine import DeployError, Engine, EngineError, Revision, WorkflowRecord
@@ -16,6 +16,7 @@ from workflows_engine import DeployError, Engine, EngineError, Revision, Workflo
 from ..kit.paging import Paging
 from ..kit.routing import Call, Route
 from ..kit.rpc import Message, methods
+from ..kit.times import timestamp
 
 T = TypeVar("T")
 Workflow = api.Workflow.pb()
@@ -139,7 +140,7 @@ class Workflows:
     def _operation(self, verb: str, target: str, response: Message) -> Message:
         location = target.split("/workflows/")[0]
         operation = Operation(name=f"{location}/operations/{OPERATION_PREFIX}{uuid.uuid4()}", done=True)
-        now = _time(self._engine.now())
+        now = timestamp(self._engine.now())
         metadata = api.OperationMetadata.pb()(create_time=now, end_time=now, target=target, verb=verb, api_version="v1")
         operation.metadata.Pack(metadata)
         operation.response.Pack(response)
@@ -157,9 +158,9 @@ def _workflow(record: WorkflowRecord, revision: Revision | None = None) -> Messa
         name=record.name,
         state=int(api.Workflow.State.ACTIVE),
         revision_id=revision.revision_id,
-        create_time=_time(record.created),
-        update_time=_time(record.updated),
-        revision_create_time=_time(revision.created),
+        create_time=timestamp(record.created),
+        update_time=timestamp(record.updated),
+        revision_create_time=timestamp(revision.created),
         labels=dict(record.labels),
         source_contents=revision.source,
         user_env_vars=dict(revision.environment),
@@ -173,7 +174,3 @@ def _copy_field(source: Message, target: Message, name: str) -> None:
         getattr(target, name).update(value)
     else:
         setattr(target, name, value)
-
-
-def _time(seconds: float) -> timestamp_pb2.Timestamp:
-    return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import grpc
-from aiohttp import web
-
 from workflows_engine import Engine
 
 from ..kit import rpc
-from ..kit.routing import mount
+from ..kit.emulator import RpcEmulator
+from ..kit.routing import Route
 from . import admin, executions
 from .rest import Rest
 
 
-class WorkflowsEmulator:
+class WorkflowsEmulator(RpcEmulator):
     """The two APIs of Cloud Workflows. The engine starts and stops with it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -31,11 +29,8 @@ class WorkflowsEmulator:
             rpc.Service("google.cloud.workflows.v1.Workflows", admin.METHODS, self._workflows),
         )
 
-    def routes(self) -> Sequence[web.AbstractRouteDef]:
-        return mount([*Rest(self.engine).routes(), *self._workflows.routes(), *rpc.rest_routes(self._services)])
-
-    def grpc_handlers(self) -> Sequence[grpc.GenericRpcHandler]:
-        return rpc.grpc_handlers(self._services)
+    def own_routes(self) -> Sequence[Route]:
+        return [*Rest(self.engine).routes(), *self._workflows.routes()]
 
     async def start(self) -> None:
         await self.engine.start()

@@ -26,7 +26,7 @@ class GarbageCollector:
                 yield "", reference["uid"]
 
     def all_keys(self) -> list[Key]:
-        rows = self._tools.store.db.connection.execute(
+        rows = self._tools.store.db.rows(
             "SELECT uid FROM kubernetes_objects WHERE cluster = ?"
             " AND json_extract(body, '$.metadata.deletionTimestamp') IS NOT NULL",
             [self._tools.store.cluster],
@@ -82,9 +82,9 @@ class GarbageCollector:
         self._tools.objects.delete_item(kind, item, DeleteOptions(policy, uid=item["metadata"]["uid"]))
 
     def _find(self, uid: str) -> tuple[Kind, Object] | None:
-        row = self._tools.store.db.connection.execute(
+        row = self._tools.store.db.row(
             "SELECT kind, body FROM kubernetes_objects WHERE cluster = ? AND uid = ?", [self._tools.store.cluster, uid]
-        ).fetchone()
+        )
         return (BY_KEY[row["kind"]], json.loads(row["body"])) if row else None
 
 

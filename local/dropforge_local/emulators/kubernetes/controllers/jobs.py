@@ -154,7 +154,7 @@ class JobController(OwnerController):
             return
         state.status["failed"] = state.status.get("failed", 0) + 1
         if rule is not None and rule["action"] == "FailJob" and not state.holds("FailureTarget"):
-            self._set_target(state, "PodFailurePolicy", f"{message} matching FailJob rule at index {number}")
+            self._set(state, "FailureTarget", "PodFailurePolicy", f"{message} matching FailJob rule at index {number}")
 
     def _judge(self, state: JobState) -> None:
         """Decide whether the job has failed or succeeded; its final condition follows once its pods have ended."""
@@ -164,19 +164,12 @@ class JobController(OwnerController):
         restarts = sum(container["restartCount"] for pod in state.active for container in _statuses(pod))
         on_failure = state.spec["template"]["spec"]["restartPolicy"] == "OnFailure"
         if state.status.get("failed", 0) > limit or (on_failure and restarts and restarts >= limit):
-            self._set_target(state, "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+            self._set(state, "FailureTarget", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
         elif self._is_late(state):
-            self._set_target(state, "DeadlineExceeded", "Job was active longer than specified deadline")
+            self._set(state, "FailureTarget", "DeadlineExceeded", "Job was active longer than specified deadline")
         elif self._is_complete(state):
-            set_condition(
-                state.status,
-                "SuccessCriteriaMet",
-                "True",
-                "CompletionsReached",
-                "Reached expected number of succeeded pods",
-                self._tools.stamp(),
-                lastProbeTime=self._tools.stamp(),
-            )
+            text = "Reached expected number of succeeded pods"
+            self._set(state, "SuccessCriteriaMet", "CompletionsReached", text)
 
     def _is_late(self, state: JobState) -> bool:
         allowed = state.spec.get("activeDeadlineSeconds")
@@ -204,14 +197,13 @@ class JobController(OwnerController):
             self._fill(state)
 
     def _conclude(self, state: JobState) -> None:
-        now = self._tools.stamp()
         target = "FailureTarget" if state.holds("FailureTarget") else "SuccessCriteriaMet"
         why = condition({"status": state.status}, target) or {}
         kind = "Failed" if target == "FailureTarget" else "Complete"
-        set_condition(state.status, kind, "True", why["reason"], why["message"], now, lastProbeTime=now)
+        self._set(state, kind, why["reason"], why["message"])
         state.due = [self._tools.now()] if "ttlSecondsAfterFinished" in state.spec else []
         if kind == "Complete":
-            state.status["completionTime"] = now
+            state.status["completionTime"] = self._tools.stamp()
             self._tell(state, "Normal", "Completed", "Job completed")
         else:
             self._tell(state, "Warning", why["reason"], why["message"])
@@ -220,15 +212,13 @@ class JobController(OwnerController):
         self._delete(state, state.active)
         state.status.pop("startTime", None)
         if not state.holds("Suspended"):
-            now = self._tools.stamp()
-            set_condition(state.status, "Suspended", "True", "JobSuspended", "Job suspended", now, lastProbeTime=now)
+            self._set(state, "Suspended", "JobSuspended", "Job suspended")
             self._tell(state, "Normal", "Suspended", "Job suspended")
 
     def _resume(self, state: JobState) -> None:
         if state.holds("Suspended"):
-            now = self._tools.stamp()
-            set_condition(state.status, "Suspended", "False", "JobResumed", "Job resumed", now, lastProbeTime=now)
-            state.status["startTime"] = now
+            self._set(state, "Suspended", "JobResumed", "Job resumed", "False")
+            state.status["startTime"] = self._tools.stamp()
             self._tell(state, "Normal", "Resumed", "Job resumed")
 
     def _fill(self, state: JobState) -> None:
@@ -302,9 +292,9 @@ class JobController(OwnerController):
     def _release(self, pod: Object) -> None:
         self._tools.objects.remove_finalizer(POD, pod, TRACKING)
 
-    def _set_target(self, state: JobState, reason: str, message: str) -> None:
+    def _set(self, state: JobState, kind: str, reason: str, message: str, value: str = "True") -> None:
         now = self._tools.stamp()
-        set_condition(state.status, "FailureTarget", "True", reason, message, now, lastProbeTime=now)
+        set_condition(state.status, kind, value, reason, message, now, lastProbeTime=now)
 
     def _tell(self, state: JobState, event_type: str, reason: str, message: str) -> None:
         self._tools.recorder.record(JOB, state.job, event_type, reason, message, COMPONENT)

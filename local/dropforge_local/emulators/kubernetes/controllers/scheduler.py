@@ -129,8 +129,7 @@ class Scheduler:
         """Why no node, old or new, can ever run a pod; None if a node could."""
         spec = pod["spec"]
         selector, (resource, wanted) = spec.get("nodeSelector", {}), _wanted(spec)
-        count = len(self._tools.store.items(NODE))
-        prefix = f"0/{count} nodes are available: "
+        count, prefix = self._count()
         if set(selector) - KNOWN_LABELS or any(selector.get(key, value) != value for key, value in BASE_LABELS.items()):
             return Obstacle(f"{prefix}{count} {NO_MATCH}.")
         for name, largest in LARGEST.items():
@@ -148,6 +147,11 @@ class Scheduler:
             return Obstacle(f"{prefix}{count} {NO_MATCH if label and kind is None else f'Insufficient {resource}'}.")
         return None
 
+    def _count(self) -> tuple[int, str]:
+        """The number of nodes, and how the scheduler begins its messages about them."""
+        count = len(self._tools.store.items(NODE))
+        return count, f"0/{count} nodes are available: "
+
     def _kind(self, label: str, name: str) -> Accelerator | None:
         known = self._tools.config.tpus if label == TPU_ACCELERATOR else self._tools.config.accelerators
         return known.get(name)
@@ -160,8 +164,8 @@ class Scheduler:
         if kind is None:
             return None
         resource, wanted = _wanted(pod["spec"])
-        count = len(self._tools.store.items(NODE))
-        why = f"0/{count} nodes are available: {count} Insufficient {resource}."
+        count, prefix = self._count()
+        why = f"{prefix}{count} Insufficient {resource}."
         size = _machine_size(resource, wanted, kind.per_node)
         reservations = self._tools.config.reservations
         reservation = selector.get(RESERVATION)
@@ -198,7 +202,7 @@ class Scheduler:
     def _mark_waiting(self, pod: Object) -> None:
         resource, wanted = _wanted(pod["spec"])
         shortage = f"Insufficient {resource}" if wanted else NO_MATCH
-        self._set_unscheduled(pod, f"0/{len(self._tools.store.items(NODE))} nodes are available: {shortage}.")
+        self._set_unscheduled(pod, f"{self._count()[1]}{shortage}.")
 
     def _set_unscheduled(self, pod: Object, message: str) -> None:
         set_condition(

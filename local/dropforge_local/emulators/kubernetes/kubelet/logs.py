@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import bisect
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dropforge_local.base.db import Database
 
 from ....containers.logs import LOG, TIMES
-from ..refusals import Refusal
+from ..paths import flag, number
+from ..refusals import Refusal, bad_request
 from ..store import Object
-from ..times import timestamp
+from ..times import seconds, timestamp
 from . import status
 from .runner import id_of
 
@@ -23,13 +24,28 @@ FOLLOW_SECONDS = 0.2  # how often a followed file is read
 
 @dataclass(frozen=True)
 class LogRequest:
-    """The requested part of the output; `since` is a Unix time."""
+    """The requested part of the output, by the query of a log request; `since` is a Unix time."""
 
-    follow: bool = False
-    timestamps: bool = False
-    tail_lines: int | None = None
-    limit_bytes: int | None = None
-    since: float | None = None
+    container: str
+    previous: bool
+    follow: bool
+    timestamps: bool
+    tail_lines: int | None
+    limit_bytes: int | None
+    since: float | None
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str], now: float) -> LogRequest:
+        """Refuses a malformed query with 400."""
+        return cls(
+            query.get("container", ""),
+            flag(query, "previous"),
+            flag(query, "follow"),
+            flag(query, "timestamps"),
+            number(query, "tailLines"),
+            number(query, "limitBytes"),
+            _since(query, now),
+        )
 
 
 async def read_log(directory: Path, request: LogRequest, has_ended: Callable[[], bool]) -> AsyncIterator[bytes]:
@@ -60,13 +76,25 @@ def read_workload_log(db: Database, directory: Path, cluster: str, workload: str
 
     `workload` is as Cloud Asset Inventory names it below its cluster: namespaces/NAMESPACE/batch/jobs/NAME.
     """
-    rows = db.connection.execute(
+    rows = db.rows(
         "SELECT id FROM kubernetes_containers WHERE cluster = ? AND workload = ? ORDER BY started", [cluster, workload]
-    ).fetchall()
+    )
     if not rows:
         return None
     lines = heapq.merge(*(_read_all(directory / row["id"]) for row in rows), key=lambda line: line[0])
     return b"".join(line for _, line in lines).decode("utf-8", errors="replace")
+
+
+def _since(query: Mapping[str, str], now: float) -> float | None:
+    ago, text = number(query, "sinceSeconds"), query.get("sinceTime", "")
+    if not text:
+        return None if ago is None else now - ago
+    if ago is not None:
+        raise bad_request("at most one of `sinceTime` or `sinceSeconds` may be specified")
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise bad_request(f"sinceTime is {text!r}; expected a time as in RFC 3339") from error
 
 
 def _read_new(directory: Path, position: int) -> tuple[list[tuple[float, bytes]], int]:

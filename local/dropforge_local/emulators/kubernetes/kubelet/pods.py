@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -168,7 +168,8 @@ class PodWorker:
         """Mount volumes, run init containers in order, then all containers; set the phase when the last has ended."""
         if is_finished(self._pod):
             return
-        self._update(lambda pod: status.begin(pod, self._tools.stamp()))
+        with self._changing() as pod:
+            status.begin(pod, self._tools.stamp())
         for port in declared_ports(self._pod):
             self._kubelet.ports.take(
                 self._tools.store.cluster, self._pod["metadata"]["uid"], port, self._tools.config.pod_ports
@@ -258,11 +259,8 @@ class PodWorker:
         text = f'Container image "{container["image"]}" already present on machine'
         self._tell("Normal", "Pulled", text, container["name"])
         self._tell("Normal", "Created", f"Created container: {container['name']}", container["name"])
-
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             status.entry(pod, container["name"])["imageID"] = f"{container['image'].partition('@')[0]}@{digest}"
-
-        self._update(change)
 
     async def _back_off(self, name: str) -> None:
         """Wait before the next attempt: 0 s the first time, then with a doubling delay."""
@@ -275,15 +273,12 @@ class PodWorker:
             self._set_waiting(name, status.BACK_OFF, text, last)
             self._tell("Warning", "BackOff", f"Back-off restarting failed container {name} in pod", name)
             await self._sleep(seconds(last["finishedAt"]) + delay - self._tools.now())
-
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             status.entry(pod, name).update(
                 restartCount=count + 1,
                 lastState={"terminated": last},
                 state={"waiting": {"reason": "ContainerCreating"}},
             )
-
-        self._update(change)
 
     async def _probe(self, container: Object, running: Container) -> None:
         """Run the container's probes: set readiness, and kill it when its startup or liveness probe fails."""
@@ -409,8 +404,7 @@ class PodWorker:
     def _mark_running(self, container: Object, running: Container, *, init: bool) -> None:
         name, now = container["name"], self._tools.stamp()
         is_new = status.entry(self._pod, name)["state"].get("running") is None
-
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             entry = status.entry(pod, name)
             if "running" not in entry["state"]:
                 entry["state"] = {"running": {"startedAt": timestamp(running.created or self._tools.now())}}
@@ -418,26 +412,18 @@ class PodWorker:
             if init:
                 entry["started"] = True
             status.settle(pod, now)
-
-        self._update(change)
         if is_new:
             self._tell("Normal", "Started", f"Started container {name}", name)
 
     def _mark_ended(self, name: str, container: Container, ended: Exit) -> None:
         self._running.pop(name, None)
         message = self._last_words(name, container, ended)
-
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             entry = status.entry(pod, name)
             started = entry["state"].get("running", {}).get("startedAt")
-            entry.update(
-                state={"terminated": status.terminated(container.id, ended, started, message)},
-                ready=False,
-                started=False,
-            )
+            state = {"terminated": status.terminated(container.id, ended, started, message)}
+            entry.update(state=state, ready=False, started=False)
             status.settle(pod, self._tools.stamp())
-
-        self._update(change)
         self._runner.ended(container)
 
     def _last_words(self, name: str, container: Container, ended: Exit) -> str:
@@ -447,34 +433,27 @@ class PodWorker:
         return self._runner.runtime.output(container.id, 80)[-2048:]
 
     def _set_ready(self, name: str, *, ready: bool, started: bool) -> None:
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             status.entry(pod, name).update(ready=ready, started=started)
             status.settle(pod, self._tools.stamp())
 
-        self._update(change)
-
     def _set_waiting(self, name: str, reason: str, message: str = "", last: Object | None = None) -> None:
         waiting = {"reason": reason, **({"message": message} if message else {})}
-
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             entry = status.entry(pod, name)
             entry["state"] = {"waiting": waiting}
             if last is not None:
                 entry["lastState"] = {"terminated": last}
             status.settle(pod, self._tools.stamp())
 
-        self._update(change)
-
     def _set_waiting_all(self, reason: str) -> None:
         for container in self._pod["spec"]["containers"]:
             self._set_waiting(container["name"], reason)
 
     def _finish(self, phase: str, reason: str = "", message: str = "") -> None:
-        def change(pod: Object) -> None:
+        with self._changing() as pod:
             if not is_finished(pod):
                 status.settle(pod, self._tools.stamp(), phase=phase, reason=reason, message=message)
-
-        self._update(change)
 
     def _unhealthy(self, name: str, probe: str, why: str) -> None:
         self._tell("Warning", "Unhealthy", f"{probe} probe failed: {why}", name)
@@ -482,11 +461,12 @@ class PodWorker:
     def _read(self) -> Object | None:
         return self._tools.store.latest(POD, self._pod)
 
-    def _update(self, change: Callable[[Object], None]) -> None:
-        """Change the pod's status; only in memory after the pod's deletion."""
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Object]:
+        """Change the pod's status in the block; only in memory after the pod's deletion."""
         with self._tools.store.db.transaction():
             pod = self._read()
-            change(pod or self._pod)
+            yield pod or self._pod
             if pod is not None:
                 self._pod = self._tools.store.replace(POD, pod)
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from dropforge_local.base.clock import Clock
-from dropforge_local.base.db import Database
 from dropforge_local.base.ports import HOST
 
 from .... import shims
-from ....containers.images import ImageNotFound, ImageStore, Process
+from ....containers.images import ImageNotFound, Process
 from ....containers.processes import Container, ContainerSpec, Runtime, own_environment
 from ....containers.programs import link_programs
+from ...kit import outputs
+from ...kit.host import Host
 from ..admission import GPU
 from ..controllers.owned import controller_of
 from ..kinds import BY_NAME, POD
@@ -39,16 +39,10 @@ class StartError(Exception):
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts containers of all clusters; records the pod of each container and keeps its output.
+    """Starts containers of all clusters; records the pod of each container and keeps its output."""
 
-    `platform_env` returns the environment that the platform gives to containers of a service account.
-    """
-
-    db: Database
-    clock: Clock
+    host: Host
     runtime: Runtime
-    images: ImageStore
-    platform_env: Callable[[str], Mapping[str, str]]
     kept_logs: int
 
     def volume_directory(self, pod: Object) -> Path:
@@ -57,7 +51,7 @@ class Runner:
     def image_digest(self, uri: str) -> str:
         """The digest of an image. Raises StartError if the image does not exist."""
         try:
-            return self.images.resolve(uri).digest
+            return self.host.images.resolve(uri).digest
         except ImageNotFound as error:
             raise StartError("ErrImagePull", f'failed to pull and unpack image "{uri}": {error}') from error
 
@@ -87,7 +81,7 @@ class Runner:
         The command sees the container's files and environment, and no program but the image's. The function raises
         ProbeError if the image, a source of the environment or the Ray head no longer exists.
         """
-        read_image = cache(partial(self.images.resolve, container["image"]))
+        read_image = cache(partial(self.host.images.resolve, container["image"]))
         rootfs, programs = running.directory / "rootfs", running.directory / "programs"
 
         def command(given: Sequence[str]) -> Command:
@@ -111,27 +105,18 @@ class Runner:
     def _environment(self, sources: Sources, pod: Object, container: Object) -> dict[str, str]:
         """The variables of a container, as the container's paths. Raises ConfigError."""
         account = pod["spec"].get("serviceAccountName", "")
-        return {**self.platform_env(account), **environment(sources, pod, container)}
+        return {**self.host.environment(account), **environment(sources, pod, container)}
 
     def adopt(self, pod: Object, name: str, attempt: int) -> Container | None:
         return self.runtime.adopt(id_of(pod, name, attempt))
 
     def ended(self, container: Container) -> None:
         """Release an ended container; keep its output until `kept_logs` newer containers have ended."""
-        container.release()
-        with self.db.transaction() as connection:
-            connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE id = ?", [container.id])
-            rows = connection.execute(
-                "SELECT id FROM kubernetes_containers WHERE ended ORDER BY started DESC LIMIT -1 OFFSET ?",
-                [self.kept_logs],
-            ).fetchall()
-            for row in rows:
-                self.runtime.forget(row["id"])
-                connection.execute("DELETE FROM kubernetes_containers WHERE id = ?", [row["id"]])
+        outputs.end(self.host.db, "kubernetes_containers", self.runtime, container, self.kept_logs)
 
     def unended(self) -> list[tuple[str, str, str]]:
         """(id, cluster, pod uid) of the containers whose end is not recorded."""
-        rows = self.db.connection.execute("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
+        rows = self.host.db.rows("SELECT id, cluster, pod_uid FROM kubernetes_containers WHERE NOT ended")
         return [(row["id"], row["cluster"], row["pod_uid"]) for row in rows]
 
     def unmount(self, pod: Object) -> None:
@@ -140,7 +125,7 @@ class Runner:
     def _prepare(
         self, directory: Path, sources: Sources, pod: Object, container: Object, env: Mapping[str, str]
     ) -> ContainerSpec:
-        image = self.images.resolve(container["image"])
+        image = self.host.images.resolve(container["image"])
         points = volumes.mount_points(pod, container, self.volume_directory(pod))
         command, args = (words(sources, pod, container, part, env) for part in ("command", "args"))
         process = image.unpack(directory / "rootfs", command, args, env, container.get("workingDir", ""), points)
@@ -166,21 +151,20 @@ class Runner:
 
     def _remember(self, container_id: str, store: Store, pod: Object, name: str, attempt: int) -> None:
         metadata = pod["metadata"]
-        with self.db.transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-                [
-                    container_id,
-                    store.cluster,
-                    metadata["namespace"],
-                    metadata["name"],
-                    metadata["uid"],
-                    name,
-                    attempt,
-                    workload_of(store, pod),
-                    self.clock.now(),
-                ],
-            )
+        self.host.db.write(
+            "INSERT OR IGNORE INTO kubernetes_containers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            [
+                container_id,
+                store.cluster,
+                metadata["namespace"],
+                metadata["name"],
+                metadata["uid"],
+                name,
+                attempt,
+                workload_of(store, pod),
+                self.host.clock.now(),
+            ],
+        )
 
 
 def id_of(pod: Object, name: str, attempt: int) -> str:
