@@ -112,11 +112,11 @@ def test_what_the_ends_of_the_ranks_mean(
 @pytest.mark.parametrize(("left", "reason"), [(20.0, "deadline"), (300.0, "preempted"), (None, "preempted")])
 def test_ranks_know_why_they_are_stopped(left: float | None, reason: str, monkeypatch: Any) -> None:
     stop = StopRequest()
-    with monkeypatch.context() as patch:  # pytest's own timer needs the real functions when the test ends
+    with monkeypatch.context() as patch:  # pytest-timeout uses the same timer when the test has ended
         patch.setattr(signal, "signal", lambda *_: None)
         patch.setattr(signal, "setitimer", lambda *_: pytest.fail("the process that started the ranks is woken"))
         stop.arm(None if left is None else time.time() + left, wake=False)
-        stop.agree()
+    stop.agree()
     assert stop.reason == reason
     assert stop.seconds_left(10) == (30 if reason == "deadline" else 10)
 
