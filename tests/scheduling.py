@@ -18,6 +18,7 @@ NICENESS = 5  # Linux gives the process a third of the weight of a process with 
 COMPUTE = (
     "tests/containers/train_trl/test_fsdp.py",
     "tests/containers/train_trl/test_train.py",
+    "tests/containers/train_trl/test_same_class.py",
     "tests/containers/train_ray/test_train_ray.py",
     "tests/containers/train_maxtext/test_maxtext.py",
     "tests/cli/test_demo.py",
@@ -25,10 +26,13 @@ COMPUTE = (
     "tests/containers/serve_vllm/test_serve.py",
     "tests/containers/common/test_chat.py",
     "tests/containers/serve_vllm/test_engine.py",
+    "tests/containers/train_trl/test_export.py",
+    "tests/containers/train_trl/test_activations.py",
     "tests/containers/train_trl/test_launch.py",
     "tests/containers/train_maxtext/test_maxtext_image.py",
     "tests/containers/train_maxtext/test_maxtext_parts.py",
     "tests/contract/test_functions_stand_alone.py",
+    "tests/containers/test_real_images.py",
 )
 
 
