@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "images-local"
 FREE_BYTES = 12 * 2**30  # the driver vfs copies every file at each step
-# What python:3.12-slim-bookworm has, beside Debian's minimal root and Python itself. python3 is Debian's 3.11.
+# The packages of python:3.12-slim-bookworm beside Debian's minimal root and Python itself. python3 is Debian's 3.11.
 PACKAGES = (
     *("ca-certificates", "python3", "libssl3", "libffi8", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libreadline8"),
     *("zlib1g", "libexpat1", "libuuid1", "libncursesw6", "netbase", "tzdata"),

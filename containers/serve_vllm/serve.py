@@ -68,7 +68,7 @@ def main() -> int:
         return NOT_FOUND
     engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=has_vllm())
     log("starting", stage="serve", model=model, engine=engine)
-    parser = find_parser(client, model)
+    parser = None if engine == "transformers" else find_parser(client, model)
     if engine == "vllm":
         command = vllm_argv(settings, model, parser)
         os.execvp(command[0], command)

@@ -32,17 +32,17 @@ def log_probabilities(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor
 def check(trained: torch.Tensor, served: Any, rows: Sequence[Sequence[int]]) -> float:
     """The mean divergence of the served model from `trained`. Raises JobError if rounding does not explain it."""
     actual = log_probabilities(served, rows)
-    found = _divergence(trained, actual)
-    if found < DIVERGENCE:
-        return found
+    divergence = _divergence(trained, actual)
+    if divergence < DIVERGENCE:
+        return divergence
     limit = max(DIVERGENCE, FLOOR_FACTOR * _noise(served, actual, rows))
-    if not found < limit:
+    if not divergence < limit:
         raise code_error(
             f"the exported model differs from the trained one: the probabilities of the next tokens diverge by "
-            f"{found:.2g} nats; expected less than {limit:.2g}",
+            f"{divergence:.2g} nats; expected less than {limit:.2g}",
             "nothing was published; the export has a bug",
         )
-    return found
+    return divergence
 
 
 def _divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What a Dockerfile of this repository says, held to tests/data/images.toml and containers/bases.toml."""
+"""Compares the Dockerfiles of this repository with tests/data/images.toml and containers/bases.toml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = re.compile(
 
 @dataclass
 class Built:
-    """What the RUNs of a Dockerfile do."""
+    """The effects of a Dockerfile's RUN instructions."""
 
     installs: list[dict[str, Any]] = field(default_factory=list)
     debian: list[str] = field(default_factory=list)

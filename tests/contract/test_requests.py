@@ -53,7 +53,7 @@ REFUSED = (Unacceptable, jsonschema.ValidationError, json_format.ParseError)
 
 
 def resources(path: Path) -> Iterator[Resource]:
-    """What a spec's attempts and endpoint create."""
+    """The create requests of a spec's attempts and endpoint."""
     spec = parse_spec(path.read_bytes())
     launches = [
         Launch(RUN, 1, placement, spec, SETTINGS, NOW, 3600) for placement in range(len(spec.target.placements))

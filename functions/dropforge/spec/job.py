@@ -131,7 +131,12 @@ class Training(Part):
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    per_device_train_batch_size: int | None = Field(default=None, ge=1, le=4096, description="Default: by device.")
+    per_device_train_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Rows; with packing true, blocks of max_length tokens. Default: by device.",
+    )
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=4096)
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")

@@ -1,4 +1,4 @@
-"""What Cloud Run offers: accelerators, machines, drivers, regions, limits and prices, each with its source and date."""
+"""Cloud Run's accelerators, machines, drivers, regions, limits and prices, each with its source and date."""
 
 from __future__ import annotations
 

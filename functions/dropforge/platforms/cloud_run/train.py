@@ -144,9 +144,8 @@ class CloudRunJobs:
         response = session.post(url, params=query, json=request["job"], timeout=TIMEOUT_SECONDS)
         if not response.ok and not isinstance(error := from_http_response(response), Conflict):
             raise error
-        return self._job(
-            cloud, launch
-        )  # also after an earlier create whose reply was lost; the caller checks the owner
+        # The job may be that of an earlier create whose reply was lost. The caller checks the owner.
+        return self._job(cloud, launch)
 
     def _execution(self, cloud: Cloud, launch: Launch) -> Any:
         from google.api_core.exceptions import NotFound

@@ -42,8 +42,12 @@ class TpuHost:
 
 @dataclass(frozen=True)
 class GkeTpu:
-    """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule."""
+    """The slices that GKE makes of one TPU generation: given by name, or (three dimensions) by a rule.
 
+    `generation` is its name in the price list (platforms/tpus.py).
+    """
+
+    generation: str
     memory_gib: float  # of each chip
     hosts: Mapping[int, TpuHost]  # by chips
     topologies: tuple[str, ...] = ()
@@ -72,8 +76,9 @@ _FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 # earlier tables, and a public log of a ct6e-standard-4t shows 180 vCPUs and 708 GB. For ct6e-standard-8t public notes
 # disagree (180 or 360 vCPUs): the smaller always fits.
 GKE_TPUS = {
-    "tpu-v4-podslice": GkeTpu(32, {4: TpuHost("ct4p-hightpu-4t", 240, 407)}),
+    "tpu-v4-podslice": GkeTpu("v4", 32, {4: TpuHost("ct4p-hightpu-4t", 240, 407)}),
     "tpu-v5-lite-podslice": GkeTpu(
+        "v5e",
         16,
         {
             1: TpuHost("ct5lp-hightpu-1t", 24, 48),
@@ -82,8 +87,9 @@ GKE_TPUS = {
         },
         _FLAT_SLICES,
     ),
-    "tpu-v5p-slice": GkeTpu(95, {4: TpuHost("ct5p-hightpu-4t", 208, 448)}),
+    "tpu-v5p-slice": GkeTpu("v5p", 95, {4: TpuHost("ct5p-hightpu-4t", 208, 448)}),
     "tpu-v6e-slice": GkeTpu(
+        "v6e",
         32,
         {
             1: TpuHost("ct6e-standard-1t", 44, 176),

@@ -26,6 +26,7 @@ from dropforge.platforms.tpus import tpu_price
 from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 
+from .catalog import GKE_TPUS
 from .requests import ray_target, requests
 from .spec import RayTarget
 from .status import status_of_ray_job
@@ -35,13 +36,6 @@ RAY_CLUSTER = "ray.io/RayCluster"
 ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
 OF_CLUSTER = "ray.io/cluster"  # the labels that a cluster gives to its pods
 NODE_TYPE = "ray.io/node-type"
-# Names in the price list.
-_GENERATIONS = {
-    "tpu-v4-podslice": "v4",
-    "tpu-v5-lite-podslice": "v5e",
-    "tpu-v5p-slice": "v5p",
-    "tpu-v6e-slice": "v6e",
-}
 _MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in 32 bits"
 
 
@@ -198,7 +192,7 @@ def _problem_of_head(pod: Object) -> Status | None:
 def _unknown_price(target: RayTarget, placement: GkePlacement) -> HourlyPrice:
     """Why the price is unknown: the catalog has no price of the head. The slice's price helps to set the sum."""
     field, chips = "target.price_usd_per_hour", target.slice.hosts * target.slice.chips
-    price = tpu_price(_GENERATIONS[target.accelerator], chips, placement.region, placement.capacity, field)
+    price = tpu_price(GKE_TPUS[target.accelerator].generation, chips, placement.region, placement.capacity, field)
     if price.usd_per_hour is None:
         return price
     where = f"{target.accelerator} {target.topology} in {placement.region}"

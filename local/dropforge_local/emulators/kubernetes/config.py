@@ -78,5 +78,5 @@ class KubernetesConfig:
 
     @property
     def ray_operator(self) -> Operator:
-        """What the Ray operator of this version does."""
+        """The Ray operator of this version."""
         return operator(self.kuberay)

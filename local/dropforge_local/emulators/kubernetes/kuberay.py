@@ -1,4 +1,4 @@
-"""What the operators of KubeRay's versions do differently. Which version GKE's add-on has is not documented.
+"""The differences between KubeRay's versions. Google does not document the version of GKE's add-on.
 
 Read in the source at the tags v1.4.2, v1.5.1, v1.6.0 and v1.7.0 (https://github.com/ray-project/kuberay): the builders
 of pods in ray-operator/controllers/ray/common/pod.go, the rules in ray-operator/controllers/ray/utils/validation.go,
@@ -19,13 +19,15 @@ AUTH_SINCE = (2, 52)  # Ray's version, the first that can demand a token
 
 @dataclass(frozen=True)
 class Operator:
-    """A version of the operator, and of the CRDs that come with it. `absent` are fields that its CRDs lack, by type:
-    the API server drops them silently."""
+    """A version of the operator, and of the CRDs that come with it.
+
+    `absent` are fields that its CRDs lack, by type: the API server drops them silently. With `http_probes`, the
+    operator asks Ray's agent for its health by HTTP if the Ray version has one health check; otherwise wget asks in
+    the container.
+    """
 
     absent: Mapping[str, frozenset[str]]
-    http_probes: bool = (
-        False  # where the Ray version has one health check; otherwise, and before, wget in the container
-    )
+    http_probes: bool = False
     reads_probe_ports: bool = False  # from rayStartParams; before, the ports of the probes are fixed
     validation_failed: bool = True  # an invalid RayJob gets this state; before, there is only an event
     replaces_slices: bool = False  # when one host of a replica is lost; before, the operator replaces that host only

@@ -1,4 +1,4 @@
-"""What all clusters of an emulator share."""
+"""The objects that all clusters of an emulator share."""
 
 from __future__ import annotations
 
