@@ -25,7 +25,11 @@ locals {
     kubernetes_trainer_account = "${var.prefix}-trainer"
     kubernetes_server_account  = "${var.prefix}-server"
     slack_webhook_secret       = var.slack_webhook_secret
+    policy                     = local.policy
   }
+
+  # What the operator allows specs to use (docs/policy.md). `make deploy` checks the file before it plans.
+  policy = fileexists("${path.module}/policy.yaml") ? jsonencode(yamldecode(file("${path.module}/policy.yaml"))) : ""
 }
 
 data "archive_file" "functions" {
@@ -90,6 +94,10 @@ resource "google_cloudfunctions2_function" "function" {
     precondition {
       condition     = length(setsubtract(["serve_vllm", "train_trl"], keys(var.images))) == 0
       error_message = "There are no images yet: run `make images`, which builds them and stores their digests."
+    }
+    precondition {
+      condition     = length(local.policy) <= 16384 # MAX_POLICY_BYTES of functions/dropforge/spec/policy.py
+      error_message = "policy.yaml has ${length(local.policy)} characters as JSON; a function's setting holds 16384. Use patterns in place of long lists."
     }
     postcondition {
       condition     = each.value.called_by != "workflow" || self.url == "${local.functions_url}${each.key}"

@@ -60,6 +60,19 @@ check_custom_roles() {
     fi
 }
 
+# Stop before the plan if the policy is wrong: the functions would then accept no spec.
+check_policy() {
+    local dropforge=build/venv/bin/dropforge
+    if [[ ! -e terraform/policy.yaml ]]; then
+        return
+    fi
+    if [[ ! -x $dropforge ]]; then
+        echo "terraform/policy.yaml cannot be checked without $dropforge: run \`make setup\` first (docs/policy.md)." >&2
+        exit 1
+    fi
+    "$dropforge" policy check --file terraform/policy.yaml
+}
+
 # apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
     lock_providers
@@ -108,6 +121,7 @@ images)
         --substitutions="_REPOSITORY=$repository"
     ;;
 deploy)
+    check_policy
     make_state_bucket
     write_digests "$work/images.tfvars.json"
     check_custom_roles

@@ -26,6 +26,7 @@ from .deployment import Deployment, of_stack
 from .display import duration, stdout, titled
 from .follow import show_until_terminal
 from .options import SPEC_FILE
+from .policy import policy_in_use
 from .problems import FAILED, INTERRUPTED, CliError, explained
 from .runs import request_cancel
 from .specs import read_spec, upload_spec
@@ -43,7 +44,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 )
 def demo(spec: Path, state: str) -> None:
     """Train and serve a small model on this machine, then end everything it started."""
-    directory, job = Path(state).resolve(), read_spec(spec)
+    directory, job = Path(state).resolve(), read_spec(spec, policy_in_use(None))
     with _alone(directory):
         raise SystemExit(run_demo(job, spec, directory, stdout()))
 

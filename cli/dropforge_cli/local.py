@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import click
 
+from dropforge.spec.policy import VARIABLE
+
 from .deployment import running, state_directory
-from .options import state_option
-from .problems import FAILED
+from .options import SPEC_FILE, state_option
+from .policy import read_policy
+from .problems import FAILED, CliError
 
 PORT = click.IntRange(0, 65535)
 
@@ -18,13 +24,18 @@ PORT = click.IntRange(0, 65535)
 )
 @click.option("--grpc-port", type=PORT, default=0, help="Port of the gRPC APIs.")
 @click.option("--functions-port", type=PORT, default=0, help="Port of the functions.")
+@click.option("--policy", type=SPEC_FILE, metavar="FILE", help="A policy.yaml; kept for later starts.")
 @state_option
-def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, state: str | None) -> None:
+def up(
+    foreground: bool, http_port: int, grpc_port: int, functions_port: int, policy: Path | None, state: str | None
+) -> None:
     """Start the local stack: emulated Google APIs and the functions, on this machine only."""
     from dropforge_local.stack import control as stack
 
     directory = state_directory(state)
     is_running = running(directory) is not None
+    if policy is not None:
+        _keep_policy(directory, policy, is_running)
     info = stack.up(
         directory, http_port=http_port, grpc_port=grpc_port, functions_port=functions_port, foreground=foreground
     )
@@ -36,6 +47,17 @@ def up(foreground: bool, http_port: int, grpc_port: int, functions_port: int, st
     click.echo(f"  specs go to gs://{info.environment['DROPFORGE_SPECS_BUCKET']}/specs/")
     click.echo(f"  Slack       {info.http}/slack/messages")
     click.echo(f"  kubectl     --kubeconfig {directory / 'kubeconfig'}")
+
+
+def _keep_policy(directory: Path, policy: Path, is_running: bool) -> None:
+    """Write the policy into the stack's configuration. Raises CliError while the stack runs with another policy."""
+    from dropforge_local.stack.config import StackConfig
+
+    config = StackConfig.of(directory)
+    settings = {**config.settings, VARIABLE: read_policy(policy)}
+    if is_running and settings != config.settings:
+        raise CliError(f"the stack in {directory} runs with another policy", "end it with `dropforge down` first")
+    replace(config, settings=settings).save(directory)
 
 
 @click.command()

@@ -13,6 +13,7 @@ from .demo import demo
 from .local import down, up
 from .logs import logs
 from .plan import plan
+from .policy import policy
 from .preflight import preflight
 from .problems import INTERRUPTED, explained
 from .runs import cancel, runs, status
@@ -55,5 +56,5 @@ def cli() -> None:
     """
 
 
-for command in (demo, up, down, validate, plan, preflight, smoke, submit, runs, status, logs, cancel, audit):
+for command in (demo, up, down, validate, plan, preflight, policy, smoke, submit, runs, status, logs, cancel, audit):
     cli.add_command(command)

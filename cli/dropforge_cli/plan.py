@@ -24,6 +24,7 @@ from dropforge.spec import JobSpec, seconds
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd
 from .options import SPEC_FILE, json_option, state_option
+from .policy import policy_in_use
 from .specs import read_spec
 
 OLD_PRICE = timedelta(days=180)
@@ -82,7 +83,8 @@ class Plan:
 def plan(spec: Path, as_json: bool, state: str | None) -> None:
     """Show the resources and the maximum cost of a job spec. Creates nothing."""
     deployment = find(state)
-    planned = make_plan(read_spec(spec), deployment.settings if deployment else placeholders(), spec.name)
+    job = read_spec(spec, policy_in_use(deployment))
+    planned = make_plan(job, deployment.settings if deployment else placeholders(), spec.name)
     if as_json:
         click.echo(json.dumps(to_json(planned), indent=2))
         return

@@ -30,6 +30,7 @@ from .deployment import connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
 from .options import SPEC_FILE, json_option, state_option
+from .policy import policy_in_use
 from .problems import FAILED
 from .specs import read_spec
 
@@ -64,8 +65,9 @@ class Finding(NamedTuple):
 @state_option
 def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None:
     """Ask a deployment whether specs could run there, before they cost money; exit 1 if they could not."""
-    jobs = {path.name: read_spec(path) for path in specs}
-    answers = list(findings(connect(state).context.cloud, jobs))
+    deployment = connect(state)
+    jobs = {path.name: read_spec(path, policy_in_use(deployment)) for path in specs}
+    answers = list(findings(deployment.context.cloud, jobs))
     if as_json:
         click.echo(json.dumps([answer._asdict() for answer in answers], indent=2))
     else:

@@ -11,12 +11,15 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
+from dropforge.spec.policy import Policy
 from dropforge.stages.admission import budget_problems, fit_problems, machine_problems, time_problems
+from dropforge.stages.ceiling import policy_problems, with_defaults
 
-from .deployment import Deployment, connect
+from .deployment import Deployment, connect, find
 from .display import stdout
 from .follow import watch
 from .options import SPEC_FILE, state_option
+from .policy import policy_in_use
 from .problems import FAILED, CliError
 
 
@@ -24,10 +27,10 @@ from .problems import FAILED, CliError
 @click.argument("specs", nargs=-1, required=True, type=SPEC_FILE, metavar="SPEC...")
 def validate(specs: tuple[Path, ...]) -> None:
     """Check job specs without dropping them."""
-    refused = 0
+    refused, policy = 0, policy_in_use(find(None))
     for path in specs:
         try:
-            spec = read_spec(path)
+            spec = read_spec(path, policy)
         except InvalidSpec as error:
             refused += 1
             for problem in error.problems:
@@ -47,9 +50,9 @@ def validate(specs: tuple[Path, ...]) -> None:
 @state_option
 def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, state: str | None) -> None:
     """Drop a job spec into the specs bucket; prints the run's id."""
-    if not unchecked:
-        _note(spec, read_spec(spec))
     deployment = connect(state)
+    if not unchecked:
+        _note(spec, read_spec(spec, policy_in_use(deployment)))
     run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
     click.echo(run)
     click.echo(f"dropped into {deployment.where}", err=True)
@@ -57,10 +60,11 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
         raise SystemExit(FAILED)
 
 
-def read_spec(path: Path) -> JobSpec:
-    """Read a spec and apply every rule that needs no deployment. Raises InvalidSpec."""
-    spec = parse_spec(path.read_bytes())
-    if problems := [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]:
+def read_spec(path: Path, policy: Policy) -> JobSpec:
+    """Read a spec with the policy's defaults, and apply every rule that needs no cloud. Raises InvalidSpec."""
+    spec = with_defaults(parse_spec(path.read_bytes()), policy)
+    problems = [*policy_problems(spec, policy), *fit_problems(spec), *machine_problems(spec)]
+    if problems := [*problems, *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
     return spec
 

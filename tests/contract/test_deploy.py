@@ -143,6 +143,23 @@ def test_the_account_that_builds_writes_nothing_but_images_and_logs() -> None:
     assert sorted(roles) == [*writer, "roles/storage.objectViewer", "roles/storage.objectViewer"]
 
 
+def test_a_wrong_policy_stops_the_deployment_before_its_plan(machine: Machine) -> None:
+    """The real command checks the policy; without the command, nothing is deployed either."""
+    policy = machine.directory / "terraform" / "policy.yaml"
+    policy.write_text("api_version: dropforge/v1\nmax_cost: 5\n")
+    unchecked = machine.make("deploy", answer="yes\n")
+    assert (unchecked.code != 0, unchecked.calls) == (True, [])
+    assert "make setup" in unchecked.output
+    command = machine.directory / "build" / "venv" / "bin" / "dropforge"
+    command.parent.mkdir(parents=True)
+    command.symlink_to(Path(sys.executable).parent / "dropforge")
+    done = machine.make("deploy", answer="yes\n")
+    assert (done.code != 0, done.calls) == (True, [])
+    assert "terraform/policy.yaml:2: max_cost: Extra inputs are not permitted" in done.output
+    policy.write_text("api_version: dropforge/v1\nmax_cost_usd: 5\n")
+    assert machine.make("deploy", answer="yes\n").code == 0
+
+
 def test_without_images_nothing_is_planned(machine: Machine) -> None:
     done = machine.make("deploy", answer="yes\n", NO_IMAGES="1")
     assert done.code != 0

@@ -18,6 +18,7 @@ from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.cloud.tpu import SERVER_PORT, SERVER_TAG
 from dropforge.platforms.cloud_run.catalog import CLOUD_RUN_MACHINES
+from dropforge.spec.policy import MAX_POLICY_BYTES
 from dropforge_local.emulators.eventarc import ACK_DEADLINE_SECONDS
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
@@ -80,6 +81,10 @@ def test_every_setting_exists_and_every_required_setting_is_given() -> None:
 )
 def test_names_are_those_of_the_local_stack(resource: tuple[str, str], expected: str) -> None:
     assert render(resources()[resource]["name"], **LOCAL) == expected
+
+
+def test_terraform_limits_the_policy_as_the_command_does() -> None:
+    assert f"length(local.policy) <= {MAX_POLICY_BYTES} " in TEXT["functions.tf"]
 
 
 def test_the_workflow_is_given_every_variable_that_it_reads() -> None:

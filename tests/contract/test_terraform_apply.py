@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from dropforge.base.settings import Settings
+from dropforge.spec.policy import policy_of
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
@@ -44,6 +45,16 @@ VARIABLES = {
     "training_secrets": ["hf-token"],
     "webhook_secrets": ["team-webhook"],
 }
+# Numbers, text, lists and null as Terraform's YAML and JSON carry them.
+POLICY = """
+api_version: dropforge/v1
+max_cost_usd: 12.5
+max_nodes: 2
+max_ttl: null
+regions: ["europe-*"]
+by_label:
+  - {labels: {team: interns}, max_duration: 90s}
+"""
 ARCHIVE = ("output_file_mode", "output_path", "output_sha256", "source_dir", "type")
 Applied = dict[str, list[dict[str, Any]]]
 
@@ -112,6 +123,7 @@ def copy_of_terraform(directory: Path) -> Path:
         (directory / name).symlink_to(ROOT / name)
     (directory / "terraform" / "backend_override.tf").write_text('terraform {\n  backend "local" {}\n}\n')
     (directory / "terraform" / "test.auto.tfvars.json").write_text(json.dumps(VARIABLES))
+    (directory / "terraform" / "policy.yaml").write_text(POLICY)
     gcloud = directory / "bin" / "gcloud"
     gcloud.parent.mkdir()
     gcloud.write_text(f'#!/bin/sh\necho "gcloud $*" >> {directory}/gcloud.log\n')
@@ -184,6 +196,7 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
         in_cluster = ("kubernetes_namespace", "kubernetes_trainer_account", "kubernetes_server_account")
         assert [getattr(settings, name) for name in in_cluster] == [getattr(Settings, name) for name in in_cluster]
+        assert policy_of(settings.policy) == policy_of(json.dumps(yaml.safe_load(POLICY)))
         assert (
             config["service_account_email"] == f"dropforge-{name.replace('_', '-')}@{PROJECT}.iam.gserviceaccount.com"
         )
@@ -192,7 +205,9 @@ def test_functions_read_their_settings(applied: Applied) -> None:
 def test_the_command_line_reads_its_settings(applied: Applied) -> None:
     content = tomllib.loads(applied["output"][0]["dropforge_toml"])
     environment = {f"DROPFORGE_{name.upper()}": value for name, value in content.items()}
-    assert Settings.from_environment(environment).workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
+    settings = Settings.from_environment(environment)
+    assert settings.workflow_name.endswith(f"/workflows/{stack.WORKFLOW}")
+    assert policy_of(settings.policy).max_cost_usd == 12.5
 
 
 def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:

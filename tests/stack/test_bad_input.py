@@ -41,6 +41,8 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("an infinite number", b'{"training": {"epochs": 1e999}}', "/training/epochs", "wrong"),
     ("a number of 5,000 digits", b'{"name": ' + b"9" * 5000 + b"}", "", "digits"),
     ("thousands of unknown fields", {f"k{n}": 1 for n in range(20_000)}, "", "more problems"),
+    ("code of the model", {"model": {"source": "gs://local-data/tiny-gemma3", "trust_remote_code": True}},
+     "/model/trust_remote_code", "trust_remote_code` of the deployment's policy"),
     ("does not fit", {"model": {"source": "meta-llama/Llama-3.1-70B"}}, "/model/source", "does not fit"),
     ("budget without price", {"target": {"type": "cloud_run", "placements": [{"region": "asia-southeast1"}]},
                               "limits": {"max_cost_usd": 5.0}}, "/limits/max_cost_usd", "cannot be enforced"),

@@ -112,8 +112,8 @@ def test_a_machine_continues_while_the_stack_is_dead(own_stack: Callable[[], Use
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
     assert_clean(user, run)
-    # The machine's script went on: nothing started it again. Its exit status says nothing, because the run's end deletes
-    # the machine, perhaps while the script still reports.
+    # The machine's script went on: nothing started it again. Its exit status says nothing, because the end of the run
+    # deletes the machine, perhaps while the script still reports.
     log = read_log(user.info.http, _node(user, run))
     assert log
     assert log.count(f"run {run}, attempt 1: train on") == 1

@@ -40,6 +40,7 @@ class Settings:
     provision_deadline_seconds: int = 1800
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time
     console_url: str = ""
+    policy: str = ""  # JSON of the operator's policy (spec/policy.py); "": its defaults
 
     @property
     def workflow_name(self) -> str:

@@ -73,6 +73,16 @@ class TargetSpec(_Typed):
         """The regions or zones where Google offers the accelerator; empty when the catalog does not list them."""
         return ()
 
+    @property
+    def machines(self) -> int:
+        """The machines with accelerators of an attempt."""
+        return 1
+
+    @property
+    def storage_gib(self) -> int:
+        """The size of the disks of an attempt."""
+        return 0
+
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this target."""
         method = job.training.method
@@ -115,6 +125,11 @@ class ServeSpec(_Typed):
         def min_instances(self) -> int: ...
         @property
         def max_instances(self) -> int: ...
+
+    @property
+    def storage_gib(self) -> int:
+        """The size of the disks of all instances."""
+        return 0
 
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this endpoint."""

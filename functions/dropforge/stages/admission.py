@@ -12,7 +12,10 @@ from dropforge.cloud.context import Cloud
 from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.spec import JobSpec, seconds
+from dropforge.spec.policy import policy_of
 from dropforge.tell.channels import secrets_of
+
+from .ceiling import policy_problems
 
 # Bytes of device memory per parameter: weights, and for trained weights gradient and two Adam moments (bf16, fp32).
 _BYTES_PER_PARAMETER = {"none": 2 + 2 + 8, "lora": 2.0, "qlora": 0.6}
@@ -20,8 +23,12 @@ _OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
 
 
 def check(cloud: Cloud, spec: JobSpec) -> None:
-    """Raise InvalidSpec, which lists every problem that would make the spec fail after its acceptance."""
-    problems = [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    """Raise InvalidSpec, which lists every problem that would make the spec fail after its acceptance.
+
+    Raises BrokenPolicy if the deployment's policy cannot be read.
+    """
+    problems = policy_problems(spec, policy_of(cloud.settings.policy))
+    problems += [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),

@@ -21,10 +21,12 @@ from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.context import Context
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
+from dropforge.spec.policy import policy_of
 from dropforge.tell.everybody import tell, tell_unstarted
 
 from . import admission
 from .cancel import cancel
+from .ceiling import with_defaults
 
 # The delivery that wrote the record starts the execution within this time; another delivery waits that long.
 START_SECONDS = 5
@@ -132,7 +134,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
 def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
     store = context.store
     try:
-        spec = parse_spec(data)
+        spec = with_defaults(parse_spec(data), policy_of(context.settings.policy))
         admission.check(context.cloud, spec)
     except InvalidSpec as error:
         return _reject(context, run, source, error.problems, data)

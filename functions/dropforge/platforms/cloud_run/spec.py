@@ -58,6 +58,10 @@ class CloudRunTarget(TargetSpec):
         return Accelerators(1, self.accelerator, GPUS[self.accelerator].memory_gib)
 
     @property
+    def storage_gib(self) -> int:
+        return self.disk_gib or 0
+
+    @property
     def offered_places(self) -> tuple[str, ...]:
         return CLOUD_RUN_MACHINES[self.accelerator].regions
 

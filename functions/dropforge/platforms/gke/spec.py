@@ -112,6 +112,14 @@ class GkeTarget(ClusterTarget):
         count = self.accelerator_count * self.nodes
         return Accelerators(count, self.accelerator, count * GPUS[self.accelerator].memory_gib)
 
+    @property
+    def machines(self) -> int:
+        return self.nodes
+
+    @property
+    def storage_gib(self) -> int:
+        return self.ephemeral_storage_gib * self.nodes
+
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
             number = self.accelerator_count * self.nodes
@@ -173,6 +181,10 @@ class GkeServe(ServeSpec):
             found = {"capacity": self.capacity, "reservation": self.reservation}
             raise Wrong("", "capacity and reservation do not agree", found, "capacity 'reservation' with a name")
         return self
+
+    @property
+    def storage_gib(self) -> int:
+        return self.ephemeral_storage_gib * self.max_instances
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         region = self.region or job.target.placements[0].region

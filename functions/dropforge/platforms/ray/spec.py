@@ -63,6 +63,14 @@ class RayTarget(ClusterTarget):
         chips = self.slice.hosts * self.slice.chips
         return Accelerators(1, f"{self.accelerator} {self.topology}", chips * GKE_TPUS[self.accelerator].memory_gib)
 
+    @property
+    def machines(self) -> int:
+        return self.slice.hosts
+
+    @property
+    def storage_gib(self) -> int:
+        return self.head_storage_gib
+
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
             quota = slice_quota(self.accelerator, placement.region, placement.capacity)

@@ -83,6 +83,10 @@ class TpuVmTarget(TargetSpec):
         return Accelerators(1, self.accelerator_type, slice_.chips * slice_.memory_gib)
 
     @property
+    def storage_gib(self) -> int:
+        return self.data_disk_gib
+
+    @property
     def offered_places(self) -> tuple[str, ...]:
         return TPU_VMS[self.accelerator_type].zones
 

@@ -1,0 +1,145 @@
+"""`dropforge policy`: check a policy.yaml before its deployment, and show what a deployment allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import ValidationError
+
+from dropforge.base.errors import InvalidSpec
+from dropforge.base.redact import redact
+from dropforge.spec import parse_spec
+from dropforge.spec.policy import MAX_POLICY_BYTES, Policy, place_of, policy_of
+from dropforge.stages.ceiling import policy_problems, with_defaults
+
+from .deployment import Deployment, find
+from .options import SPEC_FILE, state_option
+from .problems import FAILED, CliError
+
+_SHOWN = 80
+
+file_option = click.option(
+    "--file", "path", type=SPEC_FILE, metavar="FILE", help="A policy.yaml; default: the deployment's policy."
+)
+
+
+@click.group()
+def policy() -> None:
+    """Check or show what an operator allows specs to use."""
+
+
+@policy.command()
+@click.argument("specs", nargs=-1, type=SPEC_FILE, metavar="[SPEC...]")
+@file_option
+@state_option
+def check(specs: tuple[Path, ...], path: Path | None, state: str | None) -> None:
+    """Check a policy, and which specs it refuses by which rule; exit 1 if the policy or a spec is refused."""
+    policy, where = _policy(path, state)
+    click.echo(f"{where}: ok")
+    refused = [spec for spec in specs if not _check(spec, policy)]
+    if refused:
+        raise SystemExit(FAILED)
+
+
+@policy.command()
+@file_option
+@state_option
+def show(path: Path | None, state: str | None) -> None:
+    """Print a policy with its default values, as YAML."""
+    policy, _ = _policy(path, state)
+    click.echo(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False), nl=False)
+
+
+def policy_in_use(deployment: Deployment | None) -> Policy:
+    """Return the policy of a deployment, or the default policy without a deployment. Raises BrokenPolicy."""
+    return policy_of(deployment.settings.policy if deployment else "")
+
+
+def read_policy(path: Path) -> str:
+    """Return a policy.yaml as the JSON text of DROPFORGE_POLICY. Raises CliError, which names every line in error."""
+    document, root = _parse(path)
+    try:
+        text = json.dumps(document, allow_nan=False, default=str)
+    except (RecursionError, TypeError, ValueError) as error:  # an alias of itself, a key that is no text, .nan
+        raise CliError(f"{path} has what JSON cannot express: {error}") from error
+    if len(text) > MAX_POLICY_BYTES:
+        message = f"{path} is {len(text)} bytes of JSON; a function's setting holds {MAX_POLICY_BYTES}"
+        raise CliError(message, "use patterns in place of long lists")
+    problems = [f"{path}:{line}: the key {key!r} appears twice" for key, line in _repeated(root)]
+    try:
+        Policy.model_validate_json(text)
+    except ValidationError as error:
+        for found in error.errors(include_url=False):
+            shown = redact(json.dumps(found["input"], default=str))[:_SHOWN]
+            where = f"{path}:{_line(root, found['loc'])}: {place_of(found['loc'])}"
+            problems.append(f"{where}: {found['msg']}, not {shown}")
+    if problems:
+        raise CliError("the policy is refused\n" + "\n".join(problems), "docs/policy.md describes every field")
+    return text
+
+
+def _policy(path: Path | None, state: str | None) -> tuple[Policy, str]:
+    """Return the policy to check, and where it comes from."""
+    if path is not None:
+        return policy_of(read_policy(path)), str(path)
+    deployment = find(state)
+    if deployment is None:
+        return policy_in_use(None), "the default policy"
+    return policy_in_use(deployment), f"the policy of {deployment.where}"
+
+
+def _check(path: Path, policy: Policy) -> bool:
+    """Print what the policy says about a spec; return whether it allows the spec."""
+    try:
+        problems = policy_problems(with_defaults(parse_spec(path.read_bytes()), policy), policy)
+    except InvalidSpec as error:
+        problems = error.problems
+    for problem in problems:
+        click.echo(f"{path}: {problem}")
+    if not problems:
+        click.echo(f"{path}: allowed")
+    return not problems
+
+
+def _parse(path: Path) -> tuple[Any, yaml.Node | None]:
+    """Return the content of a YAML file, and the tree that knows the lines. Raises CliError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise CliError(f"{path} is not YAML: {error}") from error
+
+
+def _line(node: yaml.Node | None, steps: tuple[int | str, ...]) -> int:
+    """Return the line of a value; for a value that is missing, the line of what lacks it."""
+    line = node.start_mark.line if node else 0
+    for step in steps:
+        if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+        elif isinstance(node, yaml.MappingNode):
+            key, node = next(((key, value) for key, value in node.value if key.value == step), (None, None))
+            line = key.start_mark.line if key else line
+            continue
+        else:
+            break
+        line = node.start_mark.line if node else line
+    return line + 1
+
+
+def _repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
+    """Yield each key that appears twice in a mapping, with its line. YAML readers disagree on which value counts."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                yield key.value, key.start_mark.line + 1
+            seen.add(key.value)
+            yield from _repeated(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated(value)
