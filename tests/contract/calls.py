@@ -175,7 +175,9 @@ def _in_own_cluster(need: Need) -> Need:
     """The same need where IAM decides (https://cloud.google.com/kubernetes-engine/docs/reference/api-permissions)."""
     verb, _, resource = need.permission.partition(" ")
     group, _, plural = resource.rpartition("/")
-    collection = "thirdPartyObjects" if "." in group else {"serviceaccounts": "serviceAccounts"}.get(plural, plural)
+    own = {"serviceaccounts": "serviceAccounts", "storageclasses": "storageClasses"}
+    is_foreign = "." in group and not group.endswith(".k8s.io")
+    collection = "thirdPartyObjects" if is_foreign else own.get(plural, plural)
     return Need(need.account, "project", f"container.{collection}.{verb}", f"{need.permission} (own cluster)")
 
 

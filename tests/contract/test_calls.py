@@ -33,6 +33,7 @@ from .configuration import permissions
 DATA = "recorded-data"
 HALVES = {"on_spec_uploaded": "finalized", "on_spec_deleted": "deleted", "on_spec_message": ""}
 OWN_CLUSTER = {"type": "gke", **PARTS["gke"], "cluster": {"create": True}}
+RAY_CLUSTER = {"type": "ray", **PARTS["ray"], "cluster": {"create": True}}
 NOT_QUEUED = {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "queued": False}
 STARTED = '{"type": "started", "run": "RUN", "attempt": 1, "sequence": 1, "time": "2026-11-22T00:00:00Z"}'
 
@@ -46,8 +47,9 @@ EXISTS_ALREADY = "needed when an earlier call has created the object and its ans
 # The local stack lacks these: the platform's own log, and the docker of a machine.
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
 STAYS = "needed when the object stays after its owner was deleted"
+OWNED = ("persistentvolumeclaims", "pods")
 UNUSED = {
-    **{Grant(account, "kubernetes", "delete pods"): STAYS for account in ENDERS},
+    **{Grant(account, "kubernetes", f"delete {plural}"): STAYS for account in ENDERS for plural in OWNED},
     **{
         Grant(account, "kubernetes", f"{verb} ray.io/rayclusters"): STAYS
         for account in ENDERS
@@ -121,7 +123,7 @@ def live(user: User) -> None:
     hanging.append(user.drop(spec(user, "cloud_run", "hang"), "specs/deleted.json"))
     buckets = (DATA, user.settings.specs_bucket)
     failing = [publish(user, stored(user, bucket, user.spec("exit-3"))) for bucket in buckets]
-    failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, NOT_QUEUED)]
+    failing += [user.drop(user.spec("exit-3", target=target)) for target in (OWN_CLUSTER, RAY_CLUSTER, NOT_QUEUED)]
     rejected = [user.drop(user.spec(dataset={"source": f"gs://{DATA}/none"}))]
     rejected += [publish(user, json.dumps({"spec_uri": f"gs://{bucket}/none.json"}).encode()) for bucket in buckets]
     late_and_unknown(user)

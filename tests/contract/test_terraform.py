@@ -37,12 +37,13 @@ IMAGE_FIELDS = {field.name for field in fields(Settings) if field.name.endswith(
 NAMING = ("account_id", "display_name", "name", "repository_id", "role_id", "secret_id")
 # No role in the source of the data file holds these permissions. Google's page about them
 # (https://cloud.google.com/iam/docs/roles-permissions/container) could not be read; custom roles that others
-# have published hold the permissions of services and service accounts.
+# have published hold the permissions of services, service accounts and storage classes.
 LISTED_ELSEWHERE = {
     "container.events.list",
     "container.serviceAccounts.create",
     "container.services.create",
     "container.services.get",
+    "container.storageClasses.create",
 }
 # Specs name secrets and work in every deployment; a binding has the name of its resource.
 NAMED_OTHERWISE = ("google_secret_manager_secret", "_iam_member")

@@ -17,6 +17,7 @@ GROUPS = (
     "io.k8s.api.batch.v1",
     "io.k8s.api.core.v1",
     "io.k8s.api.rbac.v1",
+    "io.k8s.api.storage.v1",
     "io.k8s.apimachinery.pkg.apis.meta.v1",
 )
 

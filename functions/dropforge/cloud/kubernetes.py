@@ -178,12 +178,13 @@ def exists(cloud: Cloud, name: str) -> bool:
     return not has_endpoint(cluster) or connect(cloud, cluster).get(name) is not None
 
 
-def delete(cloud: Cloud, name: str, pods: str = "") -> bool:
+def delete(cloud: Cloud, name: str, of_it: str = "", plural: str = "pods") -> bool:
     """Delete the object with that full resource name; True once it does not exist, alone or with its cluster.
 
-    Kubernetes deletes the objects that it owns first. `pods` selects its pods by label, to delete orphaned pods as
-    well. An object in an attempt's own cluster is deleted only with the cluster: the control plane has no permission
-    inside. The answer stays False while another operation delays the deletion of the cluster.
+    Kubernetes deletes the objects that it owns first. `of_it` selects its pods, or its other objects of the core group
+    (`plural`), by label, to delete orphans as well. An object in an attempt's own cluster is deleted only with the
+    cluster: the control plane has no permission inside. The answer stays False while another operation delays the
+    deletion of the cluster.
     """
     from google.cloud.container_v1 import Cluster
 
@@ -196,7 +197,7 @@ def delete(cloud: Cloud, name: str, pods: str = "") -> bool:
         return True  # nothing is created in a cluster before it runs
     kubernetes = connect(cloud, cluster)
     deadline = cloud.clock.monotonic() + GONE_WAIT_SECONDS
-    while remaining := _remaining(kubernetes, name, pods):
+    while remaining := _remaining(kubernetes, name, of_it, plural):
         for full_name, item in remaining:
             if "deletionTimestamp" not in item["metadata"]:
                 kubernetes.delete(full_name, item["metadata"]["uid"])
@@ -290,16 +291,16 @@ def _dns_name(cluster: Any) -> str:
     return str(dns.endpoint) if dns.allow_external_traffic else ""
 
 
-def _remaining(kubernetes: Kubernetes, name: str, pods: str) -> list[tuple[str, Object]]:
-    """The object with its full name, if it exists; otherwise its pods with theirs."""
+def _remaining(kubernetes: Kubernetes, name: str, of_it: str, plural: str) -> list[tuple[str, Object]]:
+    """The object with its full name, if it exists; otherwise its pods, or other objects, with theirs."""
     if (itself := kubernetes.get(name)) is not None:
         return [(name, itself)]
-    if not pods:
+    if not of_it:
         return []
     cluster, _, rest = name.partition("/k8s/namespaces/")
     namespace = rest.partition("/")[0]
-    remaining = kubernetes.find(namespace, "pods", labelSelector=pods)
-    return [(f"{cluster}/k8s/namespaces/{namespace}/pods/{pod['metadata']['name']}", pod) for pod in remaining]
+    remaining = kubernetes.find(namespace, plural, labelSelector=of_it)
+    return [(f"{cluster}/k8s/namespaces/{namespace}/{plural}/{item['metadata']['name']}", item) for item in remaining]
 
 
 def _raise_for_status(response: Any) -> None:
@@ -326,4 +327,5 @@ def _group(manifest: Object) -> str:
 
 
 def _plural(manifest: Object) -> str:
-    return f"{manifest['kind'].lower()}s"  # true for all kinds that dropforge uses
+    kind = str(manifest["kind"]).lower()
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"

@@ -20,6 +20,7 @@ Object = dict[str, Any]
 
 # The history's name of each kind, by apiVersion and plural. Only the kinds that dropforge uses are simulated.
 KINDS = {
+    "v1/persistentvolumeclaims": "k8s.io/PersistentVolumeClaim",
     "v1/pods": "k8s.io/Pod",
     "v1/services": "k8s.io/Service",
     "batch/v1/jobs": "batch.k8s.io/Job",
@@ -47,6 +48,7 @@ class Api:
         self.lets_in = lets_in  # the functions that may use the API; None: all
         self.objects: dict[str, Object] = {}  # by full name
         self.accounts: dict[str, set[str]] = {}  # service accounts by namespace
+        self.classes: set[str] = set()
         self.events: list[Object] = []
         self.is_open = True
         self.made: Callable[[Object], None] = lambda _: None
@@ -111,6 +113,9 @@ class Api:
         if collection == "v1/namespaces":
             known = name in self.accounts
             self.accounts.setdefault(name, set())
+        elif collection == "storage.k8s.io/v1/storageclasses":
+            known = name in self.classes
+            self.classes.add(name)
         elif collection == "v1/serviceaccounts":
             known = name in self.accounts[str(namespace)]
             self.accounts[str(namespace)].add(name)
@@ -256,7 +261,8 @@ def is_selected(selector: str, labels: Mapping[str, str]) -> bool:
 
 
 def _collection(item: Object) -> str:
-    return f"{item['apiVersion']}/{item['kind'].lower()}s"
+    kind = str(item["kind"]).lower()
+    return f"{item['apiVersion']}/{kind}es" if kind.endswith("s") else f"{item['apiVersion']}/{kind}s"
 
 
 def _labels(item: Object) -> dict[str, str]:

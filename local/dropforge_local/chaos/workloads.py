@@ -131,7 +131,13 @@ class Workloads:
         template = copy.deepcopy(template)
         metadata = {"name": f"{name}-{self.world.id():05d}", "namespace": owner["metadata"]["namespace"]}
         metadata["labels"] = {**template["metadata"]["labels"], **labels}
-        self.api.add({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}, owner, share)
+        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        pod = self.api.add(manifest, owner, share)
+        for volume in template["spec"].get("volumes", ()):
+            if wanted := volume.get("ephemeral", {}).get("volumeClaimTemplate"):
+                own = {"name": f"{metadata['name']}-{volume['name']}", "namespace": metadata["namespace"]}
+                claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {**wanted["metadata"], **own}}
+                self.api.add({**claim, "spec": wanted["spec"]}, pod, 0.0)
 
     def _try_pod(self, owner: Object, template: Object, name: str, labels: dict[str, str], share: float) -> None:
         """Create a pod as soon as admission allows it."""

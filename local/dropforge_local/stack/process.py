@@ -107,7 +107,7 @@ class Stack:
         self.slack = SlackSink(self.db, self.clock)
 
     def _build_compute(self) -> None:
-        """The emulators that run containers, and the disks of TPU VMs."""
+        """The emulators that run containers, and the disks of TPU VMs and of clusters."""
         self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
         self.cloudrun = CloudRunEmulator(
             self._host("containers", self._platform_environment),
@@ -115,16 +115,17 @@ class Stack:
             authorize=self._may_invoke,
             config=CloudRunConfig(**self.config.cloud_run),
         )
+        self.compute = ComputeEmulator(
+            self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
+        )
         self.kubernetes = KubernetesEmulator(
             self._host("pods", self._platform_environment),
             authorize=self.identity.is_known,
             note=self._note_kubernetes,
             config=KubernetesConfig(**self.config.kubernetes),
+            disks=self.compute.disks,
         )
         self.gke = GkeEmulator(self.db, self.clock, kubernetes=self.kubernetes, config=GkeConfig(**self.config.gke))
-        self.compute = ComputeEmulator(
-            self.db, self.clock, directory=self.state / "disks", config=ComputeConfig(**self.config.compute)
-        )
         self.tpu = TpuEmulator(
             self._host("vms", self._machine_environment),
             disks=self.compute.disks,

@@ -212,6 +212,13 @@ SHORT = {
 }
 
 
+def ephemeral(metadata: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """A job whose pod has an ephemeral volume; `spec` is part of its claim."""
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "10Gi"}}, **spec}
+    template = {"metadata": metadata or {}, "spec": claim}
+    return {"pod__volumes": [{"name": "v", "ephemeral": {"volumeClaimTemplate": template}}]}
+
+
 def exit_rule(**codes: Any) -> dict[str, Any]:
     return {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [42], **codes}}
 
@@ -260,6 +267,13 @@ GPU = "nvidia.com/gpu"
         ({"container__livenessProbe": {"tcpSocket": {"port": 1}, "successThreshold": 2}},
          "C.livenessProbe.successThreshold"),
         ({"pod__volumes": [{"name": "v"}]}, "P.volumes[0]"),
+        ({"pod__volumes": [{"name": "v", "ephemeral": {}}]}, "P.volumes[0].ephemeral.volumeClaimTemplate"),
+        (ephemeral(accessModes=[]), "P.volumes[0].ephemeral.volumeClaimTemplate.spec.accessModes"),
+        (ephemeral(accessModes=["Often"]), "P.volumes[0].ephemeral.volumeClaimTemplate.spec.accessModes[0]"),
+        (ephemeral(resources={}), "P.volumes[0].ephemeral.volumeClaimTemplate.spec.resources[storage]"),
+        (ephemeral(resources={"requests": {"storage": "0"}}),
+         "P.volumes[0].ephemeral.volumeClaimTemplate.spec.resources[storage]"),
+        (ephemeral({"name": "n"}), "P.volumes[0].ephemeral.volumeClaimTemplate.metadata.name"),
         ({"pod__volumes": [{"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}]}, "P.volumes[0].secret"),
         ({"pod__volumes": [{"name": "v", "emptyDir": {"medium": "Disk"}}]}, "P.volumes[0].emptyDir.medium"),
         ({"pod__volumes": [{"name": "v", "emptyDir": {}}, {"name": "v", "emptyDir": {}}]}, "P.volumes[1].name"),
@@ -564,7 +578,7 @@ def test_calls_fail_on_purpose(kube: Kube) -> None:
 def test_discovery_lists_the_served_resources(kube: Kube) -> None:
     assert client.VersionApi(kube.api).get_code().git_version.startswith("v1.33")
     groups = {group.name for group in client.ApisApi(kube.api).get_api_versions().groups}
-    assert groups == {"apps", "autoscaling", "batch", "monitoring.googleapis.com", "ray.io"}
+    assert groups == {"apps", "autoscaling", "batch", "monitoring.googleapis.com", "ray.io", "storage.k8s.io"}
     resources = {resource.name for resource in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]

@@ -28,6 +28,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Emulator
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all
+from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import KubernetesConfig, KubernetesEmulator
@@ -60,7 +61,7 @@ SETTINGS = replace(
 SPOT = [{"region": "us-central1", "capacity": "spot"}]
 STANDING = kubernetes.cluster_name("p1", "us-central1", "c1")
 RARE = "nvidia-tesla-a100"  # unique to a test: leftover nodes of another test would bypass the faults
-TARGET = Bound(GkeJobs())
+TARGET = Bound(GkeJobs(), SETTINGS)
 STAGES = Stages(TARGET)
 
 
@@ -101,6 +102,7 @@ class Cloud:
 
 def build(home: Path, emulators: list[Any]) -> Sequence[Emulator]:
     db, clock = Database(home / "state.db"), SystemClock()
+    compute = ComputeEmulator(db, clock, directory=home / "disks", config=ComputeConfig(delete_seconds=0.05))
     api = KubernetesEmulator(
         Host(
             db,
@@ -118,9 +120,14 @@ def build(home: Path, emulators: list[Any]) -> Sequence[Emulator]:
             preemption_grace_seconds=1.0,
             reservations=frozenset({"known"}),
         ),
+        disks=compute.disks,
     )
     emulators.append(api)
-    return [api, GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(create_seconds=0.2, delete_seconds=0.2))]
+    return [
+        compute,
+        api,
+        GkeEmulator(db, clock, kubernetes=api, config=GkeConfig(create_seconds=0.2, delete_seconds=0.2)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +143,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
     with background as server, pytest.MonkeyPatch.context() as environment:
         environment.setenv("GKE_EMULATOR_HOST", server.url)
+        environment.setenv("COMPUTE_EMULATOR_HOST", server.url)
         environment.setenv("DROPFORGE_EMULATOR_TOKEN", "good")
         forget_clients()
         parent, _, name = STANDING.rpartition("/clusters/")

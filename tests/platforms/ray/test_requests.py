@@ -14,14 +14,14 @@ import pytest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec
 from dropforge.base.settings import Settings
 from dropforge.platforms.ray.catalog import GKE_TPUS, TpuSlice, tpu_slice
-from dropforge.platforms.ray.requests import ray_job_manifest, requests
+from dropforge.platforms.ray.requests import ray_job_manifest, requests, storage_class_manifest
 from dropforge.platforms.ray.status import status_of_ray_job
 from dropforge.platforms.ray.train import RayJobs
-from dropforge.platforms.training import Launch, Phase
+from dropforge.platforms.training import Launch, Phase, run_labels
 from dropforge.spec import JobSpec, parse_spec
 
 from ...deployments import settings_with
-from ...schemas import kuberay
+from ...schemas import kuberay, kubernetes
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "ray-llama3-8b.json"
@@ -137,6 +137,35 @@ def test_every_slice_has_hosts_whose_size_is_known(accelerator: str) -> None:
     slices = [made for topology in (*flat, *solid) if (made := tpu_slice(accelerator, topology))]
     assert slices
     assert {made.chips for made in slices} <= GKE_TPUS[accelerator].hosts.keys()
+
+
+def test_the_heads_files_are_on_a_disk_of_its_pod() -> None:
+    """Autopilot gives a pod without an accelerator 10 GiB of ephemeral storage, and the default here is 200."""
+    for target, storage_class in (({}, "standard-rwo"), ({"cluster": {"create": True}}, "dropforge-attempt")):
+        cluster = ray_job_manifest(launch(spec(**target)))["spec"]["rayClusterSpec"]
+        pod = cluster["headGroupSpec"]["template"]["spec"]
+        (container,), (volume,) = pod["containers"], pod["volumes"]
+        assert container["resources"]["requests"]["ephemeral-storage"] == "10Gi"
+        assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}]
+        assert {"name": "DROPFORGE_WORK_DIRECTORY", "value": "/work"} in container["env"]
+        assert pod["securityContext"] == {"fsGroup": 10001}  # a new file system belongs to root
+        claim = volume["ephemeral"]["volumeClaimTemplate"]
+        assert claim["metadata"]["labels"]["dropforge-run"] == RUN
+        assert claim["spec"] == {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": storage_class,
+            "resources": {"requests": {"storage": "200Gi"}},
+        }
+
+
+def test_the_storage_class_of_an_own_cluster_labels_its_disks_with_the_attempt() -> None:
+    attempt = launch(spec(cluster={"create": True}))
+    manifest = storage_class_manifest(attempt)
+    kubernetes.check(manifest)
+    labels = dict(pair.split("=") for pair in manifest["parameters"]["labels"].split(","))
+    assert labels == run_labels(attempt)
+    assert (labels["dropforge-run"], labels["dropforge-attempt"]) == (RUN, "1")
+    assert (manifest["reclaimPolicy"], manifest["volumeBindingMode"]) == ("Delete", "WaitForFirstConsumer")
 
 
 def test_flex_start_applies_to_the_slice_and_not_to_the_head() -> None:
@@ -278,7 +307,7 @@ def test_an_operator_that_drops_unknown_fields_still_runs_the_job() -> None:
 def test_an_unknown_price_is_none() -> None:
     price = RayJobs().price(spec(price_usd_per_hour=None), 0)
     assert price.usd_per_hour is None
-    assert "no price for the head in the catalog" in price.source
+    assert "no price for the head and its disk in the catalog" in price.source
     assert "tpu-v6e-slice 4x4 in us-east5 costs 43.2 USD per hour" in price.source
 
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
+from dropforge.cloud.disks import list_disks
+from dropforge.cloud.listing import Listed
 from dropforge.platforms.gke.requests import cluster_of, namespace_manifests
 from dropforge.platforms.ray.requests import ray_job_manifest, requests
-from dropforge.platforms.ray.train import RAY_CLUSTER, RayJobs
+from dropforge.platforms.ray.train import CLAIMS, RAY_CLUSTER, RayJobs
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 
@@ -24,7 +27,7 @@ from ..gke.test_train import SETTINGS, STANDING, Cloud, cloud, running
 from ..shared import Stages, until
 
 __all__ = ["cloud", "running"]
-TARGET = Bound(RayJobs())
+TARGET = Bound(RayJobs(), SETTINGS)
 MISSING = "us-central1-docker.pkg.dev/p1/dropforge/train-missing:v1"
 RAY = replace(SETTINGS, train_ray_image=MISSING)
 
@@ -87,6 +90,47 @@ def test_a_second_launch_creates_nothing_and_a_missing_image_is_reported(attempt
     status = until(lambda: TARGET.inspect(attempt), lambda status: status.phase is not Phase.PENDING)
     assert (status.phase, status.error_class) == (Phase.FAILED, ErrorClass.CONFIG)
     assert MISSING in status.message
+
+
+def disks_of(attempt: Launch) -> list[Any]:
+    return [disk for disk in list_disks(present(SETTINGS)) if isinstance(disk, Listed) and disk.run == attempt.run]
+
+
+def test_the_heads_disk_that_a_deleted_cluster_leaves_is_deleted_with_it(attempt: Launch) -> None:
+    """GKE deletes no disk of a claim with a cluster: only the labels of the disk lead to it."""
+    cluster, _ = requests(attempt)
+    [disk] = until(lambda: disks_of(attempt), bool)
+    assert disk.attempt == attempt.attempt
+    assert disk.labels[names.DEPLOYMENT_LABEL] == names.deployment_id(RAY.runs_bucket)
+    clients.gke().delete_cluster(name=cluster.name)  # as a user does
+    until(lambda: kubernetes.find_cluster(present(), cluster.name), lambda found: found is None)
+    assert disks_of(attempt) == [disk]
+    until(lambda: TARGET.teardown(cluster.kind, cluster.name), bool)
+    assert disks_of(attempt) == []
+
+
+def test_teardown_waits_for_the_claims_of_the_attempt(
+    in_standing_cluster: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "GONE_WAIT_SECONDS", 0.1)
+    attempt = in_standing_cluster
+    job, namespace = requests(attempt)[-1], RAY.kubernetes_namespace
+    api = kubernetes.connect(present(), kubernetes.find_cluster(present(), cluster_of(attempt)))
+    [claim] = until(lambda: api.find(namespace, CLAIMS), bool)
+    assert claim["spec"]["storageClassName"] == "standard-rwo"
+    labels = claim["metadata"]["labels"]
+    for name, of_run in (("held", labels), ("of-another-run", {**labels, names.RUN_LABEL: "x"})):
+        metadata = {"name": name, "namespace": namespace, "labels": of_run, "finalizers": ["example.com/hold"]}
+        manifest = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
+        api.create({**manifest, "spec": {**claim["spec"], "volumeName": ""}})
+
+    def left() -> tuple[bool, dict[str, bool]]:
+        gone = TARGET.teardown(job.kind, job.name)
+        claims = [item["metadata"] for item in api.find(namespace, CLAIMS)]
+        return gone, {metadata["name"]: "deletionTimestamp" in metadata for metadata in claims}
+
+    gone, deleting = until(left, lambda answer: answer[1].get("held") and len(answer[1]) == 2)
+    assert (gone, deleting) == (False, {"held": True, "of-another-run": False})
 
 
 def test_ray_clusters_left_by_a_rayjob_are_deleted_with_it(in_standing_cluster: Launch) -> None:

@@ -28,5 +28,5 @@ PLATFORM = Platform(
             permissions=(Permission("deploy", "clusters", "container.clusters.connect"),),
         ),
     ),
-    services=("container",),
+    services=("compute", "container"),
 )

@@ -115,7 +115,7 @@ class GkeDeployment:
 
     def teardown(self, cloud: Cloud, kind: str, name: str) -> bool:
         is_deployment = kind == "apps.k8s.io/Deployment"
-        return kubernetes.delete(cloud, name, pods=f"{INSTANCE}={name.rsplit('/', 1)[1]}" if is_deployment else "")
+        return kubernetes.delete(cloud, name, of_it=f"{INSTANCE}={name.rsplit('/', 1)[1]}" if is_deployment else "")
 
 
 def cluster_of(deployment: Deployment) -> str:

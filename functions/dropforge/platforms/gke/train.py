@@ -13,14 +13,16 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.cloud import kubernetes
 from dropforge.cloud.classify import classify, classify_text, client_errors, status_of
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
+from dropforge.cloud.disks import delete_disk, list_disks
 from dropforge.cloud.kubernetes import CLUSTER, Object
-from dropforge.cloud.listing import Listed, list_places
+from dropforge.cloud.listing import Listed, Unlisted, list_places
 from dropforge.cloud.resource import Resource, check_owner
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
@@ -137,12 +139,12 @@ class GkeJobs:
             raise classify(error) from error
 
     def _delete_cluster(self, cloud: Cloud, name: str) -> bool:
-        """Start to delete a cluster, which takes minutes; True once it does not exist."""
+        """Start to delete a cluster, which takes minutes; True once neither it nor its disks exist."""
         from google.cloud.container_v1 import Cluster
 
         cluster = kubernetes.find_cluster(cloud, name)
         if cluster is None:
-            return True
+            return _delete_disks(cloud, name)
         if cluster.status == Cluster.Status.STOPPING:
             return False
         try:
@@ -152,6 +154,18 @@ class GkeJobs:
             if status_of(error) not in ("NOT_FOUND", "FAILED_PRECONDITION"):
                 raise classify(error) from error
         return False
+
+
+def _delete_disks(cloud: Cloud, cluster: str) -> bool:
+    """Delete the disks of an attempt's deleted cluster, which GKE leaves behind; True once there is none."""
+    origin = names.training_of(cluster.rpartition("/")[2])
+    listed = list_places(cloud, [cloud], list_disks)
+    try:
+        left = [disk.name for disk in listed if (disk.run, disk.attempt) == origin]
+    except Unlisted as error:  # a disk may be in the zone that is not listed
+        raise error.problems[0] from error
+    gone = [delete_disk(cloud, name) for name in left]
+    return all(gone)
 
 
 def _clusters(cloud: Cloud) -> Iterator[Listed]:

@@ -28,9 +28,19 @@ RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"
 HEAD, WORKER = "ray-head", "ray-worker"
 TPU = "google.com/tpu"
-# Ray's logs and JAX's files. Without it Autopilot gives a container 1 GiB, and 10 GiB is the most that every node has
-# (https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests).
-WORKER_STORAGE = "10Gi"
+# Ray's logs and JAX's files. Without it Autopilot gives a container 1 GiB. A pod without an accelerator gets at most
+# 10 GiB (https://cloud.google.com/kubernetes-engine/docs/concepts/autopilot-resource-requests).
+NODE_STORAGE = "10Gi"
+# The head's files are larger. They are on a disk of its pod alone: Kubernetes makes the claim with the pod, and deletes
+# it with the pod (https://kubernetes.io/docs/concepts/storage/ephemeral-volumes/#generic-ephemeral-volumes).
+WORK, WORK_PATH = "work", "/work"
+USER = 10001  # of containers/train_ray/Dockerfile; a new file system belongs to root, and fsGroup gives it to the user
+# GKE makes this class in every cluster: pd-balanced, and the disk is deleted with its claim
+# (https://cloud.google.com/kubernetes-engine/docs/concepts/persistent-volumes#storageclasses).
+STANDING_STORAGE_CLASS = "standard-rwo"
+# A cluster that is deleted leaves the disks of its claims behind. So a cluster of an attempt's own gets a class that
+# labels them: teardown and sweep find them by these labels.
+OWN_STORAGE_CLASS = "dropforge-attempt"
 KEPT_SECONDS = 60  # the Ray cluster stays this long after the job, so that its logs can be read
 GRACE_SECONDS = 30
 VBAR_PORT = (
@@ -85,16 +95,48 @@ def _head(launch: Launch) -> Object:
     amounts = {
         "cpu": str(target.head_cpu),
         "memory": f"{target.head_memory_gib}Gi",
-        "ephemeral-storage": f"{target.head_storage_gib}Gi",
+        "ephemeral-storage": NODE_STORAGE,
     }
-    variables = container_variables(launch) | _slice_variables(launch)
+    variables = container_variables(launch) | _slice_variables(launch) | {"DROPFORGE_WORK_DIRECTORY": WORK_PATH}
     variables["DROPFORGE_GRACE_SECONDS"] = variables["RAY_JOB_STOP_WAIT_TIME_S"] = str(
         GRACE_SECONDS
     )  # Ray's default is 3 s
     if launch.spec.secrets:
         variables["DROPFORGE_SECRETS"] = secret_references(launch)
     container = _container(launch, HEAD, variables, {"limits": amounts, "requests": amounts})
-    return {"rayStartParams": {"num-cpus": "0"}, "template": _template(launch, container, {})}
+    container["volumeMounts"] = [{"name": WORK, "mountPath": WORK_PATH}]
+    template = _template(launch, container, {})
+    template["spec"] |= {"securityContext": {"fsGroup": USER}, "volumes": [_work_volume(launch)]}
+    return {"rayStartParams": {"num-cpus": "0"}, "template": template}
+
+
+def _work_volume(launch: Launch) -> Object:
+    """A disk of `head_storage_gib`. Its claim has the attempt's labels, by which teardown finds it."""
+    target = ray_target(launch.spec)
+    claim = {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": OWN_STORAGE_CLASS if target.cluster.create else STANDING_STORAGE_CLASS,
+        "resources": {"requests": {"storage": f"{target.head_storage_gib}Gi"}},
+    }
+    template = {"metadata": {"labels": run_labels(launch)}, "spec": claim}
+    return {"name": WORK, "ephemeral": {"volumeClaimTemplate": template}}
+
+
+def storage_class_manifest(launch: Launch) -> Object:
+    """The storage class of an attempt's own cluster. Its disks have the labels of the attempt.
+
+    Parameters: https://github.com/kubernetes-sigs/gcp-compute-persistent-disk-csi-driver (README, 2026-11-23).
+    """
+    labels = ",".join(f"{key}={value}" for key, value in run_labels(launch).items())
+    return {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": OWN_STORAGE_CLASS},
+        "provisioner": "pd.csi.storage.gke.io",
+        "parameters": {"type": "pd-balanced", "labels": labels},
+        "reclaimPolicy": "Delete",
+        "volumeBindingMode": "WaitForFirstConsumer",
+    }
 
 
 def _workers(launch: Launch) -> Object:
@@ -104,7 +146,7 @@ def _workers(launch: Launch) -> Object:
     amounts = {
         "cpu": str(host.pod_cpu),
         "memory": f"{host.pod_memory_gib}Gi",
-        "ephemeral-storage": WORKER_STORAGE,
+        "ephemeral-storage": NODE_STORAGE,
         TPU: str(target.slice.chips),
     }
     container = _container(launch, WORKER, {}, {"limits": amounts, "requests": amounts})

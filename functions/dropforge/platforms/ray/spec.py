@@ -35,7 +35,9 @@ class RayTarget(ClusterTarget):
     cluster: GkeCluster = GkeCluster()
     head_cpu: int = Field(default=16, ge=1, le=222, description="The head converts weights and drives training.")
     head_memory_gib: int = Field(default=100, ge=1, le=1000, description="The head holds the model twice, in 32 bits.")
-    head_storage_gib: int = Field(default=200, ge=10, le=6000, description="For weights before and after training.")
+    head_storage_gib: int = Field(
+        default=200, ge=10, le=6000, description="The head's disk, for weights before and after training."
+    )
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
         default=None, gt=0, description="Price of all hosts, for machines whose price dropforge does not know."

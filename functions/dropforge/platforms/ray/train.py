@@ -27,7 +27,7 @@ from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 
 from .catalog import GKE_TPUS
-from .requests import ray_target, requests
+from .requests import ray_target, requests, storage_class_manifest
 from .spec import RayTarget
 from .status import status_of_ray_job
 
@@ -36,6 +36,7 @@ RAY_CLUSTER = "ray.io/RayCluster"
 ORIGIN = "ray.io/originated-from-cr-name"  # the label that a RayJob gives to its cluster
 OF_CLUSTER = "ray.io/cluster"  # the labels that a cluster gives to its pods
 NODE_TYPE = "ray.io/node-type"
+CLAIMS = "persistentvolumeclaims"
 _MEMORY_HINT = "raise target.head_memory_gib: the head holds the model twice, in 32 bits"
 
 
@@ -64,7 +65,7 @@ class RayJobs(GkeJobs):
             return False
         _check_operator(cluster, name)
         api = kubernetes.connect(cloud, cluster)
-        for manifest in namespace_manifests(launch) if own else ():
+        for manifest in [*namespace_manifests(launch), storage_class_manifest(launch)] if own else ():
             api.create(manifest)
         api.ensure(name, requests(launch)[-1].request)
         return True
@@ -100,8 +101,11 @@ class RayJobs(GkeJobs):
             return super().teardown(cloud, kind, name)
         if kind == RAY_CLUSTER:
             return kubernetes.delete(cloud, name, f"{OF_CLUSTER}={name.rpartition('/')[2]}")
-        is_gone = kubernetes.delete(cloud, name) and self._delete_clusters(cloud, name)
-        return is_gone and kubernetes.delete(cloud, name, _pods_of(name))  # pods that a user has orphaned
+        if not (kubernetes.delete(cloud, name) and self._delete_clusters(cloud, name)):
+            return False
+        of_attempt = _of_attempt(name)
+        # Pods that a user has orphaned, and the claims of the heads' disks, which are deleted after their pods.
+        return kubernetes.delete(cloud, name, of_attempt) and kubernetes.delete(cloud, name, of_attempt, CLAIMS)
 
     def _delete_clusters(self, cloud: Cloud, job: str) -> bool:
         """Delete the Ray clusters that remain of a RayJob; True once there is none."""
@@ -118,8 +122,8 @@ class RayJobs(GkeJobs):
         return all(gone)
 
 
-def _pods_of(job: str) -> str:
-    """The selector of all pods of a RayJob's attempt; "" if the job's name is not an attempt's."""
+def _of_attempt(job: str) -> str:
+    """The selector of all pods and claims of a RayJob's attempt; "" if the job's name is not an attempt's."""
     origin = names.training_of(job.rpartition("/")[2])
     return f"{names.RUN_LABEL}={origin[0]},{names.ATTEMPT_LABEL}={origin[1]}" if origin else ""
 
@@ -190,11 +194,13 @@ def _problem_of_head(pod: Object) -> Status | None:
 
 
 def _unknown_price(target: RayTarget, placement: GkePlacement) -> HourlyPrice:
-    """Why the price is unknown: the catalog has no price of the head. The slice's price helps to set the sum."""
+    """Why the price is unknown: the catalog has none of the head and its disk. The price of the slice helps."""
     field, chips = "target.price_usd_per_hour", target.slice.hosts * target.slice.chips
     price = tpu_price(GKE_TPUS[target.accelerator].generation, chips, placement.region, placement.capacity, field)
     if price.usd_per_hour is None:
         return price
     where = f"{target.accelerator} {target.topology} in {placement.region}"
     known = f"{where} costs {price.usd_per_hour:g} USD per hour ({price.source}, {price.as_of})"
-    return HourlyPrice(None, None, f"no price for the head in the catalog; {known}: set {field} to the sum")
+    return HourlyPrice(
+        None, None, f"no price for the head and its disk in the catalog; {known}: set {field} to the sum"
+    )

@@ -78,6 +78,10 @@ class Disks:
         """Detach all disks of a machine."""
         self.db.write("UPDATE compute_disks SET user = '' WHERE user = ?", [user])
 
+    def release(self, name: str) -> None:
+        """Detach a disk from its machine."""
+        self.db.write("UPDATE compute_disks SET user = '' WHERE name = ?", [name])
+
     def content(self, name: str) -> Path:
         """The directory that stands for a disk's blocks."""
         directory = self._directory / str(self.get(name)["id"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .kinds import DEPLOYMENT, JOB, POD, REPLICA_SET, SERVICE_ACCOUNT, Kind
+from .kinds import CLAIM, DEPLOYMENT, JOB, POD, REPLICA_SET, SERVICE_ACCOUNT, STORAGE_CLASS, Kind
 from .refusals import Refusal, forbidden
 from .store import Object, Store
 
 GPU, TPU = "nvidia.com/gpu", "google.com/tpu"
 ACCELERATOR = "cloud.google.com/gke-accelerator"
 TPU_ACCELERATOR, TPU_TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
+DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 COMPUTE_CLASS = "cloud.google.com/compute-class"
 
 
@@ -19,6 +20,8 @@ def admit(kind: Kind, item: Object, store: Store, *, autopilot: bool, old: Objec
     """Raise the refusal of the first admission plugin that rejects the object."""
     if kind == POD and old is None:
         _check_service_account(item, store)
+    if kind == CLAIM and old is None:
+        _set_storage_class(item, store)
     if autopilot and kind in (POD, JOB, DEPLOYMENT, REPLICA_SET):
         spec = item["spec"] if kind == POD else item["spec"].get("template", {}).get("spec")
         if spec:
@@ -39,6 +42,13 @@ def _check_service_account(pod: Object, store: Store) -> None:
     if store.find(SERVICE_ACCOUNT, namespace, name) is None:
         why = f'error looking up service account {namespace}/{name}: serviceaccount "{name}" not found'
         raise forbidden(POD, pod["metadata"]["name"], why)
+
+
+def _set_storage_class(claim: Object, store: Store) -> None:
+    """Give a claim without a class the default class, if the cluster has one."""
+    for storage_class in store.items(STORAGE_CLASS):
+        if storage_class["metadata"].get("annotations", {}).get(DEFAULT_CLASS) == "true":
+            claim["spec"].setdefault("storageClassName", storage_class["metadata"]["name"])
 
 
 def _check_accelerator(spec: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from .controllers.jobs import JobController
 from .controllers.loop import ControlLoop
 from .controllers.owned import Tools, is_finished
 from .controllers.scheduler import PREEMPTED, NodeController, Scheduler
+from .controllers.volumes import CLASSES, ClaimController, EphemeralVolumes
 from .kinds import BY_NAME, NODE, POD
 from .kubelet.logs import LogRequest, container_of, log_id, read_log
 from .kubelet.pods import Kubelet
@@ -31,10 +32,11 @@ from .services import Services
 from .shared import Shared
 from .store import Change, Object, Store
 
-OWN_NAMESPACES = [
+OWN_NAMESPACES: list[Object] = [
     {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     for name in ("default", "kube-system", "kube-public", "kube-node-lease")
 ]
+OWN_OBJECTS = [*OWN_NAMESPACES, *CLASSES]
 
 
 class Cluster:
@@ -58,6 +60,8 @@ class Cluster:
                 DeploymentController(self._tools),
                 ReplicaSetController(self._tools),
                 RayClusterController(self._tools, shared.ports),
+                EphemeralVolumes(self._tools),
+                ClaimController(self._tools, shared.runner.disks),
                 GarbageCollector(self._tools),
                 NamespaceController(self._tools),
                 self._scheduler,

@@ -16,6 +16,7 @@ TRACKING = "batch.kubernetes.io/job-tracking"
 CONTROLLER_UID = "batch.kubernetes.io/controller-uid"
 JOB_NAME = "batch.kubernetes.io/job-name"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+PROTECTED_CLAIM = "kubernetes.io/pvc-protection"
 NEW_STATUS: Mapping[str, Object] = {
     "jobs.batch": {},
     "deployments.apps": {},
@@ -41,6 +42,11 @@ def set_create_defaults(kind: Kind, item: Object) -> None:
             item["spec"], item["status"] = {"finalizers": ["kubernetes"]}, {"phase": "Active"}
         case "jobs.batch":
             _label_job(item)
+        case "persistentvolumeclaims":
+            _hold(item, PROTECTED_CLAIM)
+            item["status"] = {"phase": "Pending"}
+        case "persistentvolumes":
+            item["status"] = {"phase": "Available"}
     if kind.key in NEW_STATUS:
         item["status"] = copy.deepcopy(NEW_STATUS[kind.key])
 
@@ -61,6 +67,12 @@ def qos_class(spec: Mapping[str, Any]) -> str:
         for key in ("cpu", "memory")
     )
     return "Guaranteed" if complete else "Burstable"
+
+
+def _hold(item: Object, finalizer: str) -> None:
+    finalizers = item["metadata"].setdefault("finalizers", [])
+    if finalizer not in finalizers:
+        finalizers.append(finalizer)
 
 
 def _fill(part: Object, **defaults: Any) -> None:
@@ -85,6 +97,8 @@ def _pod_spec(spec: Object) -> None:
     for container in [*spec.get("initContainers", ()), *spec.get("containers", ())]:
         _container(container)
     for volume in spec.get("volumes", ()):
+        if template := volume.get("ephemeral", {}).get("volumeClaimTemplate"):
+            template.setdefault("spec", {}).setdefault("volumeMode", "Filesystem")
         for source in ("secret", "configMap"):
             if source in volume:
                 volume[source].setdefault("defaultMode", 0o644)
@@ -176,12 +190,22 @@ def _secret(item: Object) -> None:
         item.setdefault("data", {})[key] = base64.b64encode(value.encode()).decode()
 
 
+def _claim(item: Object) -> None:
+    item["spec"].setdefault("volumeMode", "Filesystem")
+
+
+def _storage_class(item: Object) -> None:
+    _fill(item, reclaimPolicy="Delete", volumeBindingMode="Immediate")
+
+
 def _autoscaler(item: Object) -> None:
     item["spec"].setdefault("minReplicas", 1)
 
 
 DEFAULTS: Mapping[str, Callable[[Object], None]] = {
     "pods": _pod,
+    "persistentvolumeclaims": _claim,
+    "storageclasses.storage.k8s.io": _storage_class,
     "jobs.batch": _job,
     "deployments.apps": _deployment,
     "replicasets.apps": _replica_set,

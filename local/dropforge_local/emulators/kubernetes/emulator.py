@@ -13,16 +13,29 @@ from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST, free_port, is_listening
 
 from ...containers.processes import Runtime
+from ..compute.disks import Disks
 from ..kit.background import stop_all
 from ..kit.emulator import PassiveEmulator
 from ..kit.host import Host
 from ..kit.logs import log_route
 from ..kit.routing import Call, Route, mount
 from .certificates import Certificates, make_certificates
-from .cluster import OWN_NAMESPACES, Cluster, ensure_objects
+from .cluster import OWN_OBJECTS, Cluster, ensure_objects
 from .config import KubernetesConfig
 from .faults import Faults
-from .kinds import DEPLOYMENT, HPA, JOB, POD, POD_MONITORING, RAY_CLUSTER, RAY_JOB, REPLICA_SET, SERVICE
+from .kinds import (
+    CLAIM,
+    DEPLOYMENT,
+    HPA,
+    JOB,
+    POD,
+    POD_MONITORING,
+    RAY_CLUSTER,
+    RAY_JOB,
+    REPLICA_SET,
+    SERVICE,
+    VOLUME,
+)
 from .kubelet.logs import read_workload_log
 from .kubelet.runner import Runner
 from .ports import Ports
@@ -30,7 +43,7 @@ from .shared import Note, Shared
 from .store import SCHEMA, Object
 
 # Objects that count as leftovers: workloads and the objects through which clients reach them.
-COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER)
+COUNTED = (JOB, DEPLOYMENT, REPLICA_SET, POD, SERVICE, HPA, POD_MONITORING, RAY_JOB, RAY_CLUSTER, CLAIM)
 
 
 class KubernetesEmulator(PassiveEmulator):
@@ -43,11 +56,14 @@ class KubernetesEmulator(PassiveEmulator):
         authorize: Callable[[Mapping[str, str]], bool],
         note: Note = lambda headers, cluster, verb, resource: None,
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
+        disks: Disks | None = None,
     ) -> None:
+        """`disks` holds the disks of claims; without it only the clusters see them."""
         self._db = host.db
         self._db.connection.executescript(SCHEMA)
         self._runtime = Runtime(host.directory, host.images.search_path)
-        runner = Runner(host, self._runtime, config.kept_logs)
+        self._disks = disks or Disks(host.db, host.directory / ".disks")
+        runner = Runner(host, self._runtime, config.kept_logs, self._disks)
         self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note)
         self._clusters: dict[str, Cluster] = {}
 
@@ -78,7 +94,7 @@ class KubernetesEmulator(PassiveEmulator):
                     "INSERT INTO kubernetes_clusters (name, port, authority, server) VALUES (?, ?, ?, ?)",
                     [name, port, made.authority, made.server],
                 )
-                ensure_objects(self._make(name).objects, OWN_NAMESPACES)
+                ensure_objects(self._make(name).objects, OWN_OBJECTS)
             return port
 
     def ensure_objects(self, name: str, manifests: Iterable[Object]) -> None:
@@ -106,8 +122,11 @@ class KubernetesEmulator(PassiveEmulator):
         with self._db.transaction() as connection:
             if self.port_of(name) is None:
                 return
-            for pod in self._make(name).store.items(POD):
+            store = self._make(name).store
+            for pod in store.items(POD):
                 runner.unmount(pod)
+            for volume in store.items(VOLUME):  # GKE deletes the machines, and leaves the disks
+                self._disks.release(volume["spec"]["csi"]["volumeHandle"])
             self._shared.ports.release_cluster(name)
             connection.execute("UPDATE kubernetes_containers SET ended = 1 WHERE cluster = ?", [name])
             connection.execute("DELETE FROM kubernetes_clusters WHERE name = ?", [name])

@@ -45,6 +45,8 @@ CONFIG_MAP = _builtin("", "v1", "ConfigMap", "configmaps", "cm")
 SECRET = _builtin("", "v1", "Secret", "secrets")
 SERVICE_ACCOUNT = _builtin("", "v1", "ServiceAccount", "serviceaccounts", "sa")
 EVENT = _builtin("", "v1", "Event", "events", "ev")
+CLAIM = _builtin("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims", "pvc", subresources="status")
+VOLUME = _builtin("", "v1", "PersistentVolume", "persistentvolumes", "pv", namespaced=False, subresources="status")
 NODE = _builtin("", "v1", "Node", "nodes", "no", namespaced=False, subresources="status")
 NAMESPACE = _builtin("", "v1", "Namespace", "namespaces", "ns", namespaced=False, subresources="status finalize")
 JOB = _builtin("batch", "v1", "Job", "jobs", subresources="status", categories="all")
@@ -61,6 +63,7 @@ HPA = _builtin(
     subresources="status",
     categories="all",
 )
+STORAGE_CLASS = _builtin("storage.k8s.io", "v1", "StorageClass", "storageclasses", "sc", namespaced=False)
 POD_MONITORING = Kind(
     "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
 )
@@ -68,8 +71,8 @@ RAY_JOB = _builtin("ray.io", "v1", "RayJob", "rayjobs", subresources="status", c
 RAY_CLUSTER = _builtin("ray.io", "v1", "RayCluster", "rayclusters", subresources="status", categories="all")
 
 KINDS = (
-    NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, DEPLOYMENT, REPLICA_SET, JOB, HPA,
-    POD_MONITORING, RAY_JOB, RAY_CLUSTER,
+    NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, CLAIM, VOLUME, DEPLOYMENT, REPLICA_SET,
+    JOB, HPA, STORAGE_CLASS, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
 )  # fmt: skip
 BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 BY_KEY = {kind.key: kind for kind in KINDS}

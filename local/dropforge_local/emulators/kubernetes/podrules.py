@@ -15,8 +15,9 @@ FIELD_PATHS = (
     "metadata.name", "metadata.namespace", "metadata.uid", "spec.nodeName", "spec.serviceAccountName", "status.hostIP",
     "status.hostIPs", "status.podIP", "status.podIPs",
 )  # fmt: skip
+ACCESS_MODES = ["ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
-VOLUME_SOURCES = ("emptyDir", "secret", "configMap", "csi", "persistentVolumeClaim", "hostPath", "nfs")
+VOLUME_SOURCES = ("emptyDir", "secret", "configMap", "csi", "persistentVolumeClaim", "hostPath", "nfs", "ephemeral")
 
 
 def pod_problems(spec: Object, at: str) -> Iterator[Cause]:
@@ -75,6 +76,38 @@ def _volume(volume: Object, at: str) -> Iterator[Cause]:
         yield required(f"{at}.secret.secretName")
     if "configMap" in sources and not volume["configMap"].get("name"):
         yield required(f"{at}.configMap.name")
+
+    if "ephemeral" in sources:
+        yield from _ephemeral(volume["ephemeral"], f"{at}.ephemeral.volumeClaimTemplate")
+
+
+def _ephemeral(source: Object, at: str) -> Iterator[Cause]:
+    """https://kubernetes.io/docs/concepts/storage/ephemeral-volumes/#generic-ephemeral-volumes"""
+    template = source.get("volumeClaimTemplate")
+    if template is None:
+        yield required(at)
+        return
+    for field in template.get("metadata", {}).keys() - {"labels", "annotations"}:
+        yield forbidden_field(f"{at}.metadata.{field}", "cannot be set for an ephemeral volume")
+    yield from claim_problems(template.get("spec", {}), f"{at}.spec")
+
+
+def claim_problems(spec: Object, at: str) -> Iterator[Cause]:
+    """Problems of a claim's spec, in a claim or in a pod's template of a claim."""
+    if not spec.get("accessModes"):
+        yield required(f"{at}.accessModes", "at least 1 access mode is required")
+    for index, mode in enumerate(spec.get("accessModes", ())):
+        if mode not in ACCESS_MODES:
+            yield unsupported(f"{at}.accessModes[{index}]", mode, ACCESS_MODES)
+    size = spec.get("resources", {}).get("requests", {}).get("storage")
+    if size is None:
+        yield required(f"{at}.resources[storage]")
+    elif parse_quantity(size) <= 0:
+        yield wrong(f"{at}.resources[storage]", size, "must be greater than zero")
+    if (mode := spec.get("volumeMode")) == "Block":
+        raise not_emulated(f"{at}.volumeMode Block")
+    elif mode not in (None, "Filesystem"):
+        yield unsupported(f"{at}.volumeMode", mode, ["Block", "Filesystem"])
 
 
 def _containers(spec: Object, at: str) -> Iterator[Cause]:

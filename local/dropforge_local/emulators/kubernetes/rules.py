@@ -338,6 +338,19 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+def _claim(item: Object) -> Iterator[Cause]:
+    yield from podrules.claim_problems(item["spec"], "spec")
+
+
+def _claim_update(item: Object, old: Object) -> Iterator[Cause]:
+    frozen = [{key: value for key, value in each["spec"].items() if key != "resources"} for each in (item, old)]
+    if frozen[0] != frozen[1]:
+        text = (
+            "spec is immutable after creation except resources.requests and volumeAttributesClassName for bound claims"
+        )
+        yield forbidden_field("spec", text)
+
+
 Rule = Callable[[Object], Iterator[Cause]]
 UpdateRule = Callable[[Object, Object], Iterator[Cause]]
 RULES: Mapping[str, Rule] = {
@@ -349,6 +362,7 @@ RULES: Mapping[str, Rule] = {
     "configmaps": _data,
     "secrets": _data,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
+    "persistentvolumeclaims": _claim,
     "podmonitorings.monitoring.googleapis.com": _pod_monitoring,
     "rayjobs.ray.io": ray.ray_job,
     "rayclusters.ray.io": ray.ray_cluster,
@@ -360,6 +374,7 @@ UPDATE_RULES: Mapping[str, UpdateRule] = {
     "replicasets.apps": _replicated_update,
     "services": _service_update,
     "configmaps": _data_update,
+    "persistentvolumeclaims": _claim_update,
     "secrets": _data_update,
 }
 NAME_RULES: Mapping[str, Callable[[str], str]] = {

@@ -133,6 +133,28 @@ def _service(item: Object, now: float) -> list[Any]:
     return [_name(item), spec["type"], spec.get("clusterIP", "<none>"), external, ports, _age(item, now)]
 
 
+def _claim(item: Object, now: float) -> list[Any]:
+    spec, status = item["spec"], item.get("status", {})
+    state = "Terminating" if "deletionTimestamp" in item["metadata"] else status.get("phase", "Pending")
+    size = status.get("capacity", {}).get("storage", "")
+    volume, storage_class = spec.get("volumeName", ""), spec.get("storageClassName", "")
+    modes = ",".join(_SHORT_MODES[mode] for mode in spec["accessModes"])
+    return [_name(item), state, volume, size, modes, storage_class, _age(item, now)]
+
+
+def _volume(item: Object, now: float) -> list[Any]:
+    spec, claim = item["spec"], item["spec"].get("claimRef", {})
+    modes = ",".join(_SHORT_MODES[mode] for mode in spec["accessModes"])
+    owner = f"{claim.get('namespace')}/{claim.get('name')}"
+    status = item.get("status", {}).get("phase", "")
+    about = [modes, spec["persistentVolumeReclaimPolicy"], status, owner, spec.get("storageClassName", "")]
+    return [_name(item), spec["capacity"]["storage"], *about, _age(item, now)]
+
+
+def _storage_class(item: Object, now: float) -> list[Any]:
+    return [_name(item), item["provisioner"], item["reclaimPolicy"], item["volumeBindingMode"], _age(item, now)]
+
+
 def _event(item: Object, now: float) -> list[Any]:
     about = item["involvedObject"]
     seen = age(item.get("lastTimestamp") or item["metadata"].get("creationTimestamp"), now)
@@ -151,6 +173,7 @@ def _autoscaler(item: Object, now: float) -> list[Any]:
     return [_name(item), target, spec["minReplicas"], spec["maxReplicas"], _age(item, now)]
 
 
+_SHORT_MODES = {"ReadOnlyMany": "ROX", "ReadWriteMany": "RWX", "ReadWriteOnce": "RWO", "ReadWriteOncePod": "RWOP"}
 DEFAULT: tuple[str, Cells] = ("Name,Age", lambda item, now: [_name(item), _age(item, now)])
 COLUMNS: Mapping[str, tuple[str, Cells]] = {
     "pods": ("Name,Ready,Status,Restarts,Age,-IP,-Node", _pod),
@@ -158,6 +181,12 @@ COLUMNS: Mapping[str, tuple[str, Cells]] = {
     "deployments.apps": ("Name,Ready,Up-to-date,Available,Age", _deployment),
     "replicasets.apps": ("Name,Desired,Current,Ready,Age", _replica_set),
     "services": ("Name,Type,Cluster-IP,External-IP,Port(s),Age", _service),
+    "persistentvolumeclaims": ("Name,Status,Volume,Capacity,Access Modes,StorageClass,Age", _claim),
+    "persistentvolumes": (
+        "Name,Capacity,Access Modes,Reclaim Policy,Status,Claim,StorageClass,Age",
+        _volume,
+    ),
+    "storageclasses.storage.k8s.io": ("Name,Provisioner,ReclaimPolicy,VolumeBindingMode,Age", _storage_class),
     "events": ("Last Seen,Type,Reason,Object,Message", _event),
     "nodes": ("Name,Status,Roles,Age,Version", _node),
     "namespaces": ("Name,Status,Age", lambda item, now: [_name(item), item["status"]["phase"], _age(item, now)]),

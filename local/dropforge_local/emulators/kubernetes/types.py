@@ -73,7 +73,7 @@ TYPES = {
     "Volume": """
         name:str! emptyDir:EmptyDirVolumeSource secret:SecretVolumeSource configMap:ConfigMapVolumeSource
         csi:CSIVolumeSource persistentVolumeClaim:PersistentVolumeClaimVolumeSource hostPath:HostPathVolumeSource
-        nfs:NFSVolumeSource""",
+        nfs:NFSVolumeSource ephemeral:EphemeralVolumeSource""",
     "EmptyDirVolumeSource": "medium:str sizeLimit:quantity",
     "SecretVolumeSource": "secretName:str optional:bool defaultMode:int items:[KeyToPath]",
     "ConfigMapVolumeSource": "name:str optional:bool defaultMode:int items:[KeyToPath]",
@@ -83,6 +83,22 @@ TYPES = {
     "PersistentVolumeClaimVolumeSource": "claimName:str! readOnly:bool",
     "HostPathVolumeSource": "path:str! type:str",
     "NFSVolumeSource": "server:str! path:str! readOnly:bool",
+    "EphemeralVolumeSource": "volumeClaimTemplate:PersistentVolumeClaimTemplate",
+    "PersistentVolumeClaimTemplate": "metadata:ObjectMeta spec:PersistentVolumeClaimSpec!",
+    # Claims of volumes
+    "PersistentVolumeClaim": "metadata:ObjectMeta spec:PersistentVolumeClaimSpec! status:any",
+    "PersistentVolumeClaimSpec": """
+        accessModes:[str] resources:VolumeResourceRequirements storageClassName:str volumeMode:str volumeName:str
+        selector:LabelSelector""",
+    "VolumeResourceRequirements": "limits:quantities requests:quantities",
+    "PersistentVolume": "metadata:ObjectMeta spec:PersistentVolumeSpec! status:any",
+    "PersistentVolumeSpec": """
+        accessModes:[str] capacity:quantities claimRef:ObjectReference csi:CSIPersistentVolumeSource
+        persistentVolumeReclaimPolicy:str storageClassName:str volumeMode:str""",
+    "CSIPersistentVolumeSource": "driver:str! volumeHandle:str! fsType:str",
+    "StorageClass": """
+        metadata:ObjectMeta provisioner:str! parameters:map reclaimPolicy:str volumeBindingMode:str
+        allowVolumeExpansion:bool""",
     # Jobs
     "Job": "metadata:ObjectMeta spec:JobSpec! status:any",
     "JobSpec": """
@@ -181,9 +197,10 @@ NOT_EMULATED = {
     "ResourceRequirements": "claims",
     "VolumeMount": "subPathExpr mountPropagation recursiveReadOnly",
     "Volume": """
-        awsElasticBlockStore azureDisk azureFile cephfs cinder downwardAPI ephemeral fc flexVolume flocker
+        awsElasticBlockStore azureDisk azureFile cephfs cinder downwardAPI fc flexVolume flocker
         gcePersistentDisk gitRepo glusterfs image iscsi photonPersistentDisk portworxVolume projected quobyte rbd
         scaleIO storageos vsphereVolume""",
+    "PersistentVolumeClaimSpec": "dataSource dataSourceRef volumeAttributesClassName",
     "JobSpec": "successPolicy backoffLimitPerIndex maxFailedIndexes managedBy",
     "ServiceSpec": "externalIPs healthCheckNodePort sessionAffinityConfig trafficDistribution",
 }

@@ -14,13 +14,14 @@ from ..admission import ACCELERATOR, GPU, TPU, TPU_ACCELERATOR, TPU_TOPOLOGY, de
 from ..config import Accelerator
 from ..discovery import VERSION
 from ..faults import Faults
-from ..kinds import NODE, POD
+from ..kinds import CLAIM, NODE, POD
 from ..objects import random_suffix
 from ..quantities import parse_quantity
 from ..store import Change, Object
 from ..times import timestamp
 from .loop import Key
-from .owned import Tools, all_keys, is_finished, set_condition
+from .owned import Tools, all_keys, controller_of, is_finished, set_condition
+from .volumes import SELECTED_NODE, claim_of, ephemeral_volumes
 
 READY_AT = "local.dropforge/ready-at"
 PREEMPTED = "local.dropforge/preempted"
@@ -66,15 +67,19 @@ class Scheduler:
     def __init__(self, tools: Tools, faults: Faults) -> None:
         self._tools = tools
         self._faults = faults
-        self._claims: dict[str, str] = {}  # pod uid -> the node it waits for; lost at a restart, which only costs time
+        self._waits_for: dict[
+            str, str
+        ] = {}  # pod uid -> the node it waits for; lost at a restart, which only costs time
 
     def is_claimed(self, node: str) -> bool:
         """Whether a pod waits for the node."""
-        return node in self._claims.values()
+        return node in self._waits_for.values()
 
     def keys(self, change: Change) -> Iterator[Key]:
         if change.kind == POD and change.body and _is_pending(change.body):
             yield change.namespace, change.name
+        if change.kind == CLAIM and (owner := controller_of(change.item)):
+            yield change.namespace, owner["name"]
         if (change.kind == POD and (change.body is None or is_finished(change.body))) or change.kind == NODE:
             yield from self.all_keys()  # the change may have freed a node
 
@@ -86,7 +91,7 @@ class Scheduler:
         pod = self._tools.store.find(POD, *key)
         if pod is None or not _is_pending(pod):
             return None
-        self._claims.pop(pod["metadata"]["uid"], None)
+        self._waits_for.pop(pod["metadata"]["uid"], None)
         obstacle = self._impossible(pod)
         node = None if obstacle else self._find_node(pod)
         if node is None and (obstacle := obstacle or self._shortage(pod)):
@@ -95,11 +100,29 @@ class Scheduler:
         node = node or self._add_node(pod)
         ready_at = float(node["metadata"]["annotations"][READY_AT])
         if ready_at > self._tools.now():
-            self._claims[pod["metadata"]["uid"]] = node["metadata"]["name"]
+            self._waits_for[pod["metadata"]["uid"]] = node["metadata"]["name"]
             self._mark_waiting(pod)
             return ready_at
-        self._bind(pod, node)
+        if self._has_disks(pod, node):
+            self._bind(pod, node)
+        else:
+            self._waits_for[pod["metadata"]["uid"]] = node["metadata"]["name"]
         return None
+
+    def _has_disks(self, pod: Object, node: Object) -> bool:
+        """Whether the claims of the pod's ephemeral volumes are bound. If not, select the node for them: the change of
+        a claim makes this pod's key dirty again."""
+        bound = []
+        for name, _ in ephemeral_volumes(pod):
+            claim = claim_of(self._tools.store, pod, name)
+            bound.append(claim is not None and claim["status"]["phase"] == "Bound")
+            if claim is None and self._tools.store.find(CLAIM, pod["metadata"]["namespace"], name):
+                why = f'PVC "{name}" was not created for pod "{pod["metadata"]["name"]}" (pod is not owner)'
+                self._give_up(pod, Obstacle(why))
+            elif claim is not None:
+                claim["metadata"].setdefault("annotations", {})[SELECTED_NODE] = node["metadata"]["name"]
+                self._tools.store.replace(CLAIM, claim)
+        return all(bound)
 
     def _find_node(self, pod: Object) -> Object | None:
         """A node with the pod's labels and enough free devices; ready nodes come first."""

@@ -187,7 +187,9 @@ class PodWorker:
         """Mount the volumes; wait while a source is missing, with an event for each retry."""
         while True:
             try:
-                volumes.mount(self._tools.store, self._pod, self._runner.volume_directory(self._pod))
+                volumes.mount(
+                    self._tools.store, self._pod, self._runner.volume_directory(self._pod), self._runner.disks
+                )
                 return
             except volumes.MountError as error:
                 self._tell("Warning", "FailedMount", str(error))

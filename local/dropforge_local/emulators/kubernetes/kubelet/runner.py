@@ -15,6 +15,7 @@ from .... import shims
 from ....containers.images import ImageNotFound, Process
 from ....containers.processes import Container, ContainerSpec, Runtime, own_environment
 from ....containers.programs import link_programs
+from ...compute.disks import Disks
 from ...kit import outputs
 from ...kit.host import Host
 from ..admission import GPU
@@ -44,6 +45,7 @@ class Runner:
     host: Host
     runtime: Runtime
     kept_logs: int
+    disks: Disks
 
     def volume_directory(self, pod: Object) -> Path:
         return self.runtime.directory / ".volumes" / str(pod["metadata"]["uid"])

@@ -1,4 +1,7 @@
-"""Volumes as directories: emptyDir, Secret, ConfigMap. Other volumes keep the pod waiting, as a failed mount does."""
+"""Volumes as directories: emptyDir, Secret, ConfigMap, and the disks of ephemeral volumes.
+
+Other volumes keep the pod waiting, as a failed mount does.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 from pathlib import Path
 
 from ....containers.mounts import SHARED_MEMORY
+from ...compute.disks import Disks
+from ..controllers.volumes import claim_of, disk_of
 from ..kinds import CONFIG_MAP, SECRET
 from ..store import Object, Store
 from .environment import ConfigError, read_data
@@ -15,12 +20,15 @@ class MountError(Exception):
     """A volume cannot be mounted: Kubernetes shows it as FailedMount."""
 
 
-def mount(store: Store, pod: Object, directory: Path) -> None:
+def mount(store: Store, pod: Object, directory: Path, disks: Disks) -> None:
     """Create the pod's volumes below `directory`. Idempotent. Raises MountError."""
     for volume in pod["spec"].get("volumes", ()):
         path = directory / volume["name"]
         if "emptyDir" in volume:
             path.mkdir(parents=True, exist_ok=True)
+            continue
+        if "ephemeral" in volume:
+            _link_disk(store, pod, volume["name"], path, disks)
             continue
         kind, reference, field = (
             (SECRET, volume["secret"], "secretName")
@@ -40,6 +48,18 @@ def mount(store: Store, pod: Object, directory: Path) -> None:
             _write_files(path, reference, data, optional)
         except ConfigError as error:
             raise MountError(f'MountVolume.SetUp failed for volume "{volume["name"]}": {error}') from error
+
+
+def _link_disk(store: Store, pod: Object, volume: str, path: Path, disks: Disks) -> None:
+    """Make `path` a link to the files of the disk that the scheduler has bound to the volume's claim."""
+    claim = claim_of(store, pod, f"{pod['metadata']['name']}-{volume}")
+    if claim is None or claim["status"]["phase"] != "Bound":
+        raise MountError(f'MountVolume.SetUp failed for volume "{volume}": its claim does not exist or is not bound')
+    files = disks.content(disk_of(store, claim)) / "files"
+    files.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_symlink():
+        path.symlink_to(files)
 
 
 def mount_points(pod: Object, container: Object, directory: Path) -> dict[str, Path]:
