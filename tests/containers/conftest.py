@@ -32,6 +32,9 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
+from . import forked
+from .forked import Forked
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "test-project"
 TOPIC = f"projects/{PROJECT}/topics/job-events"
@@ -75,11 +78,12 @@ class Attempt:
 
     cloud: Cloud
     run: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     output: str = ""
 
     def wait(self, timeout: float = TRAIN_SECONDS) -> int:
         self.output, _ = self.process.communicate(timeout=timeout)
+        assert self.process.returncode is not None
         return self.process.returncode
 
     def wait_for(self, text: str, timeout: float = TRAIN_SECONDS) -> None:
@@ -103,7 +107,7 @@ class Trainer:
     """Starts training attempts, with one process or several, as the local stack does for as many GPUs."""
 
     cloud: Cloud
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
 
     def start(
         self, spec: dict[str, Any], run: str | None = None, attempt: int = 1, processes: int = 1, **environment: str
@@ -121,15 +125,9 @@ class Trainer:
         }
         if processes > 1:
             values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "containers.train_trl.train"],
-            env={**values, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started.append(process)
-        return Attempt(self.cloud, run, process)
+        values |= environment
+        self.started.append(Forked(values) if processes == 1 else _interpreter(values))
+        return Attempt(self.cloud, run, self.started[-1])
 
     def end(self) -> None:
         for process in self.started:
@@ -143,6 +141,11 @@ class Trainer:
 
     def samples(self, run: str) -> list[dict[str, Any]]:
         return list(json.loads(read_artifact(self.cloud.client, RUNS, self.manifest(run), "samples.json")))
+
+
+def _interpreter(environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "containers.train_trl.train"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def kill_all(pid: int) -> None:
@@ -185,7 +188,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         # 33 rows are held out. The other 640 fill steps of 16: several ranks would pad an incomplete last step.
         rows = tiny.dataset(directory / "rows.jsonl", rows=673)
         client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
-        yield Cloud(server, client)
+        cloud = Cloud(server, client)
+        forked.prepare(cloud.environment())
+        yield cloud
         client.close()
 
 
