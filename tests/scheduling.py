@@ -25,6 +25,7 @@ COMPUTE = (
     "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/serve_vllm/test_serve.py",
     "tests/containers/common/test_chat.py",
+    "tests/containers/common/test_tokenise.py",
     "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/train_trl/test_export.py",
     "tests/containers/train_trl/test_activations.py",

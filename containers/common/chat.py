@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from .errors import config_error, data_error
 from .rows import Message, Row
+from .token_rows import Ints, TokenRows
 
 MIN_MEAN_TOKENS = 8
+MEAN_ROWS = 2048  # the rows are shuffled: the mean of the first ones is the mean of all
 MAX_TRUNCATED = 0.25  # share of the rows
 
 # For base models without a template: each turn on its own lines; the end-of-sequence token ends an answer. The template
@@ -28,14 +33,23 @@ THOUGHTS = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 class Encoded:
     """Token ids and labels (-100: no loss) of the rows; `truncated` and `dropped` count the rows that did not fit."""
 
-    input_ids: list[list[int]]
-    labels: list[list[int]]
+    input_ids: TokenRows
+    labels: TokenRows
     truncated: int
     dropped: int
 
     @property
     def lengths(self) -> list[int]:
-        return [len(ids) for ids in self.input_ids]
+        return self.input_ids.lengths
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows, one after another, each cut at the greatest length. `lengths` are the rows' before the cut."""
+
+    ids: Ints
+    labels: Ints
+    lengths: Ints
 
 
 def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
@@ -90,17 +104,50 @@ def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 def encode(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Encoded:
     """Token ids and labels of every row, cut at `max_length`. Raises JobError if the rows are too short or too long."""
+    return join(tokenizer, rows, [encode_chunk(tokenizer, rows, max_length, source)], max_length, source)
+
+
+def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: str) -> Chunk:
+    """The rows as token ids with labels. Raises JobError for a row that the chat template refuses."""
+    from jinja2 import TemplateError
+
     stop = end_of_turn(tokenizer)
-    encoded = [_encode_row(tokenizer, row, stop) for row in rows]
-    _check_lengths(tokenizer, rows, [len(ids) for ids, _ in encoded], max_length, source)
-    cut = [(ids[:max_length], labels[:max_length]) for ids, labels in encoded]
-    kept = [(ids, labels) for ids, labels in cut if any(label != IGNORED for label in labels)]
-    return Encoded(
-        input_ids=[ids for ids, _ in kept],
-        labels=[labels for _, labels in kept],
-        truncated=sum(len(ids) > max_length for ids, _ in encoded),
-        dropped=len(cut) - len(kept),
+    encoded = []
+    for row in rows:
+        try:
+            ids, labels = _encode_row(tokenizer, row, stop)
+        except TemplateError as error:
+            raise data_error(f"the model's chat template refuses row {row.number} of {source}: {error}") from None
+        encoded.append((ids[:max_length], labels[:max_length], len(ids)))
+    return Chunk(
+        ids=_flat(ids for ids, _, _ in encoded),
+        labels=_flat(labels for _, labels, _ in encoded),
+        lengths=np.array([length for _, _, length in encoded], np.int32),
     )
+
+
+def join(tokenizer: Any, rows: Sequence[Row], chunks: Sequence[Chunk], max_length: int, source: str) -> Encoded:
+    """All chunks of the rows, without the rows of which no answer is left. Raises JobError as `encode`."""
+    lengths = np.concatenate([chunk.lengths for chunk in chunks])
+    _check_lengths(tokenizer, rows, lengths, max_length, source)
+    ids = np.concatenate([chunk.ids for chunk in chunks])
+    labels = np.concatenate([chunk.labels for chunk in chunks])
+    starts = np.cumsum([0, *np.minimum(lengths, max_length)], dtype=np.int64)
+    kept = np.logical_or.reduceat(labels != IGNORED, starts[:-1])
+    if not kept.all():
+        tokens = np.repeat(kept, np.diff(starts))
+        ids, labels = ids[tokens], labels[tokens]
+        starts = np.cumsum([0, *np.diff(starts)[kept]], dtype=np.int64)
+    return Encoded(
+        input_ids=TokenRows(ids, starts),
+        labels=TokenRows(labels, starts),
+        truncated=int((lengths > max_length).sum()),
+        dropped=int((~kept).sum()),
+    )
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> Ints:
+    return np.fromiter(chain.from_iterable(rows), np.int32)
 
 
 def _encode_row(tokenizer: Any, row: Row, stop: int) -> tuple[list[int], list[int]]:
@@ -142,21 +189,22 @@ def _encode_answer(tokenizer: Any, messages: Sequence[Message], prompt: list[int
     return answer[:last] if stop in answer else [*answer, stop]
 
 
-def _check_lengths(tokenizer: Any, rows: Sequence[Row], lengths: list[int], max_length: int, source: str) -> None:
-    contents = tokenizer([row.content for row in rows], add_special_tokens=False)["input_ids"]
-    mean = sum(map(len, contents)) / len(rows)
+def _check_lengths(tokenizer: Any, rows: Sequence[Row], lengths: Ints, max_length: int, source: str) -> None:
+    sample = rows[:MEAN_ROWS]
+    contents = tokenizer([row.content for row in sample], add_special_tokens=False)["input_ids"]
+    mean = sum(map(len, contents)) / len(sample)
     if mean < MIN_MEAN_TOKENS:
         raise data_error(
             f"the rows of {source} have {mean:.1f} tokens on average; expected at least {MIN_MEAN_TOKENS}. "
             f"The first row: {rows[0].content[:80]!r}",
             "check the format and the columns: such short rows are usually fragments",
         )
-    long = sum(length > max_length for length in lengths)
+    long = int((lengths > max_length).sum())
     if long > MAX_TRUNCATED * len(rows):
         raise data_error(
             f"{long} of {len(rows)} rows of {source} ({long / len(rows):.0%}) are longer than training.max_length "
-            f"{max_length}, the longest has {max(lengths)} tokens; expected at most {MAX_TRUNCATED:.0%}",
-            f"raise training.max_length (the median row has {sorted(lengths)[len(lengths) // 2]} tokens)",
+            f"{max_length}, the longest has {lengths.max()} tokens; expected at most {MAX_TRUNCATED:.0%}",
+            f"raise training.max_length (the median row has {np.sort(lengths)[len(lengths) // 2]} tokens)",
         )
 
 

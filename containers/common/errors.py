@@ -26,6 +26,9 @@ class JobError(DropforgeError):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JobError, (self.error_class, self.exit_code, self.message, self.hint)  # between processes
+
     def to_json(self) -> dict[str, Any]:
         """The error as another process reads it; see `from_json`."""
         return {
@@ -101,7 +104,7 @@ def _classify_library_error(names: set[str], text: str) -> JobError | None:
     if "NotFound" in names:
         return missing(text, "check the URI and that the object exists")
     if "TemplateError" in names:
-        return config_error(f"the model's chat template refuses the rows: {text}")
+        return config_error(f"the model's chat template fails: {text}")
     return None
 
 

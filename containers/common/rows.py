@@ -11,7 +11,7 @@ import json
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ class Row:
     """A conversation that ends with the assistant's answer; or a plain text, without messages.
 
     `muted` are the indices of the assistant's earlier messages that are read and not learnt (OpenAI's "weight": 0).
+    `number` is the row's place in the data set, from 0.
     """
 
     messages: tuple[Message, ...]
     text: str = ""
     muted: frozenset[int] = frozenset()
+    number: int = field(default=0, compare=False)
 
     @property
     def prompt(self) -> list[Message]:
@@ -81,7 +83,7 @@ def prepare(raw: RawRows, dataset: Dataset, evaluation: Evaluation | None, seed:
     """Shuffle, limit, convert, check and split the rows. The same seed gives the same split. Raises JobError."""
     order = list(range(len(raw)))
     random.Random(seed).shuffle(order)
-    rows, dropped = normalise([raw[index] for index in order[: dataset.limit]], dataset)
+    rows, dropped = normalise(raw, dataset, order[: dataset.limit])
     check_texts(rows)
     held_out = _held_out_count(len(rows), evaluation)
     evaluated = rows[:held_out]
@@ -97,16 +99,20 @@ def prepare(raw: RawRows, dataset: Dataset, evaluation: Evaluation | None, seed:
     return Split(train, evaluated, dropped)
 
 
-def normalise(raw: RawRows, dataset: Dataset) -> tuple[list[Row], int]:
-    """Rows in one form, and the number of unusable rows. Raises JobError if too many are unusable."""
+def normalise(raw: RawRows, dataset: Dataset, chosen: Sequence[int] | None = None) -> tuple[list[Row], int]:
+    """The `chosen` rows (all by default) in one form, and the number of unusable rows.
+
+    Raises JobError if too many are unusable.
+    """
     if not raw:
         raise data_error(f"{dataset.source} has no rows; expected at least {MIN_TRAIN_ROWS}")
-    convert = _converter(raw[0], dataset)
+    chosen = range(len(raw)) if chosen is None else chosen
+    convert = _converter(raw[chosen[0]], dataset)
     rows: list[Row] = []
     problems: list[str] = []
-    for index, values in enumerate(raw):
+    for index in chosen:
         try:
-            rows.append(convert(values))
+            rows.append(replace(convert(raw[index]), number=index))
         except UnsupportedRow as problem:
             raise data_error(
                 f"row {index} of {dataset.source} has {problem}",
@@ -114,9 +120,9 @@ def normalise(raw: RawRows, dataset: Dataset) -> tuple[list[Row], int]:
             ) from None
         except UnusableRow as problem:
             problems.append(f"row {index}: {problem}")
-    if len(problems) > MAX_BAD_ROWS * len(raw):
+    if len(problems) > MAX_BAD_ROWS * len(chosen):
         raise data_error(
-            f"{len(problems)} of {len(raw)} rows cannot be trained on; expected at most {MAX_BAD_ROWS:.0%}. "
+            f"{len(problems)} of {len(chosen)} rows cannot be trained on; expected at most {MAX_BAD_ROWS:.0%}. "
             f"The first: {'; '.join(problems[:3])}"
         )
     return rows, len(problems)
@@ -159,10 +165,10 @@ def _converter(first: Mapping[str, Any], dataset: Dataset) -> Callable[[Mapping[
 def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Row]:
     parts = {"system": columns.system, "prompt": columns.prompt, "completion": columns.completion}
     for name, template in parts.items():
-        for field in _fields(template or "", name):
-            if field not in first:
+        for column in _fields(template or "", name):
+            if column not in first:
                 raise data_error(
-                    f"dataset.columns.{name} names the column {field!r}; the data set has {', '.join(first)}"
+                    f"dataset.columns.{name} names the column {column!r}; the data set has {', '.join(first)}"
                 )
 
     def convert(values: Mapping[str, Any]) -> Row:
@@ -180,16 +186,16 @@ def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mappi
 def _fields(template: str, where: str) -> list[str]:
     """The columns that a template names. Allows plain names only: no attributes, indices or format specifications."""
     try:
-        fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
+        fields = [(column, spec, conversion) for _, column, spec, conversion in string.Formatter().parse(template)]
     except ValueError as error:
         raise data_error(f"dataset.columns.{where} is not a template: {error}; write {{{{ for a brace") from None
     names = []
-    for field, spec, conversion in fields:
-        if field is None:
+    for column, spec, conversion in fields:
+        if column is None:
             continue
-        if spec or conversion or not field.isidentifier():
-            raise data_error(f"dataset.columns.{where} has {{{field}}}; expected a column's name in braces")
-        names.append(field)
+        if spec or conversion or not column.isidentifier():
+            raise data_error(f"dataset.columns.{where} has {{{column}}}; expected a column's name in braces")
+        names.append(column)
     return names
 
 

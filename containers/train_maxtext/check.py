@@ -15,6 +15,7 @@ from containers.common import chat
 from containers.common.errors import JobError, code_error
 from containers.common.evaluation import compare, evaluate, mean_loss, write_samples
 from containers.common.rows import Row
+from containers.common.token_rows import TokenRows
 
 from .batches import Data, Rows
 from .stages import stage_main
@@ -80,7 +81,7 @@ def load(directory: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:
 
 def encoded(rows: Rows) -> chat.Encoded:
     parts = [rows.row(index) for index in range(len(rows))]
-    return chat.Encoded([ids.tolist() for ids, _ in parts], [labels.tolist() for _, labels in parts], 0, 0)
+    return chat.Encoded(TokenRows.of(ids for ids, _ in parts), TokenRows.of(labels for _, labels in parts), 0, 0)
 
 
 def mismatch(difference: str) -> JobError:

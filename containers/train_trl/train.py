@@ -31,6 +31,7 @@ from containers.common.model import fetch_model
 from containers.common.outcome import Outcome
 from containers.common.publish import Metrics, Provenance, publish, write_card
 from containers.common.report import ProgressMeter
+from containers.common.tokenise import TokenCache, Tokeniser
 from containers.common.world import World
 from dropforge.base.log import log
 from dropforge.run.artifacts import Manifest, Source
@@ -98,8 +99,8 @@ class Inputs:
         plan = self.plan
         settings = (plan.batch_size, plan.gradient_accumulation_steps, plan.gradient_checkpointing, plan.packing)
         digest = hashlib.sha256(repr((self.base_source, settings, checkpoint and checkpoint.name)).encode())
-        for row in zip(*self.examples.columns.values(), strict=True):
-            digest.update(repr(row).encode())
+        for rows in self.examples.columns.values():
+            digest.update(rows.starts.tobytes() + rows.values.tobytes())
         return digest.hexdigest()
 
 
@@ -133,16 +134,17 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
         attempt.reporter.started(checkpoints.saved_step, name)
     log("started", stage="train", run=attempt.job.run, device=name, resumed_step=checkpoints.saved_step)
     base, base_source = fetch_model(spec, attempt.client, directory / "base")
-    tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
     method = load_method(spec.training.method)
-    examples = method.read_examples(spec, tokenizer, attempt.client, directory / "data")
+    cache = TokenCache.of(attempt.job, attempt.client, directory / "tokens")
+    tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
+    examples = method.read_examples(spec, tokeniser, attempt.client, directory / "data")
     shape = shape_of(base, spec.model.trust_remote_code)
     plan = make_plan(spec, shape, device, examples.lengths, world.size)
     if checkpoint and (rows := read_notes(checkpoint).get("rows_per_step")):
         plan = keep_rows_per_step(plan, rows, world.size)
     use_threads(plan)
     log_plan(attempt.job, examples, plan)
-    return Inputs(base, base_source, tokenizer, examples, plan), checkpoint
+    return Inputs(base, base_source, tokeniser.tokenizer, examples, plan), checkpoint
 
 
 def log_plan(job: Job, examples: Examples, plan: Plan) -> None:

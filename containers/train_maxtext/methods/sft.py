@@ -8,7 +8,9 @@ from containers.common import chat
 from containers.common import rows as data
 from containers.common.errors import config_error
 from containers.common.evaluation import check_gate
+from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
+from containers.common.tokenise import TokenCache, Tokeniser
 from dropforge.spec import Dataset, JobSpec
 
 from ..batches import Data, Rows, pack, padded_length
@@ -24,13 +26,14 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     """The spec's rows, as token ids with labels. Raises JobError."""
     spec = work.spec
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
-    tokenizer = chat.load_tokenizer(base, spec.model.trust_remote_code)
+    cache = TokenCache.of(Job.from_environment(), client, work.directory / "tokens")
+    tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
     raw, source = data.load_rows(spec.dataset, client, work.directory / "data")
     split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
     check_gate(spec, split)
     max_length, named = spec.training.max_length, spec.dataset.source
-    encoded = chat.encode(tokenizer, split.train, max_length, named)
-    held_out = chat.encode(tokenizer, split.held_out, max_length, named) if split.held_out else encoded
+    encoded = tokeniser.encode(split.train, max_length, named)
+    held_out = tokeniser.encode(split.held_out, max_length, named) if split.held_out else encoded
     check_vocabulary(encoded, vocabulary)
     packing, length = sequence_shape(spec, encoded.lengths, held_out.lengths, tpu)
     train = Rows.of(encoded.input_ids, encoded.labels)
@@ -46,7 +49,7 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
 
 def check_vocabulary(encoded: chat.Encoded, size: int) -> None:
     """Refuse token ids that the model lacks: on a TPU, an embedding returns zeros beyond its end, and no error."""
-    largest = max(max(ids) for ids in encoded.input_ids)
+    largest = int(encoded.input_ids.values.max())
     if largest >= size:
         raise config_error(
             f"the tokenizer makes token {largest}; expected less than the model's vocab_size, {size}",

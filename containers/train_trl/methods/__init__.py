@@ -16,6 +16,8 @@ from containers.common.errors import config_error
 from containers.common.evaluation import Score
 from containers.common.publish import Description, Metrics
 from containers.common.rows import Split
+from containers.common.token_rows import TokenRows
+from containers.common.tokenise import Tokeniser
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec
 
@@ -23,7 +25,7 @@ from ..plan import Plan
 
 METHODS = ("sft",)
 
-Columns = Mapping[str, list[list[int]]]
+Columns = Mapping[str, TokenRows]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Examples:
 class Method(Protocol):
     """The functions of a method's module."""
 
-    def read_examples(self, spec: JobSpec, tokenizer: Any, client: Any, directory: Path) -> Examples:
+    def read_examples(self, spec: JobSpec, tokeniser: Tokeniser, client: Any, directory: Path) -> Examples:
         """The rows that the method takes, downloaded to `directory`, checked and encoded. Raises JobError."""
 
     def build_trainer(

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from trl import SFTConfig, SFTTrainer
 
-from containers.common import chat, evaluation
+from containers.common import evaluation
 from containers.common import rows as data
 from containers.common.evaluation import Score
 from containers.common.publish import Description, Metrics, describe_fine_tuning
+from containers.common.tokenise import Tokeniser
 from dropforge.spec import Dataset, JobSpec
 
 from ..plan import Plan
@@ -19,20 +21,20 @@ from ..trainer import OrderedRows, lora_config, shared_settings
 from . import Columns, Examples
 
 
-def read_examples(spec: JobSpec, tokenizer: Any, client: Any, directory: Path) -> Examples:
+def read_examples(spec: JobSpec, tokeniser: Tokeniser, client: Any, directory: Path) -> Examples:
     """Conversations and plain texts, as token ids with labels. Raises JobError."""
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     raw, source = data.load_rows(spec.dataset, client, directory)
     split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
     evaluation.check_gate(spec, split)
     max_length, name = spec.training.max_length, spec.dataset.source
-    encoded = chat.encode(tokenizer, split.train, max_length, name)
+    encoded = tokeniser.encode(split.train, max_length, name)
     return Examples(
         source=source,
         columns={"input_ids": encoded.input_ids, "labels": encoded.labels},
         lengths=encoded.lengths,
         split=split,
-        held_out=chat.encode(tokenizer, split.held_out, max_length, name) if split.held_out else None,
+        held_out=tokeniser.encode(split.held_out, max_length, name) if split.held_out else None,
         dropped=split.dropped + encoded.dropped,
         truncated=encoded.truncated,
     )
@@ -56,11 +58,17 @@ def build_trainer(model: Any, spec: JobSpec, columns: Columns, tokenizer: Any, p
         model=model,
         args=arguments,
         # dropforge makes ids and labels: the same code renders the prompts of training, evaluation and serving.
-        train_dataset=datasets.Dataset.from_dict(dict(columns)),
+        train_dataset=as_dataset(columns),
         processing_class=tokenizer,
         peft_config=lora_config(spec, model),
         group_by_length=plan.group_by_length,
     )
+
+
+def as_dataset(columns: Columns) -> datasets.Dataset:
+    """The columns without a copy of their token ids."""
+    table = {name: pa.LargeListArray.from_arrays(rows.starts, rows.values) for name, rows in columns.items()}
+    return datasets.Dataset(pa.table(table))
 
 
 def evaluate(model: Any, tokenizer: Any, examples: Examples, max_new_tokens: int) -> Score:

@@ -2,6 +2,7 @@
 
     runs/<run>/spec.json                          the accepted spec
     checkpoints/<run>/step-00000100/…, _COMPLETE  a checkpoint; incomplete without its marker
+    checkpoints/<run>/tokens/<key>.safetensors    the token ids of the rows, for later attempts
     models/<run>/attempt-1/{model,adapter}/…      the export of that attempt
     models/<run>/MANIFEST.json                    written last, once: it names the attempt whose files are the model
 
@@ -111,6 +112,10 @@ def attempt_directory(attempt: int) -> str:
 
 def checkpoint_prefix(run: str, step: int | None = None) -> str:
     return f"checkpoints/{run}/" + ("" if step is None else f"step-{step:08d}/")
+
+
+def tokens_object(run: str, key: str) -> str:
+    return f"{checkpoint_prefix(run)}tokens/{key}.safetensors"
 
 
 def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:

@@ -245,3 +245,14 @@ def test_no_prompt_is_on_both_sides_of_the_split() -> None:
     same = [{"prompt": "the same question", "completion": f"answer {number}"} for number in range(100)]
     with pytest.raises(JobError, match="95 with the prompt of a held-out row"):
         prepare(same, PLAIN, Evaluation(holdout_fraction=0.05), seed=0)
+
+
+def test_a_row_keeps_its_number_in_the_data_set_when_rows_are_shuffled() -> None:
+    raw = pairs(40)
+    split = prepare(raw, PLAIN, Evaluation(holdout_fraction=0.2), seed=3)
+    for row in [*split.train, *split.held_out]:
+        assert raw[row.number]["completion"] == row.answer
+    talks = [conversation({}) for _ in range(40)]
+    talks[17]["tools"] = [{"type": "function"}]
+    with pytest.raises(JobError, match=r"row 17 of .* has `tools`"):
+        prepare(talks, PLAIN, None, seed=3)

@@ -223,6 +223,7 @@ class Chain:
     codes: list[int]
     preempted_step: int
     saved_after_kill: int
+    second_prepare: str
     expected: dict[str, Any]
     manifest: Manifest
 
@@ -263,6 +264,7 @@ def chain(
         [attempt.process.returncode for attempt in (first, second, third)],
         preempted_step,
         saved_after_kill,
+        (second_disk / run / "logs" / "prepare.log").read_text(),
         expected,
         manifest,
     )
@@ -272,6 +274,7 @@ def chain(
 def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(chain: Chain, events: Any) -> None:
     assert chain.codes == [-signal.SIGKILL, 75, 0], chain.outputs
     assert chain.saved_after_kill in (PERIOD, 2 * PERIOD)
+    assert "read the token ids of an earlier attempt" in chain.second_prepare
     assert chain.saved_after_kill < chain.preempted_step < STEPS
     metrics = chain.manifest.metrics
     for name in ("loss", "loss_before", "train_loss"):

@@ -119,6 +119,8 @@ def test_sigkill_and_resume_end_with_the_same_loss(
     cloud.put(RUNS, f"checkpoints/{first.run}/step-00000059/trainer_state.json", "{}")
     second = trainer.start(spec(training=LONG), run=first.run, attempt=2)
     assert second.wait() == 0, second.output
+    assert '"tokenised"' not in second.output
+    assert second.output.count("read the token ids of an earlier attempt") == 2  # to train on, and held out
     sent = [event for event in events(first.run) if event.attempt == 2]
     assert sent[0].resumed_step in (20, 40)
     assert_same(trainer.manifest(first.run).metrics, expected.metrics)

@@ -1,0 +1,62 @@
+"""Rows per second of the tokenisation, with one process and with one per core, and of reading the token ids back.
+
+The rows are about 500 characters long: four prompts of the tiny model's data set, one after another. The start of the
+processes counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = 40_000
+
+
+def main() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # of the processes
+    from containers.common import chat
+    from containers.common.rows import Row
+    from containers.common.tokenise import Tokeniser, cores, load, save
+    from dropforge_local import tiny
+
+    rows = [
+        Row(
+            (
+                {"role": "user", "content": "\n".join([tiny.PROMPT.format(**row)] * 4)},
+                {"role": "assistant", "content": row["answer"]},
+            )
+        )
+        for row in tiny.house_rows(ROWS)
+    ]
+    tokeniser = Tokeniser.load(str(tiny.base_model(ROOT / "build" / "tiny")), False, "sft", None)
+    print(f"{ROWS} rows of {sum(len(row.content) for row in rows) // ROWS} characters")
+    show("render alone", lambda: [chat.render(tokeniser.tokenizer, row.messages) for row in rows])
+    encoded: Any = None
+    for processes in sorted({1, cores()}):
+        encoded = show(
+            f"{processes} process(es)", lambda n=processes: replace(tokeniser, processes=n).encode(rows, 512, "rows")
+        )
+    key = show("digest for the cache", lambda: tokeniser.key(rows, 512))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tokens"
+        save(path, key, encoded)
+        show(f"read ({path.stat().st_size / 1e6:.0f} MB)", lambda: load(path, key))
+
+
+def show(name: str, work: Callable[[], Any]) -> Any:
+    began = time.monotonic()
+    result = work()
+    print(f"{name:22} {ROWS / (time.monotonic() - began):9.0f} rows/s", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
