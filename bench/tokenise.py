@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,8 @@ def main() -> None:
     show("render alone", lambda: [chat.render(tokeniser.tokenizer, row.messages) for row in rows])
     encoded: Any = None
     for processes in sorted({1, cores()}):
-        encoded = show(
-            f"{processes} process(es)", lambda n=processes: replace(tokeniser, processes=n).encode(rows, 512, "rows")
-        )
+        encode = partial(replace(tokeniser, processes=processes).encode, rows, 512, "rows")
+        encoded = show(f"{processes} process(es)", encode)
     key = show("digest for the cache", lambda: tokeniser.key(rows, 512))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tokens"

@@ -19,7 +19,7 @@ class TokenRows(Sequence[list[int]]):
         self.starts = starts - starts[0]
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> TokenRows:
+    def of(cls, rows: Iterable[Sequence[int] | Ints]) -> TokenRows:
         arrays = [np.asarray(row, np.int32) for row in rows]
         starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return cls(np.concatenate(arrays) if arrays else np.empty(0, np.int32), starts)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from tests.patience import TRAIN_SECONDS
 
+from containers.common.token_rows import TokenRows
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, upload_checkpoint, verify_manifest
@@ -173,7 +174,7 @@ def test_shards_of_a_whole_model_survive_being_one_file(
     parsed = parse_spec(json.dumps(spec(training=WHOLE)).encode())
     plan = make_plan(parsed, shape_of(plain, False), find_device(), [3])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
-    columns = {"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]]}
+    columns = dict.fromkeys(("input_ids", "labels"), TokenRows.of([[1, 2, 3]]))
     trainer: Any = build_trainer(model, parsed, columns, tokenizer, plan, tmp_path / "trainer")
     trainer.create_optimizer()
 
