@@ -21,7 +21,7 @@ ODD_TEXT = [
     "hf_" + "Canary" * 4,
     "gs://",
 ]
-ODD_NUMBERS = [0, -1, 10**30, -(10**30), 1e308, float("nan"), float("inf"), -float("inf"), 0.1]
+ODD_NUMBERS = [0, -1, 1.0, 32.0, 10**400, 10**30, -(10**30), 1e308, float("nan"), float("inf"), -float("inf"), 0.1]
 odd_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.sampled_from(ODD_NUMBERS) | st.sampled_from(ODD_TEXT) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -105,9 +105,9 @@ def mutated(draw: st.DrawFn, documents: list[Any]) -> Any:
         elif change == "swap":
             container[key] = copy.deepcopy(draw(st.sampled_from([other[name] for other, name in places])))
         elif change == "add" and isinstance(container, dict):
-            container[
-                draw(st.text(max_size=8) | st.sampled_from(["__proto__", "type", "$ref", "hf_" + "Canary" * 4]))
-            ] = 1
+            elsewhere = [name for _, name in places if isinstance(name, str)]
+            odd = ["__proto__", "type", "$ref", "hf_" + "Canary" * 4]
+            container[draw(st.text(max_size=8) | st.sampled_from([*odd, *elsewhere]))] = draw(odd_values)
         else:
             del container[key]
     return document

@@ -8,12 +8,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.run.record import Record, RunState
-from dropforge.spec import job_spec_schema, parse_spec
+from dropforge.spec import JobSpec, job_spec_schema, parse, parse_spec
 
 from .conftest import App
 from .documents import from_schema, mutated, odd_values, torn
@@ -21,7 +22,8 @@ from .documents import from_schema, mutated, odd_values, torn
 EXAMPLES = Path(__file__).resolve().parents[2] / "schemas" / "examples" / "valid"
 VALID = [json.loads(path.read_text()) for path in sorted(EXAMPLES.glob("*.json"))]
 SCHEMA = json.loads(json.dumps(job_spec_schema()))
-CHECK = jsonschema.Draft202012Validator(SCHEMA)
+# In a JSON Schema, `$` is the end of the text (ECMA-262); in Python, it is also the place before a last newline.
+CHECK = jsonschema.Draft202012Validator(json.loads(json.dumps(SCHEMA).replace('$"', '\\\\Z"')))
 QUIET = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -76,15 +78,65 @@ def is_place(document: Any, pointer: str) -> bool:
 @given(from_schema(SCHEMA))
 def test_a_document_that_the_schema_allows_is_accepted_or_refused_with_a_reason(document: Any) -> None:
     assert_problems_name_places(problems_of(data_of(document)), document)
+    assert form_errors(document) == []  # only a rule that a JSON Schema cannot express may refuse the document
 
 
 @settings(QUIET, max_examples=400)
 @given(mutated(VALID) | odd_values)
-def test_a_document_that_the_schema_refuses_is_refused(document: Any) -> None:
+@example({**VALID[0], "schema_uri": "x"})
+@example({**VALID[0], "limits": {"max_cost_usd": True}})
+def test_the_schema_and_pydantic_agree(document: Any) -> None:
+    assume(is_json(document))
+    assert (form_errors(document) == []) == CHECK.is_valid(document), form_errors(document)
     problems = problems_of(data_of(document))
     assert_problems_name_places(problems, document)
-    if not problems:
-        CHECK.validate(document)
+    assert problems or CHECK.is_valid(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_allowed"),
+    [
+        ({"labels": {"team": "search"}}, True),
+        ({"labels": {"Team": "search"}}, False),
+        ({"labels": {"": "search"}}, False),
+        ({"labels": {"team": "a\n"}}, False),
+        ({"secrets": {"HF_TOKEN": "hf-token"}}, True),
+        ({"secrets": {"hf token": "hf-token"}}, False),
+        ({"training": {"epochs": 2}}, True),
+        ({"training": {"max_steps": 10.0}}, True),
+        ({"training": {"max_steps": 1e2}}, True),
+        ({"training": {"max_steps": 10.5}}, False),
+        ({"training": {"max_steps": 10**400}}, False),
+        ({"training": {"max_grad_norm": 10**400}}, False),
+        ({"limits": {"max_cost_usd": 1e308}}, False),
+        ({"limits": {"max_attempts": True}}, False),
+    ],
+)
+def test_the_schema_and_pydantic_agree_about_names_and_numbers(change: dict[str, Any], is_allowed: bool) -> None:
+    minimal = json.loads((EXAMPLES / "minimal.json").read_text())
+    document = {**minimal, **change}
+    assert CHECK.is_valid(document) is is_allowed
+    assert (form_errors(document) == []) is is_allowed
+    assert (problems_of(data_of(document)) == []) is is_allowed
+
+
+def form_errors(document: Any) -> list[str]:
+    """What pydantic refuses, apart from the rules that a JSON Schema cannot express (`Wrong`)."""
+    try:
+        JobSpec.model_validate_json(json.dumps(parse._parse_json(data_of(document))))
+    except ValidationError as refused:
+        errors = refused.errors(include_url=False)
+        return [f"{error['loc']}: {error['msg']}" for error in errors if error["type"] != "value_error"]
+    return []
+
+
+def is_json(document: Any) -> bool:
+    """Whether the document can be JSON text: no infinite numbers, no half of a surrogate pair."""
+    try:
+        json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 @settings(QUIET, max_examples=400)

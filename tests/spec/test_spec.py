@@ -187,14 +187,6 @@ def test_a_mutated_spec_is_valid_or_its_problems_point_to_existing_places(docume
     assert len({(p.pointer, p.message, p.found) for p in problems}) == len(problems)
 
 
-@settings(max_examples=400, deadline=None)
-@given(mutated())
-@example({**DOCUMENTS[0], "schema_uri": "x"})
-@example({**DOCUMENTS[0], "limits": {"max_cost_usd": True}})
-def test_a_document_that_the_json_schema_refuses_is_refused(document: Any) -> None:
-    assert VALIDATOR.is_valid(document) or problems_of(json.dumps(document).encode())
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_any_bytes_are_accepted_as_a_spec_or_refused(data: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from .kinds import AnyServe, AnyTarget
-from .parts import Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source
+from .parts import NAMED_KEYS, Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 
@@ -45,7 +45,7 @@ class Dataset(Part):
     config: str | None = None
     revision: str = Field(default="main", min_length=1, max_length=255)
     split: str = Field(default="train", min_length=1, max_length=255)
-    limit: int | None = Field(default=None, ge=2, description="Rows used, after a seeded shuffle.")
+    limit: int | None = Field(default=None, ge=2, le=1_000_000_000, description="Rows used, after a seeded shuffle.")
     format: Literal["auto", "messages", "prompt_completion", "text", "columns"] = "auto"
     columns: Columns | None = None
 
@@ -125,12 +125,14 @@ class Training(Part):
     method: Literal["sft", "pretrain"] = "sft"
     adapter: Adapter = LoraAdapter(type="lora")
     epochs: float = Field(default=1, gt=0, le=1000)
-    max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps; overrides epochs.")
+    max_steps: int | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="Optimiser steps; overrides epochs."
+    )
     learning_rate: float = Field(default=2e-4, gt=0, le=1)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1_000_000_000)
     per_device_train_batch_size: int | None = Field(
         default=None,
         ge=1,
@@ -141,16 +143,21 @@ class Training(Part):
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     max_length: int = Field(default=1024, ge=16, le=1_048_576, description="Tokens per sequence; longer rows are cut.")
     packing: Literal["auto"] | bool = "auto"
-    checkpoint_steps: int = Field(default=100, ge=1, description="Optimiser steps between checkpoints.")
+    checkpoint_steps: int = Field(
+        default=100, ge=1, le=1_000_000_000, description="Optimiser steps between checkpoints."
+    )
     seed: int = Field(default=42, ge=0, lt=2**32)
+
+
+Bound = Annotated[float, Field(ge=-1_000_000_000, le=1_000_000_000)]
 
 
 class Gate(Part):
     """The metric that the model must reach on the held-out rows before it is served."""
 
     metric: Literal["exact_match", "loss"] = "exact_match"
-    min: float | None = None
-    max: float | None = None
+    min: Bound | None = None
+    max: Bound | None = None
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Gate:
@@ -199,7 +206,9 @@ class Limits(Part):
     """The time and the money that the run may use; also enforced on the resources themselves."""
 
     max_duration: Duration = Field(default="2h", description="From the acceptance to the end of the training.")
-    max_cost_usd: float | None = Field(default=None, gt=0, description="Of training and endpoint together.")
+    max_cost_usd: float | None = Field(
+        default=None, gt=0, le=1_000_000_000, description="Of training and endpoint together."
+    )
     max_attempts: int = Field(default=20, ge=1, le=50, description="Of all classes of `retry` together.")
     retry: Retry = Retry()
     stuck_after: Duration = Field(default="1h", description="Without progress; more than model and data take to load.")
@@ -232,8 +241,8 @@ class JobSpec(Part):
     serve: AnyServe | None
     limits: Limits = Limits()
     notify: Notify = Notify()
-    secrets: dict[EnvName, SecretName] = Field(default={}, max_length=32)
-    labels: dict[LabelKey, LabelValue] = Field(default={}, max_length=32)
+    secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(default={}, max_length=32)
+    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(default={}, max_length=32)
 
     @model_validator(mode="after")
     def _parts_match(self) -> JobSpec:

@@ -60,7 +60,9 @@ def _parse_json(data: bytes) -> JsonValue:
         present = f"byte 0x{data[error.start]:02x} at offset {error.start}"
         raise InvalidSpec([SpecProblem("", "the spec is not UTF-8 text", present, "JSON encoded as UTF-8")]) from None
     try:
-        document: JsonValue = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        document: JsonValue = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_number
+        )
         json.dumps(document, ensure_ascii=False).encode()  # a lone "\ud800" is not text
         return document
     except UnicodeEncodeError as error:
@@ -82,6 +84,12 @@ def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} appears twice in an object")
     return result
+
+
+def _number(text: str) -> int | float:
+    """A number with a point or an exponent. JSON Schema counts 1.0 and 1e3 as integers, and so do job specs."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _no_constant(name: str) -> NoReturn:

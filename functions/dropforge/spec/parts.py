@@ -6,7 +6,9 @@ import json
 import re
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from dropforge.base.errors import SpecProblem
 from dropforge.base.redact import redact
@@ -28,6 +30,18 @@ Reservation = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 # https://cloud.google.com/kubernetes-engine/docs/reference/rest/v1/projects.locations.clusters (at most 40 characters)
 ClusterName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Capacity = Literal["on_demand", "spot", "flex_start", "reservation"]
+
+
+class _NamedKeys:
+    """Marks a mapping whose keys have a pattern: the JSON Schema refuses every other key, as pydantic does."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        ((pattern, values),) = schema.pop("patternProperties").items()
+        return {**schema, "propertyNames": {"pattern": pattern}, "additionalProperties": values}
+
+
+NAMED_KEYS = _NamedKeys()
 
 
 class Wrong(ValueError):

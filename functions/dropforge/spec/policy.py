@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dropforge.base.errors import DropforgeError
 
-from .parts import Duration, LabelKey, LabelValue, Part
+from .parts import NAMED_KEYS, Duration, LabelKey, LabelValue, Part
 
 SCHEMA_ID = "https://dropforge.dev/schemas/policy.schema.json"
 VARIABLE = "DROPFORGE_POLICY"
@@ -22,8 +22,9 @@ VARIABLE = "DROPFORGE_POLICY"
 MAX_POLICY_BYTES = 16 * 1024
 _LISTED = 200
 
-Usd = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Usd = Annotated[float, Field(gt=0, le=1_000_000_000)]
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Retries = Annotated[int, Field(ge=0, le=50)]
 Pattern = Annotated[str, Field(min_length=1, max_length=255)]
 Patterns = Annotated[list[Pattern], Field(max_length=_LISTED)]
 
@@ -35,9 +36,7 @@ class Ceiling(Part):
     max_usd_per_hour: Usd | None = Field(default=None, description="Of an attempt, and of an endpoint's instances.")
     max_duration: Duration | None = Field(default=None, description="The longest limits.max_duration.")
     max_attempts: Count | None = Field(default=None, description="The highest limits.max_attempts.")
-    max_retries: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="The highest number in limits.retry."
-    )
+    max_retries: Retries | None = Field(default=None, description="The highest number in limits.retry.")
     max_ttl: Duration | None = Field(default=None, description="The longest serve.ttl.")
     max_startup_timeout: Duration | None = Field(default=None, description="The longest serve.startup_timeout.")
     max_accelerators: Count | None = Field(
@@ -55,7 +54,7 @@ class Ceiling(Part):
     regions: Patterns | None = Field(default=None, description="Allowed regions, such as europe-*.")
     models: Patterns | None = Field(default=None, description="Allowed model.source, such as google/*.")
     datasets: Patterns | None = Field(default=None, description="Allowed dataset.source, such as gs://team-data/*.")
-    required_labels: dict[LabelKey, Patterns] = Field(
+    required_labels: Annotated[dict[LabelKey, Patterns], NAMED_KEYS] = Field(
         default={}, max_length=32, description="Labels that a spec must have, each with its allowed values."
     )
 
@@ -63,7 +62,7 @@ class Ceiling(Part):
 class ByLabel(Ceiling):
     """More limits, for specs with all of these labels. They add to the other limits and never lift a limit."""
 
-    labels: dict[LabelKey, LabelValue] = Field(min_length=1, max_length=32)
+    labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(min_length=1, max_length=32)
 
 
 class Defaults(Part):
@@ -85,9 +84,7 @@ class Policy(Ceiling):
     max_usd_per_hour: Usd | None = Field(default=200, description="Of an attempt, and of an endpoint's instances.")
     max_duration: Duration | None = Field(default="3d", description="The longest limits.max_duration.")
     max_attempts: Count | None = Field(default=20, description="The highest limits.max_attempts.")
-    max_retries: Annotated[int, Field(ge=0)] | None = Field(
-        default=20, description="The highest number in limits.retry."
-    )
+    max_retries: Retries | None = Field(default=20, description="The highest number in limits.retry.")
     max_ttl: Duration | None = Field(default="7d", description="The longest serve.ttl.")
     max_startup_timeout: Duration | None = Field(default="2h", description="The longest serve.startup_timeout.")
     max_accelerators: Count | None = Field(

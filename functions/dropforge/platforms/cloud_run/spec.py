@@ -43,7 +43,7 @@ class CloudRunTarget(TargetSpec):
     )
     placements: list[Placement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+        default=None, gt=0, le=1_000_000, description="Price of the machine, if dropforge does not know it."
     )
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class CloudRunServe(ServeSpec):
     startup_timeout: Duration = Field(default="20m", description="At most 30m, Cloud Run's limit with a GPU.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+        default=None, gt=0, le=1_000_000, description="Price of an instance, if dropforge does not know it."
     )
 
     @model_validator(mode="after")

@@ -99,7 +99,10 @@ class GkeTarget(ClusterTarget):
     ephemeral_storage_gib: int = Field(default=100, ge=10, le=6000, description="For weights, data and checkpoints.")
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of all nodes, for machines whose price dropforge does not know."
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="Price of all nodes, for machines whose price dropforge does not know.",
     )
 
     @model_validator(mode="after")
@@ -168,7 +171,7 @@ class GkeServe(ServeSpec):
     startup_timeout: Duration = "30m"
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of an instance, if dropforge does not know it."
+        default=None, gt=0, le=1_000_000, description="Price of an instance, if dropforge does not know it."
     )
 
     @model_validator(mode="after")

@@ -40,7 +40,10 @@ class RayTarget(ClusterTarget):
     )
     placements: list[GkePlacement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of all hosts, for machines whose price dropforge does not know."
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="Price of all hosts, for machines whose price dropforge does not know.",
     )
 
     @property

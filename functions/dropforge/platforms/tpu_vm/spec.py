@@ -61,7 +61,7 @@ class TpuVmTarget(TargetSpec):
     data_disk_gib: int = Field(default=200, ge=10, le=65536, description="For weights, data and checkpoints.")
     placements: list[TpuVmPlacement] = Field(min_length=1, max_length=20)
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+        default=None, gt=0, le=1_000_000, description="Price of the machine, if dropforge does not know it."
     )
 
     @model_validator(mode="after")
@@ -156,7 +156,7 @@ class TpuVmServe(OneMachine):
     startup_timeout: Duration = Field(default="45m", description="From the request to an answer, the queue included.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
     price_usd_per_hour: float | None = Field(
-        default=None, gt=0, description="Price of the machine, if dropforge does not know it."
+        default=None, gt=0, le=1_000_000, description="Price of the machine, if dropforge does not know it."
     )
 
     @model_validator(mode="after")
