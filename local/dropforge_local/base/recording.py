@@ -1,8 +1,8 @@
-"""Records the calls of Google's APIs and their callers: a stack with `record` in its config writes calls.jsonl.
+"""Tells callers apart, and records their calls of Google's APIs: a stack with `record` in its config writes calls.jsonl.
 
 The trainer's containers, the server's containers and the functions each reach the emulators at separate addresses. All
 functions are threads of one process here, so each of their requests also carries the name of its function in HEADER.
-Calls to the stack's common address come from users and are not recorded.
+Calls to the stack's common address come from users and are not recorded. dropforge_local.iam reads the same marks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import grpc
 from aiohttp import web
 
 HEADER = "x-dropforge-caller"
+LOOPBACK = ("127.0.0.1", "localhost")
 FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
 CALLERS = (FUNCTIONS, TRAINER, SERVER)
 FILE = "calls.jsonl"
@@ -113,7 +114,8 @@ def tell_callers() -> None:
 
     def put_request(connection: Any, *args: Any, **options: Any) -> None:
         putrequest(connection, *args, **options)
-        connection.putheader(HEADER, caller.get())
+        if connection.host in LOOPBACK:  # nobody outside of this machine learns it
+            connection.putheader(HEADER, caller.get())
 
     threads.start, connections.putrequest = start_in_context, put_request
     grpc.insecure_channel = lambda *args, **options: grpc.intercept_channel(insecure_channel(*args, **options), _Tell())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -57,10 +57,17 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return web.json_response(failure.to_json(), status=500)
 
 
+class Callers(Protocol):
+    """Which account a request acts as."""
+
+    def enter(self, headers: Mapping[str, str], address: str) -> None:
+        """Let the rest of this request act as its account; `address` is of CALLERS or "". Raises ApiError."""
+
+
 class Server:
     """The emulators' HTTP and gRPC listeners. Port 0 takes a free port; read the result after `start`.
 
-    With a `recorder`, each caller of CALLERS has its own HTTP and gRPC port: `http_ports` and `grpc_ports`.
+    With a `recorder` or `callers`, each caller of CALLERS has its own HTTP and gRPC port: `http_ports`, `grpc_ports`.
     """
 
     def __init__(
@@ -69,11 +76,14 @@ class Server:
         http_port: int = 0,
         grpc_port: int = 0,
         recorder: Recorder | None = None,
+        callers: Callers | None = None,
     ) -> None:
         self.emulators = emulators
         self.http_port = http_port
         self.grpc_port = grpc_port
         self.recorder = recorder
+        self.callers = callers
+        self._addresses: dict[int, str] = {}  # the caller of each HTTP port of its own
         self.http_ports: dict[str, int] = {}
         self.grpc_ports: dict[str, int] = {}
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
@@ -94,9 +104,9 @@ class Server:
 
     async def start(self) -> None:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
-        callers: dict[int, str] = {}
-        recording = [self.recorder.middleware(callers)] if self.recorder else []
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors])
+        recording = [self.recorder.middleware(self._addresses)] if self.recorder else []
+        entering = [self._entering()] if self.callers else []
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors, *entering])
         app.on_response_prepare.append(self._hold_back)
         for emulator in self.emulators:
             app.router.add_routes(emulator.routes())
@@ -105,14 +115,13 @@ class Server:
         site = web.TCPSite(self._runner, HOST, self.http_port)
         await site.start()
         self.http_port = self._runner.addresses[0][1]
-        server, self.grpc_port = self._bind_grpc(self.grpc_port)
+        server, self.grpc_port = self._bind_grpc("", self.grpc_port)
         self._grpc_servers = [server]
-        for caller in CALLERS if self.recorder else ():
-            assert self.recorder is not None
+        for caller in CALLERS if self.recorder or self.callers else ():
             await web.TCPSite(self._runner, HOST, 0).start()
             self.http_ports[caller] = self._runner.addresses[-1][1]
-            callers[self.http_ports[caller]] = caller
-            server, self.grpc_ports[caller] = self._bind_grpc(0, self.recorder.interceptor(caller))
+            self._addresses[self.http_ports[caller]] = caller
+            server, self.grpc_ports[caller] = self._bind_grpc(caller)
             self._grpc_servers.append(server)
         self.before_start()
         for server in self._grpc_servers:
@@ -131,13 +140,26 @@ class Server:
     async def _stop_grpc(self) -> None:
         await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
 
-    def _bind_grpc(self, port: int, *interceptors: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.Server, int]:
+    def _entering(self) -> Any:
+        """A middleware that lets each request act as its account."""
+
+        @web.middleware
+        async def enter(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert self.callers is not None
+            port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
+            self.callers.enter(request.headers, self._addresses.get(port, ""))
+            return await handler(request)
+
+        return enter
+
+    def _bind_grpc(self, caller: str, port: int = 0) -> tuple[grpc.aio.Server, int]:
+        recording = [self.recorder.interceptor(caller)] if self.recorder and caller else []
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", 32 * 2**20),
             ],
-            interceptors=[*interceptors, _HoldBack(self)],
+            interceptors=[*recording, _Around(self, caller)],
         )
         for emulator in self.emulators:
             if handlers := emulator.grpc_handlers():
@@ -152,24 +174,34 @@ class Server:
         await self.durable()
 
 
-class _HoldBack(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Like `Server._hold_back`, for gRPC."""
+class _Around(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Like `Server._entering` and `Server._hold_back`, for gRPC."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, address: str) -> None:
         self._server = server
+        self._address = address
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
         if handler is None:
             return None
 
+        async def enter(context: Any) -> None:
+            if (callers := self._server.callers) is not None:
+                try:
+                    callers.enter(dict(details.invocation_metadata), self._address)
+                except ApiError as error:
+                    await context.abort(getattr(grpc.StatusCode, error.status), error.message)
+
         async def answer(request: Any, context: Any) -> Any:
+            await enter(context)
             try:
                 return await handler.unary_unary(request, context)
             finally:
                 await self._server.durable()
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
+            await enter(context)
             async for response in handler.stream_stream(requests, context):
                 await self._server.durable()
                 yield response

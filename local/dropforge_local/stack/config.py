@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
+ENFORCED, OFF = "enforced", "off"
 
 
 class StackError(Exception):
@@ -37,6 +38,9 @@ class StackConfig:
     GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` writes the calls of functions
     and containers to <state>/calls.jsonl (recording.py); start such a stack only once. `sweep_seconds` stands for the
     schedule of Cloud Scheduler in a deployment.
+
+    `iam` is ENFORCED (each call is checked against the bindings of the Terraform files in `terraform`) or OFF.
+    `variables` overrides the variables with which those files are evaluated (deployment.VARIABLES).
     """
 
     images: str = str(ROOT)
@@ -48,6 +52,18 @@ class StackConfig:
     compute: dict[str, Any] = field(default_factory=dict)
     record: bool = False
     sweep_seconds: float = 60.0
+    iam: str = ENFORCED
+    terraform: str = str(ROOT / "terraform")
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.iam not in (ENFORCED, OFF):
+            raise StackError(f"iam is {self.iam!r} in config.json; expected {ENFORCED!r} or {OFF!r}")
+
+    @property
+    def tells_callers(self) -> bool:
+        """Whether the functions name themselves in their requests."""
+        return self.record or self.iam == ENFORCED
 
     @classmethod
     def of(cls, state: Path) -> StackConfig:

@@ -16,6 +16,17 @@ WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
+# Terraform's variables: every optional part is on. "*" stands for each bucket or secret that a user creates.
+VARIABLES: dict[str, Any] = {
+    "cluster_regions": [LOCATION],
+    "data_buckets": ["*"],
+    "ephemeral_cluster_regions": [LOCATION],
+    "project_id": PROJECT,
+    "region": LOCATION,
+    "slack_webhook_secret": SLACK_SECRET,
+    "tpu_regions": [LOCATION],
+    "training_secrets": ["*"],
+}
 
 _IMAGE_SETTINGS = ("TRAIN_TRL", "TRAIN_MAXTEXT", "TRAIN_RAY", "SERVE_VLLM", "SERVE_VLLM_TPU")
 
@@ -87,6 +98,11 @@ def kubeconfig(server: str, authority: str, token: str) -> str:
         "contexts": [{"name": CLUSTER_NAME, "context": context}],
     }
     return json.dumps(config, indent=2)
+
+
+def account_of(caller: str) -> str:
+    """The e-mail of the account of a function or a container role, as terraform/service_accounts.tf names it."""
+    return _service_account(f"dropforge-{caller.replace('_', '-')}")
 
 
 def _service_account(name: str) -> str:

@@ -1,7 +1,8 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
 The stack (functions_process.py) starts one process for all functions: `python -P -m
-dropforge_local.stack.functions_host FD [record]`. FD is a bound socket. A line of JSON on standard input gives the
+dropforge_local.stack.functions_host FD [tell]`. FD is a bound socket; with `tell`, each request
+of a function names the function (base/recording.py). A line of JSON on standard input gives the
 process its URL, the functions' environment, and the secret that signs tokens. The process ends when that pipe closes,
 so it never outlives its parent.
 """
@@ -100,7 +101,7 @@ def _import_what_takes_long() -> None:
 
 
 def main() -> None:
-    if "record" in sys.argv[2:]:
+    if "tell" in sys.argv[2:]:
         tell_callers()
     _import_what_takes_long()
     line = sys.stdin.readline()

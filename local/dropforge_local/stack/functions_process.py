@@ -27,12 +27,12 @@ STOP_SECONDS = 10
 class FunctionsProcess:
     """One functions' process at a time, always at the same socket. Raises StackError when the port is taken."""
 
-    def __init__(self, state: Path, port: int, *, record: bool) -> None:
+    def __init__(self, state: Path, port: int, *, tells_callers: bool) -> None:
         self._listener = _bind(port)
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/"
         self._state = state
         self._command = [sys.executable, "-P", "-m", MODULE, str(self._listener.fileno())]
-        self._command += ["record"] if record else []
+        self._command += ["tell"] if tells_callers else []
         self.begin()
 
     def begin(self) -> None:

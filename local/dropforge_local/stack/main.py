@@ -22,7 +22,7 @@ def run(state: Path, ports: list[int]) -> None:
     """Serve until SIGTERM or SIGINT. Raises StackError."""
     http_port, grpc_port, functions_port = ports
     with _locked(state):
-        functions = FunctionsProcess(state, functions_port, record=StackConfig.of(state).record)
+        functions = FunctionsProcess(state, functions_port, tells_callers=StackConfig.of(state).tells_callers)
         from .process import serve  # its import takes a second; the functions' process starts before
 
         asyncio.run(serve(state, http_port, grpc_port, functions))

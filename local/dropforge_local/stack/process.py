@@ -43,10 +43,14 @@ from dropforge_local.emulators.slack import SlackSink
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.tpu import TpuConfig, TpuEmulator
 from dropforge_local.emulators.workflows import WorkflowsEmulator
+from dropforge_local.iam import Callers, Policy
+from dropforge_local.iam.hcl import HclError
+from dropforge_local.iam.policy import PolicyError
+from dropforge_local.iam.terraform import read_configuration
 from workflows_engine import Engine
 
 from . import deployment
-from .config import ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file
+from .config import OFF, ROOT, START_SECONDS, StackConfig, StackError, StackInfo, container_directories, replace_file
 from .crash import CrashSwitch
 from .deployment import (
     CLUSTER,
@@ -82,9 +86,22 @@ class Stack:
         self.functions_url = functions.url
         self._functions = functions
         self.recorder = Recorder(state / FILE) if self.config.record else None
+        self.callers = self._callers()
         self._build()
-        self._server = Server(self.emulators, http_port, grpc_port, self.recorder)
+        self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers)
         self._server.durable = self.db.durable
+
+    def _callers(self) -> Callers | None:
+        """The accounts of Terraform's files; None if nothing is enforced. Raises StackError."""
+        if self.config.iam == OFF:
+            return None
+        directory = Path(self.config.terraform)
+        try:
+            policy = Policy(read_configuration(directory, {**deployment.VARIABLES, **self.config.variables}))
+        except (HclError, PolicyError, OSError) as error:
+            way_out = f'mend it, or set "iam": "{OFF}" in {self.state / "config.json"}'
+            raise StackError(f"cannot evaluate the IAM bindings of {directory}: {error}; {way_out}") from error
+        return Callers(policy, self.identity, deployment.account_of)
 
     def _build(self) -> None:
         self._build_services()
@@ -129,7 +146,7 @@ class Stack:
         self.tpu = TpuEmulator(
             self._host("vms", self._machine_environment),
             disks=self.compute.disks,
-            token=partial(self.identity.token, "OAuth2"),
+            token=lambda scope, account: self.identity.token("OAuth2", scope, _caller_of(account)),
             config=TpuConfig(**self.config.tpu),
         )
 
@@ -181,20 +198,19 @@ class Stack:
 
     def environment(self, caller: str = "") -> dict[str, str]:
         """What the functions and the command line need to use this stack."""
-        return {**deployment.environment(*self._server.addresses(caller), self._token()), **self.config.settings}
+        return {**deployment.environment(*self._server.addresses(caller), self._token(caller)), **self.config.settings}
 
     def kubeconfig(self) -> str:
         """For kubectl, with the token that the functions have."""
         server = f"https://{HOST}:{self.kubernetes.port_of(CLUSTER)}"
         return deployment.kubeconfig(server, self.kubernetes.authority_of(CLUSTER), self._token())
 
-    def _token(self) -> str:
-        return self.identity.token("OAuth2", CLOUD_PLATFORM)
+    def _token(self, caller: str = "") -> str:
+        return self.identity.token("OAuth2", CLOUD_PLATFORM, caller)
 
     def _platform_environment(self, account: str) -> dict[str, str]:
         """Stands for the metadata server in every container: the addresses of the APIs for its service account."""
-        caller = ROLES.get(account.partition("@")[0], "")
-        return deployment.libraries_environment(*self._server.addresses(caller))
+        return deployment.libraries_environment(*self._server.addresses(_caller_of(account)))
 
     def _machine_environment(self, account: str) -> dict[str, str]:
         """Like `_platform_environment`, for TPU machines, whose script publishes over REST."""
@@ -270,6 +286,11 @@ async def serve(state: Path, http_port: int, grpc_port: int, functions: Function
     await stop.wait()
     (state / "stack.json").unlink(missing_ok=True)
     await stack.stop()
+
+
+def _caller_of(account: str) -> str:
+    """The caller whose account a container has, by its e-mail or its name in a cluster; "" for another account."""
+    return ROLES.get(account.partition("@")[0], "")
 
 
 def _port(address: str) -> int:

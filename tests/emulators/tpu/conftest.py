@@ -76,7 +76,7 @@ def build(home: Path, clock: Clock | None = None) -> Sequence[Emulator]:
             lambda account: {"PLATFORM": "here"},
         ),
         disks=compute.disks,
-        token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
+        token=lambda scope, account: f"token-of-{scope.rsplit('/', 1)[1]}",
         config=CONFIG,
     )
     return [compute, tpu]

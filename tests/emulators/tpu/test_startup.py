@@ -175,7 +175,7 @@ def lab(home: Path) -> Iterator[Lab]:
         tpu = TpuEmulator(
             Host(db, clock, images, home / "vms", lambda account: hosts),
             disks=compute.disks,
-            token=lambda scope: f"token-of-{scope.rsplit('/', 1)[1]}",
+            token=lambda scope, account: f"token-of-{scope.rsplit('/', 1)[1]}",
             config=CONFIG,
         )
         return [storage, pubsub, secrets, compute, tpu]

@@ -9,6 +9,7 @@ from ..kit.paging import cut
 from ..kit.routing import Call, Reply, Route
 from .errors import StorageError, invalid
 from .models import Bucket, Edit
+from .permissions import granted
 from .preconditions import Preconditions, parse_int64
 from .resources import bucket_attributes, bucket_json
 from .state import State
@@ -82,7 +83,6 @@ class BucketRoutes:
         return Reply(self._buckets.set_policy(call.names["bucket"], parse_json(call.body)))
 
     async def test_permissions(self, call: Call) -> Reply:
-        """Every caller of the local stack is its owner and has every permission."""
         self._buckets.get(call.names["bucket"])
         permissions = call.query.getall("permissions", [])
         if not permissions:
@@ -90,7 +90,9 @@ class BucketRoutes:
         for permission in permissions:
             if not permission.startswith("storage."):
                 raise invalid(f"Invalid permission: {permission!r}; expected one such as 'storage.objects.get'")
-        return Reply({"kind": "storage#testIamPermissionsResponse", "permissions": permissions})
+        return Reply(
+            {"kind": "storage#testIamPermissionsResponse", "permissions": granted(permissions, call.names["bucket"])}
+        )
 
     async def storage_layout(self, call: Call) -> Reply:
         bucket = self._json(call, self._buckets.get(call.names["bucket"]))

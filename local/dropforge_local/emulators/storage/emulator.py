@@ -20,6 +20,7 @@ from .buckets import Buckets
 from .errors import StorageError, invalid, not_emulated
 from .object_routes import ObjectRoutes
 from .objects import Objects, OnChange
+from .permissions import guarded
 from .resources import bucket_attributes
 from .state import State
 from .upload_routes import UploadRoutes
@@ -98,7 +99,9 @@ class StorageEmulator(PassiveEmulator):
 
 
 def _below(roots: Sequence[str], routes: Sequence[Route]) -> list[Route]:
-    return [Route(route.verb, root + route.path, route.handler) for root in roots for route in routes]
+    """The routes below each root, with the check of what they need."""
+    checked = [guarded(route) for route in routes]
+    return [Route(route.verb, root + route.path, route.handler) for root in roots for route in checked]
 
 
 async def _read_call(request: web.Request) -> Call:

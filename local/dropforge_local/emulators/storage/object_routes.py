@@ -16,6 +16,7 @@ from .errors import invalid
 from .listing import list_objects
 from .media import send_media
 from .models import Content, Edit, StoredObject
+from .permissions import require_object
 from .preconditions import Preconditions, parse_int64
 from .resources import object_attributes, object_json
 from .state import State
@@ -158,6 +159,7 @@ class ObjectRoutes:
     def _compose_source(self, bucket: str, source: object) -> StoredObject:
         if not isinstance(source, dict) or not isinstance(source.get("name"), str):
             raise invalid(f"Invalid source object {source!r}; expected an object with a name")
+        require_object("storage.objects.get", bucket, source["name"])
         generation = source.get("generation")
         conditions = _object_field(source, "objectPreconditions")
         query = {name: str(value) for name, value in conditions.items() if name == "ifGenerationMatch"}

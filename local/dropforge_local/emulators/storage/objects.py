@@ -14,6 +14,7 @@ from .buckets import Buckets
 from .errors import object_not_found
 from .models import Attributes, Bucket, Content, Edit, Event, ObjectChange, StoredObject, rfc3339
 from .names import check_object_name
+from .permissions import require_bucket, require_object
 from .preconditions import Preconditions
 from .resources import PUBLIC_URL, object_json
 
@@ -61,6 +62,7 @@ class Objects:
         """The version, as in `find`. Raises 404 if it does not exist, 412 or 304 if a precondition does not hold."""
         stored = self.find(bucket, name, generation)
         if stored is None:
+            require_bucket("storage.objects.list", bucket)  # who may not list does not learn that it is missing
             self._buckets.get(bucket)
             raise object_not_found(bucket, name, generation)
         if preconditions:
@@ -70,8 +72,11 @@ class Objects:
     def check_create(self, bucket: str, name: str, preconditions: Preconditions) -> tuple[Bucket, StoredObject | None]:
         """Raise unless a new version of (bucket, name) may be created; return the bucket and the live version."""
         check_object_name(name)
+        require_object("storage.objects.create", bucket, name)
         owner = self._buckets.get(bucket)
         live = self.find(bucket, name)
+        if live:
+            require_object("storage.objects.delete", bucket, name)
         if live:
             preconditions.check(live.generation, live.metageneration)
         else:

@@ -28,7 +28,7 @@ QUEUED_COLUMNS = "entered REAL NOT NULL"  # when the queued resource entered its
 
 @dataclass(frozen=True)
 class Context:
-    """`disks` are Compute Engine's. `token` makes the access token of a scope."""
+    """`disks` are Compute Engine's. `token` makes the access token of a scope and an account."""
 
     host: Host
     config: TpuConfig
@@ -37,7 +37,7 @@ class Context:
     boots: Boots
     faults: Faults
     disks: Disks
-    token: Callable[[str], str]
+    token: Callable[[str, str], str]
     background: Background
 
     @property
@@ -59,7 +59,7 @@ class Context:
 
 
 def make_context(
-    host: Host, config: TpuConfig, methods: Collection[str], disks: Disks, token: Callable[[str], str]
+    host: Host, config: TpuConfig, methods: Collection[str], disks: Disks, token: Callable[[str, str], str]
 ) -> Context:
     """The state in the host's database."""
     nodes = Messages(host.db, "tpu_nodes", Node, columns=NODE_COLUMNS)

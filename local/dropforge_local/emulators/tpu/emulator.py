@@ -60,7 +60,7 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
         host: Host,
         *,
         disks: Disks,
-        token: Callable[[str], str],
+        token: Callable[[str, str], str],
         config: TpuConfig = TpuConfig(),  # noqa: B008 - frozen
     ) -> None:
         self._context = make_context(host, config, names_of(METHODS), disks, token)

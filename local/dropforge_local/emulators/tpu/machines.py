@@ -171,12 +171,12 @@ class Machines:
             "aliases": "default\n",
             "email": account.email,
             "scopes": "".join(f"{scope}\n" for scope in account.scope),
-            "token": lambda query: self._access_token(),
+            "token": lambda query: self._access_token(account.email),
         }
         return {"default": entries, account.email: entries}
 
-    def _access_token(self) -> str:
-        token = self._context.token("https://www.googleapis.com/auth/cloud-platform")
+    def _access_token(self, account: str) -> str:
+        token = self._context.token("https://www.googleapis.com/auth/cloud-platform", account)
         return f'{{"access_token": "{token}", "expires_in": {TOKEN_SECONDS}, "token_type": "Bearer"}}'
 
     def _root(self, name: str) -> Path:

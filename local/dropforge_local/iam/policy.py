@@ -1,0 +1,184 @@
+"""Decides whether an account may do something: roles, bindings and conditions, compiled once.
+
+`require` is what emulators call. It checks the account that the current request acts as (callers.py). Requests of the
+project's owner, and the stack's own work, have no such account and may do everything.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dropforge_local.base.errors import ApiError
+
+from .conditions import Predicate, Resource, Unsupported, compile_condition
+from .terraform import Binding, Configuration
+
+ROLES_FILE = Path(__file__).with_name("roles.yaml")
+_PREFIX = "serviceAccount:"
+
+
+class PolicyError(ValueError):
+    """The policy names a role that the local stack does not know."""
+
+
+@dataclass(frozen=True)
+class _Grant:
+    """A permission on a resource and everything below it. `resource` is "" for the project."""
+
+    covers: Callable[[str], bool]
+    condition: Predicate | None
+    note: str = ""  # why the condition never holds here
+
+    def allows(self, resource: str, attributes: Mapping[str, Any] | None) -> bool:
+        if not self.covers(resource):
+            return False
+        return self.condition is None or self.condition(_described(resource, attributes))
+
+
+class Account:
+    """What one account may do."""
+
+    def __init__(
+        self, email: str, grants: Mapping[str, tuple[_Grant, ...]], in_clusters: frozenset[tuple[str, str, str]]
+    ) -> None:
+        self.email = email
+        self._grants = grants
+        self._in_clusters = in_clusters
+
+    def may(self, permission: str, resource: str = "", attributes: Mapping[str, Any] | None = None) -> bool:
+        """Whether a binding grants the permission on the resource (its name without a service; "": the project)."""
+        return any(grant.allows(resource, attributes) for grant in self._grants.get(permission, ()))
+
+    def may_in_namespace(self, namespace: str, resource: str, verb: str) -> bool:
+        """Whether a Role of a standing cluster grants a verb; `resource` as a Role names it, such as batch/jobs."""
+        return (namespace, resource, verb) in self._in_clusters
+
+    def require(self, permission: str, resource: str = "", attributes: Mapping[str, Any] | None = None) -> None:
+        """Raises PERMISSION_DENIED as Google's newer APIs word it, with the permission and the resource."""
+        if self.may(permission, resource, attributes):
+            return
+        denied = f"Permission '{permission}' denied on resource '{resource or 'the project'}' (or it may not exist)."
+        metadata = {"permission": permission, "resource": resource, "account": self.email}
+        detail = {
+            "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+            "reason": "IAM_PERMISSION_DENIED",
+            "domain": "iam.googleapis.com",
+            "metadata": metadata,
+        }
+        message = f"{denied} The account is {self.email}.{self.notes(permission, resource)}"
+        raise ApiError("PERMISSION_DENIED", message, [detail])
+
+    def notes(self, permission: str, resource: str) -> str:
+        """Why conditions of bindings that would grant the permission do not hold here; "" without such bindings."""
+        grants = self._grants.get(permission, ())
+        return "".join(sorted({f" {grant.note}" for grant in grants if grant.note and grant.covers(resource)}))
+
+
+current: contextvars.ContextVar[Account | None] = contextvars.ContextVar("account", default=None)
+
+
+def require(permission: str, resource: str = "", attributes: Mapping[str, Any] | None = None) -> None:
+    """Check the account of the current request. Raises PERMISSION_DENIED."""
+    if (account := current.get()) is not None:
+        account.require(permission, resource, attributes)
+
+
+class Policy:
+    """The accounts of a configuration. Raises PolicyError for an unknown role."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        roles = {**known_roles(), **configuration.roles}
+        exact = frozenset(binding.resource for binding in configuration.bindings if not binding.resource.endswith("/*"))
+        grants: dict[str, dict[str, list[_Grant]]] = {}
+        for binding in configuration.bindings:
+            if binding.role not in roles:
+                raise PolicyError(f"{binding.role} is not in {ROLES_FILE.name}; add it with the permissions used here")
+            grant, held = _grant(binding, exact), grants.setdefault(binding.member, {})
+            for permission in roles[binding.role]:
+                held.setdefault(permission, []).append(grant)
+        in_clusters = dict(_in_clusters(configuration.cluster_objects))
+        emails = {member.removeprefix(_PREFIX) for member in grants} | set(in_clusters)
+        self._accounts = {
+            email: Account(
+                email,
+                {name: tuple(found) for name, found in grants.get(_PREFIX + email, {}).items()},
+                in_clusters.get(email, frozenset()),
+            )
+            for email in emails
+        }
+
+    def account(self, email: str) -> Account:
+        """The account; one without any permission if no binding names it."""
+        return self._accounts.get(email) or Account(email, {}, frozenset())
+
+    def members(self, permission: str, resource: str) -> list[str]:
+        """The e-mails of the accounts that have a permission on a resource."""
+        return sorted(email for email, account in self._accounts.items() if account.may(permission, resource))
+
+
+def known_roles() -> dict[str, frozenset[str]]:
+    """The permissions of Google's predefined roles, as far as roles.yaml lists them."""
+    listed = yaml.safe_load(ROLES_FILE.read_text())["roles"]
+    return {role: frozenset(permissions) for role, permissions in listed.items()}
+
+
+def _grant(binding: Binding, exact: frozenset[str]) -> _Grant:
+    covers = _covers(binding.resource, exact)
+    if not binding.condition:
+        return _Grant(covers, None)
+    try:
+        return _Grant(covers, compile_condition(binding.condition))
+    except Unsupported as error:
+        note = f"The local stack cannot evaluate the condition {binding.condition!r} of {binding.role}: {error}."
+        return _Grant(covers, lambda resource: False, note)
+
+
+def _covers(resource: str, exact: frozenset[str]) -> Callable[[str], bool]:
+    """Whether a resource is the given resource or below it; "/*" stands for all that no other binding names."""
+    if not resource:
+        return lambda name: True
+    below = resource.removesuffix("*") if resource.endswith("/*") else f"{resource}/"
+    if not resource.endswith("/*"):
+        return lambda name: name == resource or name.startswith(below)
+
+    def is_other(name: str) -> bool:
+        return name.startswith(below) and below + name[len(below) :].partition("/")[0] not in exact
+
+    return is_other
+
+
+def _described(name: str, attributes: Mapping[str, Any] | None) -> Resource:
+    """A resource with the type and the service that conditions see."""
+    if not name.startswith("projects/_/buckets/"):
+        return Resource(name, attributes=attributes)
+    kind = "Object" if "/objects/" in name else "Bucket"
+    return Resource(name, f"storage.googleapis.com/{kind}", "storage.googleapis.com", attributes)
+
+
+def _in_clusters(objects: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, frozenset[tuple[str, str, str]]]]:
+    """The verbs of each user in each namespace, from Roles and RoleBindings."""
+    found = list(objects)
+    rules = {_key(item): frozenset(_verbs(item)) for item in found if item["kind"] == "Role"}
+    for item in found:
+        if item["kind"] == "RoleBinding":
+            namespace = item["metadata"]["namespace"]
+            for subject in item["subjects"]:
+                yield subject["name"], rules[namespace, item["roleRef"]["name"]]
+
+
+def _key(role: Mapping[str, Any]) -> tuple[str, str]:
+    return role["metadata"]["namespace"], role["metadata"]["name"]
+
+
+def _verbs(role: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for rule in role["rules"]:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                full = f"{group}/{resource}" if group else resource
+                yield from ((role["metadata"]["namespace"], full, verb) for verb in rule["verbs"])
