@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 
 from dropforge.base.settings import Settings
 from dropforge.spec.policy import policy_of
+from dropforge_local.iam.terraform import read_configuration
 from dropforge_local.stack import deployment as stack
 from dropforge_local.stack.functions_host import entry_points
 
@@ -319,6 +320,23 @@ def test_the_manifest_for_clusters_grants_the_permissions_of_permissions_yaml(ap
     assert annotations[Settings.kubernetes_trainer_account] == {"iam.gke.io/gcp-service-account": email}
 
 
+def test_the_local_stack_reads_the_bindings_that_terraform_makes(applied: Applied) -> None:
+    """Its reader of Terraform's files is not Terraform; agents of Google have names that only Google knows."""
+    read = read_configuration(ROOT / "terraform", VARIABLES)
+    ours = {(b.member, b.role, b.resource.rsplit("/", 1)[-1] or PROJECT, b.condition) for b in read.bindings}
+    made = set()
+    for kind, target in {**BINDINGS, "google_cloud_run_v2_service_iam_member": "name"}.items():
+        for binding in applied[kind]:
+            conditions = [condition["expression"] for condition in binding.get("condition") or ()]
+            made.add((binding["member"], binding["role"], binding[target].rsplit("/", 1)[-1], "".join(conditions)))
+    assert _without_agents(ours) == _without_agents(made)
+    assert {name.rsplit("/", 1)[1]: set(held) for name, held in read.roles.items()} == {
+        role["role_id"]: set(role["permissions"]) for role in applied["google_project_iam_custom_role"]
+    }
+    manifest = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
+    assert _verbs_by_user(read.cluster_objects) == _verbs_by_user(manifest)
+
+
 FUNCTION = "google_cloudfunctions2_function"
 BINDINGS = {
     "google_artifact_registry_repository_iam_member": "repository",
@@ -328,6 +346,21 @@ BINDINGS = {
     "google_service_account_iam_member": "service_account_id",
     "google_storage_bucket_iam_member": "bucket",
 }
+
+
+def _without_agents(bindings: set[tuple[str, str, str, str]]) -> set[tuple[str, str, str, str]]:
+    """The bindings of accounts and people; a number that only Google knows has its placeholder."""
+    return {
+        (member, role, resource, condition.replace(NUMBER, "<data.google_project.project.number>"))
+        for member, role, resource, condition in bindings
+        if member.startswith(("serviceAccount:dropforge-", f"serviceAccount:{PROJECT}.svc", "group:"))
+    }
+
+
+def _verbs_by_user(objects: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    rules = {o["metadata"]["name"]: o["rules"] for o in objects if o["kind"] == "Role"}
+    bound = [o for o in objects if o["kind"] == "RoleBinding"]
+    return {o["subjects"][0]["name"]: rules[o["roleRef"]["name"]] for o in bound}
 
 
 def _id(account: str) -> str:

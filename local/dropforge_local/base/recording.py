@@ -1,4 +1,4 @@
-"""Tells callers apart, and records their calls of Google's APIs: a stack with `record` in its config writes calls.jsonl.
+"""Tells callers apart, and records their calls: a stack with `record` in its config writes calls.jsonl.
 
 The trainer's containers, the server's containers and the functions each reach the emulators at separate addresses. All
 functions are threads of one process here, so each of their requests also carries the name of its function in HEADER.

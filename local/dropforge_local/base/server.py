@@ -60,7 +60,7 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
 class Callers(Protocol):
     """Which account a request acts as."""
 
-    def enter(self, headers: Mapping[str, str], address: str) -> None:
+    def enter(self, headers: Mapping[str, str], address: str, path: str = "") -> None:
         """Let the rest of this request act as its account; `address` is of CALLERS or "". Raises ApiError."""
 
 
@@ -147,7 +147,7 @@ class Server:
         async def enter(request: web.Request, handler: Handler) -> web.StreamResponse:
             assert self.callers is not None
             port = request.transport.get_extra_info("sockname")[1] if request.transport else 0
-            self.callers.enter(request.headers, self._addresses.get(port, ""))
+            self.callers.enter(request.headers, self._addresses.get(port, ""), request.path)
             return await handler(request)
 
         return enter
@@ -222,8 +222,9 @@ class BackgroundServer:
     `build` runs on that thread (SQLite connections belong to it) and returns the emulators.
     """
 
-    def __init__(self, build: Callable[[], Sequence[Emulator]]) -> None:
+    def __init__(self, build: Callable[[], Sequence[Emulator]], callers: Callers | None = None) -> None:
         self._build = build
+        self._callers = callers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -250,7 +251,7 @@ class BackgroundServer:
             self._loop.close()
 
     async def _start(self) -> Server:
-        server = Server(self._build())
+        server = Server(self._build(), callers=self._callers)
         await server.start()
         return server
 

@@ -15,6 +15,8 @@ from dropforge_local.base.recording import FUNCTIONS, HEADER
 
 from .policy import Account, Policy, current
 
+OWN_PATHS = ("/_local/", "/slack/_", "/slack/messages")
+
 
 class Callers:
     """Satisfies server.Callers. `email_of` returns the e-mail of the account of a caller: a role or a function."""
@@ -25,9 +27,17 @@ class Callers:
         self._email_of = email_of
         self._accounts: dict[str, Account] = {}
 
-    def enter(self, headers: Mapping[str, str], address: str) -> None:
-        """Let the rest of this request act as its account. Raises UNAUTHENTICATED for a token of another issuer."""
-        current.set(self.account(headers, address))
+    def enter(self, headers: Mapping[str, str], address: str, path: str = "") -> None:
+        """Let the rest of this request act as its account. Raises UNAUTHENTICATED for a token of another issuer.
+
+        The switches of the stack itself are the owner's: for another account they raise PERMISSION_DENIED.
+        """
+        account = self.account(headers, address)
+        if account is not None and path.startswith(OWN_PATHS):
+            raise ApiError(
+                "PERMISSION_DENIED", f"{path} belongs to the owner of the local stack, not to {account.email}"
+            )
+        current.set(account)
 
     def account(self, headers: Mapping[str, str], address: str) -> Account | None:
         """The account of a request; None for the owner. Raises UNAUTHENTICATED."""
@@ -40,7 +50,7 @@ class Callers:
                     "Request had invalid authentication credentials: the token is not one of this local stack. Send no "
                     "token, or the one in DROPFORGE_EMULATOR_TOKEN.",
                 )
-            name = claims.caller or address
+            name = claims.caller
         if name == FUNCTIONS:
             name = headers.get(HEADER) or FUNCTIONS
         return self._named(name) if name else None

@@ -32,6 +32,7 @@ from dropforge_local.base.recording import FILE, FUNCTIONS, Recorder
 from dropforge_local.base.server import Server
 from dropforge_local.containers.images import ImageStore
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
+from dropforge_local.emulators.cloudrun.permissions import INVOKE
 from dropforge_local.emulators.compute import ComputeConfig, ComputeEmulator
 from dropforge_local.emulators.container import GkeConfig, GkeEmulator
 from dropforge_local.emulators.eventarc import EventarcRouter, Trigger
@@ -139,6 +140,8 @@ class Stack:
             self._host("pods", self._platform_environment),
             authorize=self.identity.is_known,
             note=self._note_kubernetes,
+            enter=self._enter_cluster,
+            standing=(CLUSTER,),
             config=KubernetesConfig(**self.config.kubernetes),
             disks=self.compute.disks,
         )
@@ -218,9 +221,17 @@ class Stack:
         return {**environment, "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB": f"{environment['STORAGE_EMULATOR_HOST']}/"}
 
     def _may_invoke(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request may reach a Cloud Run service: its token's account needs the permission on the project."""
         if self.recorder:
             self.recorder.note_endpoint(headers)
-        return self.identity.is_known(headers)
+        if not self.identity.is_known(headers):
+            return False
+        account = self.callers.account(headers, "") if self.callers else None
+        return account is None or account.may(INVOKE)
+
+    def _enter_cluster(self, headers: Mapping[str, str]) -> None:
+        if self.callers:
+            self.callers.enter(headers, "")
 
     def _note_kubernetes(self, headers: Mapping[str, str], cluster: str, verb: str, resource: str) -> None:
         if self.recorder:

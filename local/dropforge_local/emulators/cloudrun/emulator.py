@@ -12,6 +12,7 @@ from dropforge_local.base.errors import ApiError
 
 from ...containers.processes import Runtime
 from ..kit import rpc
+from ..kit.access import Guarded
 from ..kit.background import Background, stop_all
 from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Faulty, names_of
@@ -27,6 +28,7 @@ from .executions import Executions
 from .faults import ACTIONS, Faults
 from .jobs import Jobs
 from .methods import LOCATION, METHODS
+from .permissions import FURTHER, NEEDS
 from .services import Services
 from .store import Store
 from .volumes import with_known_media
@@ -67,7 +69,7 @@ class CloudRunEmulator(PassiveEmulator, OperationMethods):
         self.delete_job, self.delete_service = self._jobs.delete, self._services.delete
         self.create_service, self.update_service = self._services.create, self._services.update
         self.cancel_execution, self.delete_execution = self._executions.cancel, self._executions.delete
-        self._service = rpc.Service("google.cloud.run.v2", METHODS, Faulty(self, faults))
+        self._service = rpc.Service("google.cloud.run.v2", METHODS, Guarded(Faulty(self, faults), NEEDS, FURTHER))
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         api = [Route(route.verb, route.path, self._admit(route.handler)) for route in rpc.rest_routes([self._service])]

@@ -14,7 +14,9 @@ from aiohttp import web
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
+from dropforge_local.iam import require
 
+from ..kit.access import guarded
 from ..kit.emulator import PassiveEmulator
 from ..kit.faults import Switches
 from ..kit.names import Named
@@ -22,6 +24,7 @@ from ..kit.operations import EMPTY, Operation, Operations
 from ..kit.routing import Call, Route, mount
 from .config import ComputeConfig
 from .disks import Disks
+from .permissions import NEEDS, SET_LABELS
 from .rules import check_zone, in_use, make_disk
 from .wire import operation_json
 
@@ -60,7 +63,7 @@ class ComputeEmulator(PassiveEmulator, Named):
         }
         self._faults = Switches(db, "compute_settings", {"quota": {}}, methods=list(methods))
         self._routes = [
-            Route(verb, f"/compute/v1/{path}", self._faults.wrap(method, handler))
+            Route(verb, f"/compute/v1/{path}", guarded(self._faults.wrap(method, handler), NEEDS[method]))
             for method, (verb, path, handler) in methods.items()
         ]
 
@@ -84,6 +87,8 @@ class ComputeEmulator(PassiveEmulator, Named):
             return operation_json(known)
         disk_id = random.getrandbits(62)
         disk = make_disk(call.json(), parent, disk_id, self._clock.now())
+        if disk.get("labels"):
+            require(SET_LABELS, parent)
         name = f"{parent}/disks/{disk['name']}"
         with self._db.transaction():
             if self.disks.find(name):

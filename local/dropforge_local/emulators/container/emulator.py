@@ -15,6 +15,7 @@ from dropforge_local.base.errors import ApiError
 from dropforge_local.base.ports import HOST
 
 from ..kit import rpc
+from ..kit.access import Guarded, guarded
 from ..kit.emulator import RpcEmulator
 from ..kit.faults import Faulty, Switches, names_of
 from ..kit.messages import Messages
@@ -25,6 +26,7 @@ from ..kubernetes import KubernetesEmulator
 from ..kubernetes.times import timestamp
 from . import rules
 from .config import GkeConfig
+from .permissions import FURTHER, NEEDS, SERVICE_STATE
 from .wire import STOCKOUT, operation_message
 
 LOCATION = "projects/*/locations/*"
@@ -73,7 +75,8 @@ class GkeEmulator(RpcEmulator, Named):
         self._db = db
         self._clusters = Messages(db, "container_clusters", Cluster, not_found="Not found: {name}.")
         self._faults = Switches(db, "container_settings", {"stockout": [], "quota": {}}, methods=names_of(METHODS))
-        self._services = [rpc.Service("google.container.v1.ClusterManager", METHODS, Faulty(self, self._faults))]
+        handlers = Guarded(Faulty(self, self._faults), NEEDS, FURTHER)
+        self._services = [rpc.Service("google.container.v1.ClusterManager", METHODS, handlers)]
         self._operations = Operations(db, clock, "GKE", "Not found: {name}.")
         self._operations.carry_out(
             {
@@ -84,7 +87,9 @@ class GkeEmulator(RpcEmulator, Named):
         )
 
     def own_routes(self) -> Sequence[Route]:
-        state = Route("GET", f"/v1/projects/{{project}}/services/{SERVICE}", self._service_state)
+        state = Route(
+            "GET", f"/v1/projects/{{project}}/services/{SERVICE}", guarded(self._service_state, SERVICE_STATE)
+        )
         return [state, self._faults.route("container")]
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from dropforge_local.base.ports import HOST
+from dropforge_local.iam.policy import current
 
 from . import discovery
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
@@ -19,6 +20,7 @@ from .kubelet.logs import LogRequest
 from .objects import Objects, strict_error
 from .patches import JSON_PATCH, MERGE_PATCH, STRATEGIC_PATCH, apply_patch
 from .paths import LARGEST_BODY, Target, flag, is_dry_run, number, parse_body, parse_delete, parse_path
+from .permissions import refusal
 from .refusals import Refusal
 from .selectors import parse_selector
 from .shared import Shared
@@ -95,12 +97,14 @@ class ApiServer:
             return web.Response(text="ok")
         if not self._shared.authorize(request.headers):
             raise Refusal(401, "Unauthorized")
+        self._shared.enter(request.headers)
         path = request.path.rstrip("/")
         if request.method == "GET" and (document := discovery.document(path)) is not None:
             return web.json_response(document)
         raw_path = request.rel_url.raw_path.rstrip("/")
         call = Call(request, parse_path(raw_path), self._shared.host.clock.now())
         self._shared.note(request.headers, self._store.cluster, call.verb, call.target.resource)
+        self._check_permission(call)
         rule = self._faults.take_for(self._store.cluster, call.verb, call.target.kind.plural)
         await self._faults.suffer(rule, after_effect=False)
         if call.verb in ("watch", "log", "proxy"):
@@ -109,6 +113,13 @@ class ApiServer:
         await self._store.db.durable()
         await self._faults.suffer(rule, after_effect=True)
         return answer
+
+    def _check_permission(self, call: Call) -> None:
+        """Refuse what neither IAM nor a Role of this cluster grants to the account of this request."""
+        if (account := current.get()) is not None:
+            cluster, has_roles = self._store.cluster, self._store.cluster in self._shared.standing
+            if reason := refusal(account, cluster, call.target, call.verb, has_roles=has_roles):
+                raise Refusal(403, reason)
 
     def _act(self, call: Call, data: bytes) -> web.Response:
         if call.verb == "list":

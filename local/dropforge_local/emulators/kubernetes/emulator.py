@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -55,6 +55,8 @@ class KubernetesEmulator(PassiveEmulator):
         *,
         authorize: Callable[[Mapping[str, str]], bool],
         note: Note = lambda headers, cluster, verb, resource: None,
+        enter: Callable[[Mapping[str, str]], None] = lambda headers: None,
+        standing: Collection[str] = (),
         config: KubernetesConfig = KubernetesConfig(),  # noqa: B008 - frozen
         disks: Disks | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class KubernetesEmulator(PassiveEmulator):
         self._runtime = Runtime(host.directory, host.images.search_path)
         self._disks = disks or Disks(host.db, host.directory / ".disks")
         runner = Runner(host, self._runtime, config.kept_logs, self._disks)
-        self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note)
+        self._shared = Shared(host, config, Faults(host.db), runner, Ports(host.db), authorize, note, enter, standing)
         self._clusters: dict[str, Cluster] = {}
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

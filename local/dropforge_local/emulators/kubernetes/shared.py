@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ..kit.host import Host
@@ -17,7 +17,10 @@ Note = Callable[[Mapping[str, str], str, str, str], None]
 
 @dataclass(frozen=True)
 class Shared:
-    """The settings, the containers and the fault switches; `authorize` decides from a request's headers."""
+    """The settings, the containers and the fault switches; `authorize` decides from a request's headers.
+
+    `enter` lets the rest of a request act as its account. The clusters in `standing` have the deployment's Roles.
+    """
 
     host: Host
     config: KubernetesConfig
@@ -26,3 +29,5 @@ class Shared:
     ports: Ports
     authorize: Callable[[Mapping[str, str]], bool]
     note: Note
+    enter: Callable[[Mapping[str, str]], None]
+    standing: Collection[str]

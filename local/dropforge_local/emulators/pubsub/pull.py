@@ -11,10 +11,12 @@ from google.cloud.pubsub_v1 import types
 
 from dropforge_local.base.clock import Clock
 from dropforge_local.base.errors import ApiError
+from dropforge_local.iam import require
 
 from ..kit.rpc import Message, abort
 from ..kit.times import timestamp
 from .backlog import Backlog, Delivery
+from .permissions import CONSUME
 from .resources import Resources, Subscription
 from .rules import check_modified_deadline, check_stream_deadline, invalid
 from .wakes import Wakes, wait
@@ -112,6 +114,7 @@ class Puller:
         first = await anext(aiter(requests), None)
         if first is None:
             return
+        require(CONSUME, first.subscription)
         check_stream_deadline(first.stream_ack_deadline_seconds)
         subscription = self._pullable(first.subscription)
         outstanding = Outstanding(first.max_outstanding_messages, first.max_outstanding_bytes)

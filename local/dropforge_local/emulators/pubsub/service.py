@@ -10,10 +10,12 @@ from google.protobuf import empty_pb2
 from dropforge_local.base.errors import ApiError
 
 from ..kit import masks
+from ..kit.access import Guarded
 from ..kit.paging import cut, read_token
 from ..kit.rpc import Message, Service, methods
 from ..kit.times import seconds_of, timestamp
 from .backlog import Backlog, Content
+from .permissions import NEEDS
 from .pull import Puller, received_message
 from .replay import MINIMUM_SNAPSHOT_SECONDS, Replay
 from .resources import PAGING, Resources, Snapshot, Subscription, describe, not_found
@@ -253,9 +255,10 @@ class PubSubService:
 
 def services(implementation: PubSubService) -> tuple[Service, Service]:
     """The two gRPC services with their HTTP rules. The emulator adds StreamingPull, which REST lacks."""
+    handlers = Guarded(implementation, NEEDS)
     return (
-        Service("google.pubsub.v1.Publisher", PUBLISHER, implementation),
-        Service("google.pubsub.v1.Subscriber", SUBSCRIBER, implementation),
+        Service("google.pubsub.v1.Publisher", PUBLISHER, handlers),
+        Service("google.pubsub.v1.Subscriber", SUBSCRIBER, handlers),
     )
 
 

@@ -16,10 +16,12 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.errors import ApiError
 
 from ..kit import masks
+from ..kit.access import Guarded
 from ..kit.emulator import RpcEmulator
 from ..kit.paging import Paging
 from ..kit.rpc import Message, Service, methods
 from . import rules
+from .permissions import NEEDS
 from .rules import DESTROYED, DISABLED, ENABLED
 from .store import Secret, SecretVersion, Store
 
@@ -36,7 +38,7 @@ class SecretManagerEmulator(RpcEmulator):
     def __init__(self, db: Database, clock: Clock, project: str) -> None:
         self.project = project
         self._store = Store(db, clock)
-        self._services = (Service("google.cloud.secretmanager.v1.SecretManagerService", METHODS, self),)
+        self._services = (Service("google.cloud.secretmanager.v1.SecretManagerService", METHODS, Guarded(self, NEEDS)),)
 
     def access(self, secret: str, version: str = "latest") -> bytes:
         """The value of projects/P/secrets/S at a version; raises ApiError as the API does."""

@@ -16,6 +16,7 @@ from dropforge_local.base.errors import ApiError
 
 from ..compute.disks import Disks
 from ..kit import rpc
+from ..kit.access import Guarded
 from ..kit.background import stop_all
 from ..kit.emulator import RpcEmulator
 from ..kit.faults import Faulty, names_of
@@ -33,6 +34,7 @@ from .faults import ACTIONS
 from .machines import Machines
 from .methods import LOCATION_METHODS, METHODS, NODE, OPERATION_METHODS
 from .nodes import Nodes, State
+from .permissions import FURTHER, NEEDS
 from .queued import QueuedResources
 
 PAGES = Paging(default=100, largest=1000)  # Cloud TPU documents neither number
@@ -79,7 +81,7 @@ class TpuEmulator(RpcEmulator, OperationMethods, Named):
                 "delete_queued": self._step(self._queued.remove),
             }
         )
-        handlers = Faulty(self, self._context.faults)
+        handlers = Guarded(Faulty(self, self._context.faults), NEEDS, FURTHER)
         self._services = (
             rpc.Service("google.cloud.tpu.v2.Tpu", METHODS, handlers),
             rpc.Service("google.longrunning.Operations", OPERATION_METHODS, handlers),

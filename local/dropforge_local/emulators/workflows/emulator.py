@@ -6,13 +6,15 @@ The Python client speaks gRPC, which has fewer fields than REST; gcloud and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from workflows_engine import Engine
 
 from ..kit import rpc
+from ..kit.access import Guarded, guarded
 from ..kit.emulator import RpcEmulator
 from ..kit.routing import Route
-from . import admin, executions
+from . import admin, executions, permissions
 from .rest import Rest
 
 
@@ -24,13 +26,21 @@ class WorkflowsEmulator(RpcEmulator):
         self._workflows = admin.Workflows(engine)
         self._services = (
             rpc.Service(
-                "google.cloud.workflows.executions.v1.Executions", executions.METHODS, executions.Executions(engine)
+                "google.cloud.workflows.executions.v1.Executions",
+                executions.METHODS,
+                Guarded(executions.Executions(engine), permissions.EXECUTIONS),
             ),
-            rpc.Service("google.cloud.workflows.v1.Workflows", admin.METHODS, self._workflows),
+            rpc.Service(
+                "google.cloud.workflows.v1.Workflows",
+                admin.METHODS,
+                Guarded(self._workflows, permissions.WORKFLOWS),
+            ),
         )
 
     def own_routes(self) -> Sequence[Route]:
-        return [*Rest(self.engine).routes(), *self._workflows.routes()]
+        routes = [*Rest(self.engine).routes(), *self._workflows.routes()]
+        needs = permissions.REST
+        return [replace(route, handler=guarded(route.handler, needs[route.handler.__name__])) for route in routes]
 
     async def start(self) -> None:
         await self.engine.start()

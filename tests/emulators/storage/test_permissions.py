@@ -1,0 +1,152 @@
+"""Who may do what, with Google's client at the addresses of accounts, under the bindings of terraform/."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+from google.api_core.exceptions import Forbidden, NotFound, PreconditionFailed, Unauthorized
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.identity import Identity
+from dropforge_local.base.recording import FUNCTIONS, HEADER, SERVER, TRAINER
+from dropforge_local.base.server import BackgroundServer, Server
+from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.iam import Callers, Policy
+from dropforge_local.iam.terraform import read_configuration
+from dropforge_local.stack import deployment
+from dropforge_local.stack.config import ROOT
+
+RUNS, SPECS, DATA = deployment.RUNS_BUCKET, deployment.SPECS_BUCKET, "data"
+IDENTITY = Identity("secret")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    state = tmp_path_factory.mktemp("guarded")
+    policy = Policy(read_configuration(ROOT / "terraform", deployment.VARIABLES))
+
+    def build() -> list[Any]:
+        emulator = StorageEmulator(Database(state / "state.db"), state / "blobs", SystemClock())
+        for bucket in (RUNS, SPECS, DATA):
+            emulator.create_bucket(bucket)
+        return [emulator]
+
+    with BackgroundServer(build, Callers(policy, IDENTITY, deployment.account_of)) as server:
+        yield server
+
+
+@pytest.fixture
+def at(server: Server) -> Callable[..., storage.Client]:
+    """Google's client at the address of a caller; `function` is a function's name."""
+
+    def at(caller: str, function: str = "") -> storage.Client:
+        session = requests.Session()
+        session.headers[HEADER] = function
+        url = server.addresses(caller)[0]
+        return storage.Client("p", AnonymousCredentials(), _http=session, client_options={"api_endpoint": url})
+
+    return at
+
+
+def write(client: storage.Client, name: str, bucket: str = RUNS, **options: Any) -> None:
+    client.bucket(bucket).blob(name).upload_from_string("x", retry=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("caller", "function", "allowed", "refused"),
+    [
+        (TRAINER, "", "models/r/a", "runs/r/record.json"),
+        (TRAINER, "", "checkpoints/r/a", "runs/open/r"),
+        (FUNCTIONS, "notify", "runs/r/record.json", "models/r/a"),
+        (FUNCTIONS, "on_job_event", "runs/r/events/1.json", "runs/r/record.json"),
+    ],
+)
+def test_an_account_writes_below_its_prefixes_only(
+    at: Callable[..., storage.Client], caller: str, function: str, allowed: str, refused: str
+) -> None:
+    client, suffix = at(caller, function), uuid.uuid4().hex
+    write(client, allowed + suffix)
+    write(client, allowed + suffix)  # a replacement needs delete, too
+    with pytest.raises(Forbidden, match=r"does not have storage.objects.create access to the Google Cloud Storage obj"):
+        write(client, refused + suffix)
+    with pytest.raises(Forbidden):
+        client.bucket(RUNS).blob(refused).create_resumable_upload_session(size=1)
+    write(at(""), refused + suffix)
+    with pytest.raises(Forbidden, match=r"storage\.objects\.delete"):
+        client.bucket(RUNS).blob(refused + suffix).delete(retry=None)
+    for source, target in ((allowed, refused), (refused, refused + "2")):
+        blob = client.bucket(RUNS).blob(source + suffix)
+        with pytest.raises(Forbidden):
+            client.bucket(RUNS).copy_blob(blob, client.bucket(RUNS), target + suffix, retry=None)
+        with pytest.raises(Forbidden):
+            client.bucket(RUNS).blob(target + suffix).compose([blob], retry=None)
+
+
+def test_each_part_of_a_batch_is_checked(at: Callable[..., storage.Client]) -> None:
+    owner, trainer, name = at(""), at(TRAINER), uuid.uuid4().hex
+    for prefix in ("runs/", "models/"):
+        write(owner, prefix + name)
+    batch = trainer.batch()
+    batch.__enter__()
+    for prefix in ("models/", "runs/"):
+        trainer.bucket(RUNS).blob(prefix + name).delete()
+    with pytest.raises(Forbidden):
+        batch.__exit__(None, None, None)
+    assert [owner.bucket(RUNS).blob(prefix + name).exists() for prefix in ("runs/", "models/")] == [True, False]
+
+
+def test_only_who_may_list_learns_that_an_object_is_missing(at: Callable[..., storage.Client]) -> None:
+    with pytest.raises(NotFound):
+        at(TRAINER).bucket(RUNS).blob("none").download_as_bytes(retry=None)
+    with pytest.raises(Forbidden, match=r"storage\.objects\.get"):
+        at(SERVER).bucket(DATA).blob("none").download_as_bytes(retry=None)
+    with pytest.raises(Forbidden, match=r"storage\.objects\.list"):
+        list(at(SERVER).bucket(DATA).list_blobs())
+
+
+def test_an_object_that_exists_is_not_replaced_without_delete(at: Callable[..., storage.Client]) -> None:
+    name = f"models/{uuid.uuid4().hex}"
+    write(at(""), name)
+    with pytest.raises(PreconditionFailed):
+        write(at(TRAINER), name, if_generation_match=0)
+    with pytest.raises(Forbidden):
+        write(at(SERVER), name, if_generation_match=0)
+
+
+@pytest.mark.parametrize("caller", [TRAINER, SERVER])
+def test_a_container_changes_no_bucket(at: Callable[..., storage.Client], caller: str) -> None:
+    client = at(caller)
+    for work in (
+        lambda: client.bucket(RUNS).delete(retry=None),
+        lambda: client.create_bucket(f"b-{uuid.uuid4().hex}", retry=None),
+        lambda: list(client.list_buckets(retry=None)),
+        lambda: client.bucket(RUNS).get_iam_policy(retry=None),
+        lambda: client.bucket(SPECS).blob("specs/forged.json").upload_from_string("{}", retry=None),
+        lambda: client.bucket(SPECS).blob("specs/any.json").download_as_bytes(retry=None),
+    ):
+        with pytest.raises(Forbidden):
+            work()
+    asked = ["storage.objects.get", "storage.objects.create", "storage.buckets.delete"]
+    assert client.bucket(RUNS).test_iam_permissions(asked) == ["storage.objects.get"]
+
+
+def test_the_owner_may_do_everything_with_or_without_a_token(at: Callable[..., storage.Client], server: Server) -> None:
+    write(at(""), f"runs/{uuid.uuid4().hex}")
+    owner, session = server.addresses("")[0], requests.Session()
+    for token, status in ((IDENTITY.token("OAuth2", "scope"), 200), ("ya29.somebody-else", 401)):
+        session.headers["Authorization"] = f"Bearer {token}"
+        assert session.get(f"{owner}/storage/v1/b/{RUNS}", timeout=60).status_code == status
+    session.headers["Authorization"] = f"Bearer {IDENTITY.token('OAuth2', 'scope', TRAINER)}"
+    client = storage.Client("p", AnonymousCredentials(), _http=session, client_options={"api_endpoint": owner})
+    with pytest.raises(Forbidden):
+        write(client, "runs/by-token")
+    session.headers["Authorization"] = "Bearer none"
+    with pytest.raises(Unauthorized):
+        write(client, "runs/by-token")
