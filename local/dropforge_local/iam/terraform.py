@@ -5,6 +5,7 @@ Values that only Google knows, such as a project's number, become a text in angl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,10 +238,8 @@ class _Names:
         raise HclError(f"{value!r} has no attribute {name!r}")
 
     def call(self, function: str, arguments: list[Any]) -> Any:
-        if function == "file":
-            return Path(arguments[0]).read_text()
         if function not in _FUNCTIONS:
-            raise HclError(f"the function {function}() is unknown")
+            raise HclError(f"the function {function}() is unknown; add it to {__name__}")
         return _FUNCTIONS[function](*arguments)
 
     def _of_root(self, path: str, name: str) -> Any:
@@ -274,7 +273,10 @@ def _union(*sets: Any) -> list[Any]:
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "concat": lambda *lists: [item for each in lists for item in each],
     "contains": lambda items, item: item in items,
+    "file": lambda path: Path(path).read_text(),
+    "fileexists": lambda path: Path(path).is_file(),
     "join": lambda separator, items: separator.join(map(str, items)),
+    "jsonencode": lambda value: json.dumps(value, separators=(",", ":")),
     "keys": lambda value: sorted(value),
     "length": len,
     "merge": _merge,

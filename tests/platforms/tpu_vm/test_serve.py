@@ -120,7 +120,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
                 lambda account: hosts,
             ),
             disks=compute.disks,
-            token=lambda scope: "good",
+            token=lambda scope, account: "good",
             config=TpuConfig(
                 create_seconds=0.1,
                 delete_seconds=0.05,

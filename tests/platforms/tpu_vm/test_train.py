@@ -118,7 +118,7 @@ def build(home: Path, hosts: dict[str, str], emulators: list[Any]) -> Sequence[E
             lambda account: hosts,
         ),
         disks=compute.disks,
-        token=lambda scope: "token",
+        token=lambda scope, account: "token",
         config=TpuConfig(
             create_seconds=0.1,
             delete_seconds=0.05,
