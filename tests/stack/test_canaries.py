@@ -56,7 +56,7 @@ def canary_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[
 def test_no_output_contains_a_secret(canary_stack: User) -> None:
     user = canary_stack
     webhook = f"{user.info.http}/slack/services/T/B/{CANARY}"
-    for name, value in {**SECRETS, "webhook": webhook}.items():
+    for name, value in {**SECRETS, "webhook-canary": webhook}.items():
         secret = clients.secrets().create_secret(
             parent=f"projects/{user.settings.project}", secret_id=name, secret={"replication": {"automatic": {}}}
         )
@@ -64,7 +64,7 @@ def test_no_output_contains_a_secret(canary_stack: User) -> None:
     watch = ProcessWatch()
     watch.start()
     variables = {"HF_TOKEN": "hf-token", "PASSWORD": "special", "MY_KEY": "plain"}
-    notify = {"slack": {"webhook_secret": "webhook"}}
+    notify = {"slack": {"webhook_secret": "webhook-canary"}}
     runs = []  # all at once, because runs mostly wait
     for kind, part in PARTS.items():
         serve = {"type": kind, **SERVES[kind]} if kind in SERVES else None

@@ -94,12 +94,12 @@ class Policy:
 
     def __init__(self, configuration: Configuration) -> None:
         roles = {**known_roles(), **configuration.roles}
-        exact = frozenset(binding.resource for binding in configuration.bindings if not binding.resource.endswith("/*"))
+        named = frozenset(binding.resource for binding in configuration.bindings)
         grants: dict[str, dict[str, list[_Grant]]] = {}
         for binding in configuration.bindings:
             if binding.role not in roles:
                 raise PolicyError(f"{binding.role} is not in {ROLES_FILE.name}; add it with the permissions used here")
-            grant, held = _grant(binding, exact), grants.setdefault(binding.member, {})
+            grant, held = _grant(binding, named), grants.setdefault(binding.member, {})
             for permission in roles[binding.role]:
                 held.setdefault(permission, []).append(grant)
         in_clusters = dict(_in_clusters(configuration.cluster_objects))
@@ -128,8 +128,8 @@ def known_roles() -> dict[str, frozenset[str]]:
     return {role: frozenset(permissions) for role, permissions in listed.items()}
 
 
-def _grant(binding: Binding, exact: frozenset[str]) -> _Grant:
-    covers = _covers(binding.resource, exact)
+def _grant(binding: Binding, named: frozenset[str]) -> _Grant:
+    covers = _covers(binding.resource, named)
     if not binding.condition:
         return _Grant(covers, None)
     try:
@@ -139,16 +139,24 @@ def _grant(binding: Binding, exact: frozenset[str]) -> _Grant:
         return _Grant(covers, lambda resource: False, note)
 
 
-def _covers(resource: str, exact: frozenset[str]) -> Callable[[str], bool]:
-    """Whether a resource is the given resource or below it; "/*" stands for all that no other binding names."""
+def _covers(resource: str, named: frozenset[str]) -> Callable[[str], bool]:
+    """Whether a resource is the given resource or below it.
+
+    A last "*" stands for every name with that beginning which no binding in `named` says more exactly.
+    """
     if not resource:
         return lambda name: True
-    below = resource.removesuffix("*") if resource.endswith("/*") else f"{resource}/"
-    if not resource.endswith("/*"):
+    if not resource.endswith("*"):
+        below = f"{resource}/"
         return lambda name: name == resource or name.startswith(below)
+    start, parent = resource[:-1], resource.rpartition("/")[0] + "/"
+    closer = tuple(
+        other[:-1] for other in named if other.endswith("*") and other != resource and other.startswith(start)
+    )
 
     def is_other(name: str) -> bool:
-        return name.startswith(below) and below + name[len(below) :].partition("/")[0] not in exact
+        own = parent + name[len(parent) :].partition("/")[0]
+        return own.startswith(start) and own not in named and not own.startswith(closer)
 
     return is_other
 

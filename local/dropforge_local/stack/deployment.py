@@ -16,7 +16,8 @@ WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
-# Terraform's variables: every optional part is on. "*" stands for each bucket or secret that a user creates.
+# Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
+# and each secret that a user creates.
 VARIABLES: dict[str, Any] = {
     "cluster_regions": [LOCATION],
     "data_buckets": ["*"],
@@ -26,6 +27,7 @@ VARIABLES: dict[str, Any] = {
     "slack_webhook_secret": SLACK_SECRET,
     "tpu_regions": [LOCATION],
     "training_secrets": ["*"],
+    "webhook_secrets": ["webhook-*"],
 }
 
 _IMAGE_SETTINGS = ("TRAIN_TRL", "TRAIN_MAXTEXT", "TRAIN_RAY", "SERVE_VLLM", "SERVE_VLLM_TPU")

@@ -66,13 +66,14 @@ def policy(*bindings: Binding) -> Policy:
     [
         ("projects/_/buckets/b", OBJECT, "projects/_/buckets/bb/objects/x"),
         ("projects/_/buckets/*", "projects/_/buckets/data/objects/x", OBJECT),  # another binding names bucket b
+        ("projects/_/buckets/*", "projects/_/buckets/bb", "projects/_/buckets/web-1/objects/x"),  # nor web-*
+        ("projects/_/buckets/web-*", "projects/_/buckets/web-1/objects/x", "projects/_/buckets/we"),
         ("", OBJECT, None),
     ],
 )
 def test_a_binding_covers_its_resource_and_all_below_it(on: str, allowed: str, denied: str | None) -> None:
-    account = policy(
-        Binding(f"serviceAccount:{ME}", "reader", on), Binding("serviceAccount:x", "reader", "projects/_/buckets/b")
-    ).account(ME)
+    others = [Binding("serviceAccount:x", "reader", f"projects/_/buckets/{name}") for name in ("b", "web-*")]
+    account = policy(Binding(f"serviceAccount:{ME}", "reader", on), *others).account(ME)
     assert account.may(READ, allowed)
     assert denied is None or not account.may(READ, denied)
     assert not account.may("storage.objects.delete", allowed)
