@@ -13,7 +13,14 @@ from .paths import Target
 CONNECT = "container.clusters.connect"
 _COLLECTIONS = {
     name.lower(): name
-    for name in ("configMaps", "cronJobs", "horizontalPodAutoscalers", "replicaSets", "serviceAccounts")
+    for name in (
+        "configMaps",
+        "cronJobs",
+        "horizontalPodAutoscalers",
+        "persistentVolumeClaims",
+        "replicaSets",
+        "serviceAccounts",
+    )
 }
 _BUILT_IN_GROUPS = ("", "apps", "autoscaling", "batch")
 _VERBS = {"watch": "list", "patch": "update", "deletecollection": "delete"}
