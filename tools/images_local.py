@@ -228,7 +228,9 @@ def build(role: str, torch: Mapping[str, str]) -> None:
 
 def mounts() -> dict[str, str]:
     """Return what a build sees of this machine, and no image keeps: uv's cache, the CPU wheel, how to reach PyPI."""
-    index = os.environ.get("PIP_INDEX_URL") or pip_setting("global.index-url")
+    from tools.uv import pip_setting
+
+    index = pip_setting("index-url")
     (WORK / "pip.conf").write_text("[global]\n" + (f"index-url = {index}\n" if index else ""))
     uv = f'[[index]]\nurl = "{index}"\ndefault = true\n' if index else ""
     (WORK / "uv.toml").write_text(f"system-certs = true\n{uv}")
@@ -237,11 +239,6 @@ def mounts() -> dict[str, str]:
     shown = {"uv-cache": "/root/.cache/uv", "torch": "/torch:ro"}
     shown |= {"pip.conf": "/etc/pip.conf:ro", "uv.toml": "/etc/uv/uv.toml:ro"}
     return {"/etc/ssl/certs": "/etc/ssl/certs:ro", **{str(WORK / name): place for name, place in shown.items()}}
-
-
-def pip_setting(name: str) -> str:
-    command = [sys.executable, "-m", "pip", "config", "get", name]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 @contextmanager

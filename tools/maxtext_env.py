@@ -1,8 +1,8 @@
 """Create MaxText's own environment unless it exists: `python tools/maxtext_env.py [build/maxtext]`.
 
 MaxText needs Python 3.12 and other versions than lock.txt pins. containers/train_maxtext/requirements.lock.txt pins all
-packages of the environment. PyTorch is not among them: code that needs PyTorch runs in build/venv. uv installs them, in
-a fraction of pip's time; build/uv-cache keeps what it downloaded.
+packages of the environment. PyTorch is not among them: code that needs PyTorch runs in build/venv. uv installs them
+(tools/uv.py).
 Prints the path of the interpreter. Exit code 3: this machine has no Python 3.12.
 """
 
@@ -19,8 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "containers" / "train_maxtext" / "requirements.lock.txt"
-UV_LOCK = ROOT / "containers" / "uv.lock.txt"
-PIP_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
 NO_PYTHON = 3
 
 
@@ -49,31 +47,13 @@ def install(python: str, directory: Path) -> None:
     print(
         f"creating {directory} from {LOCK.relative_to(ROOT)} (about 600 MB, half a minute)", file=sys.stderr, flush=True
     )
+    from tools import uv
+
     began = time.monotonic()
     subprocess.run([python, "-m", "venv", "--clear", str(directory)], check=True)
-    tools = ROOT / "build" / "uv"  # uv, and setuptools for the packages that have no wheel
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--require-hashes"]
-    subprocess.run([*pip, "--upgrade", "--target", str(tools), "--requirement", str(UV_LOCK)], check=True)
-    uv = [str(tools / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
-    uv += ["--no-deps", "--require-hashes", "--no-build-isolation", "--requirement", str(LOCK)]
-    subprocess.run(uv, env={**os.environ, **settings_of_uv(python), "PYTHONPATH": str(tools)}, check=True)
+    uv.install(directory / "bin" / "python", LOCK)
     (directory / ".installed").write_text(digest())
     print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
-def settings_of_uv(python: str) -> dict[str, str]:
-    """Return uv's variables for where pip finds packages on this machine: uv reads no settings of pip."""
-    found = {}
-    for name, variable in PIP_SETTINGS.items():
-        value = os.environ.get(f"PIP_{name.upper().replace('-', '_')}") or ""
-        if not value:
-            command = [python, "-m", "pip", "config", "get", f"global.{name}"]
-            value = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        if value:
-            found[variable] = value
-    # A file of any index must have a hash of the lock.
-    own = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never", "UV_SYSTEM_CERTS": "1"}
-    return {"UV_CACHE_DIR": str(ROOT / "build" / "uv-cache"), **own, **found}
 
 
 def digest() -> str:
@@ -100,4 +80,5 @@ def candidates() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     sys.exit(main(*sys.argv[1:]))

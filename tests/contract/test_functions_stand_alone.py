@@ -15,11 +15,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+from tools import uv
 
 from dropforge.base.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-# pip runs outside of the environment, which contains nothing but the requirements.
+# pip and uv run outside of the environment, which contains nothing but the requirements.
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
 SETTINGS = [f"DROPFORGE_{field.name.upper()}" for field in fields(Settings) if field.default is MISSING]
 
@@ -33,10 +34,7 @@ def clean_python() -> Path:
     python = directory / "bin" / "python"
     if not (directory / ".installed").exists():
         venv.create(directory, with_pip=False, clear=True)
-        # requirements.txt is complete: the test runs `pip check`.
-        options = ["--quiet", "--no-deps", "--no-compile", "--requirement", str(requirements)]
-        install = [*PIP, str(python), "install", *options]
-        subprocess.run(install, check=True, timeout=600)
+        uv.install(python, requirements)  # requirements.txt is complete: the test runs `pip check`
         (directory / ".installed").touch()
     return python
 
