@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from dropforge.base.errors import ErrorClass
+from dropforge.platforms.images import unserved_model
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec
 
-from .errors import missing
+from .errors import BAD_CONFIG, JobError, missing
 
 
 def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = True) -> tuple[str, Source]:
@@ -20,10 +23,20 @@ def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = 
         if not (directory / "config.json").is_file():
             hint = "give the prefix that holds the files of save_pretrained"
             raise missing(f"model.source {source!r} has no config.json", hint)
+        check_servable(spec, directory)
         return str(directory), Source(uri=source, revision=artifacts.prefix_revision(client, source))
     from huggingface_hub import snapshot_download
 
     files = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
     copies = ["original/*", "consolidated*"]  # the same weights once more, in another layout
     path = snapshot_download(source, revision=spec.model.revision, allow_patterns=files, ignore_patterns=copies)
+    check_servable(spec, Path(path))
     return path, Source(uri=source, revision=Path(path).name)  # the snapshot's directory is named by its commit
+
+
+def check_servable(spec: JobSpec, directory: Path) -> None:
+    """Raise JobError before the training is paid for, if the spec wants an endpoint that cannot serve the model."""
+    kind = json.loads((directory / "config.json").read_text()).get("model_type", "")
+    if problem := unserved_model(spec, kind):
+        hint = "set serve to null, or build serve_vllm on a newer vLLM and change UNSERVED_MODEL_TYPES"
+        raise JobError(ErrorClass.CONFIG, BAD_CONFIG, problem, hint)

@@ -4,7 +4,8 @@
     python -m containers.serve_vllm.serve
 
 On a GPU or TPU this process becomes `vllm serve`. On a CPU it starts an engine on an inner port behind the gate
-(gate.py). Exit codes: 64 for wrong settings, 66 if no model is committed, 70 if the engine fails.
+(gate.py). Exit codes: 64 for wrong settings and for a
+model that the image cannot serve, 66 if no model is committed, 70 if the engine fails.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .engine import (
     vllm_tpu_argv,
     vllm_tpu_environment,
 )
+from .known import unknown_model
 
 BAD_CONFIG = 64
 NOT_FOUND = 66
@@ -68,6 +70,9 @@ def main() -> int:
         return NOT_FOUND
     engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=has_vllm())
     log("starting", stage="serve", model=model, engine=engine)
+    if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
+        log(problem, stage="serve", severity="ERROR")
+        return BAD_CONFIG
     parser = None if engine == "transformers" else find_parser(client, model)
     if engine == "vllm":
         command = vllm_argv(settings, model, parser)
@@ -97,12 +102,20 @@ def find_model(client: Any, model_uri: str) -> str:
     return f"{model_uri}/{manifest.serve_path}"
 
 
+def read_config(client: Any, model: str) -> dict[str, Any]:
+    """The model's config.json; {} if it has none."""
+    bucket, prefix = artifacts.parse_gs_uri(model)
+    blob = client.bucket(bucket).blob(f"{prefix}/config.json")
+    config: dict[str, Any] = json.loads(blob.download_as_text()) if blob.exists() else {}
+    return config
+
+
 def find_parser(client: Any, model: str) -> str | None:
     """The parser of the model's thoughts, from the committed files; None for a model without thoughts."""
     bucket, prefix = artifacts.parse_gs_uri(model)
-    blobs = [client.bucket(bucket).blob(f"{prefix}/{name}") for name in ("config.json", "chat_template.jinja")]
-    config, template = (blob.download_as_text() if blob.exists() else "{}" for blob in blobs)
-    return reasoning_parser(json.loads(config).get("model_type", ""), template)
+    blob = client.bucket(bucket).blob(f"{prefix}/chat_template.jinja")
+    template = blob.download_as_text() if blob.exists() else ""
+    return reasoning_parser(read_config(client, model).get("model_type", ""), template)
 
 
 async def serve_behind_gate(

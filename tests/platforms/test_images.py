@@ -178,3 +178,14 @@ def test_a_flash_attention_that_no_image_has_is_refused_with_the_mend(target: di
     )
     assert (problem.pointer, problem.found) == ("/model/attn_implementation", attention)
     assert str(problem.expected).startswith("'auto', 'sdpa' or 'eager'")
+
+
+def test_the_types_that_serving_lacks_are_those_of_the_training_lock() -> None:
+    """A newer transformers in the lock of train_trl, or another vLLM: compare its types of text models again."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    lock = (CONTAINERS / "train_trl" / "requirements.lock.txt").read_text()
+    assert f"transformers=={images.TRAINING_TRANSFORMERS} " in lock
+    assert "v0.29.0" in IMAGES["serve_vllm"].pin
+    assert set(CONFIG_MAPPING_NAMES) >= images.UNSERVED_MODEL_TYPES
+    assert not images.UNSERVED_MODEL_TYPES & {"gemma", "gemma3", "gemma3_text", "llama", "qwen3", "qwen3_moe"}

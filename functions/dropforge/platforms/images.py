@@ -88,6 +88,27 @@ IMAGES = {
 }
 
 
+# The types of text models that training has and serving cannot read with transformers: training's version has them,
+# and 5.17.0 has not, which came with vLLM 0.31, while the image has vLLM 0.29. Whether vLLM 0.29 has classes of its own
+# for some of them could not be read.
+TRAINING_TRANSFORMERS = "5.23.0"
+UNSERVED_MODEL_TYPES = frozenset(
+    (
+        *("bailing_hybrid", "beam", "dots3_note", "dots3_note_text", "flint", "granite_docling", "inkling2"),
+        *("inkling2_text", "hyperclovax_vision_v2", "iquestcoder", "kolibri1", "lfm3", "lfm3_vl", "minicpm_ocr"),
+        *("minicpmv4_7", "mistral_large4", "moss_transcribe_diarize", "muse_spark", "nemotron_h_omni", "unlimited_ocr"),
+    )
+)
+UNSERVED_SOURCE = Source("https://pypi.org/project/transformers/5.17.0/", date(2026, 11, 23))
+
+
+def unserved_model(job: JobSpec, model_type: str) -> str:
+    """Why no endpoint can serve a model of a type, which training would find out too late; "" if one may."""
+    if job.serve is None or job.serve.type not in ("cloud_run", "gke") or model_type not in UNSERVED_MODEL_TYPES:
+        return ""
+    return f"image serve_vllm ({IMAGES['serve_vllm'].pin}) does not know models of type {model_type!r}"
+
+
 def gpu_problems(role: str, accelerator: str, drivers: Mapping[str, Driver], pointer: str) -> Iterator[SpecProblem]:
     """The problem, at `pointer`, that an image does not start on an accelerator; none if it does.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from containers.common.errors import BAD_CONFIG, INTERNAL, NOT_FOUND, OUT_OF_MEMORY, JobError, classify
 from containers.common.job import Job
+from containers.common.model import check_servable
 from containers.common.outcome import Outcome, outcome_of
 from containers.common.redactor import Redactor
 from containers.common.report import PROGRESS_STEPS, ProgressMeter, Reporter
@@ -19,6 +22,7 @@ from containers.common.stop import StopRequest
 from dropforge.base.errors import CloudError, ErrorClass, InvalidSpec, SpecProblem
 from dropforge.cloud.clients import Clients
 from dropforge.run.events import JobEvent
+from dropforge.spec import parse_spec
 
 ENVIRONMENT = {
     "DROPFORGE_PROJECT": "p",
@@ -208,3 +212,35 @@ def test_events_are_published_once_and_only_where_somebody_listens(
     reporter.started(0, "cpu")
     reporter.close()
     assert [topic for topic in published if topic != DEAD] == topics
+
+
+@pytest.mark.parametrize(
+    ("serve", "kind", "refused"),
+    [
+        ({"type": "cloud_run"}, "lfm3", True),
+        ({"type": "gke"}, "lfm3", True),
+        (None, "lfm3", False),
+        ({"type": "cloud_run"}, "gemma3_text", False),
+        ({"type": "cloud_run"}, "", False),
+    ],
+)
+def test_a_model_that_no_endpoint_can_serve_is_refused_before_it_is_trained(
+    serve: dict[str, Any] | None, kind: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} if kind else {}))
+    document = {
+        "api_version": "dropforge/v1",
+        "name": "n",
+        "model": {"source": "owner/model"},
+        "dataset": {"source": "owner/data"},
+        "target": {"type": "cloud_run", "placements": [{"region": "us-central1"}]},
+        "serve": serve,
+    }
+    spec = parse_spec(json.dumps(document).encode())
+    if not refused:
+        check_servable(spec, tmp_path)
+        return
+    with pytest.raises(JobError, match=r"v0\.29\.0-cu129.* does not know models of type 'lfm3'") as error:
+        check_servable(spec, tmp_path)
+    assert (error.value.error_class, error.value.exit_code) == (ErrorClass.CONFIG, BAD_CONFIG)
+    assert "set serve to null" in error.value.hint
