@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import flask
 import functions_framework
 
-from dropforge.base.errors import CloudError, Conflict, ErrorClass, NotFound
+from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.names import is_run_id, is_spec_object
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, uploaded_object
@@ -169,8 +169,9 @@ def _stage(
         return work(context()).to_json()
     except NotFound as error:
         return {"error": str(error)}, 404
-    except (CloudError, Conflict) as error:
-        is_temporary = isinstance(error, Conflict) or error.error_class is ErrorClass.TRANSIENT
+    except (CloudError, Conflict, Malformed) as error:
+        is_transient = isinstance(error, CloudError) and error.error_class is ErrorClass.TRANSIENT
+        is_temporary = isinstance(error, Conflict) or is_transient
         context().log(str(error), stage=stage, run=str(body.get("run", "")), severity="WARNING")
         return {"error": str(error)}, 503 if is_temporary else 500
 

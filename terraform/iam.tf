@@ -25,7 +25,7 @@ locals {
   _below = {
     runs   = "resource.name.startsWith(\"${local._runs_objects}/runs/\")"
     events = "resource.name.extract(\"/objects/runs/{run}/events/\") != \"\""
-    device = "resource.name.extract(\"/objects/runs/{run}/machine/\") != \"\""
+    device = "resource.name.startsWith(\"${local._runs_objects}/machines/\")"
     checks = "resource.name.startsWith(\"${local._runs_objects}/checkpoints/\")"
     models = "resource.name.startsWith(\"${local._runs_objects}/models/\")"
   }
@@ -37,7 +37,7 @@ locals {
     runs_bucket      = { buckets = [google_storage_bucket.runs.name], condition = "" }
     run_objects      = { buckets = [google_storage_bucket.runs.name], condition = local._below.runs }
     event_objects    = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.events}" }
-    machine_objects  = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.runs} && ${local._below.device}" }
+    machine_objects  = { buckets = [google_storage_bucket.runs.name], condition = local._below.device }
     artifact_objects = { buckets = [google_storage_bucket.runs.name], condition = "${local._below.checks} || ${local._below.models}" }
   }
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dropforge.base import names
 from dropforge.base.clock import utc_now
-from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, parse_job_event
+from dropforge.run.events import Checkpointed, Failed, JobEvent, Preempted, Progress, Started, read_job_event
 from dropforge.run.record import Record, RunState
 from dropforge.run.store import RunStore
 
@@ -67,7 +67,8 @@ class Follower:
         self._last = new[-1]
         progress = [name for name in new if name.endswith("-progress.json")]
         unread = [name for name in new if name not in progress[:-1]]
-        return [parse_job_event(self.store.read(name).data) for name in unread]
+        events = (read_job_event(self.store.read(name).data, self.run) for name in unread)
+        return [event for event in events if event is not None]
 
 
 def snapshots(deployment: Deployment, run: str) -> Iterator[Snapshot]:

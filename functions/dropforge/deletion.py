@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base.errors import CloudError
+from .base import names
+from .base.errors import CloudError, ErrorClass
 from .context import Context
 from .run.record import LedgerEntry, Record, ResourceState
 
@@ -17,7 +18,7 @@ def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False)
         if keep_endpoint and entry.is_endpoint(run):
             continue
         try:
-            is_gone = delete_resource(context, entry.kind, entry.name)
+            is_gone = delete_resource(context, run, entry.kind, entry.name)
         except CloudError as error:
             refusals.append(error)
             continue
@@ -30,9 +31,19 @@ def delete_remaining(context: Context, run: str, *, keep_endpoint: bool = False)
     return remaining
 
 
-def delete_resource(context: Context, kind: str, name: str) -> bool:
-    """Start, or continue, the deletion of a resource; True once it was seen not to exist. Raises CloudError."""
-    return context.platforms.owner(kind).teardown(context.cloud, kind, name)
+def delete_resource(context: Context, run: str, kind: str, name: str) -> bool:
+    """Start, or continue, the deletion of a resource of a run; True once it was seen not to exist.
+
+    Raises CloudError, also for a resource whose name is not the run's: a ledger or a label is wrong about it.
+    """
+    if not names.is_of_run(name, run):
+        message = f"{name[:300]!r} is not deleted: the names of the resources of run {run} begin with df-{run}-"
+        raise CloudError(ErrorClass.CONFIG, message, "find out who wrote its name into the ledger, or set its labels")
+    try:
+        owner = context.platforms.owner(kind)
+    except KeyError as error:
+        raise CloudError(ErrorClass.CONFIG, f"{name} is not deleted: {error.args[0]}") from None
+    return owner.teardown(context.cloud, kind, name)
 
 
 def end_endpoint(context: Context, run: str) -> bool:

@@ -75,7 +75,7 @@ NO_API = re.compile(r"POST /slack/")  # Slack needs no permission of Google Clou
 BELOW = {
     "run_objects": re.compile(r"runs/"),
     "event_objects": re.compile(r"runs/[^/]+/events/"),
-    "machine_objects": re.compile(r"runs/[^/]+/machine/"),
+    "machine_objects": re.compile(r"machines/"),
     "artifact_objects": re.compile(r"(checkpoints|models)/"),
 }
 WRITES = {"storage.objects.create", "storage.objects.delete"}

@@ -302,6 +302,58 @@ def test_an_account_writes_its_own_objects_only(applied: Applied) -> None:
     assert re.findall(r'startsWith\("([^"]*)"\)', trainer["expression"]) == [f"{runs}/checkpoints/", f"{runs}/models/"]
 
 
+RUN = "job-0123456789ab"
+CONTROL_PLANE = (
+    f"runs/open/{RUN}",
+    f"runs/{RUN}/record.json",
+    f"runs/{RUN}/ledger.json",
+    f"runs/{RUN}/spec.json",
+    f"runs/{RUN}/events/0001-000000000000001-failed.json",
+    f"runs/{RUN}/machine/attempt-1/status.json",
+    "runs/open/machine/machine/y",
+    f"runs/{RUN}/machine/record.json",
+    f"runs/machines/{RUN}",
+    f"runs/x/objects/machines/{RUN}",
+)
+OF_CONTAINERS = (f"machines/{RUN}/attempt-1/status.json", f"models/{RUN}/MANIFEST.json", f"checkpoints/{RUN}/step-1/x")
+
+
+def test_no_container_may_write_what_the_control_plane_reads_as_its_own(applied: Applied) -> None:
+    """The conditions of the trainer and the server, evaluated for names that attacks have used."""
+    containers = [
+        f"serviceAccount:dropforge-{role}@{PROJECT}.iam.gserviceaccount.com" for role in ("trainer", "server")
+    ]
+    bindings = [
+        b
+        for b in applied["google_storage_bucket_iam_member"]
+        if b["member"] in containers and not b["role"].endswith(("_runs_bucket", "roles/storage.objectViewer"))
+    ]
+    assert {b["role"].rsplit("/", 1)[1] for b in bindings} == {
+        "dropforge_trainer_artifact_objects",
+        "dropforge_trainer_machine_objects",
+        "dropforge_server_machine_objects",
+    }
+    writable = {name for name in (*CONTROL_PLANE, *OF_CONTAINERS) if any(_allows(b, name) for b in bindings)}
+    assert writable == set(OF_CONTAINERS)
+
+
+def _allows(binding: dict[str, Any], name: str) -> bool:
+    """Whether the condition of a binding holds for an object of the runs bucket."""
+    (condition,) = binding["condition"]
+    resource = f"projects/_/buckets/{stack.RUNS_BUCKET}/objects/{name}"
+    clauses = [clause.split(" && ") for clause in condition["expression"].split(" || ")]
+    return any(all(_holds(term, resource) for term in terms) for terms in clauses)
+
+
+def _holds(term: str, resource: str) -> bool:
+    """One term of a condition: https://cloud.google.com/iam/docs/conditions-attribute-reference#resource-name."""
+    if match := re.fullmatch(r'resource\.name\.startsWith\("([^"]*)"\)', term):
+        return resource.startswith(match[1])
+    match = re.fullmatch(r'resource\.name\.extract\("([^"{]*)\{\w+\}([^"]*)"\) != ""', term)
+    assert match, term
+    return re.search(re.escape(match[1]) + "(.+?)" + re.escape(match[2]), resource) is not None
+
+
 def test_the_manifest_for_clusters_grants_the_permissions_of_permissions_yaml(applied: Applied) -> None:
     objects = list(yaml.safe_load_all(applied["output"][0]["kubernetes_manifest"]))
     for manifest in objects:

@@ -12,7 +12,7 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 
-from dropforge.base.errors import Conflict, DropforgeError, NotFound
+from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound
 from dropforge.run import artifacts
 from dropforge.run.artifacts import Manifest, Source
 from dropforge_local.base.clock import SystemClock
@@ -161,7 +161,14 @@ def test_an_artifact_that_the_manifest_does_not_list_is_not_read(client: Any, bu
 
 def test_a_manifest_that_cannot_be_parsed_is_an_error(client: Any, bucket: str) -> None:
     client.bucket(bucket).blob(f"models/{RUN}/MANIFEST.json").upload_from_string('{"version": 2}')
-    with pytest.raises(DropforgeError, match=r"MANIFEST\.json is not a manifest"):
+    with pytest.raises(Malformed, match=r"MANIFEST\.json is not a manifest"):
+        artifacts.read_manifest(client, bucket, RUN)
+
+
+def test_the_manifest_of_another_run_is_an_error(client: Any, bucket: str) -> None:
+    other = manifest([]).model_copy(update={"run": "other-0123456789ab"})
+    client.bucket(bucket).blob(f"models/{RUN}/MANIFEST.json").upload_from_string(other.model_dump_json())
+    with pytest.raises(Malformed, match="expected the run in its name"):
         artifacts.read_manifest(client, bucket, RUN)
 
 

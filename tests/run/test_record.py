@@ -157,4 +157,4 @@ def test_an_unneeded_entry_is_still_inspected() -> None:
     assert store.create(failed_run)
     assert not store.intend_all(failed_run.run, [("run.googleapis.com/Job", "job")], 1, lambda _: False)
     assert [entry.state for entry in store.ledger(failed_run.run).remaining()] == [ResourceState.INTENDED]
-    assert [run for run, _ in store.open_runs()] == [failed_run.run]
+    assert list(store.marks().runs) == [failed_run.run]

@@ -170,7 +170,7 @@ def test_a_run_continues_after_its_execution_ended_during_training(user: User, t
     assert results.count("SUCCEEDED") == 1
     assert_clean(user, run)
     assert run not in sweep()["restarted"]
-    assert run not in dict(user.store.open_runs())
+    assert run not in user.store.marks().runs
 
 
 @pytest.mark.parametrize(("behave", "error_class"), [("succeed", None), ("fail-data", "data")])
@@ -201,7 +201,7 @@ def test_a_run_is_served_after_its_execution_ended_during_deploy_and_a_deleted_e
     assert record.endpoint.limit == "ttl"
     assert len(user.resources(run)) == 1
     assert differences(run) == []
-    assert run in dict(user.store.open_runs())  # the sweep inspects the endpoint until its expiry
+    assert run in user.store.marks().runs  # the sweep inspects the endpoint until its expiry
     clients.run_services().delete_service(name=user.resources(run)[0]).result(timeout=30)
     sweep()
     record = user.store.record(run)
@@ -209,7 +209,7 @@ def test_a_run_is_served_after_its_execution_ended_during_deploy_and_a_deleted_e
     assert record.endpoint.ended
     assert user.slack(run, "has lost its endpoint").count(":warning: noop has lost its endpoint") == 1
     assert differences(run) == []
-    assert run not in dict(user.store.open_runs())
+    assert run not in user.store.marks().runs
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["by-its-ttl", "by-a-cancel"])
@@ -224,7 +224,7 @@ def test_the_end_of_an_endpoint_is_announced_once(user: User, is_cancelled: bool
     for _ in range(2):
         sweep()
     assert user.slack(run, "any more").count(":warning: noop is not served any more") == 1
-    assert run not in dict(user.store.open_runs())
+    assert run not in user.store.marks().runs
     assert_clean(user, run)
 
 

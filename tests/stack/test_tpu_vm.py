@@ -62,7 +62,8 @@ def test_a_machine_that_is_preempted_before_it_trains_is_replaced(user: User, fa
 def test_a_preemption_after_training_does_not_fail_the_run(user: User) -> None:
     """The trainer sends no job event about its end."""
     run = launched(user, "silent", target=TARGET)
-    user.until(lambda: names.machine_object(run, 1, "status.json") in user.store.names(f"runs/{run}/"), 60)
+    written = names.machine_object(run, 1, "status.json")
+    user.until(lambda: written in user.store.names(written), 60)
     user.preempt(run)
     assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
     end(user, run)

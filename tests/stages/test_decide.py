@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Failed, Preempted, Started, Succeeded
 from dropforge.run.record import Attempt, Record, RunState, Transition
-from dropforge.stages.await_.decide import Heard, Report, decide
+from dropforge.run.store import RunStore
+from dropforge.stages.await_.decide import MOST_REPORTS, Heard, Report, decide, hear
 
-from ..deployments import SETTINGS
+from ..deployments import SETTINGS, Memory
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"
@@ -186,3 +188,36 @@ def test_a_container_that_just_ended_may_still_report_why(seconds: int, waits: b
     cloud = Status(Phase.FAILED, "exit code 65", ErrorClass.DATA, 65, NOW - timedelta(seconds=seconds))
     assert (verdict([STARTED], cloud).error is None) is waits
     assert verdict([STARTED, FAILED], cloud).error.message == "3 rows"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"{}",
+        b"[" * 5000,
+        FAILED.model_copy(update={"run": "other-0123456789ab"}).model_dump_json().encode(),
+    ],
+)
+def test_a_stored_event_that_is_none_of_the_run_is_not_heard(content: bytes) -> None:
+    memory = Memory()
+    memory.objects[names.event_object(RUN, 1, 1, "failed")] = (content, 1)
+    memory.objects[names.event_object(RUN, 1, 2, "started")] = (STARTED.model_dump_json().encode(), 1)
+    memory.objects[f"{names.events_prefix(RUN, 1)}failed"] = (content, 1)
+    assert [report.event for report in hear(RunStore(memory, "runs"), RUN, 1).reports] == [STARTED]
+
+
+def test_only_the_first_and_the_last_of_many_reports_are_read() -> None:
+    """A container may publish any number of events; its run must still be looked at within a function's time-out."""
+    memory = Memory()
+    for sequence in range(5 * MOST_REPORTS):
+        event = STARTED.model_copy(update={"sequence": sequence})
+        memory.objects[names.event_object(RUN, 1, sequence, "started")] = (event.model_dump_json().encode(), 1)
+    last = 5 * MOST_REPORTS
+    memory.objects[names.event_object(RUN, 1, last, "failed")] = (FAILED.model_dump_json().encode(), 1)
+    heard = hear(RunStore(memory, "runs"), RUN, 1)
+    assert len(heard.reports) == 2 * MOST_REPORTS
+    assert heard.reports[0].event.sequence == 0
+    assert heard.end is not None
+    assert heard.end.event == FAILED

@@ -3,6 +3,7 @@
 DropforgeError
 ├── InvalidSpec        the spec is refused: write the record REJECTED, notify people, never retry
 ├── NotFound           a named run, object or resource does not exist
+├── Malformed          a stored object is not what its name says: a finding about that object alone
 ├── Conflict           another writer changed the record first: read it again, decide again
 ├── CloudError         a Google API refused or failed; carries an ErrorClass
 └── RetryLater         not an error of the run: raised so that Eventarc delivers the event again
@@ -11,7 +12,7 @@ DropforgeError
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ErrorClass(StrEnum):
@@ -70,6 +71,16 @@ class InvalidSpec(DropforgeError):
 
 class NotFound(DropforgeError):
     """A run, object or resource that does not exist."""
+
+
+class Malformed(DropforgeError):
+    """A stored object that is not what its name says."""
+
+
+def first_problem(error: Any) -> str:
+    """The first problem in a pydantic.ValidationError: its place and its kind, without the document's text."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))[:200] or 'the document'}: {first['msg'][:200]}"
 
 
 class Conflict(DropforgeError):

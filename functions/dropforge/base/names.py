@@ -17,6 +17,8 @@ DEPLOYMENT_LABEL = "dropforge-deployment"
 
 SPECS_PREFIX = "specs/"
 OPEN_PREFIX = "runs/open/"
+# Containers write below these prefixes of the runs bucket; below `runs/` only functions write (terraform/iam.tf).
+MACHINES_PREFIX = "machines/"
 
 
 def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
@@ -54,6 +56,11 @@ def is_endpoint(resource: str, run: str) -> bool:
     return resource.rsplit("/", 1)[-1] == endpoint_name(run)
 
 
+def is_of_run(resource: str, run: str) -> bool:
+    """Whether a resource is the run's own, by its full name. KubeRay adds suffixes to its names."""
+    return resource.rsplit("/", 1)[-1].startswith((f"df-{run}-a", endpoint_name(run)))
+
+
 def training_of(name: str) -> tuple[str, int] | None:
     """The run and the attempt in the short name of a training resource; None for any other name."""
     match = re.fullmatch(r"df-(.+)-a([1-9][0-9]*)", name)
@@ -85,6 +92,11 @@ def record_object(run: str) -> str:
     return f"runs/{run}/record.json"
 
 
+def run_of_object(name: str) -> str:
+    """The run in the name of a record, a ledger or a spec."""
+    return name.removeprefix("runs/").partition("/")[0]
+
+
 def spec_object(run: str) -> str:
     return f"runs/{run}/spec.json"
 
@@ -108,12 +120,12 @@ def report_object(run: str) -> str:
 
 def machine_object(run: str, attempt: int, name: str) -> str:
     """A file of a training TPU VM: startup.log or status.json, written by platforms/tpu_vm/startup.sh."""
-    return f"runs/{run}/machine/attempt-{attempt}/{name}"
+    return f"{MACHINES_PREFIX}{run}/attempt-{attempt}/{name}"
 
 
 def server_object(run: str, name: str) -> str:
     """The same for a serving TPU VM; its status.json exists only after a failure."""
-    return f"runs/{run}/machine/serve/{name}"
+    return f"{MACHINES_PREFIX}{run}/serve/{name}"
 
 
 def events_prefix(run: str, attempt: int | None = None) -> str:

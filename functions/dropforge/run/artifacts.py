@@ -23,12 +23,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from dropforge.base.errors import Conflict, DropforgeError, NotFound
+from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
+from dropforge.cloud.objects import read_at_most
 
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
 COMPLETE = "_COMPLETE"
+MAX_MANIFEST_BYTES = 16 << 20  # some 50,000 files; a function has 512 MiB of memory
 
 _STEP = re.compile(r"step-(\d{8,})/")
 _BLOCK_BYTES = 1 << 20
@@ -119,20 +121,18 @@ def tokens_object(run: str, key: str) -> str:
 
 
 def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
-    """The manifest of a run; None while it does not exist. Raises DropforgeError if it is unreadable."""
-    from google.api_core.exceptions import NotFound as ObjectNotFound
-
-    blob = client.bucket(bucket).blob(model_prefix(run) + MANIFEST)
-    try:
-        data = blob.download_as_bytes(timeout=_TIMEOUT_SECONDS)
-    except ObjectNotFound:
+    """The manifest of a run; None while it does not exist. Raises Malformed if it is unreadable, or of another run."""
+    uri = manifest_uri(bucket, run)
+    data = read_at_most(client.bucket(bucket).blob(model_prefix(run) + MANIFEST), MAX_MANIFEST_BYTES, _TIMEOUT_SECONDS)
+    if data is None:
         return None
     try:
-        return Manifest.model_validate_json(data)
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise DropforgeError(
-            f"{manifest_uri(bucket, run)} is not a manifest that this version reads: {error}"
-        ) from None
+        raise Malformed(f"{uri} is not a manifest that this version reads: {first_problem(error)}") from None
+    if manifest.run != run:
+        raise Malformed(f"{uri} is the manifest of {manifest.run[:80]!r}; expected the run in its name")
+    return manifest
 
 
 def write_manifest(client: Any, bucket: str, manifest: Manifest) -> Manifest:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from dropforge.base.errors import ErrorClass
 
@@ -122,6 +122,15 @@ def run_event_message(event: RunEvent) -> tuple[bytes, dict[str, str]]:
 def parse_job_event(data: bytes) -> JobEvent:
     """A job event from a message's data. Raises pydantic.ValidationError."""
     return JOB_EVENT.validate_json(data)
+
+
+def read_job_event(data: bytes, run: str) -> JobEvent | None:
+    """A stored job event of a run; None for other data, and for the event of another run."""
+    try:
+        event = parse_job_event(data)
+    except ValidationError:
+        return None
+    return event if event.run == run else None
 
 
 class Upload(BaseModel):

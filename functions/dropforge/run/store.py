@@ -14,17 +14,17 @@ from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from dropforge.base import names
 from dropforge.base.clock import Clock
-from dropforge.base.errors import Conflict, NotFound
+from dropforge.base.errors import Conflict, Malformed, NotFound, first_problem
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
 from .record import Ledger, LedgerEntry, Record, ResourceState
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Record | Ledger)
 UPDATE_TRIES = 12
 KNOWN = 500  # records and ledgers that a process remembers, of a few KB each
 
@@ -34,6 +34,13 @@ class Versioned(NamedTuple):
 
     data: bytes
     generation: int
+
+
+class Marks(NamedTuple):
+    """The open marks: the time of the mark of each run, and the objects beside them that are no mark of a run."""
+
+    runs: dict[str, datetime]
+    strays: list[str]
 
 
 class Known(NamedTuple):
@@ -65,7 +72,7 @@ class RunStore:
         return self._put(names.record_object(record.run), record, 0)
 
     def record(self, run: str) -> Record:
-        """The present record of a run. Raises NotFound."""
+        """The present record of a run. Raises NotFound, and Malformed for an object that is not this run's record."""
         return self._load(names.record_object(run), Record).content  # type: ignore[no-any-return]
 
     def find(self, run: str) -> Record | None:
@@ -83,7 +90,7 @@ class RunStore:
         return self._change(names.record_object(run), Record, change)
 
     def spec(self, run: str) -> JobSpec:
-        """The accepted spec of a run, which never changes. Raises NotFound."""
+        """The accepted spec of a run, which never changes. Raises NotFound and Malformed."""
         return self._spec(run)
 
     def ledger(self, run: str) -> Ledger:
@@ -197,11 +204,16 @@ class RunStore:
             return False
         return True
 
-    def open_runs(self) -> Iterator[tuple[str, datetime]]:
-        """The ids of runs with an open mark, each with the time of the mark."""
-        fields = "items(name,timeCreated),nextPageToken"
-        for blob in self.bucket.client.list_blobs(self.bucket, prefix=names.OPEN_PREFIX, fields=fields):
-            yield blob.name.removeprefix(names.OPEN_PREFIX), blob.time_created
+    def marks(self) -> Marks:
+        """Every open mark, from one listing."""
+        marks = Marks({}, [])
+        for name, time in self.written(names.OPEN_PREFIX):
+            run = name.removeprefix(names.OPEN_PREFIX)
+            if names.is_run_id(run):
+                marks.runs[run] = time
+            else:
+                marks.strays.append(name)
+        return marks
 
     def mark_open(self, record: Record) -> None:
         """Write the open mark of a run: the sweep checks the run until the mark is removed."""
@@ -249,12 +261,19 @@ class RunStore:
             return None  # the remembered content needs no change, but the present object may
         return after if self._put(name, after, known.generation) else None
 
-    def _load(self, name: str, model: type[BaseModel]) -> Known:
-        """Read an object and remember it. Raises NotFound."""
+    def _load(self, name: str, model: type[M]) -> Known:
+        """Read an object and remember it. Raises NotFound and Malformed."""
         data, generation = self.read(name)
-        return self._remember(name, Known(model.model_validate_json(data), generation))
+        where, kind = f"gs://{self.bucket.name}/{name}", model.__name__.lower()
+        try:
+            content = model.model_validate_json(data)
+        except ValidationError as error:
+            raise Malformed(f"{where} is not a {kind} that this version reads: {first_problem(error)}") from None
+        if names.run_of_object(name) != content.run:
+            raise Malformed(f"{where} is the {kind} of {content.run[:80]!r}; expected the run in its name")
+        return self._remember(name, Known(content, generation))
 
-    def _put(self, name: str, content: BaseModel, generation: int) -> bool:
+    def _put(self, name: str, content: Record | Ledger, generation: int) -> bool:
         """Write an object if its generation is `generation`, and remember it; False otherwise."""
         written = self._write(name, content.model_dump_json().encode(), generation)
         if written is None:
@@ -282,4 +301,9 @@ class RunStore:
         return int(blob.generation)
 
     def _read_spec(self, run: str) -> JobSpec:
-        return JobSpec.model_validate_json(self.read(names.spec_object(run)).data)
+        name = names.spec_object(run)
+        try:
+            return JobSpec.model_validate_json(self.read(name).data)
+        except ValidationError as error:
+            where = f"gs://{self.bucket.name}/{name}"
+            raise Malformed(f"{where} is not a job spec that this version reads: {first_problem(error)}") from None

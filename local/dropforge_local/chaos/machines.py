@@ -66,7 +66,7 @@ class Machine:
             "error_class": None if known else "infrastructure",
             "message": "" if known else f"the container was killed (exit code {code})",
         }
-        name = f"runs/{self._run}/machine/attempt-{self._attempt}/status.json"
+        name = f"machines/{self._run}/attempt-{self._attempt}/status.json"
         self.storage.put(self.metadata["dropforge-runs-bucket"], name, json.dumps(status).encode())
 
     def _tell(self, error_class: str, message: str) -> None:

@@ -99,7 +99,7 @@ class Lab(Cloud):
 
     def read(self, name: str) -> str | None:
         """An object of the run; None without such an object."""
-        path = urllib.parse.quote(f"runs/{self.run}/machine/{name}", safe="")
+        path = urllib.parse.quote(f"machines/{self.run}/{name}", safe="")
         try:
             with urllib.request.urlopen(f"{self.url}/storage/v1/b/{BUCKET}/o/{path}?alt=media", timeout=60) as answer:
                 return str(answer.read().decode())

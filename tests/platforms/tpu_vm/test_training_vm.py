@@ -38,7 +38,7 @@ def train(cloud: Cloud, image: str = "serve-noop", target: dict[str, Any] | None
     }
     run = make_run(cloud.store, parts, RunState.PROVISIONING)
     assert eventually(lambda: provision(run, ME, 1))["status"] == "RUNNING"
-    until(lambda: names.machine_object(run, 1, "status.json") in cloud.store.names(f"runs/{run}/"))
+    until(lambda: names.machine_object(run, 1, "status.json") in cloud.store.names(f"{names.MACHINES_PREFIX}{run}/"))
     cloud.store.put_new(f"models/{run}/{MANIFEST}", manifest(run).model_dump_json().encode())
     answer = eventually(lambda: inspect(run, ME, 1, URL))
     assert (answer["status"], answer["serve"]) == ("SUCCEEDED", True)

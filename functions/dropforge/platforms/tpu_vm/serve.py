@@ -7,7 +7,6 @@ https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.nodes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, client_errors
-from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, list_places
 from dropforge.cloud.resource import Resource
@@ -27,6 +25,7 @@ from dropforge.spec import JobSpec, seconds
 from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmServe, TpuVmTarget
 from .train import STARTUP_SCRIPT, status_of
+from .written import read_written
 
 READY_WAIT_SECONDS = 20.0  # the wait of one call; the workflow calls again
 LOOK_SECONDS = 1.0
@@ -177,16 +176,13 @@ def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[St
 
 
 def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
-    from google.api_core.exceptions import NotFound
-
-    bucket = cloud.clients.storage().bucket(deployment.settings.runs_bucket)
-    try:
-        blob = bucket.blob(names.server_object(deployment.run, "status.json"))
-        written = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
-    except NotFound:
+    """The failure that the startup script of the endpoint's machine has written; None without one."""
+    run = deployment.run
+    written = read_written(cloud, names.server_object(run, "status.json"), run, attempt=0)
+    if written is None or written.error_class is None:
         return None
-    hint = f"see gs://{bucket.name}/{names.server_object(deployment.run, 'startup.log')}"
-    return CloudError(ErrorClass(written["error_class"]), written["message"], hint)
+    hint = f"see gs://{cloud.settings.runs_bucket}/{names.server_object(run, 'startup.log')}"
+    return CloudError(written.error_class, written.message, hint)
 
 
 def _error(status: Status) -> CloudError:

@@ -11,8 +11,8 @@
 #   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
 #   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
 #   dropforge-deadline          Unix seconds: the container is stopped then, if it still runs
-#   dropforge-runs-bucket       the bucket for log and status: runs/RUN/machine/attempt-N/{startup.log,status.json},
-#                               or runs/RUN/machine/serve/... for a server that does not stay up
+#   dropforge-runs-bucket       the bucket for log and status: machines/RUN/attempt-N/{startup.log,status.json},
+#                               or machines/RUN/serve/... for a server that does not stay up
 #   dropforge-job-events-topic  projects/P/topics/T: gets an event when the container could not publish its end; or empty
 #   dropforge-data-disk         the data disk's device name; empty: the boot disk is used
 #   dropforge-server-image      the server's image, run after training once the run's record says DEPLOYING; or absent
@@ -405,7 +405,7 @@ report() {
 # upload NAME @FILE CONTENT_TYPE
 upload() {
     local object
-    object="runs/$run/machine/$(kind)/$1"
+    object="machines/$run/$(kind)/$1"
     api POST "$STORAGE/upload/storage/v1/b/$bucket/o?uploadType=media&name=${object//\//%2F}" "$2" "$3" >/dev/null ||
         echo "$object could not be written"
 }

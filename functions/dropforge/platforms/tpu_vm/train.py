@@ -7,7 +7,6 @@ API: https://cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from dropforge.base import names
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud import tpu
 from dropforge.cloud.classify import classify, classify_text, client_errors
-from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.disks import DISK, delete_disk, ensure_disk, list_disks
 from dropforge.cloud.listing import Listed, list_places
@@ -37,6 +35,7 @@ from dropforge.spec import JobSpec, seconds, serving_seconds
 
 from .catalog import TPU_VMS, tpu_vm_price
 from .spec import TpuVmTarget, TrainingVmServe
+from .written import read_written
 
 STARTUP_SCRIPT = Path(__file__).with_name("startup.sh")
 GRACE_SECONDS = 25  # of the 30 s between a preemption and the end
@@ -248,17 +247,15 @@ def _refused(error: Any) -> Status:
 
 def _written(cloud: Cloud, launch: Launch) -> Status | None:
     """The status that the startup script writes at the end; None before."""
-    from google.api_core.exceptions import NotFound
-
     name = names.machine_object(launch.run, launch.attempt, "status.json")
-    try:
-        blob = cloud.clients.storage().bucket(launch.settings.runs_bucket).blob(name)
-        written = json.loads(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
-    except NotFound:
+    written = read_written(cloud, name, launch.run, launch.attempt)
+    if written is None:
         return None
-    ended, code = datetime.fromisoformat(written["time"]), written["exit_code"]
-    if written["error_class"] is not None:
-        return Status(Phase.FAILED, written["message"], ErrorClass(written["error_class"]), code, ended)
+    ended, code = written.time, written.exit_code
+    if written.error_class is not None:
+        return Status(Phase.FAILED, written.message, written.error_class, code, ended)
+    if code is None:
+        return None
     if code == 0:
         return Status(Phase.SUCCEEDED, exit_code=0, ended=ended)
     return Status(Phase.FAILED, "the container failed", class_of_exit(code), code, ended)

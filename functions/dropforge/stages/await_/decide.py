@@ -12,7 +12,7 @@ from dropforge.base.errors import ErrorClass
 from dropforge.base.settings import Settings
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.artifacts import Manifest
-from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, parse_job_event
+from dropforge.run.events import Failed, JobEvent, Preempted, Started, Succeeded, read_job_event
 from dropforge.run.record import Attempt, Record, RunError
 from dropforge.run.store import RunStore
 
@@ -24,6 +24,7 @@ SEE_LOG = "see the container's log"
 # Decisive events are rare, progress is frequent. `inspect` reads only decisive events and a few of progress.
 DECISIVE = ("started", "succeeded", "failed", "preempted")
 PROGRESS = ("progress", "checkpoint")
+MOST_REPORTS = 50  # the first and the last that are read: a container may publish as many as it likes
 
 
 class Report(NamedTuple):
@@ -70,15 +71,17 @@ class Verdict:
 
 
 def hear(store: RunStore, run: str, attempt: int) -> Heard:
-    """The job events of an attempt, from one listing. Only decisive events are read."""
-    reports, progress = [], []
+    """The job events of an attempt, from one listing. Only decisive events are read; a malformed event is none."""
+    decisive, progress = [], []
     for name, received in store.written(names.events_prefix(run, attempt)):
-        kind = name.removesuffix(".json").rsplit("-", 1)[1]
+        kind = name.removesuffix(".json").rpartition("-")[2]
         if kind in DECISIVE:
-            reports.append(Report(parse_job_event(store.read(name).data), received))
+            decisive.append((name, received))
         elif kind in PROGRESS:
             progress.append((name, received))
-    return Heard(reports, progress)
+    first, last = decisive[:MOST_REPORTS], decisive[MOST_REPORTS:][-MOST_REPORTS:]
+    read = [(read_job_event(store.read(name).data, run), received) for name, received in [*first, *last]]
+    return Heard([Report(event, received) for event, received in read if event is not None], progress)
 
 
 def decide(

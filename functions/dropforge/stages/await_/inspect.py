@@ -13,7 +13,7 @@ from dropforge.context import Context
 from dropforge.money import due, running_since, seconds_to_warning
 from dropforge.platforms.training import Phase, Status, launch_of
 from dropforge.run.artifacts import Manifest, read_manifest
-from dropforge.run.events import Checkpointed, Progress, parse_job_event
+from dropforge.run.events import Checkpointed, Progress, read_job_event
 from dropforge.run.record import Notice, Record, RunError
 from dropforge.run.store import RunStore
 from dropforge.spec import JobSpec, seconds
@@ -98,8 +98,8 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
         return None  # training began again on a restarted machine
     earlier = [name for name, received in heard.progress if received <= since]
     later = [name for name, received in heard.progress if received > since]
-    step = _step(store, later or earlier)
-    if later and (not earlier or step > _step(store, earlier)):
+    step = _step(store, record.run, later or earlier)
+    if later and (not earlier or step > _step(store, record.run, earlier)):
         return None
     message = (
         f"attempt {attempt.number} has made no progress for {spec.limits.stuck_after}: it is at step {step}, "
@@ -109,9 +109,9 @@ def _stuck(context: Context, record: Record, spec: JobSpec, status: Status | Non
     return RunError(error_class=ErrorClass.STUCK, message=message, hint=hint)
 
 
-def _step(store: RunStore, progress: list[str]) -> int:
+def _step(store: RunStore, run: str, progress: list[str]) -> int:
     """The optimiser step in the last of these events; 0 without events."""
-    event = parse_job_event(store.read(progress[-1]).data) if progress else None
+    event = read_job_event(store.read(progress[-1]).data, run) if progress else None
     return event.step if isinstance(event, Progress | Checkpointed) else 0
 
 

@@ -137,7 +137,7 @@ def _log_orphan(context: Context, orphan: Orphan) -> None:
 def _delete(context: Context, resource: Listed) -> bool | str:
     """Continue the deletion of a resource, and note its end: True once it is verified, or the message of a refusal."""
     try:
-        if not delete_resource(context, resource.kind, resource.name):
+        if not delete_resource(context, resource.run, resource.kind, resource.name):
             return False
         context.store.note(resource.run, resource.name, ResourceState.GONE)
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from dropforge.base.names import OPEN_PREFIX
 from dropforge.cloud.executions import live_executions
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
@@ -21,6 +22,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 WORKERS = 32  # a run needs only a few requests
+SHOWN = 5  # of many objects with the same problem
 
 
 def sweep(context: Context) -> Swept:
@@ -43,6 +45,11 @@ def sweep(context: Context) -> Swept:
     return answer
 
 
+def _strays(strays: list[str]) -> str:
+    shown = ", ".join(repr(name)[:120] for name in strays[:SHOWN])
+    return f"{len(strays)} objects below {OPEN_PREFIX} are no mark of a run and were ignored: {shown}"
+
+
 class Look:
     """One look at the resources in the cloud, and then at the records of runs with resources or with an open mark."""
 
@@ -50,7 +57,9 @@ class Look:
         self.context, self.now = context, context.now()
         # Before the records: see orphans.py.
         self.resources, self.problems = orphans.list_all(context.cloud, context.platforms)
-        self.marks = dict(context.store.open_runs())
+        self.marks, strays = context.store.marks()
+        if strays:
+            self.problems.append(_strays(strays))
         # A run whose record cannot be read is not in this map: the sweep leaves the run alone.
         runs = sorted({*self.marks, *(resource.run for resource in self.resources)})
         self.records = dict(self._for_each(context.store.find, runs))

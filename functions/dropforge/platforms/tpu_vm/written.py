@@ -1,0 +1,45 @@
+"""What startup.sh writes about its container's end. The container has the same account, so it may write anything here.
+
+A text that is not such a status counts as no status: the machine's state and the job events then decide.
+"""
+
+from __future__ import annotations
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict
+
+from dropforge.base.errors import ErrorClass
+from dropforge.cloud.context import Cloud
+from dropforge.cloud.objects import read_at_most
+
+MAX_STATUS_BYTES = 64 * 1024  # the script cuts its texts at a few thousand characters
+MAX_MESSAGE = 4000
+
+
+class Written(BaseModel):
+    """A status.json. Its `error_class` is None for an end that the container has published itself."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run: str
+    attempt: int
+    time: AwareDatetime
+    exit_code: int | None
+    error_class: ErrorClass | None
+    message: str
+
+
+def read_written(cloud: Cloud, name: str, run: str, attempt: int) -> Written | None:
+    """The status that a machine has written in `name`; None before, and for another text. Raises client errors."""
+    bucket = cloud.settings.runs_bucket
+    data = read_at_most(cloud.clients.storage().bucket(bucket).blob(name), MAX_STATUS_BYTES)
+    if data is None:
+        return None
+    try:
+        written = Written.model_validate_json(data)
+        if (written.run, written.attempt) != (run, attempt):
+            raise ValueError(f"it is about attempt {written.attempt} of run {written.run[:80]!r}")
+    except ValueError as error:
+        message, problem = "a machine's status is not readable", str(error)[:300]
+        cloud.log(message, stage="await", run=run, severity="WARNING", resource=name, problem=problem)
+        return None
+    return written.model_copy(update={"message": written.message[:MAX_MESSAGE]})
