@@ -248,6 +248,13 @@ def test_the_demo_ends_before_it_starts_a_stack_if_the_environment_cannot_be_cre
     assert "started the local stack" not in demo.text()
 
 
+def open_to_others(directory: Path) -> Iterator[Path]:
+    """The files and directories that users other than their owner may use."""
+    return (
+        path for path in [directory, *directory.rglob("*")] if not path.is_symlink() and path.stat().st_mode & 0o077
+    )
+
+
 def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_path: Path) -> None:
     up = start("up")
     assert up.code() == 0, up.text()
@@ -257,6 +264,7 @@ def test_up_starts_and_down_ends_the_stack(start: Callable[..., Process], tmp_pa
     again = start("up")
     assert again.code() == 0
     assert "runs already" in again.text()
+    assert list(open_to_others(tmp_path / "build" / "local")) == [], "the state holds secrets"
     taken = start("up", "--state", "other", "--http-port", http[1])
     assert taken.code() == 1
     assert re.match(r"error: .*choose other ports with --http-port", taken.text(), re.S), taken.text()

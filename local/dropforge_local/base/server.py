@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from aiohttp import web
 
+from .browsers import refuse_pages
 from .errors import ApiError
 from .ports import HOST
 from .recording import CALLERS, Recorder
@@ -106,7 +107,8 @@ class Server:
         """Bind both ports, then start the emulators. Raises OSError when a port is taken."""
         recording = [self.recorder.middleware(self._addresses)] if self.recorder else []
         entering = [self._entering()] if self.callers else []
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*recording, render_errors, *entering])
+        middlewares = [refuse_pages, *recording, render_errors, *entering]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         app.on_response_prepare.append(self._hold_back)
         for emulator in self.emulators:
             app.router.add_routes(emulator.routes())

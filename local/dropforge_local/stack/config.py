@@ -75,6 +75,9 @@ class StackConfig:
         replace_file(state / "config.json", json.dumps(asdict(self)))
 
 
+PRIVATE = 0o077  # the state holds secrets: only its owner may read it
+
+
 def container_directories(state: Path) -> list[Path]:
     """Where Cloud Run, Kubernetes and TPU VMs keep their containers."""
     return [state / "containers", state / "pods", state / "vms"]

@@ -22,7 +22,7 @@ from dropforge_local.base.db import Database
 from dropforge_local.base.ports import is_listening
 from dropforge_local.containers import processes
 
-from .config import START_SECONDS, StackError, StackInfo, container_directories
+from .config import PRIVATE, START_SECONDS, StackError, StackInfo, container_directories
 from .deployment import CLUSTER
 
 PROCESS = "dropforge_local.stack.main"
@@ -61,6 +61,7 @@ def up(
     if info := running(state):
         return info
     state.mkdir(parents=True, exist_ok=True)
+    state.chmod(0o777 & ~PRIVATE)  # also the directory of an earlier version, whose files others could read
     ports = _ports(state, http_port, grpc_port, functions_port)
     if foreground:
         from .main import run
@@ -116,7 +117,7 @@ def _start_in_background(state: Path, ports: list[int]) -> StackInfo:
 
 def _spawn(command: list[str], log_path: Path) -> int:
     """Start a process that outlives this process and is not its child; return its pid."""
-    script = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
+    script = 'umask 077; log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!'
     shell = subprocess.run(
         ["sh", "-c", script, "sh", str(log_path), *command],
         stdout=subprocess.PIPE,

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .config import StackConfig, StackError
+from .config import PRIVATE, StackConfig, StackError
 from .functions_process import FunctionsProcess
 
 
 def run(state: Path, ports: list[int]) -> None:
     """Serve until SIGTERM or SIGINT. Raises StackError."""
     http_port, grpc_port, functions_port = ports
+    os.umask(PRIVATE)
     with _locked(state):
         functions = FunctionsProcess(state, functions_port, tells_callers=StackConfig.of(state).tells_callers)
         from .process import serve  # its import takes a second; the functions' process starts before
