@@ -19,6 +19,7 @@ from dropforge.base.names import is_run_id, is_spec_object
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, uploaded_object
 from dropforge.run.record import Outcome, RunError, RunState
+from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.answers import Answer
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
@@ -33,6 +34,8 @@ from dropforge.stages.teardown import teardown as teardown_run
 
 T = TypeVar("T")
 SCOPES: tuple[Scope, ...] = ("attempt", "run")
+MAX_REQUEST_BYTES = 1 << 20  # the workflow's requests have a few KB
+MOST_ATTEMPTS = 1000
 
 # Made on the first call of the process, and kept. A simulation gives its copy of this module another function.
 context: Callable[[], Context] = cache(process_context)
@@ -64,7 +67,7 @@ def on_spec_message(event: Any) -> None:
     key = str(attributes.get("idempotency_key") or message_id)
     request = _request_of(data)
     if set(request) == {"cancel"}:
-        cancel(context(), str(request["cancel"]))
+        cancel(context(), request["cancel"] if isinstance(request["cancel"], str) else "")
     elif set(request) == {"spec_uri"}:
         submit_uri(context(), str(request["spec_uri"]), key)
     else:
@@ -81,9 +84,7 @@ def on_job_event(event: Any) -> None:
 @functions_framework.http
 def provision(request: flask.Request) -> flask.typing.ResponseReturnValue:
     """{run, execution, attempt} → RUNNING | PENDING | SUCCEEDED | FAILED | CANCELLED | SUPERSEDED"""
-    return _stage(
-        request, "provision", lambda body: partial(provision_run, **_caller(body), attempt=int(body["attempt"]))
-    )
+    return _stage(request, "provision", lambda body: partial(provision_run, **_caller(body), attempt=_attempt(body)))
 
 
 @functions_framework.http
@@ -93,7 +94,7 @@ def inspect(request: flask.Request) -> flask.typing.ResponseReturnValue:
         request,
         "await",
         lambda body: partial(
-            inspect_run, **_caller(body), attempt=int(body["attempt"]), callback_url=str(body["callback_url"])
+            inspect_run, **_caller(body), attempt=_attempt(body), callback_url=str(body["callback_url"])
         ),
     )
 
@@ -154,6 +155,8 @@ def _stage(
 
     The workflow retries 503 and 500 and gives up on 400, so only a malformed request may be answered with 400.
     """
+    if len(request.get_data()) > MAX_REQUEST_BYTES:
+        return {"error": f"the body of {stage} is larger than {MAX_REQUEST_BYTES} bytes"}, 400
     try:
         body = request.get_json(silent=True)
     except RecursionError:  # the JSON is nested more deeply than Python's parser allows
@@ -186,6 +189,14 @@ def _caller(body: dict[str, Any]) -> dict[str, Any]:
     return {"run": run, "execution": execution}
 
 
+def _attempt(body: dict[str, Any]) -> int:
+    """The number of an attempt. Raises KeyError or ValueError, also for the Infinity that Python reads in JSON."""
+    attempt = body["attempt"]
+    if type(attempt) is not int or not 0 <= attempt <= MOST_ATTEMPTS:
+        raise ValueError(f"attempt is {attempt!r}; expected a whole number from 0 to {MOST_ATTEMPTS}"[:300])
+    return attempt
+
+
 def _one_of(expected: tuple[T, ...], body: dict[str, Any], name: str) -> T:
     """The field `name`, which must be one of the expected values and of the same type. Raises ValueError."""
     given = body[name]
@@ -205,6 +216,8 @@ def _outcome(value: Any) -> Outcome | None:
 
 def _request_of(data: bytes) -> dict[str, Any]:
     """The request as a JSON object; empty for other data, whose problem `submit` reports."""
+    if len(data) > MAX_SPEC_BYTES:  # before it is parsed: parsed JSON takes up to sixty times the memory of its text
+        return {}
     try:
         request = json.loads(data)
     except (ValueError, RecursionError):

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, Valid
 
 from dropforge.base.errors import ErrorClass
 
+MAX_MESSAGE_BYTES = 10**7  # of Pub/Sub: https://cloud.google.com/pubsub/quotas#resource_limits
+MAX_JOB_EVENT_BYTES = 64 * 1024
 JOB_EVENT_TYPE = "dev.dropforge.job"
 RUN_EVENT_TYPE = "dev.dropforge.run"
 
@@ -144,7 +146,9 @@ class Upload(BaseModel):
 
 def uploaded_object(event_data: Any) -> Upload:
     """The object in the data of a Cloud Storage CloudEvent. Raises ValueError for other data."""
-    return Upload.model_validate(event_data)
+    upload = Upload.model_validate(event_data)
+    upload.name.encode()  # Cloud Storage's names are UTF-8
+    return upload
 
 
 def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
@@ -158,7 +162,11 @@ def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     encoded, attributes = message.get("data") or "", message.get("attributes") or {}
     message_id = message.get("messageId") or message.get("message_id")
     if not (isinstance(encoded, str) and isinstance(attributes, dict) and message_id):
-        raise ValueError(f"expected text as data, a map as attributes, and a messageId, not {sorted(message)!r}")
+        raise ValueError(f"expected text as data, a map as attributes, and a messageId, not {sorted(message)!r}"[:500])
+    if len(encoded) > MAX_MESSAGE_BYTES * 4 // 3 + 4:
+        raise ValueError(f"expected at most {MAX_MESSAGE_BYTES} bytes of data, not {len(encoded) * 3 // 4}")
+    for text in (str(message_id), *map(str, attributes), *map(str, attributes.values())):
+        text.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError: it cannot be stored
     return base64.b64decode(encoded, validate=True), attributes, str(message_id)
 
 

@@ -80,8 +80,8 @@ def _parse_json(data: bytes) -> JsonValue:
 def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice!r} appears twice in an object")
     return result
 

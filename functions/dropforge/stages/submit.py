@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from dropforge.base.errors import InvalidSpec, RetryLater, SpecProblem
 from dropforge.base.redact import redact
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
+from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
@@ -101,20 +103,28 @@ def note_execution(context: Context, record: Record, execution: str) -> Record:
 
 def read_spec(context: Context, bucket: str, name: str, generation: str | None, size: int) -> bytes:
     """The bytes of a spec object. Raises InvalidSpec if the object is too large, or exists no longer."""
-    from google.api_core.exceptions import NotFound
-
     if size > MAX_SPEC_BYTES:
         raise InvalidSpec(
             [SpecProblem("", "the spec is too large", f"{size} bytes", f"at most {MAX_SPEC_BYTES} bytes")]
         )
     client = context.cloud.clients.storage()
     blob = client.bucket(bucket).blob(name, generation=int(generation) if generation else None)
-    try:
-        return bytes(blob.download_as_bytes(timeout=TIMEOUT_SECONDS))
-    except NotFound:
+    data = read_at_most(blob, MAX_SPEC_BYTES + 1)
+    if data is None:
         message = "the spec was deleted or overwritten before it was read"
         expected = "an object that stays until its run is accepted"
-        raise InvalidSpec([SpecProblem("", message, f"gs://{bucket}/{name}", expected)]) from None
+        raise InvalidSpec([SpecProblem("", message, f"gs://{bucket}/{name}", expected)])
+    return _plain(data)
+
+
+def _plain(data: bytes) -> bytes:
+    """The text of an object that was uploaded with `Content-Encoding: gzip`, cut a byte after the size of a spec."""
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    try:
+        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(data, MAX_SPEC_BYTES + 1)
+    except zlib.error:
+        return data
 
 
 def _read_uri(context: Context, uri: str) -> bytes:
@@ -218,8 +228,11 @@ def _reject(context: Context, run: str, source: str, problems: list[SpecProblem]
 
 def _name(data: bytes) -> str:
     """The `name` in a rejected spec; "" if it cannot be read."""
+    if len(data) > MAX_SPEC_BYTES:
+        return ""
     try:
-        document: Any = json.loads(data)
-        return redact(str(document["name"]))[:63]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        name: Any = json.loads(data)["name"]
+        name.encode()
+        return redact(name)[:63]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half of a surrogate pair is no text
         return ""

@@ -32,7 +32,7 @@ def read(content: bytes | None) -> tuple[Any, list[str]]:
     if content is not None:
         storage.objects[NAME] = (content, 1)
     cloud = cloud_with(storage=storage, write=lambda message, **_: logged.append(message))
-    return read_written(cloud, NAME, RUN, 1), logged
+    return read_written(cloud, "runs", NAME, RUN, 1), logged
 
 
 def test_the_status_of_the_startup_script_is_read() -> None:

@@ -177,11 +177,11 @@ def _look(cloud: Cloud, deployment: Deployment, wanted: tpu.Machine) -> tuple[St
 
 def _reported(cloud: Cloud, deployment: Deployment) -> CloudError | None:
     """The failure that the startup script of the endpoint's machine has written; None without one."""
-    run = deployment.run
-    written = read_written(cloud, names.server_object(run, "status.json"), run, attempt=0)
+    run, bucket = deployment.run, deployment.settings.runs_bucket
+    written = read_written(cloud, bucket, names.server_object(run, "status.json"), run, attempt=0)
     if written is None or written.error_class is None:
         return None
-    hint = f"see gs://{cloud.settings.runs_bucket}/{names.server_object(run, 'startup.log')}"
+    hint = f"see gs://{bucket}/{names.server_object(run, 'startup.log')}"
     return CloudError(written.error_class, written.message, hint)
 
 

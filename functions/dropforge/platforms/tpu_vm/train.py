@@ -248,7 +248,7 @@ def _refused(error: Any) -> Status:
 def _written(cloud: Cloud, launch: Launch) -> Status | None:
     """The status that the startup script writes at the end; None before."""
     name = names.machine_object(launch.run, launch.attempt, "status.json")
-    written = read_written(cloud, name, launch.run, launch.attempt)
+    written = read_written(cloud, launch.settings.runs_bucket, name, launch.run, launch.attempt)
     if written is None:
         return None
     ended, code = written.time, written.exit_code

@@ -28,9 +28,8 @@ class Written(BaseModel):
     message: str
 
 
-def read_written(cloud: Cloud, name: str, run: str, attempt: int) -> Written | None:
+def read_written(cloud: Cloud, bucket: str, name: str, run: str, attempt: int) -> Written | None:
     """The status that a machine has written in `name`; None before, and for another text. Raises client errors."""
-    bucket = cloud.settings.runs_bucket
     data = read_at_most(cloud.clients.storage().bucket(bucket).blob(name), MAX_STATUS_BYTES)
     if data is None:
         return None

@@ -6,10 +6,10 @@ import requests
 from pydantic import ValidationError
 
 from dropforge.base import names
-from dropforge.base.errors import RetryLater
+from dropforge.base.errors import RetryLater, first_problem
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
-from dropforge.run.events import JobEvent, parse_job_event
+from dropforge.run.events import MAX_JOB_EVENT_BYTES, JobEvent, parse_job_event
 
 # Events that change what the workflow does next. Progress and checkpoints are only kept.
 WAKING = frozenset({"started", "succeeded", "failed", "preempted"})
@@ -21,9 +21,12 @@ def receive_job_event(context: Context, data: bytes) -> None:
     Malformed, late and forged events change nothing: they are logged and acknowledged.
     """
     try:
+        if len(data) > MAX_JOB_EVENT_BYTES:
+            raise ValueError(f"it has {len(data)} bytes; expected at most {MAX_JOB_EVENT_BYTES}")
         event = parse_job_event(data)
-    except ValidationError as error:
-        context.log("malformed job event", stage="await", severity="WARNING", problem=str(error)[:500])
+    except ValueError as error:  # a ValidationError is a ValueError
+        problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        context.log("malformed job event", stage="await", severity="WARNING", problem=problem)
         return
     store = context.store
     record = store.find(event.run)
