@@ -59,7 +59,7 @@ def test_half_a_character_is_a_problem_of_the_spec(app: App, document: bytes) ->
         b'{"limits": {"max_attempts": 3.0e0}}',
         b"[" * 100_000,
         b"\x1f\x8b\x08 no gzip",
-        gzip.compress(b"{}"),
+        gzip.compress(b"{}", mtime=0),  # otherwise the id of the case differs between processes
     ],
     ids=lambda document: repr(document[:40]),
 )
