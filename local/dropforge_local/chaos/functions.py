@@ -72,7 +72,8 @@ class Functions:
 
 def call_stage(main: ModuleType, name: str, body: dict[str, Any]) -> tuple[int, Any]:
     """Call a stage by HTTP: the status and the body of its answer."""
-    answered: Any = getattr(main, name)(SimpleNamespace(get_json=lambda silent: body))
+    request = SimpleNamespace(get_data=lambda: json.dumps(body).encode(), get_json=lambda silent: body)
+    answered: Any = getattr(main, name)(request)
     content, status = answered if isinstance(answered, tuple) else (answered, 200)
     return status, json.loads(json.dumps(content))
 
