@@ -108,6 +108,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("roles", nargs="*", metavar="ROLE", help=", ".join(STARTS))
     parser.add_argument("--keep", action="store_true", help="keep the images")
+    parser.add_argument("--no-compile", action="store_true", help="compile modules as they are imported: less work")
     options = parser.parse_args(argv)
     if unknown := set(options.roles) - STARTS.keys():
         parser.error(f"there is no containers/{', '.join(sorted(unknown))}; expected {', '.join(STARTS)}")
@@ -120,8 +121,8 @@ def main(argv: list[str]) -> int:
     except Failed as error:
         print(f"The stand-ins for the bases cannot be made: {error}", file=sys.stderr)
         return 1
-    torch = torch_for_cpus()
-    rows = [build_and_start(role, torch, keep=options.keep) for role in options.roles or STARTS]
+    arguments = torch_for_cpus() | ({"UV_COMPILE_BYTECODE": "0"} if options.no_compile else {})
+    rows = [build_and_start(role, arguments, keep=options.keep) for role in options.roles or STARTS]
     print_table(rows)
     return 0 if all(row.built and not row.did.startswith("FAILED") for row in rows) else 1
 
@@ -194,12 +195,12 @@ def torch_for_cpus() -> dict[str, str]:
     return {**LOCAL_TORCH, "TORCH_INDEX": f"{PYTORCH}/cpu"}
 
 
-def build_and_start(role: str, torch: Mapping[str, str], *, keep: bool) -> Row:
+def build_and_start(role: str, arguments: Mapping[str, str], *, keep: bool) -> Row:
     began, row = time.monotonic(), Row(role)
     try:
         say(f"building {role}")
         context = context_digest()
-        build(role, torch)
+        build(role, arguments)
         row = replace(row, built=True)
         with container(role) as started:
             row = replace(row, megabytes=write_facts(role, started, context))
@@ -213,11 +214,11 @@ def build_and_start(role: str, torch: Mapping[str, str], *, keep: bool) -> Row:
     return replace(row, seconds=time.monotonic() - began)
 
 
-def build(role: str, torch: Mapping[str, str]) -> None:
+def build(role: str, arguments: Mapping[str, str]) -> None:
     """Build one image. Raises Failed."""
     dockerfile = ROOT / "containers" / role / "Dockerfile"
     known = {line.split("=")[0].removeprefix("ARG ") for line in dockerfile.read_text().splitlines() if "ARG " in line}
-    given = {**torch, "BASE": f"localhost/{'vllm' if role == 'serve_vllm' else 'python'}"}
+    given = {**arguments, "BASE": f"localhost/{'vllm' if role == 'serve_vllm' else 'python'}"}
     given["CUDA_LOCK"] = "containers/nothing.lock.txt"
     # vllm-tpu's PyTorch is of another version, which only PyTorch's index has.
     given["TORCH_LOCK"] = "containers/nothing.lock.txt" if role == "serve_vllm_tpu" else "containers/torch_cpu.lock.txt"
