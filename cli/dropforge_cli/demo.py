@@ -94,6 +94,7 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
         return False
     report.show_metrics(record, out)
     if record.endpoint is not None:
+        report.show_parity(record, out)
         report.show_answer(deployment, record, record.endpoint, out)
         record = end_endpoint(deployment, record)
     report.show_stages(record, out)

@@ -82,6 +82,26 @@ def ask(endpoint: Endpoint, messages: list[Any]) -> str:
     return reply.choices[0].message.content or ""
 
 
+def show_parity(record: Record, out: Console) -> None:
+    """Print how the endpoint was compared with the exported model."""
+    if (parity := record.parity) is None:
+        return
+    out.print()
+    if parity.limit is None:
+        out.print(titled("parity", f"{parity.state}: {parity.reason}"))
+        return
+    out.print(titled("parity", f"{parity.state}: {parity.rows} held-out rows, {parity.tokens} tokens"))
+    rows = table("", "nats", right=("nats",))
+    if (merged := parity.links.get("adapter_to_merged")) is not None:
+        rows.add_row("adapter to merged", f"{merged:.2g}")
+    if "saved_to_reloaded" in parity.links:
+        rows.add_row("saved to reloaded", "equal in every bit")
+    rows.add_row("merged to served", f"{parity.divergence:.2g}")
+    rows.add_row("another attention kernel", f"{parity.floor:.2g}")
+    rows.add_row("limit", f"{parity.limit:.2g}")
+    out.print(rows)
+
+
 def show_stages(record: Record, out: Console) -> None:
     """Print the seconds in each stage."""
     spent = record.stage_seconds(utc_now())

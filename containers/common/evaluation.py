@@ -59,6 +59,12 @@ def mean_loss(model: Any, tokenizer: Any, encoded: Encoded) -> float:
 
 def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
     """Greedy answers in the order of the prompts, without special tokens, thoughts and surrounding space."""
+    answers = generate_ids(model, tokenizer, prompts, max_new_tokens)
+    return [visible_answer(text) for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
+
+
+def generate_ids(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """The token ids of greedy answers in the order of the prompts; padding may follow the token that ends an answer."""
     import torch
     from transformers import GenerationConfig
 
@@ -71,7 +77,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_t
         eos_token_id=stop_ids(tokenizer, model.generation_config),
     )
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers = [""] * len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), GENERATION_ROWS):
         batch = order[start : start + GENERATION_ROWS]
         inputs, attention = _padded([prompts[i] for i in batch], tokenizer.pad_token_id, left=True)
@@ -81,9 +87,8 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_t
                 attention_mask=attention.to(model.device),
                 generation_config=config,
             )
-        texts = tokenizer.batch_decode(output[:, inputs.shape[1] :], skip_special_tokens=True)
-        for index, text in zip(batch, texts, strict=True):
-            answers[index] = visible_answer(text)
+        for index, ids in zip(batch, output[:, inputs.shape[1] :].tolist(), strict=True):
+            answers[index] = ids
     return answers
 
 

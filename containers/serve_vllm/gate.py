@@ -14,6 +14,29 @@ from aiohttp import web
 POLL_SECONDS = 0.05
 PROBE_SECONDS = 60.0
 
+# Fields of OpenAI's requests that `transformers serve` takes and ignores, with the values that change nothing.
+IGNORED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": (),
+    "functions": (),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+    "web_search_options": (),
+}
+
 CountTokens = Callable[[dict[str, Any]], int]
 
 
@@ -31,6 +54,7 @@ class Gate:
         max_model_len: int,
         max_num_seqs: int,
         count_tokens: CountTokens,
+        is_standin: bool = False,
     ) -> None:
         self.ready = asyncio.Event()
         self._upstream = upstream
@@ -39,6 +63,7 @@ class Gate:
         self._max_model_len = max_model_len
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._count_tokens = count_tokens
+        self._is_standin = is_standin
         self._created = int(time.time())
         self._session: aiohttp.ClientSession | None = None
 
@@ -106,6 +131,9 @@ class Gate:
         if body.get("model") != self._served_name:
             message = f"The model `{body.get('model')}` does not exist; this endpoint serves `{self._served_name}`."
             return _error(404, message, "NotFoundError", "model")
+        if self._is_standin and (name := refused_field(body)):
+            message = f"{name} is {body[name]!r:.80}: the engine `transformers` does not do that; vLLM does"
+            return _error(400, message, "BadRequestError", name)
         if problem := self._limit(body):
             return _error(400, problem, "BadRequestError", "messages" if "messages" in body else "prompt")
         async with self._slots:
@@ -157,6 +185,12 @@ class Gate:
 
     def _renamed(self, chunk: dict[str, Any]) -> dict[str, Any]:
         return {**chunk, "model": self._served_name} if "model" in chunk else chunk
+
+
+def refused_field(body: dict[str, Any]) -> str:
+    """The first field that `transformers serve` would ignore; "" if there is none."""
+    wanted = {name: value for name, value in body.items() if value is not None and name in IGNORED}
+    return next((name for name, value in wanted.items() if value not in IGNORED[name]), "")
 
 
 def _translated(status: int, text: str) -> web.Response:

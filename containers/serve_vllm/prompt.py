@@ -33,8 +33,10 @@ class PromptCounter:
         """The number of tokens of a chat request's messages or a completion request's prompt. Raises ValueError."""
         if "messages" not in body:
             prompt = body.get("prompt")
+            if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+                return len(prompt)
             if not isinstance(prompt, str):
-                raise ValueError(f"prompt is {prompt!r:.80}; expected a string")
+                raise ValueError(f"prompt is {prompt!r:.80}; expected a string or token ids")
             return len(self._tokenizer.encode(prompt).ids)
         try:
             text = self._render(body["messages"], True)

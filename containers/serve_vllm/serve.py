@@ -44,6 +44,7 @@ from .engine import (
     vllm_cpu_argv,
     vllm_tpu_argv,
     vllm_tpu_environment,
+    without_sampling,
 )
 from .known import unknown_model
 
@@ -133,6 +134,8 @@ async def serve_behind_gate(
     model, port = str(directory / "model"), free_port()
     if engine == "transformers":
         describe_answers(directory / "model")
+        if settings.sampling == "greedy":
+            answer_greedily(directory / "model")
     process = start_engine(settings, engine, model, port, directory, parser)
     gate = Gate(
         upstream=f"http://127.0.0.1:{port}",
@@ -141,6 +144,7 @@ async def serve_behind_gate(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         count_tokens=PromptCounter(directory / "model").count,
+        is_standin=engine == "transformers",
     )
     runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
@@ -150,6 +154,13 @@ async def serve_behind_gate(
     finally:
         end(process)
         await runner.cleanup()
+
+
+def answer_greedily(directory: Path) -> None:
+    """Remove the sampling defaults from a downloaded model."""
+    path = directory / "generation_config.json"
+    if path.is_file():
+        path.write_text(json.dumps(without_sampling(json.loads(path.read_text()))))
 
 
 async def watch(gate: Any, process: subprocess.Popen[bytes], stop: asyncio.Event, began: float) -> int:

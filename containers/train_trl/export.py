@@ -61,6 +61,32 @@ def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
     return model.eval()
 
 
+def check_weights(directory: Path, model: Any) -> int:
+    """Compare the saved weights with those of the loaded model, bit for bit; return how many were compared.
+
+    Weights that wait in host memory because a GPU has no room (the meta device) are left out. Raises JobError.
+    """
+    from safetensors import safe_open
+
+    from . import merge
+
+    loaded = {merge.file_name(name): tensor for name, tensor in model.state_dict().items()}
+    compared = 0
+    for path in merge.weight_files(directory / "model"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = loaded.get(merge.file_name(name))
+                if tensor is None or tensor.device.type == "meta":
+                    continue
+                if not tensor.cpu().equal(file.get_tensor(name)):
+                    raise code_error(
+                        f"the loaded model has another {name} than the saved one",
+                        "nothing was published; the export has a bug",
+                    )
+                compared += 1
+    return compared
+
+
 def check_prompts(directory: Path, tokenizer: Any, rows: Sequence[Row], spec: JobSpec) -> None:
     """Raise JobError unless the saved tokenizer makes the token ids of the training's tokenizer."""
     from transformers import AutoTokenizer
@@ -88,7 +114,11 @@ def base_dtype(base: Path, spec: JobSpec) -> Any:
 
 
 def _save_generation_config(base: Path, tokenizer: Any, directory: Path, spec: JobSpec) -> None:
-    """The base's settings, with every token that ends an answer of the trained model."""
+    """The base's settings, with every token that ends an answer of the trained model.
+
+    The evaluation is greedy. The base's sampling defaults stay only if the endpoint shall have them, or if there is
+    no endpoint.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     if (base / "generation_config.json").is_file():
@@ -96,6 +126,8 @@ def _save_generation_config(base: Path, tokenizer: Any, directory: Path, spec: J
     else:
         config = AutoConfig.from_pretrained(base, trust_remote_code=spec.model.trust_remote_code)
         settings = GenerationConfig.from_model_config(config)
+    if spec.serve is not None and spec.serve.sampling == "greedy":
+        settings = GenerationConfig(bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id)
     settings.eos_token_id = stop_ids(tokenizer, settings)
     settings.pad_token_id = tokenizer.pad_token_id
     settings.save_pretrained(directory)

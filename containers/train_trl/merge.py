@@ -44,14 +44,14 @@ def merge_adapter(base: Path, checkpoint: Path, directory: Path) -> None:
     Raises JobError for a module that the base's files lack, and for numbers that are not finite.
     """
     pairs = _read_adapter(checkpoint)
-    modules = _by_file_name(pairs)
+    modules = _byfile_name(pairs)
     unmerged = set(pairs)
     for path in weight_files(base):
         with safe_open(path, "pt") as file:
 
             def load(name: str, file: Any = file) -> torch.Tensor:
                 tensor: torch.Tensor = file.get_tensor(name)
-                module = modules.get(_file_name(name))
+                module = modules.get(file_name(name))
                 if module is None or not name.endswith(".weight"):
                     return tensor
                 unmerged.discard(module)
@@ -94,10 +94,10 @@ def check_adapter(base: Path, parameters: Iterable[str]) -> None:
     kinds: dict[str, str] = {}
     for path in weight_files(base):
         with safe_open(path, "pt") as file:
-            kinds |= {_file_name(name): _dtype(file, name) for name in file.keys()}  # noqa: SIM118
+            kinds |= {file_name(name): _dtype(file, name) for name in file.keys()}  # noqa: SIM118
     for parameter in parameters:
         module, _, part = parameter.removeprefix("base_model.model.").partition(".lora_")
-        kind = kinds.get(_file_name(f"{module}.weight"))
+        kind = kinds.get(file_name(f"{module}.weight"))
         if part[:2] not in ("A.", "B.") or kind is None:
             raise config_error(
                 f"training.adapter.target_modules includes {module!r}; the model's files have no weights for an "
@@ -137,11 +137,11 @@ def _read_adapter(checkpoint: Path) -> dict[str, Pair]:
     return {module: Pair(both["A"], both["B"], scale, transposed) for module, both in parts.items()}
 
 
-def _by_file_name(modules: Iterable[str]) -> dict[str, str]:
-    return {_file_name(f"{module}.weight"): module for module in modules}
+def _byfile_name(modules: Iterable[str]) -> dict[str, str]:
+    return {file_name(f"{module}.weight"): module for module in modules}
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """A weight's name without the parts in which a class and its files differ.
 
     Gemma 3's class has model.language_model.layers where its files have language_model.model.layers.

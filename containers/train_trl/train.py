@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from containers.common import chat, evaluation
+from containers.common import chat, evaluation, sealing
 from containers.common.attempt import Attempt, exit_now, run_attempt
 from containers.common.checkpoints import NOTES
 from containers.common.evaluation import Score
@@ -262,7 +262,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
     method = load_method(spec.training.method)
     free_memory()  # of the trainer: a GPU may not hold two models
     export.save(Path(inputs.base), checkpoint, inputs.tokenizer, directory, spec)
-    served = load_export(spec, job, inputs, checkpoint, directory)
+    served, links = load_export(spec, job, inputs, checkpoint, directory)
     notes = read_notes(checkpoint)
     metrics = training_metrics(checkpoint, notes, examples)
     if spec.evaluation and examples.held_out:
@@ -271,13 +271,16 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
         log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
         metrics |= method.metrics(before, after)
         evaluation.write_samples(directory, examples.split.held_out, before, after)
+    seal_export(spec, job, inputs, served, directory, links)
     provenance = Provenance(inputs.base_source, examples.source)
     write_card(directory, spec, method.describe(spec), provenance, metrics)
     return publish(attempt.client, job, directory, spec, provenance, metrics, VERSIONS)
 
 
-def load_export(spec: JobSpec, job: Job, inputs: Inputs, checkpoint: Path, directory: Path) -> Any:
-    """The exported model. Raises JobError if it differs from the trained model."""
+def load_export(
+    spec: JobSpec, job: Job, inputs: Inputs, checkpoint: Path, directory: Path
+) -> tuple[Any, dict[str, float]]:
+    """The exported model, and how far each link of the export differs. Raises JobError if one differs too far."""
     from . import export, parity
 
     examples = inputs.examples
@@ -285,7 +288,9 @@ def load_export(spec: JobSpec, job: Job, inputs: Inputs, checkpoint: Path, direc
     base = Path(inputs.base)
     placement = device_map_of(base, inputs.plan.device, spread=job.world.sharded)
     if spec.training.adapter.type == "none":
-        return export.reload(directory, placement, spec)
+        served = export.reload(directory, placement, spec)
+        export.check_weights(directory, served)
+        return served, {"saved_to_reloaded": 0.0}
     rows = examples.held_out.input_ids if examples.held_out else examples.columns["input_ids"]
     trained = export.trained_model(base, checkpoint, placement, spec)
     expected = parity.log_probabilities(trained, rows)
@@ -293,8 +298,19 @@ def load_export(spec: JobSpec, job: Job, inputs: Inputs, checkpoint: Path, direc
     free_memory()
     served = export.reload(directory, placement, spec)
     divergence = parity.check(expected, served, rows)
-    log("compared the export with the trained model", stage="train", run=job.run, divergence=divergence)
-    return served
+    count = export.check_weights(directory, served)
+    log("compared the export", stage="train", run=job.run, divergence=divergence, tensors=count)
+    return served, {"adapter_to_merged": divergence, "saved_to_reloaded": 0.0}
+
+
+def seal_export(spec: JobSpec, job: Job, inputs: Inputs, served: Any, directory: Path, links: dict[str, float]) -> None:
+    """Write what an endpoint of the exported model must answer (seal.json)."""
+    split = inputs.examples.split
+    made = sealing.write_seal(directory, served, inputs.tokenizer, split.held_out or split.train, spec, links)
+    if made is None:
+        log("no row is short enough for a seal: the model is not sealed", stage="train", run=job.run)
+    else:
+        log("sealed the model", stage="train", run=job.run, rows=len(made.rows), **made.noise.model_dump())
 
 
 def is_finished(checkpoint: Path) -> bool:

@@ -199,6 +199,7 @@ def test_the_requests_for_a_tpu_vm_are_exact() -> None:
         "DROPFORGE_SERVED_MODEL_NAME": "text-to-sql",
         "DROPFORGE_MAX_MODEL_LEN": "2048",
         "DROPFORGE_MAX_NUM_SEQS": "32",
+        "DROPFORGE_SAMPLING": "greedy",
         "DROPFORGE_TENSOR_PARALLEL_SIZE": "4",
         "DROPFORGE_WORK_DIRECTORY": "/work",
         "PORT": "8000",

@@ -31,6 +31,7 @@ class ErrorClass(StrEnum):
     BUDGET = "budget"  # limits.max_cost_usd ran out
     STUCK = "stuck"  # the cloud reports a running machine, but training makes no progress
     GATE = "gate"  # the model did not pass the gate and is not served
+    PARITY = "parity"  # the endpoint does not answer as the exported model
     CODE = "code"  # the training or serving code failed
     CANCELLED = "cancelled"  # a user requested the end of the run
 

@@ -74,10 +74,13 @@ def endpoint_labels(deployment: Deployment) -> dict[str, str]:
 
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
     """The environment variables of containers/serve_vllm, as a container's `env`."""
+    serve = deployment.spec.serve
+    assert serve is not None, "only an endpoint has a server"
     values = {
         "DROPFORGE_MODEL_URI": f"gs://{deployment.settings.runs_bucket}/models/{deployment.run}",
         "DROPFORGE_SERVED_MODEL_NAME": deployment.spec.name,
         "DROPFORGE_MAX_MODEL_LEN": str(max_model_len),
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
+        "DROPFORGE_SAMPLING": serve.sampling,
     }
     return [{"name": name, "value": value} for name, value in values.items()]

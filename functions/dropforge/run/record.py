@@ -126,6 +126,29 @@ class Endpoint(Stored):
     ended: datetime | None = None
 
 
+class Parity(Stored):
+    """The comparison of an endpoint with the seal of its model (run/seal.py).
+
+    `rows` and `tokens` are compared so far; `divergence` is their mean, `limit` its bound and `floor` the noise of
+    another attention kernel, all in nats. `ties` counts near-ties in which the endpoint chose the other token. `links`
+    has what the container measured at the export. `reason` says why a model is unsealed.
+    """
+
+    state: Literal["checking", "sealed", "unsealed", "failed"]
+    reason: str = ""
+    rows: int = 0
+    tokens: int = 0
+    ties: int = 0
+    divergence: float = 0.0
+    limit: float | None = None
+    floor: float | None = None
+    links: dict[str, float] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return self.state != "checking"
+
+
 class Notice(NamedTuple):
     """A message to people about a run that continues, sent once. `key` is unique within the run."""
 
@@ -157,6 +180,7 @@ class Record(Stored):
     attempts: list[Attempt] = []
     metrics: dict[str, float | None] = {}
     endpoint: Endpoint | None = None
+    parity: Parity | None = None
     outcome: Outcome | None = None
     serving_usd_per_hour: float | None = None  # for the maximum number of instances
     error: RunError | None = None

@@ -7,7 +7,7 @@ become unions of the registered classes when the first spec is read, so this pac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -114,6 +114,12 @@ class ServeSpec(_Typed):
 
     is_private: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
+
+    sampling: Literal["greedy", "base_model"] = Field(
+        default="greedy",
+        description="What a request without sampling parameters gets: the greedy answer, as in the evaluation, or the "
+        "defaults of the base model's generation_config.json (temperature, top_p, top_k).",
+    )
 
     if TYPE_CHECKING:
         max_model_len: int

@@ -1,4 +1,4 @@
-"""Stage `deploy`: advance a trained run towards an endpoint that has answered a real completion."""
+"""Stage `deploy`: advance a trained run towards an endpoint that answers as the exported model does."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Failed, Pending, Ready, Superseded, failed, superseded
+from .parity import compare
 
 COMPLETION_TIMEOUT_SECONDS = 120
 RETRY_SECONDS = 5
@@ -97,6 +98,8 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _not_ready(context, deployment, began, lambda: server.why_not_ready(context.cloud, deployment))
     if problem := completion_problem(context.cloud, url, spec.name):
         return _not_ready(context, deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
+    if unfinished := _compare(context, record, spec, url):
+        return _not_ready(context, deployment, began, lambda: unfinished)
     for resource in resources:
         store.note(record.run, resource.name, ResourceState.CREATED)
     ready = context.now()
@@ -104,6 +107,25 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
         return _too_late(spec, expires)
     service, region = resources[0].name, server.region(deployment)
     return _ready(context, record, _endpoint(spec, url, service, region, began, ready, expires, paid_until))
+
+
+def _compare(context: Context, record: Record, spec: JobSpec, url: str) -> CloudError | None:
+    """Compare the endpoint with the model's seal and note the result; why the comparison is not over, or None.
+
+    Raises CloudError of the class PARITY if the endpoint differs from its model.
+    """
+    parity, error = compare(context, record.run, record.parity, url, spec.name)
+
+    def change(latest: Record) -> Record:
+        return latest.model_copy(update={"parity": parity}) if latest.state is RunState.DEPLOYING else latest
+
+    if parity != record.parity:
+        context.store.update(record.run, change)
+        context.log(f"parity: {parity.state}", stage="deploy", run=record.run, **parity.model_dump(exclude={"state"}))
+    if error is not None and error.error_class is ErrorClass.PARITY:
+        raise error
+    unfinished = CloudError(ErrorClass.CODE, f"{parity.rows} rows have been compared with the model", START_HINT)
+    return error or (None if parity.is_over else unfinished)
 
 
 def _ready(context: Context, record: Record, endpoint: Endpoint) -> Ready | Superseded:

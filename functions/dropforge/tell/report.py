@@ -18,6 +18,7 @@ def report(record: Record, spec: JobSpec, now: datetime) -> dict[str, Any]:
         "seconds_per_stage": record.stage_seconds(now),
         "cost_usd": cost(record, now),
         "endpoint": record.endpoint.model_dump(mode="json") if record.endpoint else None,
+        "parity": record.parity.model_dump(mode="json") if record.parity else None,
         "error": record.error.model_dump(mode="json") if record.error else None,
         "spec": spec.model_dump(mode="json", by_alias=True),
     }

@@ -81,5 +81,6 @@ def _details(record: Record, entered: Transition, now: datetime) -> dict[str, An
         details["error"] = record.error.model_dump(mode="json") if record.error else None
         details["problems"] = record.problems
         details["endpoint"] = record.endpoint.model_dump(mode="json") if record.endpoint else None
+        details["parity"] = record.parity.state if record.parity else None
         details["cost_usd"] = cost(record, now)
     return details

@@ -148,6 +148,8 @@ def _endpoint(record: Record, spec: JobSpec | None) -> str:
     text = f"serving `{endpoint.model}` at {endpoint.url}{where} until {endpoint.expires:%Y-%m-%d %H:%M} UTC"
     if endpoint.limit == "max_cost_usd":
         text += ", when the budget is used up"
+    if record.parity is not None:
+        text += f"; parity: *{record.parity.state}*"
     cost = record.serving_cost(endpoint.expires)
     return text if cost is None else f"{text}; it costs at most ${cost:.2f} in all"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from containers.serve_vllm.engine import (
+    GREEDY,
     BadSettings,
     Settings,
     choose,
@@ -21,7 +23,9 @@ from containers.serve_vllm.engine import (
     vllm_cpu_argv,
     vllm_tpu_argv,
     vllm_tpu_environment,
+    without_sampling,
 )
+from containers.serve_vllm.gate import refused_field
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
 from containers.serve_vllm.serve import find_parser
 
@@ -44,7 +48,7 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
     argv = vllm_argv(settings(), "gs://runs/models/demo-0123456789ab/attempt-1/model")
     assert " ".join(argv) == (
         "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
-        "--max-num-seqs 16 --host 0.0.0.0 --port 8080 --load-format runai_streamer"
+        f"--max-num-seqs 16 {' '.join(GREEDY)} --host 0.0.0.0 --port 8080 --load-format runai_streamer"
     )
 
 
@@ -93,7 +97,7 @@ def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compile
     assert chips.work == Path("/work")
     assert " ".join(vllm_tpu_argv(chips, "/work/model")) == (
         "vllm serve /work/model --served-model-name demo --max-model-len 1024 --max-num-seqs 16 "
-        "--tensor-parallel-size 8 --host 0.0.0.0 --port 8080"
+        f"--tensor-parallel-size 8 {' '.join(GREEDY)} --host 0.0.0.0 --port 8080"
     )
     assert vllm_tpu_environment(chips.work)["VLLM_XLA_CACHE_PATH"] == "/work/xla"
 
@@ -115,8 +119,35 @@ def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
 
 def test_transformers_serves_one_model_on_loopback() -> None:
     argv = transformers_argv("/tmp/model", 9000)
-    assert argv[2:5] == ["transformers.cli.transformers", "serve", "/tmp/model"]
-    assert "127.0.0.1" in argv
+    assert argv[1:] == ["-m", "containers.serve_vllm.standin", "/tmp/model", "9000"]
+
+
+def test_requests_get_the_answers_of_the_evaluation_unless_the_spec_asks_for_the_base_model_s() -> None:
+    sampled = Settings.from_environment({**ENVIRONMENT, "DROPFORGE_SAMPLING": "base_model"})
+    for argv in (vllm_argv, vllm_tpu_argv, lambda settings, model: vllm_cpu_argv(settings, model, 9000)):
+        greedy, base = argv(settings(), "/m"), argv(sampled, "/m")
+        assert json.loads(greedy[greedy.index("--override-generation-config") + 1]) == {"temperature": 0}
+        assert greedy[greedy.index("--generation-config") + 1] == "vllm"
+        assert base[base.index("--generation-config") + 1] == "auto"
+        assert "--override-generation-config" not in base
+    with pytest.raises(BadSettings, match="DROPFORGE_SAMPLING is 'hot'; expected one of greedy, base_model"):
+        Settings.from_environment({**ENVIRONMENT, "DROPFORGE_SAMPLING": "hot"})
+    kept = {"eos_token_id": [1, 106], "pad_token_id": 0, "max_new_tokens": 7}
+    assert without_sampling({**kept, "do_sample": True, "temperature": 0.6, "top_k": 64, "top_p": 0.95}) == kept
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True, "top_logprobs": 5}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"n": 1, "logprobs": None, "tools": [], "temperature": 0.5, "stop": ["x"], "user": "me"}, ""),
+    ],
+)
+def test_the_stand_in_refuses_what_its_engine_ignores(body: dict[str, Any], field: str) -> None:
+    assert refused_field({"model": "demo", **body}) == field
 
 
 @pytest.mark.parametrize(

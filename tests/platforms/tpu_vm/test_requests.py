@@ -114,6 +114,7 @@ def test_the_metadata_of_a_kept_machine_describes_its_server() -> None:
                 "DROPFORGE_SERVED_MODEL_NAME=qwen3-sql",
                 "DROPFORGE_MAX_MODEL_LEN=1024",
                 "DROPFORGE_MAX_NUM_SEQS=16",
+                "DROPFORGE_SAMPLING=greedy",
                 "DROPFORGE_TENSOR_PARALLEL_SIZE=8",
                 "DROPFORGE_WORK_DIRECTORY=/work",
                 "PORT=8000",

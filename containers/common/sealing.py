@@ -1,0 +1,139 @@
+"""Makes the parity seal of an exported model (dropforge/run/seal.py). Imports torch where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dropforge.run import seal
+from dropforge.run.seal import Distribution, Noise, Seal, SealedRow
+from dropforge.spec import JobSpec
+
+from .chat import encode_prompt, stop_ids
+from .evaluation import generate_ids
+from .rows import Row
+
+DECIMALS = 6
+
+
+def write_seal(
+    directory: Path, model: Any, tokenizer: Any, rows: Sequence[Row], spec: JobSpec, links: dict[str, float]
+) -> Seal | None:
+    """Write seal.json into `directory`, for up to 32 rows that fit; None if no row fits.
+
+    `model` is the exported model, loaded from its files as a server loads it. It is of no further use: the noise is
+    measured in 16 bits, because a server may compute a model of 32 bits in 16.
+    """
+    made = make_seal(model, tokenizer, rows, spec, links)
+    if made is not None:
+        (directory / seal.SEAL).write_text(made.model_dump_json(), encoding="utf-8")
+    return made
+
+
+def make_seal(
+    model: Any, tokenizer: Any, rows: Sequence[Row], spec: JobSpec, links: dict[str, float] | None = None
+) -> Seal | None:
+    """Ask the model for its greedy answers and the probabilities of their tokens, with two attention kernels.
+
+    See `write_seal`.
+    """
+    model.eval()
+    prompts = _prompts(tokenizer, rows, spec)
+    if not prompts:
+        return None
+    ids = generate_ids(model, tokenizer, [prompt for _, prompt in prompts], seal.ANSWER_TOKENS)
+    stops = set(stop_ids(tokenizer, model.generation_config))
+    answers = [_until(stops, answer) for answer in ids]
+    pairs = [(prompt, answer) for (_, prompt), answer in zip(prompts, answers, strict=True)]
+    dtype = str(model.dtype).removeprefix("torch.")
+    usual, other = distributions(model, pairs), with_other_kernel(model, pairs)
+    sealed = [
+        SealedRow(
+            row=number,
+            messages=[dict(message) for message in rows[number - 1].prompt] if rows[number - 1].messages else None,
+            prompt=prompt,
+            answer=answer,
+            top=[(list(each), list(each.values())) for each in found],
+        )
+        for (number, prompt), answer, found in zip(prompts, answers, usual, strict=True)
+    ]
+    return Seal(
+        dtype=dtype,
+        greedy=spec.serve is None or spec.serve.sampling == "greedy",
+        rows=sealed,
+        noise=noise(usual, other),
+        links=links or {},
+    )
+
+
+def distributions(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[Distribution]]:
+    """For each prompt with its answer: the likeliest tokens at each token of the answer, given all tokens before it."""
+    import torch
+
+    result: list[list[Distribution]] = []
+    for prompt, answer in pairs:
+        ids = torch.tensor([[*prompt, *answer]], device=model.device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            best = logits.float().log_softmax(-1).topk(min(seal.TOP, logits.shape[-1]))
+        result.append(
+            [
+                dict(zip(row, (round(value, DECIMALS) for value in values), strict=True))
+                for row, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+        )
+    return result
+
+
+def with_other_kernel(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[Distribution]]:
+    """`distributions` with another attention kernel in 16 bits: what differs is rounding. Rounds the weights."""
+    import torch
+
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        model.to(torch.bfloat16)
+    chosen = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if chosen == "eager" else "eager")
+    try:
+        return distributions(model, pairs)
+    finally:
+        model.set_attn_implementation(chosen)
+
+
+def noise(usual: Sequence[Sequence[Distribution]], other: Sequence[Sequence[Distribution]]) -> Noise:
+    """The noise between two measurements of the same tokens."""
+    tokens = [pair for row in zip(usual, other, strict=True) for pair in zip(*row, strict=True)]
+    gaps = [abs(_lead(one, one) - _lead(one, two)) for one, two in tokens]
+    return Noise(
+        divergence=sum(seal.divergence(one, two) for one, two in tokens) / len(tokens),
+        gap=max(gaps),
+        agreement=sum(seal.best(one) == seal.best(two) for one, two in tokens) / len(tokens),
+    )
+
+
+def _lead(reference: Distribution, of: Distribution) -> float:
+    """The difference between the two tokens that are the best by `reference`."""
+    first, second, *_ = [*reference, *reference]
+    most = seal.unlisted(of)
+    return of.get(first, most) - of.get(second, most)
+
+
+def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec) -> list[tuple[int, list[int]]]:
+    """The numbers and prompts of the first rows that leave room for an answer, in the seal and at the endpoint."""
+    room = min(seal.ROW_TOKENS, spec.serve.max_model_len - 1 if spec.serve else seal.ROW_TOKENS) - seal.ANSWER_TOKENS
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        # Plain text has no prompt: its first half stands for it.
+        text = [] if row.messages else list(tokenizer(row.text)["input_ids"])
+        prompt = encode_prompt(tokenizer, row.prompt) if row.messages else text[: max(1, len(text) // 2)]
+        if 0 < len(prompt) <= room:
+            prompts.append((number, prompt))
+        if len(prompts) == seal.ROWS:
+            break
+    return prompts
+
+
+def _until(stops: set[int], answer: list[int]) -> list[int]:
+    """The answer with its first stop token, without the padding after it."""
+    end = next((index + 1 for index, token in enumerate(answer) if token in stops), len(answer))
+    return answer[:end]

@@ -1,0 +1,119 @@
+"""`transformers serve` with the token ids and probabilities that stage deploy asks for: `python -m … MODEL PORT`.
+
+transformers 5.23 ignores requests for log-probabilities, and takes no token ids as a prompt. This process answers both
+in vLLM's format (`return_token_ids`, `prompt_logprobs`, a list of ids as `prompt`), with the model that it serves. The
+gate in front of it refuses what it does not do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from transformers.cli.serve import Serve
+from transformers.cli.serving import chat_completion, completion, utils
+
+ids_of_request: ContextVar[tuple[list[int], list[int]]] = ContextVar("ids_of_request")
+
+
+class Manager(utils.GenerateManager):  # type: ignore[misc]
+    """Notes the token ids of a request: of its prompt and of its answer."""
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        text, length, ids = await super().generate_non_streaming(model, processor, inputs, *args, **options)
+        ids_of_request.set((_ids(inputs["input_ids"][0]), _ids(ids)))
+        return text, length, ids
+
+
+class Sampling:
+    """Samples where a request gives a temperature: transformers ignores it if the model's default is greedy."""
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> Any:
+        config = super()._build_generation_config(body, *args, **options)  # type: ignore[misc]
+        config.do_sample = config.do_sample if body.get("temperature") is None else body["temperature"] > 0
+        return config
+
+
+class Chats(Sampling, chat_completion.ChatCompletionHandler):  # type: ignore[misc]
+    """The route of chat completions."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        is_asked = body.pop("return_token_ids", False) and not body.get("stream")
+        response = await super().handle_request(body, request_id)
+        if not is_asked:
+            return response
+        prompt, answer = ids_of_request.get()
+        content = json.loads(response.body)
+        content["choices"][0]["token_ids"] = answer
+        return JSONResponse({**content, "prompt_token_ids": prompt})
+
+
+class Completions(Sampling, completion.CompletionHandler):  # type: ignore[misc]
+    """The route of completions, for a text or a list of token ids."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        is_asked, count = body.pop("return_token_ids", False), body.pop("prompt_logprobs", None)
+        if isinstance(body.get("prompt"), list):
+            response = await self._answer_ids(body, request_id)
+        else:
+            response = await super().handle_request(body, request_id)
+        if body.get("stream") or not (is_asked or count):
+            return response
+        prompt, answer = ids_of_request.get()
+        content = json.loads(response.body)
+        choice = content["choices"][0]
+        if is_asked:
+            choice |= {"prompt_token_ids": prompt, "token_ids": answer}
+        if count:
+            _, model, _ = self._resolve_model(body)
+            manager = self.generation_state.get_manager(body["model"])
+            choice["prompt_logprobs"] = await manager.async_submit(prompt_logprobs, model, prompt, count)
+        return JSONResponse(content)
+
+    async def _answer_ids(self, body: dict[str, Any], request_id: str) -> Any:
+        if body.get("stream"):
+            raise HTTPException(status_code=400, detail="a prompt of token ids cannot be streamed")
+        model_id, model, processor = self._resolve_model(body)
+        ids = torch.tensor([body["prompt"]], device=model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        config = self._build_generation_config(body, model.generation_config)
+        manager = self.generation_state.get_manager(model_id)
+        return await self._non_streaming(request_id, model, processor, model_id, inputs, config, manager)
+
+
+def prompt_logprobs(model: Any, ids: list[int], count: int) -> list[dict[str, dict[str, float]] | None]:
+    """For each token of the prompt but the first: the `count` most likely tokens, and the token itself.
+
+    The keys are token ids, as in vLLM (vllm/entrypoints/openai/completion/protocol.py).
+    """
+    with torch.inference_mode():
+        values = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, :-1].float().log_softmax(-1)
+    best = values.topk(min(count, values.shape[-1]))
+    own = values.gather(-1, torch.tensor(ids[1:], device=values.device)[:, None])[:, 0].tolist()
+    result: list[dict[str, dict[str, float]] | None] = [None]
+    for token, value, tokens, found in zip(ids[1:], own, best.indices.tolist(), best.values.tolist(), strict=True):
+        entries = {token: value, **dict(zip(tokens, found, strict=True))}
+        result.append({str(key): {"logprob": entry} for key, entry in entries.items()})
+    return result
+
+
+def _ids(tensor: Any) -> list[int]:
+    return [int(token) for token in tensor]
+
+
+def main(model: str, port: str) -> None:
+    """Serve until SIGTERM."""
+    # `Serve` has no parameters for them; it looks the classes up when it is called.
+    utils.GenerateManager = Manager
+    chat_completion.ChatCompletionHandler = Chats
+    completion.CompletionHandler = Completions
+    Serve(model, device="cpu", dtype="auto", host="127.0.0.1", port=int(port))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""The parity seal of a model: how the exported model answers held-out prompts, and how to compare an endpoint with it.
+
+    models/<run>/attempt-1/seal.json    written by the training container, listed in the manifest with its digest
+
+A row of the seal has a prompt, the model's greedy answer, and for each token of the answer the 20 most likely tokens
+with their log-probabilities. Token ids are compared exactly. Log-probabilities are compared by their Kullback-Leibler
+divergence, never by a fixed tolerance: the container measures the noise of another attention kernel on the same
+weights, and this noise decides how far an endpoint may lie from the seal. Pure Python: the functions have no numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dropforge.base.errors import DropforgeError
+
+from .artifacts import Manifest, attempt_directory, model_uri, read_artifact
+
+SEAL = "seal.json"
+ROWS = 32
+TOP = 20  # vLLM's limit on the log-probabilities of a prompt (--max-logprobs)
+ANSWER_TOKENS = 32
+ROW_TOKENS = 1024  # prompt and answer
+MAX_BYTES = 4 << 20  # 32 rows of 1024 tokens and 32 answer tokens are about 700 kB
+
+# Of the mean divergence: good endpoints have 0.7 to 2.0 times the noise, faults 11 times or more (measurements.md). A
+# fixed bound of 5e-4 nats lets the rounding to 4 bits pass in 9 of 16 models.
+FLOOR_FACTOR = 10
+LEAST_LIMIT = 5e-5  # nats: 16 bits round a log-probability by about 4e-3, which is a divergence of 8e-6
+_LEAST = 1e-9  # the least probability that is told from 0: the ids' probabilities are rounded
+
+Distribution = Mapping[int, float]  # log-probabilities by token id
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=ROW_TOKENS)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class SealedRow(_Part):
+    """A held-out prompt and its greedy answer. `row` counts the held-out rows from 1.
+
+    `messages` are the prompt of a chat request; None for a row of plain text. `top` has for each token of the answer
+    the most likely ids, best first, and their log-probabilities.
+    """
+
+    row: int
+    messages: list[dict[str, str]] | None
+    prompt: Ids
+    answer: Ids
+    top: Annotated[list[tuple[list[int], list[float]]], Field(max_length=ANSWER_TOKENS)]
+
+    @model_validator(mode="after")
+    def _has_a_distribution_for_each_token(self) -> SealedRow:
+        if not self.prompt or not self.answer or len(self.top) != len(self.answer):
+            raise ValueError(f"row {self.row} has {len(self.answer)} tokens and {len(self.top)} distributions")
+        if any(not 0 < len(ids) == len(values) <= TOP for ids, values in self.top):
+            raise ValueError(f"row {self.row}: a distribution has between 1 and {TOP} tokens")
+        return self
+
+    def distributions(self) -> list[Distribution]:
+        return [dict(zip(ids, values, strict=True)) for ids, values in self.top]
+
+
+class Noise(_Part):
+    """What another attention kernel in 16 bits changes, with the same weights.
+
+    `divergence` is the mean in nats; `gap` is the largest change of the difference between the two best
+    log-probabilities; `agreement` is the share of tokens whose best token stays.
+    """
+
+    divergence: float
+    gap: float
+    agreement: float
+
+
+class Seal(_Part):
+    """The content of seal.json.
+
+    `links` has what was measured at the export: `adapter_to_merged` is a mean divergence in nats, `saved_to_reloaded`
+    the number of tensors that differ in a bit. `greedy`: a request without sampling parameters gets the greedy answer.
+    """
+
+    version: Literal[1] = 1
+    greedy: bool
+    dtype: str
+    rows: Annotated[list[SealedRow], Field(min_length=1, max_length=ROWS)]
+    noise: Noise
+    links: dict[str, float] = {}
+
+    @property
+    def limit(self) -> float:
+        """The mean divergence below which an endpoint passes, in nats."""
+        return max(LEAST_LIMIT, FLOOR_FACTOR * self.noise.divergence)
+
+    @property
+    def tie(self) -> float:
+        """The difference of two log-probabilities, in nats, up to which noise may exchange two tokens.
+
+        Divergence grows with the square of such a difference (8 * divergence = gap ** 2 between two tokens alone), so
+        both bounds of `limit` have their counterpart here.
+        """
+        return max(math.sqrt(8 * self.limit), math.sqrt(FLOOR_FACTOR) * self.noise.gap)
+
+
+class Difference(NamedTuple):
+    """Where an endpoint differs from its seal, in numbers alone: messages never repeat training text.
+
+    `row` counts the held-out rows, `position` the tokens of the prompt or the answer (`where`), both from 1. A token
+    is None where the endpoint or the seal has no further token.
+    """
+
+    row: int
+    where: Literal["prompt", "answer"]
+    position: int
+    actual: int | None
+    expected: int | None
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.row}, token {self.position} of the {self.where}: the endpoint has {_shown(self.actual)}, "
+            f"the exported model {_shown(self.expected)}; likely cause: {self.cause}"
+        )
+
+
+class Agreement(NamedTuple):
+    """How far an endpoint agrees with the tokens of a row: the sum of divergences, tokens, and near-ties exchanged."""
+
+    divergence: float
+    tokens: int
+    ties: int
+
+
+def read_seal(client: Any, bucket: str, manifest: Manifest) -> Seal | None:
+    """The seal of a committed model; None for a model without a seal.
+
+    Raises DropforgeError if the seal is not the file that the manifest lists, or is unreadable.
+    """
+    path = f"{attempt_directory(manifest.attempt)}/{SEAL}"
+    listed = next((file for file in manifest.files if file.path == path), None)
+    if listed is None:
+        return None
+    name = f"{model_uri(bucket, manifest.run)}/{path}"
+    if listed.size > MAX_BYTES:
+        raise DropforgeError(f"{name} has {listed.size} bytes; expected at most {MAX_BYTES}")
+    data = read_artifact(client, bucket, manifest, SEAL)
+    if hashlib.sha256(data).hexdigest() != listed.sha256:
+        raise DropforgeError(f"{name} differs from its manifest: its SHA-256 is not {listed.sha256[:12]}…")
+    try:
+        return Seal.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]  # the input has training text
+        raise DropforgeError(f"{name} is not a seal that this version reads: {problem['msg']}") from None
+
+
+def divergence(expected: Distribution, actual: Distribution) -> float:
+    """The Kullback-Leibler divergence of the tokens in `expected` and a bucket for the rest, in nats.
+
+    A token that `actual` lacks counts as likely as it can be at most: the result is then a lower bound.
+    """
+    most = unlisted(actual)
+    pairs = [(value, actual.get(token, most)) for token, value in expected.items()]
+    rest, other = (_rest(pair[side] for pair in pairs) for side in (0, 1))
+    total = sum(math.exp(value) * (value - found) for value, found in pairs) + rest * math.log(rest / other)
+    return max(0.0, total)
+
+
+def gap(of: Distribution, token: int) -> float:
+    """How much less likely a token is than the best token, in nats; a lower bound for a token that is not listed."""
+    return max(of.values()) - of.get(token, unlisted(of))
+
+
+def unlisted(of: Distribution) -> float:
+    """The highest log-probability that a token outside the list can have: the least listed, or all of the rest."""
+    return min(*of.values(), math.log(_rest(of.values())))
+
+
+def _rest(values: Iterable[float]) -> float:
+    return max(_LEAST, 1.0 - sum(map(math.exp, values)))
+
+
+def best(of: Distribution) -> int:
+    return max(of, key=of.__getitem__)
+
+
+def compare_prompt(row: SealedRow, actual: Sequence[int]) -> Difference | None:
+    """The first difference of the ids that the endpoint made of the row's messages."""
+    position = _first_difference(row.prompt, actual)
+    if position is None:
+        return None
+    cause = _cause_of_prompt(row.prompt, list(actual), position)
+    return _difference(row, "prompt", position, actual, row.prompt, cause)
+
+
+def compare_tokens(row: SealedRow, actual: Sequence[Distribution], tie: float) -> Agreement | Difference:
+    """Compare the distributions of the answer's tokens, each given the prompt and the tokens before it.
+
+    The best token may be another only where noise explains it: `tie` is the seal's.
+    """
+    total, ties = 0.0, 0
+    for position, (expected, found) in enumerate(zip(row.distributions(), actual, strict=True)):
+        total += divergence(expected, found)
+        if best(found) == best(expected):
+            continue
+        if gap(expected, best(found)) > tie:
+            cause = cause_of_weights(total / (position + 1))
+            return Difference(row.row, "answer", position + 1, best(found), best(expected), cause)
+        ties += 1
+    return Agreement(total, len(row.top), ties)
+
+
+def compare_answer(row: SealedRow, actual: Sequence[int], tie: float) -> bool | Difference:
+    """Whether the endpoint's greedy answer is the seal's in each token.
+
+    False if it differs first at a near-tie: the tokens after it have another beginning, so they are not compared.
+    """
+    position = _first_difference(row.answer, actual)
+    if position is None:
+        return True
+    is_token = position < len(actual) and position < len(row.answer)
+    if is_token and gap(row.distributions()[position], actual[position]) <= tie:
+        return False
+    return _difference(row, "answer", position, actual, row.answer, "the generation config, or the prefix cache")
+
+
+def cause_of_weights(mean: float) -> str:
+    """The likely cause of other probabilities for the same tokens, by their mean divergence in nats."""
+    if mean < 0.05:
+        return "dtype, quantisation, or the adapter's scale"
+    return "the adapter (not merged, or of another run), or other weights"
+
+
+def _cause_of_prompt(expected: list[int], actual: list[int], position: int) -> str:
+    if actual == expected[1:]:
+        return "bos: the endpoint's prompt lacks its first token"
+    if actual == [expected[0], *expected]:
+        return "bos: the endpoint's prompt has its first token twice"
+    if actual[1:] == expected:
+        return "bos: the endpoint's prompt has a further first token"
+    return "the chat template, or the tokenizer"
+
+
+def _difference(
+    row: SealedRow,
+    where: Literal["prompt", "answer"],
+    position: int,
+    actual: Sequence[int],
+    expected: Sequence[int],
+    cause: str,
+) -> Difference:
+    at = [ids[position] if position < len(ids) else None for ids in (actual, expected)]
+    return Difference(row.row, where, position + 1, at[0], at[1], cause)
+
+
+def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
+    for position, (one, other) in enumerate(zip(expected, actual, strict=False)):
+        if one != other:
+            return position
+    return None if len(expected) == len(actual) else min(len(expected), len(actual))
+
+
+def _shown(token: int | None) -> str:
+    return "no token" if token is None else f"token id {token}"
