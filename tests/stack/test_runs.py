@@ -163,6 +163,25 @@ def call(user: User, function: str, body: dict[str, Any], headers: dict[str, str
     return requests.post(url, json=body, headers={"Authorization": f"Bearer {token}", **(headers or {})}, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("caller", "function", "may"),
+    [
+        ("workflow", "notify", True),
+        ("workflow", "sweep", False),
+        ("events", "notify", False),
+        ("trainer", "notify", False),
+        ("trainer", "on_job_event", False),
+        ("deploy", "notify", True),  # may call every Cloud Run service of the project (docs/security.md)
+    ],
+)
+def test_terraform_says_who_may_call_a_function(user: User, caller: str, function: str, may: bool) -> None:
+    url = user.info.functions + function
+    token = Identity((user.state / "identity").read_text()).token("OIDC", url, caller)
+    body = {"run": "unknown-0123456789ab", "execution": "e", "state": "FAILED"}
+    answer = requests.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=60)
+    assert (answer.status_code != 403) is may, answer.text
+
+
 def test_a_budget_for_less_than_a_minute_is_rejected(user: User) -> None:
     target = {**user.spec()["target"], "price_usd_per_hour": 3600.0}
     run = user.drop(user.spec("hang", target=target, limits={"max_cost_usd": 0.5}))

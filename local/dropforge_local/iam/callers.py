@@ -53,9 +53,10 @@ class Callers:
             name = claims.caller
         if name == FUNCTIONS:
             name = headers.get(HEADER) or FUNCTIONS
-        return self._named(name) if name else None
+        return self.named(name) if name else None
 
-    def _named(self, name: str) -> Account:
+    def named(self, name: str) -> Account:
+        """The account of a caller: a function, a container role, or a part of the platform."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = self._policy.account(self._email_of(name))

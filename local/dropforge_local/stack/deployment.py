@@ -107,5 +107,10 @@ def account_of(caller: str) -> str:
     return _service_account(f"dropforge-{caller.replace('_', '-')}")
 
 
+def function_service(function: str) -> str:
+    """The Cloud Run service of a function, as terraform/functions.tf names it."""
+    return f"projects/{PROJECT}/locations/{LOCATION}/services/dropforge-{function.replace('_', '-')}"
+
+
 def _service_account(name: str) -> str:
     return f"{name}@{PROJECT}.iam.gserviceaccount.com"

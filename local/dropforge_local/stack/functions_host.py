@@ -1,10 +1,10 @@
 """The deployed functions, served by the real functions-framework: every entry point of functions/main.py by its name.
 
 The stack (functions_process.py) starts one process for all functions: `python -P -m
-dropforge_local.stack.functions_host FD [tell]`. FD is a bound socket; with `tell`, each request
-of a function names the function (base/recording.py). A line of JSON on standard input gives the
-process its URL, the functions' environment, and the secret that signs tokens. The process ends when that pipe closes,
-so it never outlives its parent.
+dropforge_local.stack.functions_host FD [tell]`. FD is a bound socket; with `tell`, each request of a function names the
+function (base/recording.py). A line of JSON on standard input gives the process its URL, the functions' environment,
+the secret that signs tokens, and who may call which function. The process ends when that pipe closes, so it never
+outlives its parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,13 @@ def entry_points(source: Path = SOURCE) -> list[str]:
     return re.findall(r"^@functions_framework\.\w+\ndef (\w+)", source.read_text(), re.M)
 
 
-def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
-    """One WSGI application with every function at /<name>; callers need an OIDC token for that URL, as in the cloud."""
+def build(
+    identity: Identity, base_url: str, source: Path = SOURCE, invokers: Mapping[str, Collection[str]] | None = None
+) -> Wsgi:
+    """One WSGI application with every function at /<name>; callers need an OIDC token for that URL, as in the cloud.
+
+    `invokers` names the callers that may call each function, besides the owner; without it every caller may.
+    """
     import functions_framework
     from werkzeug.exceptions import NotFound
     from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -52,20 +57,34 @@ def build(identity: Identity, base_url: str, source: Path = SOURCE) -> Wsgi:
     def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         name, _, rest = environ.get("PATH_INFO", "").lstrip("/").partition("/")
         environ["PATH_INFO"] = f"/{name}/{rest}"  # without the second slash, werkzeug redirects
-        if identity.is_for({"Authorization": environ.get("HTTP_AUTHORIZATION", "")}, base_url + name):
+        problem = _refusal(identity, environ.get("HTTP_AUTHORIZATION", ""), base_url, name, invokers)
+        if not problem:
             caller.set(name)  # of this thread, until it serves another request
             return dispatch(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return [f"{name}: the caller needs an OIDC token for the audience {base_url + name}\n".encode()]
+        return [f"{name}: {problem}\n".encode()]
 
     return checked
 
 
-def serve(url: str, descriptor: int, identity: Identity) -> None:
-    """Serve at a bound socket until SIGTERM."""
+def _refusal(
+    identity: Identity, authorization: str, base_url: str, name: str, invokers: Mapping[str, Collection[str]] | None
+) -> str:
+    """Why a caller may not call a function; "" if it may."""
+    headers = {"Authorization": authorization}
+    if not identity.is_for(headers, base_url + name):
+        return f"the caller needs an OIDC token for the audience {base_url + name}"
+    claims = identity.claims(headers)
+    if claims is None or not claims.caller or invokers is None or claims.caller in invokers.get(name, ()):
+        return ""
+    return f"the account of {claims.caller!r} lacks run.routes.invoke (terraform/functions.tf)"
+
+
+def serve(url: str, descriptor: int, identity: Identity, invokers: Mapping[str, Collection[str]] | None = None) -> None:
+    """Serve at a bound socket until SIGTERM. `invokers` is that of `build`."""
     from gunicorn.app.base import BaseApplication
 
-    app = build(identity, url)
+    app = build(identity, url, invokers=invokers)
 
     class Application(BaseApplication):  # type: ignore[misc]
         def load_config(self) -> None:
@@ -110,7 +129,7 @@ def main() -> None:
     start = json.loads(line)
     os.environ.update(start["environment"])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(start["url"], int(sys.argv[1]), Identity(start["secret"]))
+    serve(start["url"], int(sys.argv[1]), Identity(start["secret"]), start["invokers"])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -49,9 +50,10 @@ class FunctionsProcess:
                 cwd=self._state,
             )
 
-    def tell(self, environment: dict[str, str], secret: str) -> None:
-        """Send the functions' environment and the secret that signs tokens, which no environment contains."""
-        start = {"url": self.url, "environment": environment, "secret": secret}
+    def tell(self, environment: dict[str, str], secret: str, invokers: Mapping[str, Collection[str]] | None) -> None:
+        """Send the functions' environment, the secret that signs tokens, which no environment contains, and who may
+        call which function (None: every caller)."""
+        start = {"url": self.url, "environment": environment, "secret": secret, "invokers": invokers}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(start).encode() + b"\n")
         self._process.stdin.flush()

@@ -67,11 +67,13 @@ from .deployment import (
     TRAINER,
     WORKFLOW,
 )
+from .functions_host import entry_points
 from .functions_process import FunctionsProcess
 
 log = logging.getLogger(__name__)
 
 ROLES = {TRAINER: recording.TRAINER, SERVER: recording.SERVER}  # the recorded caller of each service account
+EVENTS, SCHEDULER, WORKFLOWS = "events", "scheduler", "workflow"  # accounts that call functions
 EVENT_RETRY_SECONDS = 1.0  # Eventarc's own first retry is after 10 s
 
 
@@ -115,7 +117,7 @@ class Stack:
         ]  # fmt: skip
 
     def _build_services(self) -> None:
-        token = partial(self.identity.token, "OIDC")
+        token = partial(self.identity.token, "OIDC", caller=EVENTS)
         self.pubsub = PubSubEmulator(self.db, self.clock, token=token)
         self.eventarc = EventarcRouter(self.pubsub, PROJECT, LOCATION, minimum_backoff_seconds=EVENT_RETRY_SECONDS)
         self.storage = StorageEmulator(
@@ -160,7 +162,7 @@ class Stack:
         self.engine = Engine(
             self.db,
             clock=self.clock,
-            token=self.identity.token,
+            token=partial(self.identity.token, caller=WORKFLOWS),
             authorize=self.identity.is_known,
             repeatable=lambda url: url.startswith(self.functions_url),  # every stage is idempotent
         )
@@ -173,7 +175,7 @@ class Stack:
             await self._server.start()
         except OSError as error:
             raise StackError(f"{error}; choose other ports with --http-port and --grpc-port") from error
-        self._functions.tell(self.environment(FUNCTIONS), _secret(self.state))
+        self._tell_functions()
         await self._wait_for_functions()
         self._tasks = [asyncio.create_task(self._schedule_sweeps()), asyncio.create_task(self._watch_functions())]
         return self.info()
@@ -255,6 +257,21 @@ class Stack:
         name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{WORKFLOW}"
         self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
 
+    def _tell_functions(self) -> None:
+        self._functions.tell(self.environment(FUNCTIONS), _secret(self.state), self._invokers())
+
+    def _invokers(self) -> dict[str, list[str]] | None:
+        """Who may call which function: callers of the platform, and functions; None if nothing is enforced."""
+        if self.callers is None:
+            return None
+        functions = entry_points()
+        callers = (EVENTS, SCHEDULER, WORKFLOWS, *functions)
+        services = {name: deployment.function_service(name) for name in functions}
+        return {
+            name: [caller for caller in callers if self.callers.named(caller).may(INVOKE, service)]
+            for name, service in services.items()
+        }
+
     async def _wait_for_functions(self) -> None:
         """Return once the functions answer any request: the socket accepts connections before they can."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=START_SECONDS)) as session:
@@ -270,12 +287,12 @@ class Stack:
             if (code := self._functions.poll()) is not None:
                 log.error("the functions' process ended with exit code %s; restarting it", code)
                 self._functions.begin()
-                self._functions.tell(self.environment(FUNCTIONS), _secret(self.state))
+                self._tell_functions()
             await asyncio.sleep(1)
 
     async def _schedule_sweeps(self) -> None:
         """Call the sweep regularly, as Cloud Scheduler does."""
-        headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep')}"}
+        headers = {"Authorization": f"Bearer {self.identity.token('OIDC', self.functions_url + 'sweep', SCHEDULER)}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 await asyncio.sleep(self.config.sweep_seconds)
