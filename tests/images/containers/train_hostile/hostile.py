@@ -1,0 +1,189 @@
+"""A training container that tries to reach all that does not belong to its run, with Google's own clients.
+
+The label `victim` of its spec names another run; without the label it starts and waits to be ended. Every try is in
+models/<its own run>/tried.json: what was tried, and the code of the answer, or "done". Then the container fails.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import requests
+from google.api_core.exceptions import GoogleAPICallError
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import pubsub_v1, run_v2, secretmanager_v1, storage, tpu_v2
+
+RUN, ATTEMPT = os.environ["DROPFORGE_RUN"], int(os.environ["DROPFORGE_ATTEMPT"])
+RUNS, JOB_EVENTS = os.environ["DROPFORGE_RUNS_BUCKET"], os.environ["DROPFORGE_JOB_EVENTS_TOPIC"]
+HTTP = os.environ["STORAGE_EMULATOR_HOST"]
+PROJECT = JOB_EVENTS.split("/")[1]
+SPECS = RUNS.removesuffix("runs") + "specs"
+PLACE, ZONE = f"projects/{PROJECT}/locations/us-central1", f"projects/{PROJECT}/locations/us-west4-a"
+WORKFLOW = f"{PLACE}/workflows/dropforge-run"
+Try = tuple[str, Callable[[], Any]]
+
+client = storage.Client(PROJECT, AnonymousCredentials())
+runs, specs = client.bucket(RUNS), client.bucket(SPECS)
+
+
+def rest(api: Any) -> Any:
+    return api(transport="rest", credentials=AnonymousCredentials(), client_options={"api_endpoint": HTTP})
+
+
+def put(bucket: Any, name: str, content: object = None, **options: Any) -> Callable[[], Any]:
+    text = json.dumps(content if content is not None else {"run": RUN, "forged": True})
+    return lambda: bucket.blob(name).upload_from_string(text, retry=None, **options)
+
+
+def objects(victim: str) -> Iterator[Try]:
+    """Cloud Storage: what only the control plane writes, in every way to write."""
+    names = [
+        *(
+            f"runs/{victim}/{name}"
+            for name in ("record.json", "ledger.json", "spec.json", "report.json", "errors.json")
+        ),
+        f"runs/{victim}/events/0001-000000000000001-failed.json",
+        f"runs/{RUN}/record.json",
+        f"runs/{RUN}/ledger.json",
+        f"runs/open/{RUN}",
+        "runs/open/machine/machine/y",
+        f"runs/{victim}/machine/attempt-1/status.json",
+        "index/runs.json",
+        "endpoints/other/endpoint.json",
+    ]
+    for name in names:
+        yield f"write {name}", put(runs, name)
+        yield f"write {name}, only if it is new", put(runs, name, if_generation_match=0)
+    record, own = runs.blob(f"runs/{victim}/record.json"), runs.blob(f"models/{RUN}/own")
+    yield "write one's own model", put(runs, own.name)
+    yield "delete a record", lambda: record.delete(retry=None)
+    yield "open a resumable upload of a record", lambda: record.create_resumable_upload_session(size=1)
+    yield "copy over a record", lambda: runs.copy_blob(own, runs, record.name, retry=None)
+    yield "compose a record", lambda: record.compose([own], retry=None)
+    yield "move a model over a record", lambda: runs.rename_blob(own, record.name, retry=None)
+    yield "change a record's metadata", lambda: change(record)
+    yield "drop a spec", put(specs, "specs/forged.json")
+    yield "read the specs bucket", lambda: list(specs.list_blobs(retry=None))
+    yield "delete the runs bucket", lambda: runs.delete(retry=None)
+    yield "open the runs bucket to all", lambda: open_to_all()
+    yield "create a bucket", lambda: client.create_bucket(f"{RUN}-loot", retry=None)
+
+
+def change(blob: Any) -> None:
+    blob.metadata = {"forged": "yes"}
+    blob.patch(retry=None)
+
+
+def open_to_all() -> None:
+    runs.set_iam_policy(runs.get_iam_policy(retry=None), retry=None)
+
+
+def messages(victim: str) -> Iterator[Try]:
+    publisher = pubsub_v1.PublisherClient()
+
+    def publish(topic: str, content: object) -> Callable[[], Any]:
+        data = json.dumps(content).encode()
+        return lambda: publisher.publish(topic, data, timeout=20).result(20)
+
+    topics = JOB_EVENTS.removesuffix("job-events")
+    yield "cancel a run by message", publish(f"{topics}requests", {"cancel": victim})
+    yield "announce an end", publish(f"{topics}run-events", {"run": victim, "state": "FAILED"})
+    subscriber = pubsub_v1.SubscriberClient()
+    subscription = f"projects/{PROJECT}/subscriptions/{RUN}"
+    yield "listen to events", lambda: subscriber.create_subscription(name=subscription, topic=JOB_EVENTS, retry=None)
+    event = {"run": victim, "attempt": 1, "sequence": 10**12, "time": datetime.now(UTC).isoformat()}
+    manifest = f"gs://{RUNS}/models/{RUN}/MANIFEST.json"
+    yield (
+        "say that another run succeeded",
+        publish(JOB_EVENTS, {**event, "type": "succeeded", "manifest_uri": manifest}),
+    )
+
+
+def machines(victim: str) -> Iterator[Try]:
+    """The APIs that cost money, and those that end other runs."""
+    jobs, services, tpu = rest(run_v2.JobsClient), rest(run_v2.ServicesClient), rest(tpu_v2.TpuClient)
+    container = {"image": f"us-central1-docker.pkg.dev/{PROJECT}/dropforge/train-trl:local"}
+    job = {"template": {"template": {"containers": [container]}}}
+    service = {"template": {"containers": [container]}}
+    node = {"accelerator_type": "v5litepod-8", "runtime_version": "v2-alpha-tpuv5-lite"}
+    name = f"{PLACE}/jobs/df-{victim}-a1"
+    yield "list jobs", lambda: list(jobs.list_jobs(parent=PLACE))
+    yield "delete a run's job", lambda: jobs.delete_job(name=name)
+    yield "start a run's job", lambda: jobs.run_job(name=name)
+    yield "create a job", lambda: jobs.create_job(parent=PLACE, job=job, job_id="loot")
+    yield "create a service", lambda: services.create_service(parent=PLACE, service=service, service_id="loot")
+    yield "create a TPU VM", lambda: tpu.create_node(parent=ZONE, node=node, node_id="loot")
+    yield "list TPU VMs", lambda: list(tpu.list_nodes(parent=ZONE))
+
+
+def secrets(_: str) -> Iterator[Try]:
+    manager = rest(secretmanager_v1.SecretManagerServiceClient)
+    webhook = f"projects/{PROJECT}/secrets/slack-webhook"
+    yield "read the webhook", lambda: manager.access_secret_version(name=f"{webhook}/versions/latest")
+    yield "list secrets", lambda: list(manager.list_secrets(parent=f"projects/{PROJECT}"))
+    yield "replace the webhook", lambda: manager.add_secret_version(parent=webhook, payload={"data": b"x"})
+
+
+def plain(victim: str) -> Iterator[Try]:
+    """What has no client here, and the stack's own switches."""
+    calls = [
+        ("create a cluster", "POST", f"/v1/{PLACE}/clusters", {"cluster": {"name": "loot"}}),
+        ("delete the cluster", "DELETE", f"/v1/{PLACE}/clusters/dropforge", None),
+        ("create a disk", "POST", f"/compute/v1/projects/{PROJECT}/zones/us-west4-a/disks", {"name": "loot"}),
+        ("start an execution", "POST", f"/v1/{WORKFLOW}/executions", {"argument": json.dumps({"run": victim})}),
+        ("list executions", "GET", f"/v1/{WORKFLOW}/executions", None),
+        ("wake an execution", "POST", f"/v1/{WORKFLOW}/executions/e/callbacks/c", {}),
+        ("replace the workflow", "PATCH", f"/v1/{WORKFLOW}", {"sourceContents": "main:\n  return: 1"}),
+        ("crash the stack", "POST", "/_local/crash", {"commit": 1, "moment": "before", "kill": "stack"}),
+        ("pose as a function", "GET", f"/v1/{WORKFLOW}/executions", "x-dropforge-caller"),
+    ]
+    for what, method, path, body in calls:
+        headers = {str(body): "sweep"} if isinstance(body, str) else {}
+        content = None if isinstance(body, str) else body
+        yield what, partial(call, method, path, content, headers)
+
+
+def call(method: str, path: str, body: object, headers: dict[str, str]) -> None:
+    response = requests.request(method, HTTP + path, json=body, headers=headers, timeout=30)
+    if not response.ok:
+        error = GoogleAPICallError(response.text)
+        error.code = response.status_code
+        raise error
+
+
+def outcome(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except GoogleAPICallError as error:
+        return str(getattr(error.code, "value", error.code))
+    except requests.RequestException as error:
+        return repr(error)
+    return "done"
+
+
+def main() -> int:
+    spec = json.loads(runs.blob(f"runs/{RUN}/spec.json").download_as_bytes())
+    victim = spec["labels"].get("victim")
+    if victim is None:
+        started = {
+            "type": "started",
+            "run": RUN,
+            "attempt": ATTEMPT,
+            "sequence": 1,
+            "time": datetime.now(UTC).isoformat(),
+        }
+        pubsub_v1.PublisherClient().publish(JOB_EVENTS, json.dumps(started).encode()).result(60)
+        time.sleep(3600)
+    kinds = (objects, messages, machines, secrets, plain)
+    tried = {what: outcome(work) for kind in kinds for what, work in kind(victim)}
+    put(runs, f"models/{RUN}/tried.json", tried)()
+    return 65
+
+
+if __name__ == "__main__":
+    sys.exit(main())
