@@ -22,7 +22,12 @@ from .targets import PARTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 # What the account of every trainer may do; the test shows that it has no effect on the other run.
-ALLOWED = {"write one's own model", "say that another run succeeded"}
+ALLOWED = {
+    "write one's own model",
+    "forge the status of another run's machine",
+    "forge a machine of no run",
+    "say that another run succeeded",
+}
 
 
 @pytest.fixture

@@ -61,6 +61,9 @@ def objects(victim: str) -> Iterator[Try]:
         yield f"write {name}, only if it is new", put(runs, name, if_generation_match=0)
     record, own = runs.blob(f"runs/{victim}/record.json"), runs.blob(f"models/{RUN}/own")
     yield "write one's own model", put(runs, own.name)
+    status = {"run": RUN, "attempt": 1, "state": "failed", "record": {"run": victim}}
+    yield "forge the status of another run's machine", put(runs, f"machines/{victim}/attempt-1/status.json", status)
+    yield "forge a machine of no run", put(runs, "machines/open/x", status)
     yield "delete a record", lambda: record.delete(retry=None)
     yield "open a resumable upload of a record", lambda: record.create_resumable_upload_session(size=1)
     yield "copy over a record", lambda: runs.copy_blob(own, runs, record.name, retry=None)
