@@ -28,6 +28,7 @@ COMPUTE = (
     "tests/containers/common/test_tokenise.py",
     "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/train_trl/test_export.py",
+    "tests/containers/test_seal.py",
     "tests/containers/train_trl/test_activations.py",
     "tests/containers/train_trl/test_launch.py",
     "tests/containers/train_maxtext/test_maxtext_image.py",

@@ -118,6 +118,11 @@ LOCKS = (
         "containers/serve_vllm/requirements.txt",
     ),
     Lock(
+        "containers/serve_vllm/cpu.lock.txt",
+        "vLLM's CPU build without PyTorch, for `make vllm`; no image has it.",
+        pythons=("3.11",),
+    ),
+    Lock(
         "containers/serve_vllm_tpu/torch.lock.txt",
         f"The PyTorch that vllm-tpu names, from PyTorch's index for CPUs alone: chips compute with JAX.\n# {TOLD}",
         "containers/serve_vllm_tpu/torch.txt",
