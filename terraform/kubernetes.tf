@@ -12,6 +12,31 @@ locals {
       kind       = "Namespace"
       metadata   = { name = local._namespace }
     }],
+    # Nothing reaches a pod that no other policy lets it reach. Attempts of several pods add a policy of their own.
+    # Autopilot enforces policies. https://cloud.google.com/kubernetes-engine/docs/concepts/dataplane-v2
+    [{
+      apiVersion = "networking.k8s.io/v1"
+      kind       = "NetworkPolicy"
+      metadata   = { name = "default-deny", namespace = local._namespace }
+      spec       = { podSelector = {}, policyTypes = ["Ingress"] }
+    }],
+    # Clients in the network and in other namespaces reach endpoints, at the port of vLLM. Training pods do not.
+    [{
+      apiVersion = "networking.k8s.io/v1"
+      kind       = "NetworkPolicy"
+      metadata   = { name = "endpoints", namespace = local._namespace }
+      spec = {
+        podSelector = { matchExpressions = [{ key = "dropforge-expires", operator = "Exists" }] }
+        policyTypes = ["Ingress"]
+        ingress = [{
+          from = concat(
+            [for range in var.client_ranges : { ipBlock = { cidr = range } }],
+            [{ namespaceSelector = { matchExpressions = [{ key = "kubernetes.io/metadata.name", operator = "NotIn", values = [local._namespace] }] } }],
+          )
+          ports = [{ protocol = "TCP", port = 8000 }]
+        }]
+      }
+    }],
     # A pod with one of these accounts acts as the service account in the annotation.
     [for role, name in local._pods : {
       apiVersion = "v1"

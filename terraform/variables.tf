@@ -16,6 +16,17 @@ variable "checkpoint_days" {
   default     = 14
 }
 
+variable "client_ranges" {
+  description = "Address ranges whose clients may call endpoints on GKE. They reach the load balancer only from inside the network. The default is every private range."
+  type        = set(string)
+  default     = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
+
+  validation {
+    condition     = alltrue([for range in var.client_ranges : can(cidrhost(range, 0))])
+    error_message = "Every range must be written as in 10.0.0.0/8."
+  }
+}
+
 variable "cluster_regions" {
   description = "Regions with a standing GKE Autopilot cluster, for targets gke and ray. Each cluster costs its management fee."
   type        = set(string)

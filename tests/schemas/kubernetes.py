@@ -16,6 +16,7 @@ GROUPS = (
     "io.k8s.api.autoscaling.v2",
     "io.k8s.api.batch.v1",
     "io.k8s.api.core.v1",
+    "io.k8s.api.networking.v1",
     "io.k8s.api.rbac.v1",
     "io.k8s.api.storage.v1",
     "io.k8s.apimachinery.pkg.apis.meta.v1",

@@ -35,6 +35,7 @@ VERSIONS = {
     "autoscaling": "v2",
     "batch": "v1",
     "monitoring.googleapis.com": "v1",
+    "networking.k8s.io": "v1",
     "ray.io": "v1",
 }
 OF_ATTEMPTS = f"{names.MANAGED_BY}=dropforge,{names.ATTEMPT_LABEL}"
@@ -56,7 +57,7 @@ def resource_of(cluster: str, manifest: Object) -> Resource:
     group = _group(manifest)
     service = group if "." in group else f"{group}.k8s.io".lstrip(".")
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-    parts = [cluster, "k8s/namespaces", namespace, *([group] if group else []), _plural(manifest), name]
+    parts = [cluster, "k8s/namespaces", namespace, *([group] if group else []), _plural(manifest["kind"]), name]
     return Resource(f"{service}/{manifest['kind']}", "/".join(parts), manifest)
 
 
@@ -227,7 +228,7 @@ class Kubernetes:
 
     def each(self, namespace: str, version: str, kind: str, selector: str) -> Iterator[Object]:
         """Objects of one kind by label, page by page, with the apiVersion and kind that the API's list leaves out."""
-        path = _collection(version.rpartition("/")[0], version, namespace, f"{kind.lower()}s")
+        path = _collection(version.rpartition("/")[0], version, namespace, _plural(kind))
         query = [("labelSelector", selector), ("limit", str(PAGE))]
         following = ""
         while True:
@@ -241,7 +242,7 @@ class Kubernetes:
     def create(self, manifest: Object) -> bool:
         """Create an object; False if an object of that name exists."""
         namespace = manifest["metadata"].get("namespace")
-        path = _collection(_group(manifest), manifest["apiVersion"], namespace, _plural(manifest))
+        path = _collection(_group(manifest), manifest["apiVersion"], namespace, _plural(manifest["kind"]))
         return self._call("POST", path, body=manifest, none_for=409) is not None
 
     def ensure(self, cluster: str, manifest: Object) -> None:
@@ -326,6 +327,8 @@ def _group(manifest: Object) -> str:
     return str(manifest["apiVersion"].rpartition("/")[0])
 
 
-def _plural(manifest: Object) -> str:
-    kind = str(manifest["kind"]).lower()
+def _plural(kind: str) -> str:
+    kind = kind.lower()
+    if kind.endswith("y"):
+        return f"{kind[:-1]}ies"
     return f"{kind}es" if kind.endswith("s") else f"{kind}s"

@@ -27,6 +27,7 @@ KINDS = {
     "apps/v1/deployments": "apps.k8s.io/Deployment",
     "autoscaling/v2/horizontalpodautoscalers": "autoscaling.k8s.io/HorizontalPodAutoscaler",
     "monitoring.googleapis.com/v1/podmonitorings": "monitoring.googleapis.com/PodMonitoring",
+    "networking.k8s.io/v1/networkpolicies": "networking.k8s.io/NetworkPolicy",
     "ray.io/v1/rayjobs": "ray.io/RayJob",
     "ray.io/v1/rayclusters": "ray.io/RayCluster",
 }
@@ -262,7 +263,8 @@ def is_selected(selector: str, labels: Mapping[str, str]) -> bool:
 
 def _collection(item: Object) -> str:
     kind = str(item["kind"]).lower()
-    return f"{item['apiVersion']}/{kind}es" if kind.endswith("s") else f"{item['apiVersion']}/{kind}s"
+    ending = {"s": f"{kind}es", "y": f"{kind[:-1]}ies"}
+    return f"{item['apiVersion']}/{ending.get(kind[-1], f'{kind}s')}"
 
 
 def _labels(item: Object) -> dict[str, str]:

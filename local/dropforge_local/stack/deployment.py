@@ -14,6 +14,7 @@ CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # 
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
 WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
+CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")  # var.client_ranges
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
 # Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
@@ -43,11 +44,23 @@ def triggers() -> Iterator[tuple[str, str, dict[str, str]]]:
 
 
 def cluster_objects() -> Iterator[dict[str, Any]]:
-    """What a run's pods need in the cluster: their namespace, and the accounts that stand for their identities."""
+    """The cluster's objects of terraform/kubernetes.tf: the namespace, its network policies, and the pods' accounts."""
     yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    yield _network_policy("default-deny", {"podSelector": {}})
+    others = {"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": [NAMESPACE]}]}
+    clients = [*({"ipBlock": {"cidr": range}} for range in CLIENT_RANGES), {"namespaceSelector": others}]
+    ingress = [{"from": clients, "ports": [{"protocol": "TCP", "port": 8000}]}]
+    endpoints = {"matchExpressions": [{"key": "dropforge-expires", "operator": "Exists"}]}
+    yield _network_policy("endpoints", {"podSelector": endpoints, "ingress": ingress})
     for account in (TRAINER, SERVER):
         metadata = {"name": account, "namespace": NAMESPACE}
         yield {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
+
+
+def _network_policy(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": NAMESPACE}
+    kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+    return {**kind, "metadata": metadata, "spec": {"policyTypes": ["Ingress"], **spec}}
 
 
 def environment(http: str, grpc: str, token: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 import pytest
@@ -575,10 +576,41 @@ def test_calls_fail_on_purpose(kube: Kube) -> None:
     assert kube.call("GET", f"{path}/a")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("peer", "problem"),
+    [
+        ({"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}, ""),
+        ({"ipBlock": {"cidr": "10.0.0.0"}}, ""),  # an address is a range of one
+        ({"ipBlock": {"cidr": "all"}}, "spec.ingress[0].from[0].ipBlock.cidr"),
+        ({"ipBlock": {"cidr": "10.0.0.0/8", "except": ["11.0.0.0/16"]}}, "spec.ingress[0].from[0].ipBlock.except[0]"),
+        ({"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}, "spec.ingress[0].from[0]"),
+        ({}, "spec.ingress[0].from[0]"),
+    ],
+)
+def test_network_policies_are_checked_and_stored(kube: Kube, peer: dict[str, Any], problem: str) -> None:
+    path = "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies"
+    spec = {"podSelector": {}, "ingress": [{"from": [peer], "ports": [{"port": 8000}]}]}
+    name = f"policy-{uuid.uuid4().hex[:8]}"
+    code, body, _ = kube.call("POST", path, {"metadata": {"name": name}, "spec": spec})
+    if problem:
+        assert (code, [cause["field"] for cause in body["details"]["causes"]]) == (422, [problem])
+        return
+    assert (code, body["spec"]["policyTypes"]) == (201, ["Ingress"])
+    assert body["spec"]["ingress"][0]["ports"] == [{"port": 8000, "protocol": "TCP"}]
+
+
 def test_discovery_lists_the_served_resources(kube: Kube) -> None:
     assert client.VersionApi(kube.api).get_code().git_version.startswith("v1.33")
     groups = {group.name for group in client.ApisApi(kube.api).get_api_versions().groups}
-    assert groups == {"apps", "autoscaling", "batch", "monitoring.googleapis.com", "ray.io", "storage.k8s.io"}
+    assert groups == {
+        "apps",
+        "autoscaling",
+        "batch",
+        "monitoring.googleapis.com",
+        "networking.k8s.io",
+        "ray.io",
+        "storage.k8s.io",
+    }
     resources = {resource.name for resource in kube.batch.get_api_resources().resources}
     assert resources == {"jobs", "jobs/status"}
     assert kube.call("GET", "/openapi/v3/apis/batch/v1")[1]["components"]["schemas"]["Job"]["required"] == ["spec"]

@@ -31,7 +31,7 @@ from ...schemas import kubernetes as kubernetes_schemas
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "gke-gemma-3-12b-fsdp.json"
-MODELS = {"Job": client.V1Job, "Service": client.V1Service}
+MODELS: dict[str, Any] = {"Job": client.V1Job, "NetworkPolicy": client.V1NetworkPolicy, "Service": client.V1Service}
 RUN = "text-to-sql-0123456789ab"
 SETTINGS = settings_with(gke_cluster="standing", network="net", subnetwork="sub", nodes_service_account="nodes")
 END = "2026-11-20T12:00:00Z"

@@ -209,15 +209,16 @@ def test_the_exit_code_gives_the_phase_and_the_error_class(
 
 def test_nodes_connect_by_name_and_the_first_failed_node_gives_the_reason(cloud: Cloud) -> None:
     attempt = launch("rank", nodes=2)
-    service, job = TARGET.resources(attempt)
+    policy, service, job = TARGET.resources(attempt)
     STAGES.provision(attempt)
     STAGES.provision(attempt)
-    stored = cloud.api.get(service.name)
-    assert stored is not None
-    assert contains(stored, service.request)
+    for resource in (policy, service):
+        stored = cloud.api.get(resource.name)
+        assert stored is not None
+        assert contains(stored, resource.request)
     status = STAGES.ended(attempt)
     assert (status.error_class, status.exit_code) == (ErrorClass.DATA, 65)
-    STAGES.tear_down([service, job])
+    STAGES.tear_down([policy, service, job])
     assert not [name for name in cloud.live() if attempt.run in name]
 
 
@@ -291,7 +292,7 @@ def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
     )
     assert list(Bound(RayJobs()).listed(SETTINGS)) == []
 
-    job = expected[1]
+    policy, service, job, _ = expected
     path = f"/apis/batch/v1/namespaces/{SETTINGS.kubernetes_namespace}/jobs/{job.name.rpartition('/')[2]}"
     cloud.api._call("DELETE", path, body={"propagationPolicy": "Orphan"})
     until(lambda: cloud.api.get(job.name), lambda stored: stored is None)
@@ -304,7 +305,8 @@ def test_jobs_services_clusters_and_pods_that_have_lost_their_job_are_listed(
     STAGES.tear_down(
         [
             *(Resource(resource.kind, resource.name) for resource in pods),
-            expected[0],
+            policy,
+            service,
             *reversed(TARGET.resources(other)),
         ]
     )

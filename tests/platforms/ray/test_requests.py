@@ -177,11 +177,12 @@ def test_flex_start_applies_to_the_slice_and_not_to_the_head() -> None:
 
 
 def test_resources_are_named_as_cloud_asset_inventory_does() -> None:
-    (job,) = requests(launch())
-    assert job.kind == "ray.io/RayJob"
+    policy, job = requests(launch())
+    assert (policy.kind, job.kind) == ("networking.k8s.io/NetworkPolicy", "ray.io/RayJob")
     name = f"df-{RUN}-a1"
     where = "projects/x/locations/us-east5/clusters/standing/k8s/namespaces/dropforge"
     assert job.name == f"{where}/ray.io/rayjobs/{name}"
+    assert policy.name == f"{where}/networking.k8s.io/networkpolicies/{name}"
     own = requests(launch(spec(cluster={"create": True})))
     assert [resource.kind for resource in own] == ["container.googleapis.com/Cluster", "ray.io/RayJob"]
     assert own[0].request["cluster"]["addonsConfig"] == {"rayOperatorConfig": {"enabled": True}}

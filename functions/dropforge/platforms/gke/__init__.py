@@ -11,7 +11,13 @@ PLATFORM = Platform(
     training=Training(
         spec=GkeTarget,
         adapter="dropforge.platforms.gke.train:GkeJobs",
-        kinds=("container.googleapis.com/Cluster", "batch.k8s.io/Job", "k8s.io/Service", "k8s.io/Pod"),
+        kinds=(
+            "container.googleapis.com/Cluster",
+            "batch.k8s.io/Job",
+            "k8s.io/Service",
+            "k8s.io/Pod",
+            "networking.k8s.io/NetworkPolicy",
+        ),
         needs=("gke_cluster",),
         permissions=(Permission("provision", "clusters", "container.clusters.connect"),),
         smoke_shows=(("gke-driver", "accelerator-seen"),),

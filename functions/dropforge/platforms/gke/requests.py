@@ -29,7 +29,8 @@ KEPT_SECONDS = 24 * 3600  # Kubernetes deletes a finished Job after this if tear
 def requests(launch: Launch) -> list[Resource]:
     """The resources to create, in order."""
     target, cluster = gke_target(launch.spec), cluster_of(launch)
-    manifests = [*([service_manifest(launch)] if target.nodes > 1 else []), job_manifest(launch)]
+    meeting = [*network_policies(launch), service_manifest(launch)] if target.nodes > 1 else []
+    manifests = [*meeting, job_manifest(launch)]
     own = [Resource(CLUSTER, cluster, cluster_request(launch))] if target.cluster.create else []
     return own + [resource_of(cluster, manifest) for manifest in manifests]
 
@@ -95,6 +96,23 @@ def namespace_manifests(launch: Launch) -> list[Object]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account},
     ]
+
+
+def network_policies(launch: Launch, *more: Object) -> list[Object]:
+    """The NetworkPolicy with which the pods of an attempt reach each other, on every port: NCCL and Ray choose ports.
+
+    Terraform's policies for the namespace let nothing else in (terraform/kubernetes.tf). `more` are further rules of
+    ingress. A cluster of the attempt's own has no other pods and needs no policy.
+    https://kubernetes.io/docs/concepts/services-networking/network-policies/
+    """
+    target = launch.spec.target
+    assert isinstance(target, ClusterTarget), "only these are on clusters"
+    if target.cluster.create:
+        return []
+    own = {"matchLabels": {key: run_labels(launch)[key] for key in (names.RUN_LABEL, names.ATTEMPT_LABEL)}}
+    spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}, *more]}
+    kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+    return [{**kind, "metadata": _metadata(launch), "spec": spec}]
 
 
 def service_manifest(launch: Launch) -> Object:

@@ -178,12 +178,13 @@ def _clusters(cloud: Cloud) -> Iterator[Listed]:
 
 
 def _listed_in(api: kubernetes.Kubernetes, cluster: str, settings: Settings) -> Iterator[Listed]:
-    """The Jobs, the Services, and the pods without a Job in one cluster."""
+    """The Jobs, the Services, the NetworkPolicies, and the pods without a Job in one cluster."""
     namespace = settings.kubernetes_namespace
     pods = list(api.each(namespace, "v1", "Pod", kubernetes.OF_ATTEMPTS))
     jobs = list(api.each(namespace, "batch/v1", "Job", kubernetes.OF_ATTEMPTS))
     services = list(api.each(namespace, "v1", "Service", kubernetes.OF_ATTEMPTS))
-    for item in [*jobs, *services, *kubernetes.orphans(pods, "Job", jobs)]:
+    policies = list(api.each(namespace, "networking.k8s.io/v1", "NetworkPolicy", kubernetes.OF_ATTEMPTS))
+    for item in [*jobs, *services, *policies, *kubernetes.orphans(pods, "Job", jobs)]:
         yield kubernetes.listed_of(cluster, item)
 
 

@@ -17,7 +17,7 @@ from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.kubernetes import CLUSTER, Object, resource_of
 from dropforge.cloud.resource import Resource
-from dropforge.platforms.gke.requests import cluster_of, cluster_request, node_labels
+from dropforge.platforms.gke.requests import cluster_of, cluster_request, network_policies, node_labels
 from dropforge.platforms.training import Launch, container_variables, run_labels, secret_references
 from dropforge.spec import JobSpec
 
@@ -26,6 +26,8 @@ from .spec import RayTarget
 
 RAY_VERSION = "2.60.0"  # of containers/train_maxtext/requirements.lock.txt
 ENTRYPOINT = "python ray_driver.py"
+NAMESPACE_NAME = "kubernetes.io/metadata.name"  # the label that Kubernetes gives to every namespace
+DASHBOARD_PORT = 8265  # where Ray takes jobs
 HEAD, WORKER = "ray-head", "ray-worker"
 TPU = "google.com/tpu"
 # Ray's logs and JAX's files. Without it Autopilot gives a container 1 GiB. A pod without an accelerator gets at most
@@ -52,7 +54,15 @@ def requests(launch: Launch) -> list[Resource]:
     """The resources to create, in order."""
     cluster = cluster_of(launch)
     own = [Resource(CLUSTER, cluster, cluster_request(launch))] if ray_target(launch.spec).cluster.create else []
-    return [*own, resource_of(cluster, ray_job_manifest(launch))]
+    # The operator, in a namespace of Google's, submits the job to the head. Ray demands its token there.
+    others = {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "NotIn", "values": [_namespace(launch)]}]}
+    operator = {"from": [{"namespaceSelector": others}], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]}
+    policies = network_policies(launch, operator)
+    return [*own, *(resource_of(cluster, manifest) for manifest in [*policies, ray_job_manifest(launch)])]
+
+
+def _namespace(launch: Launch) -> str:
+    return launch.settings.kubernetes_namespace
 
 
 def ray_target(spec: JobSpec) -> RayTarget:

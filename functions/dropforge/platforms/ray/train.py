@@ -67,7 +67,9 @@ class RayJobs(GkeJobs):
         api = kubernetes.connect(cloud, cluster)
         for manifest in [*namespace_manifests(launch), storage_class_manifest(launch)] if own else ():
             api.create(manifest)
-        api.ensure(name, requests(launch)[-1].request)
+        for resource in requests(launch):
+            if resource.kind != CLUSTER:
+                api.ensure(name, resource.request)
         return True
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:

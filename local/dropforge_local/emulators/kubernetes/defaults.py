@@ -202,6 +202,14 @@ def _autoscaler(item: Object) -> None:
     item["spec"].setdefault("minReplicas", 1)
 
 
+def _network_policy(item: Object) -> None:
+    spec = item.setdefault("spec", {})
+    spec.setdefault("policyTypes", ["Ingress", "Egress"] if spec.get("egress") else ["Ingress"])
+    for rule in [*spec.get("ingress", ()), *spec.get("egress", ())]:
+        for port in rule.get("ports", ()):
+            port.setdefault("protocol", "TCP")
+
+
 DEFAULTS: Mapping[str, Callable[[Object], None]] = {
     "pods": _pod,
     "persistentvolumeclaims": _claim,
@@ -212,6 +220,7 @@ DEFAULTS: Mapping[str, Callable[[Object], None]] = {
     "services": _service,
     "secrets": _secret,
     "horizontalpodautoscalers.autoscaling": _autoscaler,
+    "networkpolicies.networking.k8s.io": _network_policy,
     "rayjobs.ray.io": set_job_defaults,
     "rayclusters.ray.io": set_cluster_defaults,
 }

@@ -64,6 +64,7 @@ HPA = _builtin(
     categories="all",
 )
 STORAGE_CLASS = _builtin("storage.k8s.io", "v1", "StorageClass", "storageclasses", "sc", namespaced=False)
+NETWORK_POLICY = _builtin("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", "netpol")
 POD_MONITORING = Kind(
     "monitoring.googleapis.com", "v1", "PodMonitoring", "podmonitorings", ("pmon",), subresources=("status",)
 )
@@ -72,7 +73,7 @@ RAY_CLUSTER = _builtin("ray.io", "v1", "RayCluster", "rayclusters", subresources
 
 KINDS = (
     NAMESPACE, NODE, POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, EVENT, CLAIM, VOLUME, DEPLOYMENT, REPLICA_SET,
-    JOB, HPA, STORAGE_CLASS, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
+    JOB, HPA, STORAGE_CLASS, NETWORK_POLICY, POD_MONITORING, RAY_JOB, RAY_CLUSTER,
 )  # fmt: skip
 BY_PATH = {(kind.group, kind.version, kind.plural): kind for kind in KINDS}
 BY_KEY = {kind.key: kind for kind in KINDS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
 
 from . import names, podrules
@@ -351,6 +352,36 @@ def _claim_update(item: Object, old: Object) -> Iterator[Cause]:
         yield forbidden_field("spec", text)
 
 
+def _network_policy(item: Object) -> Iterator[Cause]:
+    """https://kubernetes.io/docs/reference/kubernetes-api/policy-resources/network-policy-v1/"""
+    for direction, peers in (("ingress", "from"), ("egress", "to")):
+        for rule, at in each(item["spec"], direction, "spec"):
+            for peer, where in each(rule, peers, at):
+                if not peer:
+                    yield required(where, "must specify a peer")
+                elif "ipBlock" in peer and len(peer) > 1:
+                    yield forbidden_field(where, "may not specify both ipBlock and another peer")
+                elif "ipBlock" in peer:
+                    yield from _ip_block(peer["ipBlock"], f"{where}.ipBlock")
+
+
+def _ip_block(block: Object, at: str) -> Iterator[Cause]:
+    outer = _network(block["cidr"])
+    if outer is None:
+        yield wrong(f"{at}.cidr", block["cidr"], "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)")
+    for text, where in each(block, "except", at):
+        inner = _network(text)
+        if inner is None or (outer and not (inner.version == outer.version and inner.subnet_of(outer))):  # type: ignore[arg-type]
+            yield wrong(where, text, "must be a strict subset of `cidr`")
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
 Rule = Callable[[Object], Iterator[Cause]]
 UpdateRule = Callable[[Object, Object], Iterator[Cause]]
 RULES: Mapping[str, Rule] = {
@@ -364,6 +395,7 @@ RULES: Mapping[str, Rule] = {
     "horizontalpodautoscalers.autoscaling": _autoscaler,
     "persistentvolumeclaims": _claim,
     "podmonitorings.monitoring.googleapis.com": _pod_monitoring,
+    "networkpolicies.networking.k8s.io": _network_policy,
     "rayjobs.ray.io": ray.ray_job,
     "rayclusters.ray.io": ray.ray_cluster,
 }

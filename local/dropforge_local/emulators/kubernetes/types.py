@@ -140,6 +140,16 @@ TYPES = {
     "HPAScalingRules": """
         selectPolicy:Max|Min|Disabled stabilizationWindowSeconds:int policies:[HPAScalingPolicy]""",
     "HPAScalingPolicy": "type:Pods|Percent! value:int! periodSeconds:int!",
+    # Network policies are stored and not enforced: all pods share this machine.
+    "NetworkPolicy": "metadata:ObjectMeta spec:NetworkPolicySpec",
+    "NetworkPolicySpec": """
+        podSelector:LabelSelector policyTypes:[str] ingress:[NetworkPolicyIngressRule]
+        egress:[NetworkPolicyEgressRule]""",
+    "NetworkPolicyIngressRule": "from:[NetworkPolicyPeer] ports:[NetworkPolicyPort]",
+    "NetworkPolicyEgressRule": "to:[NetworkPolicyPeer] ports:[NetworkPolicyPort]",
+    "NetworkPolicyPeer": "podSelector:LabelSelector namespaceSelector:LabelSelector ipBlock:IPBlock",
+    "NetworkPolicyPort": "protocol:TCP|UDP|SCTP port:port endPort:int",
+    "IPBlock": "cidr:str! except:[str]",
     # Ray (ray.io/v1)
     "RayJob": "metadata:ObjectMeta spec:RayJobSpec! status:any",
     "RayJobSpec": """
