@@ -126,7 +126,11 @@ class Trainer:
         if processes > 1:
             values = {**shims.fsdp_environment(values, processes), "DROPFORGE_NUM_PROCESSES": str(processes)}
         values |= environment
-        self.started.append(Forked(values) if processes == 1 else _interpreter(values))
+        if processes == 1:
+            forked.prepare(self.cloud.environment())
+            self.started.append(Forked(values))
+        else:
+            self.started.append(_interpreter(values))
         return Attempt(self.cloud, run, self.started[-1])
 
     def end(self) -> None:
@@ -188,9 +192,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterato
         # 33 rows are held out. The other 640 fill steps of 16: several ranks would pad an incomplete last step.
         rows = tiny.dataset(directory / "rows.jsonl", rows=673)
         client.bucket(DATA).blob("rows.jsonl").upload_from_filename(str(rows))
-        cloud = Cloud(server, client)
-        forked.prepare(cloud.environment())
-        yield cloud
+        yield Cloud(server, client)
         client.close()
 
 

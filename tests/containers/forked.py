@@ -34,7 +34,8 @@ MODULES = (
 
 
 def prepare(environment: Mapping[str, str]) -> None:
-    """Start the process that imports; it ends with this process. Modules read `environment` while it imports them."""
+    """Start the process that imports, unless it runs; it ends with this process. Modules read `environment` while it
+    imports them."""
     with patch.dict(os.environ, {**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"}, clear=True):
         CONTEXT.set_forkserver_preload(list(MODULES))
         forkserver.ensure_running()
