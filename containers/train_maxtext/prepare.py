@@ -48,6 +48,7 @@ def run(work: Work) -> Result:
         "sequences": len(prepared.data.sequences),
         "batch_size": spec.training.per_device_train_batch_size or (TPU_BATCH_SIZE if tpu else CPU_BATCH_SIZE),
         "rows_train": len(prepared.data.train),
+        "tokens_train": len(prepared.data.train.ids),
         "rows_eval": len(prepared.held_out),
         "rows_dropped": prepared.dropped,
         "rows_truncated": prepared.truncated,
@@ -62,9 +63,22 @@ def source_dtype(config: dict[str, object]) -> str:
     return dtype if dtype in ("float32", "bfloat16") else "bfloat16"
 
 
+def sequences_per_step(spec: JobSpec, prepared: Result, devices: int) -> int:
+    return int(prepared["batch_size"]) * devices * spec.training.gradient_accumulation_steps
+
+
+def step_size(spec: JobSpec, prepared: Result, devices: int) -> Result:
+    """The rows and tokens of one optimiser step, on average over the sequences."""
+    share = sequences_per_step(spec, prepared, devices) / int(prepared["sequences"])
+    return {
+        "rows_per_step": round(share * int(prepared["rows_train"]), 1),
+        "tokens_per_step": round(share * int(prepared["tokens_train"]), 1),
+    }
+
+
 def total_steps(spec: JobSpec, prepared: Result, devices: int) -> int:
     """The number of optimiser steps. Raises JobError if the rows do not fill a step."""
-    per_step = int(prepared["batch_size"]) * devices * spec.training.gradient_accumulation_steps
+    per_step = sequences_per_step(spec, prepared, devices)
     sequences = int(prepared["sequences"])
     if sequences < per_step:
         raise data_error(

@@ -36,6 +36,8 @@ def all_metrics(work: Work) -> Metrics:
         "train_loss": trained["train_loss"] if trained["train_loss"] is not None else notes.get("train_loss"),
         "steps": trained["step"],
         "tokens": tokens,
+        "rows_per_step": trained["rows_per_step"],
+        "tokens_per_step": round(tokens / trained["step"], 1),
         "train_seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
         "rows_train": prepared["rows_train"],

@@ -21,7 +21,7 @@ from dropforge.spec import JobSpec
 from .batches import Data
 from .maxtext_settings import common
 from .methods import load_method
-from .prepare import total_steps
+from .prepare import step_size, total_steps
 from .stages import stage_main
 from .work import Result, Work
 
@@ -53,7 +53,7 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
 
     parse_flags()
     spec, prepared, data = work.spec, work.done("prepare"), Data.load(work.rows)
-    steps = total_steps(spec, prepared, jax.device_count())
+    steps, size = total_steps(spec, prepared, jax.device_count()), step_size(spec, prepared, jax.device_count())
     settings = [*common(prepared), *arguments(spec, prepared, work, steps, initial_weights(spec, work))]
     config = pyconfig.initialize_pydantic([train_sft.__file__, *settings])
     train_sft.validate_config(config)
@@ -65,7 +65,7 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     trainer.with_data_hooks(batch_hooks)
     trainer.with_training_hooks(step_hooks)
     before = probe_loss(trainer, mesh, config, data, batch_hooks) if resumed == 0 else None
-    report(step=resumed, total_steps=steps, loss_before=before)
+    report(step=resumed, total_steps=steps, loss_before=before, **size)
     began = time.monotonic()
     train_sft.train_model(config, trainer, mesh)
     seconds = time.monotonic() - began
@@ -80,6 +80,7 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
         "loss_before": before,
         "loss": None if stopped else probe_loss(trainer, mesh, config, data, batch_hooks),
         "train_seconds": round(seconds, 3),
+        **size,
         **step_hooks.summary(),
     }
 

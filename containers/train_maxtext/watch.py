@@ -9,6 +9,7 @@ from typing import Any
 
 from containers.common.checkpoints import CheckpointStore
 from containers.common.report import ProgressMeter, Reporter
+from dropforge.base.log import log
 
 from .work import Work
 
@@ -67,6 +68,8 @@ class Watch:
         if self._meter is None:  # the trainer's first report has no step
             self._meter = ProgressMeter(self._reporter, report["total_steps"])
             self._meter.begin(report["step"], 0)
+            size = {name: report[name] for name in ("rows_per_step", "tokens_per_step")}
+            log("training", stage="train", step=report["step"], total_steps=report["total_steps"], **size)
             if report["loss_before"] is not None:
                 self._notes = {**self._notes, "loss_before": report["loss_before"]}
             return

@@ -143,11 +143,12 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     if checkpoint and (rows := read_notes(checkpoint).get("rows_per_step")):
         plan = keep_rows_per_step(plan, rows, world.size)
     use_threads(plan)
-    log_plan(attempt.job, examples, plan)
+    log_plan(spec, attempt.job, examples, plan)
     return Inputs(base, base_source, tokeniser.tokenizer, examples, plan), checkpoint
 
 
-def log_plan(job: Job, examples: Examples, plan: Plan) -> None:
+def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan) -> None:
+    rows_per_step = rows_of_a_step(spec, plan, examples.lengths, job.world.size)
     log(
         "prepared",
         stage="train",
@@ -161,8 +162,19 @@ def log_plan(job: Job, examples: Examples, plan: Plan) -> None:
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         gradient_checkpointing=plan.gradient_checkpointing,
         packing=plan.packing,
+        rows_per_step=rows_per_step,
+        tokens_per_step=round(rows_per_step * sum(examples.lengths) / len(examples.lengths)),
         memory=str(plan.estimate),
     )
+
+
+def rows_of_a_step(spec: JobSpec, plan: Plan, lengths: list[int], processes: int) -> float:
+    """The rows of the data set in one optimiser step; with packing, on average over the blocks."""
+    batch = plan.rows_per_step(processes)
+    if not plan.packing:
+        return batch
+    blocks = -(-sum(lengths) // spec.training.max_length)
+    return round(batch * len(lengths) / blocks, 1)
 
 
 def train(spec: JobSpec, attempt: Attempt, inputs: Inputs, resumed: Path | None) -> Path:
@@ -265,6 +277,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
     served, links = load_export(spec, job, inputs, checkpoint, directory)
     notes = read_notes(checkpoint)
     metrics = training_metrics(checkpoint, notes, examples)
+    metrics["rows_per_step"] = rows_of_a_step(spec, inputs.plan, examples.lengths, job.world.size)
     if spec.evaluation and examples.held_out:
         before = Score(**notes["before"])
         after = method.evaluate(served, inputs.tokenizer, examples, spec.evaluation.max_new_tokens)
@@ -328,6 +341,7 @@ def training_metrics(checkpoint: Path, notes: dict[str, Any], examples: Examples
         "train_loss": losses[-1] if losses else None,
         "steps": state["global_step"],
         "tokens": tokens,
+        "tokens_per_step": round(tokens / state["global_step"], 1),
         "train_seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
         "rows_train": len(examples.lengths),

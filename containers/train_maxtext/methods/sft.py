@@ -58,11 +58,15 @@ def check_vocabulary(encoded: chat.Encoded, size: int) -> None:
 
 
 def sequence_shape(spec: JobSpec, train: list[int], held_out: list[int], tpu: bool) -> tuple[bool, int]:
-    """Whether rows are packed, and the length of all sequences: XLA compiles for a single length."""
+    """Whether rows are packed, and the length of all sequences: XLA compiles for a single length.
+
+    A batch size in the spec counts rows, so that only `packing: true` makes it count packed sequences.
+    """
     longest, mean = max([*train, *held_out]), sum(train) / len(train)
     packing = spec.training.packing
     if packing == "auto":
-        packing = tpu and mean < spec.training.max_length / 2
+        unset = spec.training.per_device_train_batch_size is None
+        packing = tpu and unset and mean < spec.training.max_length / 2
     return bool(packing), padded_length(spec.training.max_length if packing else longest, tpu)
 
 

@@ -23,7 +23,8 @@ from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.prepare import total_steps
+from containers.train_maxtext.methods.sft import sequence_shape
+from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
 from containers.train_maxtext.verify import check_trained
@@ -170,6 +171,18 @@ def spec(**training: Any) -> JobSpec:
     return JobSpec.model_validate_json(json.dumps(document))
 
 
+def test_a_batch_size_counts_rows_unless_the_spec_asks_for_packing() -> None:
+    lengths = [100] * 50
+    assert sequence_shape(spec(per_device_train_batch_size=4, max_length=1024), lengths, [], True) == (False, 128)
+    assert sequence_shape(spec(max_length=1024), lengths, [], True) == (True, 1024)
+    packed = spec(per_device_train_batch_size=4, max_length=1024, packing=True)
+    assert sequence_shape(packed, lengths, [], True) == (True, 1024)
+    # 5 sequences of 10 rows on each of 8 devices, 4 at once, twice.
+    prepared = {"batch_size": 4, "sequences": 5, "rows_train": 50, "tokens_train": 5000}
+    size = step_size(spec(gradient_accumulation_steps=2), prepared, devices=8)
+    assert size == {"rows_per_step": 640, "tokens_per_step": 64_000}
+
+
 def test_steps_are_of_all_devices_and_whole_epochs() -> None:
     prepared = {"sequences": 1000, "batch_size": 1, "length": 1024}
     assert total_steps(spec(epochs=2), prepared, devices=8) == 250
@@ -294,7 +307,8 @@ work = Path(sys.argv[1])
 def save(step):
     (work / "training/run/checkpoints" / str(step)).mkdir(parents=True)
 with (work / "progress.jsonl").open("a", buffering=1) as file:
-    print(json.dumps({"step": 0, "total_steps": 10, "loss_before": 9.0}), file=file)
+    size = {"rows_per_step": 8, "tokens_per_step": 800.0}
+    print(json.dumps({"step": 0, "total_steps": 10, "loss_before": 9.0, **size}), file=file)
     for step in range(1, 11):
         print(json.dumps({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}), file=file)
         if step in (1, 4, 8):

@@ -13,7 +13,7 @@ from google.cloud import storage
 from tests.patience import TRAIN_SECONDS
 
 from dropforge.base.errors import ErrorClass
-from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, verify_manifest
+from dropforge.run.artifacts import COMPLETE, checkpoints, download_prefix, read_artifact, verify_manifest
 
 # A test waits for several attempts: its own, and attempts that tests share.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -30,7 +30,7 @@ Spec = Callable[..., dict[str, Any]]
 
 
 def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, cloud: Any, trainer: Any) -> None:
-    _, manifest = uninterrupted
+    attempt, manifest = uninterrupted
     metrics = manifest.metrics
     assert verify_manifest(cloud.client, RUNS, manifest) == []
     assert metrics["exact_match_before"] == 0
@@ -38,6 +38,11 @@ def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, clo
     assert metrics["loss"] < metrics["loss_before"] / 2
     assert (metrics["steps"], metrics["rows_eval"]) == (60, 33)
     assert metrics["tokens"] == pytest.approx(60 * 16 * 50, rel=0.2)
+    assert metrics["rows_per_step"] == 16
+    assert metrics["tokens_per_step"] == pytest.approx(metrics["tokens"] / 60, abs=0.1)
+    assert '"rows_per_step": 16, "tokens_per_step": ' in attempt.output
+    card = read_artifact(cloud.client, RUNS, manifest, "README.md").decode()
+    assert "| rows_per_step | 16 |" in card
     paths = {file.path for file in manifest.files}
     assert {f"attempt-1/model/{name}" for name in MODEL_FILES} <= paths
     assert {"attempt-1/adapter/adapter_model.safetensors", "attempt-1/README.md"} <= paths
