@@ -59,7 +59,7 @@ def drop() -> str:
 
     context = Context.from_environment()
     spec: dict[str, Any] = {**json.loads(EXAMPLE.read_text()), "serve": None, "notify": {}, "secrets": {}}
-    for uri in (spec["model"]["source"], spec["dataset"]["source"]):
+    for uri in (spec["model"]["source"], spec["dataset"]["source"], spec["evaluation"]["source"]):
         upload_source(context.cloud.clients, uri)
     bucket = context.settings.specs_bucket
     blob = context.cloud.clients.storage().bucket(bucket).blob(f"specs/maxtext-{time.time_ns()}.json")

@@ -79,7 +79,7 @@ class Cloud:
         from dropforge.base import names
         from dropforge_cli.demo import upload_source
 
-        for uri in (spec["model"]["source"], spec["dataset"]["source"]):
+        for uri in (spec["model"]["source"], spec["dataset"]["source"], spec["evaluation"]["source"]):
             upload_source(self.clients, uri)
         blob = self.client.bucket(self.settings.specs_bucket).blob(f"specs/ray-{time.time_ns()}.json")
         blob.upload_from_string(json.dumps(spec), "application/json")

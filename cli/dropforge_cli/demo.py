@@ -83,7 +83,7 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
         _step(out, f"prepared the environment for training on {spec.target.type}", lambda: make_environment(tool))
     deployment = _start(state, out)
     _step(out, "created the secrets that the spec names", lambda: make_secrets(spec, deployment))
-    for uri in (spec.model.source, spec.dataset.source):
+    for uri in spec.sources.values():
         if uri in SOURCES:
             _step(out, f"uploaded {uri} to the emulated bucket", lambda uri=uri: upload_source(deployment.clients, uri))  # type: ignore[misc]
     run = upload_spec(deployment, path.read_bytes(), path.name)
@@ -186,6 +186,12 @@ def _text_to_sql(cache: Path) -> Path:
     return tiny.dataset(cache / "text-to-sql.jsonl", tiny.ROWS)
 
 
+def _text_to_sql_unseen(cache: Path) -> Path:
+    from dropforge_local import tiny
+
+    return tiny.dataset(cache / "text-to-sql-unseen.jsonl", tiny.UNSEEN_ROWS, held_out=True)
+
+
 # The tools that create an environment for training images that need another Python than the stack's.
 ENVIRONMENTS = {"ray": "maxtext_env.py", "tpu_vm": "maxtext_env.py"}
 
@@ -194,6 +200,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gs://local-data/tiny-gemma3": _gemma3,
     "gs://local-data/tiny-qwen3": _qwen3,
     "gs://local-data/text-to-sql.jsonl": _text_to_sql,
+    "gs://local-data/text-to-sql-unseen.jsonl": _text_to_sql_unseen,
 }
 
 

@@ -79,24 +79,62 @@ def load_rows(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRows, 
     return _from_hub(dataset)
 
 
-def prepare(raw: RawRows, dataset: Dataset, evaluation: Evaluation | None, seed: int) -> Split:
-    """Shuffle, limit, convert, check and split the rows. The same seed gives the same split. Raises JobError."""
-    order = list(range(len(raw)))
-    random.Random(seed).shuffle(order)
-    rows, dropped = normalise(raw, dataset, order[: dataset.limit])
+def load_split(
+    dataset: Dataset, evaluation: Evaluation | None, seed: int, client: Any, directory: Path
+) -> tuple[Split, Source]:
+    """The spec's rows, checked and split, and the exact source of the training rows. Raises JobError."""
+    raw, source = load_rows(dataset, client, directory / "train")
+    other = evaluation_dataset(dataset, evaluation)
+    if evaluation is None or other is None:
+        return prepare(raw, dataset, evaluation, seed), source
+    held_out, _ = load_rows(other, client, directory / "evaluation")
+    return prepare(raw, dataset, evaluation, seed, (held_out, other)), source
+
+
+def evaluation_dataset(dataset: Dataset, evaluation: Evaluation | None) -> Dataset | None:
+    """The data set to evaluate on, in the form of the training rows; None where training rows are held out."""
+    if evaluation is None or not (evaluation.source or evaluation.split):
+        return None
+    changes: dict[str, Any] = {"split": evaluation.split or dataset.split, "limit": None}
+    if evaluation.source not in (None, dataset.source):
+        changes |= {"source": evaluation.source, "config": None, "revision": "main"}
+    return dataset.model_copy(update=changes)
+
+
+def prepare(
+    raw: RawRows,
+    dataset: Dataset,
+    evaluation: Evaluation | None,
+    seed: int,
+    other: tuple[RawRows, Dataset] | None = None,
+) -> Split:
+    """Shuffle, limit, convert, check and split the rows. The same seed gives the same split. Raises JobError.
+
+    `other` are the rows to evaluate on, if no training rows are held out.
+    """
+    rows, dropped = normalise(raw, dataset, _shuffled(len(raw), seed)[: dataset.limit])
     check_texts(rows)
-    held_out = _held_out_count(len(rows), evaluation)
-    evaluated = rows[:held_out]
+    if evaluation and other:
+        evaluated, _ = normalise(*other, _shuffled(len(other[0]), seed)[: evaluation.max_rows])
+    else:
+        held_out = _held_out_count(len(rows), evaluation)
+        evaluated, rows = rows[:held_out], rows[held_out:]
     asked = {row.question for row in evaluated}
-    train = [row for row in rows[held_out:] if row.question not in asked]
+    train = [row for row in rows if row.question not in asked]
     if len(train) < MIN_TRAIN_ROWS:
         raise data_error(
             f"{len(train)} rows are left to train on ({len(raw)} in {dataset.source}, {dropped} unusable, "
-            f"{held_out} held out, {len(rows) - held_out - len(train)} with the prompt of a held-out row); expected at "
+            f"{len(evaluated)} held out, {len(rows) - len(train)} with the prompt of a held-out row); expected at "
             f"least {MIN_TRAIN_ROWS}",
             "add rows with other prompts, or lower evaluation.holdout_fraction",
         )
     return Split(train, evaluated, dropped)
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def normalise(raw: RawRows, dataset: Dataset, chosen: Sequence[int] | None = None) -> tuple[list[Row], int]:

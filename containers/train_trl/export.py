@@ -50,10 +50,15 @@ def trained_model(base: Path, checkpoint: Path, device_map: Any, spec: JobSpec) 
 
 def reload(directory: Path, device_map: Any, spec: JobSpec) -> Any:
     """The saved model, loaded as a server loads it."""
+    return load(directory / "model", device_map, spec)
+
+
+def load(directory: Path, device_map: Any, spec: JobSpec) -> Any:
+    """The model of a directory, in the precision of its files."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        directory / "model",
+        directory,
         dtype="auto",
         device_map=device_map,
         trust_remote_code=spec.model.trust_remote_code,

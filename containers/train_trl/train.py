@@ -39,7 +39,17 @@ from dropforge.spec import JobSpec
 
 from . import launch
 from .methods import Examples, Method, load_method
-from .plan import Plan, device_map, device_map_of, find_device, keep_rows_per_step, make_plan, shape_of, use_threads
+from .plan import (
+    Plan,
+    device_map,
+    device_map_of,
+    dtype_of,
+    find_device,
+    keep_rows_per_step,
+    make_plan,
+    shape_of,
+    use_threads,
+)
 
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
 
@@ -208,16 +218,34 @@ def load_and_evaluate(spec: JobSpec, job: Job, inputs: Inputs, notes: dict[str, 
     """The base model, ready to train. Adds its score to `notes`, once per run."""
     alone, model = not job.world.sharded, None
     if job.world.main and spec.evaluation and inputs.examples.held_out and "before" not in notes:
-        model = load_base(inputs, spec, device_map(inputs.plan.device, spread=not alone))
+        model = load_to_judge(inputs, spec, spread=not alone)
         limit = spec.evaluation.max_new_tokens
         score = method.evaluate(model, inputs.tokenizer, inputs.examples, limit)
         log("evaluated the base model", stage="train", run=job.run, exact_match=score.exact_match, loss=score.loss)
         notes["before"] = asdict(score)
-    if alone:
-        return model or load_base(inputs, spec, device_map(inputs.plan.device))
-    del model  # the whole model; ranks load it together, in another way, to shard it
+    if model is not None and alone and trains_as_saved(inputs, spec):
+        return model
+    del model  # ranks load the whole model together, to shard it; QLoRA loads it in 4 bits
     free_memory()
-    return load_base(inputs, spec, None)
+    return load_base(inputs, spec, device_map(inputs.plan.device) if alone else None)
+
+
+def load_to_judge(inputs: Inputs, spec: JobSpec, *, spread: bool) -> Any:
+    """The base model in the precision in which the exported model is judged."""
+    from . import export
+
+    if trains_as_saved(inputs, spec):
+        return load_base(inputs, spec, device_map(inputs.plan.device, spread=spread))
+    base = Path(inputs.base)
+    return export.load(base, device_map_of(base, inputs.plan.device, spread=spread), spec)
+
+
+def trains_as_saved(inputs: Inputs, spec: JobSpec) -> bool:
+    """Whether the base model is trained in the precision of its files."""
+    from . import export
+
+    saved = export.base_dtype(Path(inputs.base), spec)
+    return spec.training.adapter.type != "qlora" and saved == dtype_of(inputs.plan.dtype)
 
 
 def load_base(inputs: Inputs, spec: JobSpec, placement: Any) -> Any:

@@ -141,6 +141,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"dataset": {"source": "gs://team-data-of-others/x.jsonl"}},
         "/dataset/source",
     ),
+    (
+        {"datasets": ["b-mc2/*"]},
+        {"evaluation": {"source": "gs://team-data-of-others/x.jsonl"}},
+        "/evaluation/source",
+    ),
     ({"required_labels": {"team": ["ads"]}}, {}, "/labels/team"),
     ({"required_labels": {"team": ["ads"]}}, {"labels": {"team": "search"}}, "/labels/team"),
 ]

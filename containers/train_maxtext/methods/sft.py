@@ -28,8 +28,8 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
     cache = TokenCache.of(Job.from_environment(), client, work.directory / "tokens")
     tokeniser = Tokeniser.load(base, spec.model.trust_remote_code, spec.training.method, cache)
-    raw, source = data.load_rows(spec.dataset, client, work.directory / "data")
-    split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
+    directory = work.directory / "data"
+    split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     check_gate(spec, split)
     max_length, named = spec.training.max_length, spec.dataset.source
     encoded = tokeniser.encode(split.train, max_length, named)

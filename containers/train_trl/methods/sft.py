@@ -24,8 +24,7 @@ from . import Columns, Examples
 def read_examples(spec: JobSpec, tokeniser: Tokeniser, client: Any, directory: Path) -> Examples:
     """Conversations and plain texts, as token ids with labels. Raises JobError."""
     assert isinstance(spec.dataset, Dataset), "the spec's validation refuses other data"
-    raw, source = data.load_rows(spec.dataset, client, directory)
-    split = data.prepare(raw, spec.dataset, spec.evaluation, spec.training.seed)
+    split, source = data.load_split(spec.dataset, spec.evaluation, spec.training.seed, client, directory)
     evaluation.check_gate(spec, split)
     max_length, name = spec.training.max_length, spec.dataset.source
     encoded = tokeniser.encode(split.train, max_length, name)

@@ -175,12 +175,28 @@ class Gate(Part):
 
 
 class Evaluation(Part):
-    """Evaluation before and after training, on rows that training never sees. A gate decides whether to serve."""
+    """Evaluation before and after training, on rows that training never sees. A gate decides whether to serve.
 
-    holdout_fraction: float = Field(default=0.05, gt=0, le=0.5)
+    The rows come from `source` or `split` in the form of the training rows, else from the training rows themselves.
+    """
+
+    source: str | None = Field(
+        default=None, min_length=1, max_length=1024, description="Another data set; default: that of the training."
+    )
+    split: str | None = Field(
+        default=None, min_length=1, max_length=255, description="Another split of a Hub data set, such as 'test'."
+    )
+    holdout_fraction: float = Field(
+        default=0.05, gt=0, le=0.5, description="Of the training rows; unused with `source` or `split`."
+    )
     max_rows: int = Field(default=200, ge=1, le=10_000)
     max_new_tokens: int = Field(default=128, ge=1, le=8192)
     gate: Gate | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_source(cls, value: str | None) -> str | None:
+        return value if value is None else check_source(value)
 
 
 Retries = Annotated[int, Field(ge=0, le=50)]
@@ -244,6 +260,13 @@ class JobSpec(Part):
     secrets: Annotated[dict[EnvName, SecretName], NAMED_KEYS] = Field(default={}, max_length=32)
     labels: Annotated[dict[LabelKey, LabelValue], NAMED_KEYS] = Field(default={}, max_length=32)
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The model and the data sets, by their place in the spec."""
+        evaluated = self.evaluation.source if self.evaluation else None
+        sources = {"/model/source": self.model.source, "/dataset/source": self.dataset.source}
+        return {**sources, "/evaluation/source": evaluated} if evaluated else sources
+
     @model_validator(mode="after")
     def _parts_match(self) -> JobSpec:
         if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
@@ -264,6 +287,18 @@ class JobSpec(Part):
             raise Wrong("/dataset/type", "synthetic data teaches no answers", "synthetic", "training.method 'pretrain'")
         if synthetic and self.evaluation is not None:
             raise Wrong("/evaluation", "random tokens have no answers to hold out", {}, "no evaluation, or rows")
+        if isinstance(self.dataset, Dataset) and self.evaluation is not None:
+            self._check_evaluation_has_other_rows(self.dataset, self.evaluation)
+
+    def _check_evaluation_has_other_rows(self, dataset: Dataset, evaluation: Evaluation) -> None:
+        source, split = evaluation.source or dataset.source, evaluation.split or dataset.split
+        same = source == dataset.source and (split == dataset.split or source.startswith("gs://"))
+        if same and (evaluation.source or evaluation.split):
+            found, expected = (
+                evaluation.source or evaluation.split,
+                "another source or split, or holdout_fraction alone",
+            )
+            raise Wrong("/evaluation", "these are the rows of the training", found, expected)
 
 
 def job_spec_schema() -> dict[str, Any]:

@@ -130,9 +130,8 @@ def _secret_problem(cloud: Cloud, pointer: str, secret: str) -> SpecProblem | No
 
 def _missing_objects(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
     """Problems of gs:// sources without an object."""
-    sources = {"/model/source": spec.model.source, "/dataset/source": spec.dataset.source}
     problems = []
-    for pointer, uri in sources.items():
+    for pointer, uri in spec.sources.items():
         if uri.startswith("gs://"):
             bucket, _, path = uri.removeprefix("gs://").partition("/")
             problem = _object_problem(cloud, pointer, bucket, path)

@@ -163,8 +163,8 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
     yield from (("accelerators", "/target", name) for name in sorted(trained_on))
     for region in dict.fromkeys(get_target(target.type).regions(spec)):
         yield "regions", "/target/placements", _region(region)
-    yield "models", "/model/source", spec.model.source
-    yield "datasets", "/dataset/source", spec.dataset.source
+    for place, source in spec.sources.items():
+        yield "models" if place == "/model/source" else "datasets", place, source
     if serve is not None:
         yield "endpoints", "/serve/type", serve.type
         for demand in serve.demands(spec):

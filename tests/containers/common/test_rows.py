@@ -256,3 +256,23 @@ def test_a_row_keeps_its_number_in_the_data_set_when_rows_are_shuffled() -> None
     talks[17]["tools"] = [{"type": "function"}]
     with pytest.raises(JobError, match=r"row 17 of .* has `tools`"):
         prepare(talks, PLAIN, None, seed=3)
+
+
+def test_rows_of_another_data_set_are_evaluated_and_all_others_trained_on() -> None:
+    from containers.common.rows import evaluation_dataset
+
+    evaluation = Evaluation(source="gs://data/other.jsonl", max_rows=10)
+    other = [*pairs(5), *[{"prompt": f"unseen {n}", "completion": f"answer {n}"} for n in range(40)]]
+    split = prepare(pairs(30), PLAIN, evaluation, 1, (other, PLAIN))
+    assert len(split.held_out) == 10
+    assert split == prepare(pairs(30), PLAIN, evaluation, 1, (other, PLAIN))
+    held_out = {row.question for row in split.held_out}
+    assert len(split.train) == 30 - len(held_out & {only([row]).question for row in pairs(30)})
+    assert not held_out & {row.question for row in split.train}
+
+    hub = dataset(source="owner/name", revision="v1", config="small", limit=100)
+    same = evaluation_dataset(hub, Evaluation(split="test"))
+    assert same == hub.model_copy(update={"split": "test", "limit": None})
+    elsewhere = evaluation_dataset(hub, evaluation)
+    assert elsewhere == dataset(source="gs://data/other.jsonl")
+    assert evaluation_dataset(hub, EVALUATION) is None
