@@ -20,6 +20,7 @@ from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
 from dropforge.platforms.serving import Deployment as EndpointDeployment
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, seconds
+from dropforge.spec.advice import advice
 
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd
@@ -107,7 +108,7 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
     placements = [_placement(run, spec, settings, index, now) for index in range(len(target.regions(spec)))]
     endpoint = None if spec.serve is None else _endpoint(_launch(run, spec, settings, 0, now), now)
     prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
-    warnings = [*price_warnings(prices, now.date()), *filter(None, [short_endpoint(spec)])]
+    warnings = [*price_warnings(prices, now.date()), *filter(None, [short_endpoint(spec)]), *advice(spec)]
     return Plan(run, spec, placements, endpoint, warnings)
 
 

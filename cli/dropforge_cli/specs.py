@@ -11,6 +11,7 @@ from dropforge.base.errors import InvalidSpec
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
+from dropforge.spec.advice import advice
 from dropforge.spec.policy import Policy
 from dropforge.stages.admission import budget_problems, fit_problems, machine_problems, time_problems
 from dropforge.stages.ceiling import policy_problems, with_defaults
@@ -70,8 +71,8 @@ def read_spec(path: Path, policy: Policy) -> JobSpec:
 
 
 def _note(path: Path, spec: JobSpec) -> None:
-    """Print a warning about the endpoint's budget. It goes to stderr, because programs read stdout."""
-    if note := short_endpoint(spec):
+    """Print what is doubtful about the spec. It goes to stderr, because programs read stdout."""
+    for note in filter(None, [short_endpoint(spec), *advice(spec)]):
         click.echo(f"{path}: note: {note}", err=True)
 
 

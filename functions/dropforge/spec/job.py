@@ -128,7 +128,7 @@ class Training(Part):
     max_steps: int | None = Field(
         default=None, ge=1, le=1_000_000_000, description="Optimiser steps; overrides epochs."
     )
-    learning_rate: float = Field(default=2e-4, gt=0, le=1)
+    learning_rate: float = Field(default=2e-4, gt=0, le=0.1)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
