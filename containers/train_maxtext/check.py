@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from containers.common.errors import JobError, code_error
 from containers.common.evaluation import compare, evaluate, mean_loss, write_samples
 from containers.common.rows import Row
 from containers.common.token_rows import TokenRows
+from dropforge.base.log import log
 
 from .batches import Data, Rows
 from .stages import stage_main
@@ -25,6 +29,9 @@ from .work import Result, Work
 # embedding to bfloat16 for the output layer (attend_on_embedding in layers/embeddings.py): 5e-4 on the tiny model. With
 # bfloat16, weights and activations are rounded as well. A wrong layer changes the loss by whole numbers.
 LOSS_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
+
+MODEL_SECONDS = 300.0  # to judge one model; the evaluation judges two
+PILOT_ROWS = 2
 
 
 def run(work: Work) -> Result:
@@ -46,13 +53,36 @@ def run(work: Work) -> Result:
     if spec.evaluation and rows:
         held_out = chat.encode(tokenizer, rows, spec.training.max_length, spec.dataset.source)
         limit = spec.evaluation.max_new_tokens
+        count = affordable_rows(lambda n: evaluate(model, tokenizer, rows[:n], first(held_out, n), limit), len(rows))
+        if count < len(rows):
+            log(f"judging {count} of {len(rows)} held-out rows: more would take too long on a CPU", stage="check")
+        rows, held_out = rows[:count], first(held_out, count)
         after = evaluate(model, tokenizer, rows, held_out, limit)
         del model  # the host's memory may not hold two models
         base, _ = load(Path(prepared["base"]), spec.model.trust_remote_code)
         before = evaluate(base, tokenizer, rows, held_out, limit)
-        result["evaluation"] = compare(before, after)
+        result["evaluation"] = {**compare(before, after), "rows_eval": len(rows)}
         write_samples(work.exported, rows, before, after)
     return result
+
+
+def affordable_rows(judge: Callable[[int], Any], count: int, clock: Callable[[], float] = time.monotonic) -> int:
+    """How many of `count` rows may be judged: a large model would take hours on a CPU while the chips wait.
+
+    `judge` judges the first n rows. Rows are shuffled, so the first rows are a sample.
+    """
+    pilot = min(PILOT_ROWS, count)
+    judge(pilot)  # the first time is longer than the others
+    began = clock()
+    judge(pilot)
+    per_row = (clock() - began) / pilot
+    if per_row * count <= MODEL_SECONDS:
+        return count
+    return max(pilot, int(MODEL_SECONDS / per_row))
+
+
+def first(encoded: chat.Encoded, count: int) -> chat.Encoded:
+    return replace(encoded, input_ids=encoded.input_ids[:count], labels=encoded.labels[:count])
 
 
 def check_weights(model: Any, missing: list[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .job import JobSpec
 
-# Usual rates: 1e-4 to 5e-4 for adapters (https://huggingface.co/docs/trl/peft_integration), 1e-6 to 5e-5 for all weights.
+# Usual rates: 1e-4 to 5e-4 for adapters, 1e-6 to 5e-5 for all weights (the defaults and examples of TRL and Axolotl).
 # Models with some thousand parameters take ten times as much, so the limits are far away.
 HIGHEST_ADAPTER_RATE, HIGHEST_FULL_RATE, LOWEST_ADAPTER_RATE = 1e-2, 5e-3, 2e-5
 # Models whose licence must be accepted on the Hub before a token can download them.

@@ -18,12 +18,13 @@ from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
 from containers.train_maxtext.batches import Data, Rows, collate, pack, padded_length
+from containers.train_maxtext.check import affordable_rows
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.methods.sft import sequence_shape
+from containers.train_maxtext.methods.sft import probe_rows, sequence_shape
 from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
@@ -397,3 +398,22 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
 )
 def test_sequences_have_a_length_that_the_kernel_takes(longest: int, tpu: bool, expected: int) -> None:
     assert padded_length(longest, tpu) == expected
+
+
+@pytest.mark.parametrize(("seconds_per_row", "expected"), [(0.1, 200), (1.5, 200), (12.0, 25), (400.0, 2)])
+def test_an_evaluation_on_a_cpu_ends_within_its_limit(seconds_per_row: float, expected: int) -> None:
+    now, judged = [0.0], []
+
+    def judge(count: int) -> None:
+        judged.append(count)
+        now[0] += count * seconds_per_row + (100 if len(judged) == 1 else 0)  # the first time compiles and allocates
+
+    assert affordable_rows(judge, 200, lambda: now[0]) == expected
+    assert judged == [2, 2]
+    assert affordable_rows(judge, 1, lambda: now[0]) == 1
+
+
+def test_the_loss_is_compared_on_rows_that_a_cpu_computes_in_minutes() -> None:
+    assert probe_rows([50] * 100) == 64
+    assert probe_rows([4096] * 100) == 2
+    assert probe_rows([100_000]) == 1
