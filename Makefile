@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml lock.txt tools/install.py
 maxtext: $(STAMP) ## create build/maxtext, MaxText's own environment (Python 3.12), if it is not there
 	@$(BIN)/python tools/maxtext_env.py
 
+vllm: $(STAMP) ## create build/vllm, the environment of vLLM's CPU build, if it is not there (Linux, x86-64)
+	@$(BIN)/python tools/vllm_env.py
+
 demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model
 	@$(BIN)/dropforge demo $(SPEC)
 
@@ -84,4 +87,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext demo test check format schemas bench crash lock registry images images-local deploy destroy tables checkov clean
+.PHONY: help setup maxtext vllm demo test check format schemas bench crash lock registry images images-local deploy destroy tables checkov clean

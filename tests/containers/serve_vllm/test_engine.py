@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -29,7 +30,7 @@ from containers.serve_vllm.gate import refused_field
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
 from containers.serve_vllm.serve import find_parser
 
-from ..conftest import RUNS
+from ..conftest import ROOT, RUNS
 
 ENVIRONMENT = {
     "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
@@ -215,3 +216,29 @@ def test_a_qwen_with_turns_of_its_own_answers_without_the_prompt(base_model: Pat
     shutil.copy(base_model / "tokenizer_config.json", tmp_path)
     describe_answers(tmp_path)
     assert "response_template" not in (tmp_path / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.slow
+def test_vllm_s_own_parser_reads_every_flag() -> None:
+    """The parser of the CPU build (`make vllm`); the images have other versions of vLLM, for GPUs and TPUs."""
+    python = ROOT / "build" / "vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("vLLM is not installed: run `make vllm`")
+    several = {**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "2"}
+    chosen = [Settings.from_environment({**several, "DROPFORGE_SAMPLING": name}) for name in ("greedy", "base_model")]
+    lines = [
+        line
+        for each in chosen
+        for line in (
+            vllm_argv(each, "gs://runs/m", "qwen3")[2:],  # after `vllm serve`
+            vllm_tpu_argv(each, "/m", "qwen3")[2:],
+            vllm_cpu_argv(each, "/m", 9000, "qwen3")[3:],  # after `python -m MODULE`
+        )
+    ]
+    script = Path(__file__).with_name("parse_flags.py")
+    done = subprocess.run([python, script], input=json.dumps(lines), capture_output=True, text=True, check=True)
+    parsed = json.loads(done.stdout)
+    assert [each["generation_config"] for each in parsed] == ["vllm"] * 3 + ["auto"] * 3
+    assert [each["override_generation_config"] for each in parsed] == [{"temperature": 0.0}] * 3 + [{}] * 3
+    assert {(each["max_model_len"], each["reasoning_parser"]) for each in parsed} == {(1024, "qwen3")}
+    assert [each["load_format"] for each in parsed] == ["runai_streamer", "auto", "auto"] * 2

