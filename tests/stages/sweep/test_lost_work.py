@@ -190,7 +190,7 @@ def test_a_spec_without_a_run_is_lost_after_a_while_and_for_a_week(world: World,
 
 
 def test_the_submission_of_a_lost_spec_announces_its_refusal(world: World) -> None:
-    run = submit(world.context, blob("specs/bad.json", size=None), NOW)
+    run = submit(world.context, blob("specs/bad.json", size=0), NOW)
     assert world.done == ["submit x/specs/bad.json#5 of 0"]
     assert END_TOLD in world.store.record(run).notices  # so the sweep does not announce the end again
 

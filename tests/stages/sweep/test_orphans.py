@@ -118,7 +118,7 @@ def test_a_resource_that_its_run_deleted_after_the_listing_is_no_orphan(
 
     monkeypatch.setattr(orphans, "delete_orphans", delete)
     view = object.__new__(Look)
-    view.context, view.now, view.problems, view.marks, view.live = context_with(SETTINGS), NOW, [], {}, None
+    view.context, view.now, view.problems = context_with(SETTINGS), NOW, []
     view.resources, view.records = [listed()], {RUN: record(RunState.FAILED)}
     vars(view.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[entry]))
     view.delete()

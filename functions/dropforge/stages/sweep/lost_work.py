@@ -7,7 +7,7 @@ outside, that has used up most of its budget, or that has ended.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any
+from typing import NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import RetryLater
@@ -32,26 +32,44 @@ ENDPOINT_LOST = "endpoint-lost"  # the key of a notice
 LATE_FOR = timedelta(minutes=15)
 
 
-def specs(cloud: Cloud) -> list[Any]:
-    """Every spec object in the inbox, as a Blob with its generation, size and time."""
+class Dropped(NamedTuple):
+    """A spec object in the inbox; a Blob takes several times the memory, and there may be 100,000."""
+
+    name: str
+    generation: int
+    size: int
+    time_created: datetime
+
+
+def specs(cloud: Cloud) -> list[Dropped]:
+    """Every spec object in the inbox, in the order of the names."""
     fields = "items(name,generation,size,timeCreated),nextPageToken"
     blobs = cloud.clients.storage().list_blobs(
         cloud.settings.specs_bucket, prefix=names.SPECS_PREFIX, fields=fields, timeout=TIMEOUT_SECONDS
     )
-    return [blob for blob in blobs if names.is_spec_object(blob.name)]
+    return [
+        Dropped(blob.name, int(blob.generation), int(blob.size or 0), blob.time_created)
+        for blob in blobs
+        if names.is_spec_object(blob.name)
+    ]
 
 
-def submit(context: Context, blob: Any, now: datetime) -> str:
+def may_be_lost(blob: Dropped, now: datetime) -> bool:
+    """Whether a spec is old enough to have lost its event, and not so old that it was swept before."""
+    return LOST_AFTER < now - blob.time_created < LOST_FOR
+
+
+def submit(context: Context, blob: Dropped, now: datetime) -> str:
     """Submit a spec that should have a run by now; return the run, or "" if there is nothing to do."""
     store, bucket, generation = context.store, context.settings.specs_bucket, str(blob.generation)
     run = names.run_id_of_object(bucket, blob.name, generation)
-    if not LOST_AFTER < now - blob.time_created < LOST_FOR or store.exists(run):
+    if not may_be_lost(blob, now) or store.exists(run):
         return ""
     message = "a spec that was dropped and has no run"
     context.log(message, stage="sweep", run=run, severity="WARNING", resource=blob.name)
     # No event repeats this submission: the open mark makes the next sweep look at the run until its end was announced.
     store.put_new(names.open_object(run), f"gs://{bucket}/{blob.name}#{generation}".encode(), "text/plain")
-    record = submit_object(context, bucket, blob.name, generation, int(blob.size or 0))
+    record = submit_object(context, bucket, blob.name, generation, blob.size)
     if record.state is RunState.REJECTED:
         store.update(run, lambda latest: latest.with_notice(END_TOLD))
     return run
