@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .plain import PlainConsole
+
 PIPE_WIDTH = 240  # output for programs or files is not wrapped at 80
 
 
@@ -25,7 +27,7 @@ def stderr() -> Console:
 def _console(file: TextIO) -> Console:
     # Without markup: texts come from specs and clouds, where `[:90%]` is a split and not a style.
     width = None if file.isatty() else PIPE_WIDTH
-    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+    return PlainConsole(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
 def titled(title: str, text: str = "") -> Text:

@@ -16,6 +16,7 @@ from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .options import state_option
+from .plain import plain
 from .problems import CliError
 from .runs import find_run
 
@@ -99,8 +100,12 @@ def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int 
     click.echo(f"$ {shlex.join(command)}", err=True)
     if shutil.which("gcloud") is None:
         raise CliError("gcloud is not installed here", "run the command above on a machine with gcloud")
-    if code := subprocess.run(command, check=False).returncode:
-        raise CliError(f"gcloud exited with {code}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace") as gcloud:
+        assert gcloud.stdout is not None, "it is a pipe"
+        for line in gcloud.stdout:
+            click.echo(plain(line), nl=False)
+    if gcloud.returncode:
+        raise CliError(f"gcloud exited with {gcloud.returncode}")
 
 
 def _print_all(http: str, ledger: Ledger, tail: int | None) -> None:
@@ -109,7 +114,7 @@ def _print_all(http: str, ledger: Ledger, tail: int | None) -> None:
         click.echo("no container of this run has any output yet", err=True)
     for resource, text in outputs.items():
         click.echo(f"--- {resource}", err=True)
-        click.echo(text, nl=not text.endswith("\n"))
+        click.echo(plain(text), nl=not text.endswith("\n"))
 
 
 def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
@@ -124,7 +129,7 @@ def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
             if len(text) > start and current != entry.name:
                 current = entry.name
                 click.echo(f"--- {current}", err=True)
-            click.echo(text[start:], nl=False)
+            click.echo(plain(text[start:]), nl=False)
             shown[entry.name] = len(text)
         if ended:
             return

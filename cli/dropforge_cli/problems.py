@@ -13,6 +13,8 @@ from dropforge.base.errors import CloudError, DropforgeError, InvalidSpec
 from dropforge.base.redact import redact
 from dropforge.cloud.classify import classify, client_errors
 
+from .plain import plain
+
 FAILED, INTERRUPTED = 1, 130
 LONGEST_MESSAGE = 2000
 
@@ -27,9 +29,9 @@ class CliError(click.ClickException):
         self.hint = hint
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file or sys.stderr)
+        click.echo(plain(f"error: {self.message}"), file=file or sys.stderr)
         if self.hint:
-            click.echo(f"hint: {self.hint}", file=file or sys.stderr)
+            click.echo(plain(f"hint: {self.hint}"), file=file or sys.stderr)
 
 
 @contextmanager
