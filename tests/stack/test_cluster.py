@@ -50,7 +50,10 @@ def test_pods_end_with_the_stack_and_their_jobs_and_logs_remain(own_stack: Calla
     name = f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/dropforge-trainer"
     user.until(lambda: read_log(user.info.http, name))
     http, environment = user.info.http, user.info.environment
-    assert read_log(http, name) == f"{http} {environment['PUBSUB_EMULATOR_HOST']} {http} 2\n"
+    storage, pubsub, secrets, last = read_log(http, name).split()
+    assert (storage, last) == (secrets, "2")
+    assert http != storage, "the trainer has addresses of its own"
+    assert pubsub != environment["PUBSUB_EMULATOR_HOST"]
     events = clusters.call(
         cluster, "GET", "api/v1/namespaces/dropforge/events?fieldSelector=involvedObject.name%3Dunknown"
     )
@@ -72,7 +75,7 @@ def test_pods_end_with_the_stack_and_their_jobs_and_logs_remain(own_stack: Calla
     for account in ("dropforge-trainer", "unknown"):
         clusters.delete(f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/{account}")
     restarted.until(lambda: not local.leftovers(restarted.state).resources)
-    assert (read_log(restarted.info.http, name) or "").startswith(http)
+    assert (read_log(restarted.info.http, name) or "").startswith(storage)
     assert read_log(restarted.info.http, name.replace("batch/jobs", "core/services")) is None
 
 

@@ -85,6 +85,7 @@ class Server:
         self.recorder = recorder
         self.callers = callers
         self._addresses: dict[int, str] = {}  # the caller of each HTTP port of its own
+        self.kept_ports: dict[str, tuple[int, int]] = {}  # HTTP and gRPC port of callers, of an earlier start
         self.http_ports: dict[str, int] = {}
         self.grpc_ports: dict[str, int] = {}
         self.before_start: Callable[[], None] = lambda: None  # called when the ports are known
@@ -120,10 +121,11 @@ class Server:
         server, self.grpc_port = self._bind_grpc("", self.grpc_port)
         self._grpc_servers = [server]
         for caller in CALLERS if self.recorder or self.callers else ():
-            await web.TCPSite(self._runner, HOST, 0).start()
+            http, grpc_port = self.kept_ports.get(caller, (0, 0))
+            await web.TCPSite(self._runner, HOST, http).start()
             self.http_ports[caller] = self._runner.addresses[-1][1]
             self._addresses[self.http_ports[caller]] = caller
-            server, self.grpc_ports[caller] = self._bind_grpc(caller)
+            server, self.grpc_ports[caller] = self._bind_grpc(caller, grpc_port)
             self._grpc_servers.append(server)
         self.before_start()
         for server in self._grpc_servers:

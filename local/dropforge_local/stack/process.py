@@ -93,6 +93,8 @@ class Stack:
         self._build()
         self._server = Server(self.emulators, http_port, grpc_port, self.recorder, self.callers)
         self._server.durable = self.db.durable
+        if (kept := state / "addresses.json").exists():  # containers outlive the stack and keep their addresses
+            self._server.kept_ports = json.loads(kept.read_text())
 
     def _callers(self) -> Callers | None:
         """The accounts of Terraform's files; None if nothing is enforced. Raises StackError."""
@@ -242,6 +244,9 @@ class Stack:
     def _deploy(self) -> None:
         """Create what Terraform creates in a project. Idempotent; the ports are known, nothing is served yet."""
         self.engine.callback_base_url = self._server.url
+        grpc_ports = self._server.grpc_ports
+        kept = {caller: [port, grpc_ports[caller]] for caller, port in self._server.http_ports.items()}
+        replace_file(self.state / "addresses.json", json.dumps(kept))
         for bucket in (SPECS_BUCKET, RUNS_BUCKET):
             self.storage.create_bucket(bucket)
         for topic in (REQUESTS, JOB_EVENTS, RUN_EVENTS):
