@@ -26,6 +26,7 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub, which may answer slowly or not at all
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from .scheduling import COMPUTES, NICENESS
 

@@ -10,10 +10,14 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from dropforge.base import names
 from dropforge.base.settings import Settings
 from dropforge.cloud.resource import Resource
+from dropforge.fit.batch import Batch, batch_of
+from dropforge.fit.phases import Row, phase_rows
+from dropforge.fit.shape import ModelShape
 from dropforge.money import MIN_ENDPOINT_SECONDS, endpoint_seconds, paid_seconds, short_endpoint, training_seconds
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
@@ -21,12 +25,13 @@ from dropforge.platforms.serving import Deployment as EndpointDeployment
 from dropforge.platforms.training import Launch
 from dropforge.spec import JobSpec, seconds
 from dropforge.spec.advice import advice
+from dropforge.spec.machine import GIB
 
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd
-from .options import SPEC_FILE, json_option, state_option
+from .options import SPEC_FILE, json_option, model_config_option, state_option
 from .policy import policy_in_use
-from .specs import read_spec
+from .specs import read_spec, shape_here
 
 OLD_PRICE = timedelta(days=180)
 UNKNOWN_DIGEST = "0" * 12  # digest of bucket, object and generation: the upload decides the generation
@@ -65,6 +70,8 @@ class Plan:
     placements: list[PlacementPlan]
     endpoint: EndpointPlan | None
     warnings: list[str]
+    batch: Batch
+    phases: list[Row]
 
     @property
     def worst_case_usd(self) -> float | None:
@@ -80,12 +87,15 @@ class Plan:
 @click.command()
 @click.argument("spec", type=SPEC_FILE)
 @json_option
+@model_config_option
 @state_option
-def plan(spec: Path, as_json: bool, state: str | None) -> None:
-    """Show the resources and the maximum cost of a job spec. Creates nothing."""
+def plan(spec: Path, as_json: bool, model_config: Path | None, state: str | None) -> None:
+    """Show the resources, the memory and the maximum cost of a job spec. Creates nothing."""
     deployment = find(state)
-    job = read_spec(spec, policy_in_use(deployment))
-    planned = make_plan(job, deployment.settings if deployment else placeholders(), spec.name)
+    clients = deployment.clients if deployment else None
+    job = read_spec(spec, policy_in_use(deployment), model_config, clients)
+    shape = shape_here(job, model_config, clients)
+    planned = make_plan(job, deployment.settings if deployment else placeholders(), spec.name, shape=shape)
     if as_json:
         click.echo(json.dumps(to_json(planned), indent=2))
         return
@@ -99,8 +109,17 @@ def plan(spec: Path, as_json: bool, state: str | None) -> None:
     out.print(f"\n{note}; the upload decides the last digits of the run id", style="dim")
 
 
-def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime | None = None) -> Plan:
-    """Return the plan of `spec`, dropped as `object_name` at `now`. Without side effects."""
+def make_plan(
+    spec: JobSpec,
+    settings: Settings,
+    object_name: str,
+    now: datetime | None = None,
+    shape: ModelShape | str = "",
+) -> Plan:
+    """Return the plan of `spec`, dropped as `object_name` at `now`. Without side effects.
+
+    `shape` is that of the model, or why it is not known, which is a warning: the plan then has no phases.
+    """
     now = now or datetime.now(UTC)
     slug = names.run_id_of_object("", object_name, 0).rpartition("-")[0]
     run = f"{slug}-{UNKNOWN_DIGEST}"
@@ -109,13 +128,18 @@ def make_plan(spec: JobSpec, settings: Settings, object_name: str, now: datetime
     endpoint = None if spec.serve is None else _endpoint(_launch(run, spec, settings, 0, now), now)
     prices = [placement.price for placement in placements] + ([endpoint.price] if endpoint else [])
     warnings = [*price_warnings(prices, now.date()), *filter(None, [short_endpoint(spec)]), *advice(spec)]
-    return Plan(run, spec, placements, endpoint, warnings)
+    if isinstance(shape, str) and shape:
+        warnings.append(f"memory and disk are not planned: {shape}")
+    phases = phase_rows(spec, shape) if isinstance(shape, ModelShape) else []
+    return Plan(run, spec, placements, endpoint, warnings, batch_of(spec), phases)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan for programs. The requests are exact, except the last digits of the run id."""
     parts = {**asdict(plan), "spec": plan.spec.model_dump(mode="json", by_alias=True)}
     parts["worst_case_usd"] = plan.worst_case_usd
+    parts["batch"] |= {"sequences": plan.batch.sequences, "tokens": plan.batch.tokens}
+    parts["phases"] = [_phase_json(row) for row in plan.phases]
     return json.loads(json.dumps(parts, default=str))  # type: ignore[no-any-return]
 
 
@@ -139,12 +163,53 @@ def show(plan: Plan, out: Console) -> None:
     _show_budget(plan, out)
     if plan.endpoint is not None:
         _show_endpoint(plan.endpoint, spec, out)
+    show_phases(plan, out)
     out.print()
     out.print(titled("worst case", f"{usd(plan.worst_case_usd)} in all"))
     for source in _sources(plan):
         out.print(f"price: {source}")
     for warning in plan.warnings:
         out.print(f"warning: {warning}", style="yellow")
+
+
+def show_phases(plan: Plan, out: Console) -> None:
+    """Print what each phase needs, what its machine has, and what is left over. At most 80 columns."""
+    out.print()
+    out.print(titled("optimiser step", str(plan.batch)))
+    if not plan.phases:
+        return
+    out.print(titled("memory and disk", "GiB of an accelerator and of a host: need, available, left over"))
+    resources = {"accel": "accelerator", "host": "host", "disk": "disk"}
+    rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    rows.add_column("phase")
+    for heading in [heading for name in resources for heading in (name, "of", "left")]:
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for row in plan.phases:
+        values = _phase_json(row)
+        cells = [_gib(values[name][part]) for name in resources.values() for part in ("need", "available", "left")]
+        rows.add_row(row.need.phase, *cells)
+    out.print(rows)
+    if any(row.machine.files_in_memory for row in plan.phases):
+        out.print("the files are in the host's memory, and count there")
+
+
+def _phase_json(row: Row) -> dict[str, Any]:
+    """Bytes of each resource: need, available (None if unknown, or if there is none), left over."""
+    machine = row.machine
+    disk = None if machine.files_in_memory else machine.disk_bytes
+    needs = {"accelerator": row.need.accelerator, "host": row.host, "disk": row.need.disk}
+    accelerator = row.accelerator_bytes if machine.accelerators else None
+    available = {"accelerator": accelerator, "host": machine.host_bytes, "disk": disk}
+    amounts = {
+        name: {"need": needs[name], "available": available[name], "left": left} for name, left in row.left.items()
+    }
+    return {"phase": row.need.phase, "place": row.place, "machine": machine.accelerator, **amounts}
+
+
+def _gib(count: int | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count / GIB:.1f}" if abs(count) < 1000 * GIB else f"{count / GIB:.0f}"
 
 
 def _placement(run: str, spec: JobSpec, settings: Settings, index: int, now: datetime) -> PlacementPlan:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec
-from dropforge.cloud.clients import TIMEOUT_SECONDS
+from dropforge.cloud.clients import TIMEOUT_SECONDS, Clients
+from dropforge.fit.configuration import NoConfiguration, find_shape, read_shape
+from dropforge.fit.shape import ModelShape
 from dropforge.money import short_endpoint
 from dropforge.spec import JobSpec, parse_spec
 from dropforge.spec.advice import advice
@@ -19,19 +22,20 @@ from dropforge.stages.ceiling import policy_problems, with_defaults
 from .deployment import Deployment, connect, find
 from .display import stdout
 from .follow import watch
-from .options import SPEC_FILE, state_option
+from .options import SPEC_FILE, model_config_option, state_option
 from .policy import policy_in_use
 from .problems import FAILED, CliError
 
 
 @click.command()
 @click.argument("specs", nargs=-1, required=True, type=SPEC_FILE, metavar="SPEC...")
-def validate(specs: tuple[Path, ...]) -> None:
+@model_config_option
+def validate(specs: tuple[Path, ...], model_config: Path | None) -> None:
     """Check job specs without dropping them."""
     refused, policy = 0, policy_in_use(find(None))
     for path in specs:
         try:
-            spec = read_spec(path, policy)
+            spec = read_spec(path, policy, model_config)
         except InvalidSpec as error:
             refused += 1
             for problem in error.problems:
@@ -61,13 +65,35 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
         raise SystemExit(FAILED)
 
 
-def read_spec(path: Path, policy: Policy) -> JobSpec:
-    """Read a spec with the policy's defaults, and apply every rule that needs no cloud. Raises InvalidSpec."""
+def read_spec(path: Path, policy: Policy, model_config: Path | None = None, clients: Clients | None = None) -> JobSpec:
+    """Read a spec with the policy's defaults, and apply every rule that needs no cloud. Raises InvalidSpec.
+
+    `shape_here` explains the other arguments.
+    """
     spec = with_defaults(parse_spec(path.read_bytes()), policy)
-    problems = [*policy_problems(spec, policy), *fit_problems(spec), *machine_problems(spec)]
+    shape = shape_here(spec, model_config, clients)
+    fit = fit_problems(spec, shape if isinstance(shape, ModelShape) else None)
+    problems = [*policy_problems(spec, policy), *fit, *machine_problems(spec)]
     if problems := [*problems, *time_problems(spec), *budget_problems(spec)]:
         raise InvalidSpec(problems)
     return spec
+
+
+def shape_here(spec: JobSpec, model_config: Path | None = None, clients: Clients | None = None) -> ModelShape | str:
+    """The shape of the spec's model, or why it is not known here. `model_config` is a config.json or its directory.
+
+    Without `clients`, a bucket is not read, and only a public model's configuration is fetched from the Hub.
+    """
+    try:
+        if model_config is None:
+            in_bucket = spec.model.source.startswith("gs://")
+            return find_shape(spec.model, clients or (None if in_bucket else Clients()))
+        path = model_config / "config.json" if model_config.is_dir() else model_config
+        return read_shape(json.loads(path.read_bytes()), str(path))
+    except (OSError, ValueError) as error:
+        raise CliError(f"--model-config {model_config} cannot be read: {error}", "name a config.json") from None
+    except NoConfiguration as error:
+        return str(error)
 
 
 def _note(path: Path, spec: JobSpec) -> None:

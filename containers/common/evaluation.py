@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dropforge.fit.phases import GENERATION_ROWS, GENERATION_TOKENS, LOSS_TOKENS
 from dropforge.spec import JobSpec
 
 from .chat import IGNORED, Encoded, encode_prompt, stop_ids, visible_answer
 from .errors import config_error
 from .rows import Row, Split
 
-GENERATION_ROWS = 64  # prompts per batch
-LOSS_TOKENS = 2048  # tokens per batch: the logits are the largest tensor of an evaluation
 SAMPLES = 5
 
 
@@ -78,8 +77,8 @@ def generate_ids(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_n
     )
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), GENERATION_ROWS):
-        batch = order[start : start + GENERATION_ROWS]
+    for batch in _generation_batches([len(prompts[index]) + max_new_tokens for index in order]):
+        batch = [order[position] for position in batch]
         inputs, attention = _padded([prompts[i] for i in batch], tokenizer.pad_token_id, left=True)
         with torch.inference_mode():
             output = model.generate(
@@ -125,6 +124,18 @@ def _batches(lengths: list[int], tokens: int) -> Iterator[list[int]]:
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[index] > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _generation_batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Indices in batches of at most GENERATION_ROWS prompts and GENERATION_TOKENS tokens; `lengths` are sorted."""
+    batch: list[int] = []
+    for index, length in enumerate(lengths):
+        if len(batch) == GENERATION_ROWS or (batch and (len(batch) + 1) * length > GENERATION_TOKENS):
             yield batch
             batch = []
         batch.append(index)

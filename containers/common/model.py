@@ -15,14 +15,29 @@ from dropforge.spec import JobSpec
 from .errors import BAD_CONFIG, JobError, missing
 
 
+def fetch_config(spec: JobSpec, client: Any, directory: Path) -> Path:
+    """Download the base model's config.json alone. Raises JobError if a bucket has none."""
+    source = spec.model.source
+    if source.startswith("gs://"):
+        bucket, prefix = artifacts.parse_gs_uri(source)
+        blob = client.bucket(bucket).blob(f"{prefix.rstrip('/')}/config.json")
+        if not blob.exists():
+            raise _no_config(source)
+        directory.mkdir(parents=True, exist_ok=True)
+        blob.download_to_filename(str(directory / "config.json"))
+        return directory / "config.json"
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(source, "config.json", revision=spec.model.revision))
+
+
 def fetch_model(spec: JobSpec, client: Any, directory: Path, *, weights: bool = True) -> tuple[str, Source]:
     """Download the base model; returns its directory and source. Without `weights`, the Hub's weights stay there."""
     source = spec.model.source
     if source.startswith("gs://"):
         artifacts.download_prefix(client, source, directory)
         if not (directory / "config.json").is_file():
-            hint = "give the prefix that holds the files of save_pretrained"
-            raise missing(f"model.source {source!r} has no config.json", hint)
+            raise _no_config(source)
         check_servable(spec, directory)
         return str(directory), Source(uri=source, revision=artifacts.prefix_revision(client, source))
     from huggingface_hub import snapshot_download
@@ -40,3 +55,8 @@ def check_servable(spec: JobSpec, directory: Path) -> None:
     if problem := unserved_model(spec, kind):
         hint = "set serve to null, or build serve_vllm on a newer vLLM and change UNSERVED_MODEL_TYPES"
         raise JobError(ErrorClass.CONFIG, BAD_CONFIG, problem, hint)
+
+
+def _no_config(source: str) -> JobError:
+    hint = "give the prefix that holds the files of save_pretrained"
+    return missing(f"model.source {source!r} has no config.json", hint)

@@ -5,7 +5,6 @@ The rows of a step depend on nothing else, so a run that resumes at a step sees 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,10 +14,6 @@ from typing import Any
 import numpy as np
 
 from containers.common.chat import IGNORED
-
-# The length of a sequence is a multiple. On a TPU, splash attention works in blocks of 512 tokens, or of the whole
-# sequence if that is shorter (MaxText 0.2.5, attention_op.py: sa_block_q and its like).
-TPU_BLOCK, TPU_LANES, CPU_LANES = 512, 128, 16
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -154,12 +149,6 @@ def _order(seed: int, epoch: int, count: int) -> Ints:
         _orders.clear()  # only the current epoch's order is needed
         _orders[key] = np.random.default_rng([seed, epoch]).permutation(count).astype(np.int32)
     return _orders[key]
-
-
-def padded_length(length: int, tpu: bool) -> int:
-    """The length of sequences for rows of at most `length` tokens."""
-    lanes = CPU_LANES if not tpu else TPU_LANES if length <= TPU_BLOCK else TPU_BLOCK
-    return math.ceil(length / lanes) * lanes
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> Ints:

@@ -7,9 +7,11 @@ import math
 import sys
 from pathlib import Path
 
+from containers.common import fit
 from containers.common.errors import data_error
 from containers.common.model import fetch_model
 from dropforge.cloud.clients import Clients
+from dropforge.fit.maxtext import BATCH_SIZE
 from dropforge.spec import JobSpec
 
 from .family import family_of
@@ -18,14 +20,14 @@ from .methods import load_method
 from .stages import stage_main
 from .work import Result, Work
 
-# Sequences per device and step where the spec has no number; a TPU's is that of tutorial 002.
-TPU_BATCH_SIZE, CPU_BATCH_SIZE = 1, 8
+CPU_BATCH_SIZE = 8  # sequences per device and step where the spec has no number
 
 
 def run(work: Work) -> Result:
     """Fetch, check and tokenize; leaves DIRECTORY/rows.npz and held_out.json. Raises JobError."""
     spec, tpu, client = work.spec, on_tpu(), Clients().storage()
     method = load_method(spec.training.method)
+    fit.check(spec, client, work.directory, spec.target.driver_machine)
     base, base_source = fetch_model(spec, client, work.base, weights=method.STARTS_FROM_BASE)
     config = json.loads((Path(base) / "config.json").read_text())
     family = family_of(config, spec.model.source)
@@ -46,7 +48,7 @@ def run(work: Work) -> Result:
         "length": prepared.data.length,
         "packing": prepared.packing,
         "sequences": len(prepared.data.sequences),
-        "batch_size": spec.training.per_device_train_batch_size or (TPU_BATCH_SIZE if tpu else CPU_BATCH_SIZE),
+        "batch_size": spec.training.per_device_train_batch_size or (BATCH_SIZE if tpu else CPU_BATCH_SIZE),
         "rows_train": len(prepared.data.train),
         "tokens_train": len(prepared.data.train.ids),
         "rows_eval": len(prepared.held_out),

@@ -85,7 +85,7 @@ class Watch:
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._work.checkpoints / str(step), self._note(step))
         for stale in self._steps():
-            if stale < step and stale != self._checkpoints.saved_step:
+            if stale < step:  # in the bucket: the store has waited for its upload
                 shutil.rmtree(self._work.checkpoints / str(stale))
 
     def _note(self, step: int) -> dict[str, Any]:

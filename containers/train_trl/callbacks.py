@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ class UploadCheckpoints(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         local = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        last = state.global_step >= state.max_steps
         if self._world.sharded:
-            self._gather(local, model, last=state.global_step >= state.max_steps)
+            self._gather(local, model, last=last)
         if self._world.first_here:
+            self._store.wait()
+            _delete_others(local)
             self._store.save(state.global_step, local, {**self._notes, "train_seconds": self.train_seconds})
 
     def _gather(self, local: Path, model: Any, *, last: bool) -> None:
@@ -76,6 +80,13 @@ class UploadCheckpoints(TrainerCallback):  # type: ignore[misc]
         if last:
             ranks.save_full_state(model, local)
         ranks.wait_for_all()  # each rank writes a part of the checkpoint
+
+
+def _delete_others(checkpoint: Path) -> None:
+    """Delete the older checkpoints beside it, which are in the bucket: the plan counts two (fit/phases.py)."""
+    for path in checkpoint.parent.glob("checkpoint-*"):
+        if path != checkpoint:
+            shutil.rmtree(path)
 
 
 class StopOnRequest(TrainerCallback):  # type: ignore[misc]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from containers.common.errors import config_error
+from dropforge.fit.batch import default_batch
+from dropforge.fit.configuration import NoConfiguration, read_shape
+from dropforge.fit.memory import Estimate, Step, batch_choices, training_memory
+from dropforge.fit.phases import GPU_SHARE, evaluation_bytes, resident_bytes
+from dropforge.fit.shape import ModelShape
 from dropforge.spec import JobSpec
+from dropforge.spec.machine import GIB
 
-GIB = 2**30
-ROWS_PER_STEP = 8  # rows in one device's batch, where the spec has no number
 SMALL_MODEL = 50_000_000  # parameters; below, a second thread makes training slower
-USABLE_MEMORY = 0.92  # share of the device's memory: fragmentation and the CUDA context take the rest
-LOADED_SHARE = 0.75  # of a GPU's memory for the weights of a model that answers; caches and logits take the rest
-GENERATION_LOGITS_ROWS = 2048  # tokens whose logits exist at once: the trainer's LM head works in chunks
 
 
 @dataclass(frozen=True)
@@ -28,50 +29,6 @@ class Device:
     memory_bytes: int
     bf16: bool
     flash_attention: bool = False
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The quantities that decide a model's memory. `linear` counts the weights that 4-bit loading quantises.
-
-    `query` and `key_value` are the widths of the projections: heads times the size of a head. `normalised_heads`: the
-    queries and keys are normalised (Qwen 3, Gemma 3). `normalised_outputs`: each block's output is, too (Gemma 3).
-    """
-
-    parameters: int
-    linear: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    vocabulary: int
-    query: int
-    key_value: int
-    normalised_heads: bool = False
-    normalised_outputs: bool = False
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that training needs at its peak, by purpose."""
-
-    weights: int
-    trained: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.trained + self.activations + self.logits
-
-    def __str__(self) -> str:
-        parts = [
-            f"weights {_gib(self.weights)}",
-            f"gradients and optimiser {_gib(self.trained)}",
-            f"activations {_gib(self.activations)}",
-            f"logits {_gib(self.logits)}",
-        ]
-        return f"{' + '.join(parts)} = {_gib(self.total)}"
 
 
 @dataclass(frozen=True)
@@ -123,6 +80,14 @@ def host_memory() -> int:
 
 def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
     """The model's shape, from its configuration alone: loads no weights."""
+    try:
+        return read_shape(json.loads((Path(directory) / "config.json").read_text()), directory)
+    except NoConfiguration:  # a type whose layers dropforge does not know: count them on the meta device
+        return shape_on_meta(directory, trust_remote_code)
+
+
+def shape_on_meta(directory: str, trust_remote_code: bool) -> ModelShape:
+    """The model's shape, counted in its class on the meta device, where tensors have no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,6 +114,9 @@ def shape_of(directory: str, trust_remote_code: bool) -> ModelShape:
         key_value=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size,
         normalised_heads="q_norm" in names,
         normalised_outputs="pre_feedforward_layernorm" in names,
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
+        saved_bytes=(config.dtype or torch.float32).itemsize,
+        model_type=config.model_type,
     )
 
 
@@ -164,11 +132,12 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
     length = training.max_length if packing else min(training.max_length, max(lengths))
     accumulation = training.gradient_accumulation_steps
     tried: list[Plan] = []
-    for batch, checkpointing in _choices(spec, packing, length / mean):
+    start = _default_batch(packing, length / mean)
+    for batch, checkpointing in batch_choices(
+        training.per_device_train_batch_size, training.gradient_checkpointing, start
+    ):
         estimated = estimate(shape, spec, device, batch, length, checkpointing, shards)
-        steps = (
-            accumulation * max(1, _default_batch(packing, length / mean) // batch) if _is_auto(spec) else accumulation
-        )
+        steps = accumulation * max(1, start // batch) if _is_auto(spec) else accumulation
         plan = Plan(
             device=device,
             dtype=_dtype(spec, device),
@@ -180,7 +149,7 @@ def make_plan(spec: JobSpec, shape: ModelShape, device: Device, lengths: list[in
             threads=1 if device.kind == "cpu" and shape.parameters < SMALL_MODEL else None,
             estimate=estimated,
         )
-        if estimated.total <= device.memory_bytes * USABLE_MEMORY:
+        if estimated.total <= device.memory_bytes * GPU_SHARE:
             return plan
         tried.append(plan)
     raise _does_not_fit(spec, shape, device, tried[-1])
@@ -204,62 +173,12 @@ def keep_rows_per_step(plan: Plan, rows: int, processes: int) -> Plan:
 def estimate(
     shape: ModelShape, spec: JobSpec, device: Device, batch: int, length: int, checkpointing: bool, shards: int = 1
 ) -> Estimate:
-    """Bytes at the peak of a training step. Counts only the terms that grow with the model and the batch."""
-    adapter = spec.training.adapter
+    """Bytes at the peak of a training step on this device."""
     size = 2 if _dtype(spec, device) == "bfloat16" else 4
-    tokens = batch * length
-    if adapter.type == "none":
-        # Weights, gradients and Adam's two moments in 32 bits, and the 16-bit copy for autocast.
-        weights, trained = 4 * shape.parameters, (12 + (2 if device.bf16 else 0)) * shape.parameters
-    else:
-        weights = size * shape.parameters
-        if adapter.type == "qlora":
-            # 4 bits and block constants (double quantised: 0.127 bits); other weights stay in 16 or 32 bits.
-            weights = int(shape.linear * 4.127 / 8) + size * (shape.parameters - shape.linear)
-        trained = 16 * _adapter_parameters(shape, adapter.r)
-    if shards > 1:
-        # A shard of everything; in full, the embeddings, the current layer, and the next layer that is being fetched.
-        whole = 2 * shape.vocabulary * shape.hidden + 2 * shape.linear // shape.layers
-        weights, trained = weights // shards + size * whole, trained // shards
-    per_layer = tokens * saved_bytes(shape, spec, size)
-    if device.kind == "cpu" or _attention(spec, device) in (None, "eager"):
-        per_layer += 2 * batch * shape.heads * length * length * size // (8 if device.kind == "cuda" else 1)
-    kept = tokens * shape.hidden * size * shape.layers
-    activations = kept + per_layer if checkpointing else per_layer * shape.layers
-    logits = min(tokens, GENERATION_LOGITS_ROWS) * shape.vocabulary * 4 * 2
-    return Estimate(weights, trained, activations, logits)
-
-
-def saved_bytes(shape: ModelShape, spec: JobSpec, size: int) -> int:
-    """Bytes that a layer saves of each token for the backward pass, without recomputing and with fused attention.
-
-    Counted with saved-tensor hooks on Llama, Gemma 1, Gemma 3 and Qwen 3 (docs/measurements.md): exact for an adapter
-    on a model in 16 bits and for a whole model in 32; under autocast a whole model saves less.
-    """
-    adapter = spec.training.adapter
-    if adapter.type == "none":
-        hidden, intermediate, query, key_value = 24, 16, 8, 8
-        extra_hidden, extra_heads = 16, 8
-    else:
-        hidden, intermediate, query, key_value = (48, 14, 12, 4) if adapter.dropout else (28, 10, 8, 4)
-        extra_hidden, extra_heads = 8, 4
-    if shape.normalised_outputs:
-        hidden += extra_hidden
-    if shape.normalised_heads:
-        query, key_value = query + extra_heads, key_value + extra_heads
-    saved = (
-        hidden * shape.hidden + intermediate * shape.intermediate + query * shape.query + key_value * shape.key_value
-    )
-    if adapter.type == "none":
-        return saved
-    # In 32 bits, an adapter's training was measured at up to 1.45 times the count.
-    return (saved + 28 * adapter.r) * (3 if size == 4 else 2) // 2
-
-
-def _adapter_parameters(shape: ModelShape, r: int) -> int:
-    """Parameters of an all-linear adapter: r rows and columns for each of a layer's seven projections."""
-    attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key_value)
-    return r * shape.layers * (attention + 3 * (shape.hidden + shape.intermediate))
+    autocast = device.bf16 and spec.training.adapter.type == "none"
+    fused, on_cpu = _attention(spec, device) != "eager", device.kind == "cpu"
+    step = Step(batch, length, checkpointing, shards, size, autocast, fused, on_cpu)
+    return training_memory(shape, spec.training.adapter, step)
 
 
 def _is_auto(spec: JobSpec) -> bool:
@@ -267,23 +186,9 @@ def _is_auto(spec: JobSpec) -> bool:
 
 
 def _default_batch(packing: bool, rows_per_block: float) -> int:
-    """Blocks for about ROWS_PER_STEP rows: a packed step should have as many rows as a padded step."""
-    return max(1, round(ROWS_PER_STEP / rows_per_block)) if packing else ROWS_PER_STEP
-
-
-def _choices(spec: JobSpec, packing: bool, rows_per_block: float) -> list[tuple[int, bool]]:
-    """Batch sizes and gradient checkpointing in the order of preference, within the spec's settings."""
-    fixed = spec.training.per_device_train_batch_size
-    if fixed is None:
-        start = _default_batch(packing, rows_per_block)
-        batches = [start // 2**k for k in range(int(math.log2(start)) + 1)]
-    else:
-        batches = [fixed]
-    checkpointing = spec.training.gradient_checkpointing
-    # Recomputing costs a third of the speed; a batch of 1 costs a GPU more.
-    modes = [False, True] if checkpointing == "auto" else [checkpointing]
-    choices = [(batch, mode) for mode in modes for batch in batches if mode or batch > 1 or len(batches) == 1]
-    return choices or [(batches[-1], modes[-1])]
+    """The rows of a step, or blocks for about as many rows."""
+    rows = default_batch("trl")
+    return max(1, round(rows / rows_per_block)) if packing else rows
 
 
 def _dtype(spec: JobSpec, device: Device) -> str:
@@ -302,7 +207,7 @@ def _does_not_fit(spec: JobSpec, shape: ModelShape, device: Device, plan: Plan) 
     return config_error(
         f"{spec.model.source} ({shape.parameters / 1e9:.2f} billion parameters) does not fit on {device.name}: "
         f"{plan.estimate} at batch size {plan.batch_size} and {spec.training.max_length} tokens; "
-        f"available {_gib(int(device.memory_bytes * USABLE_MEMORY))} of {_gib(device.memory_bytes)}",
+        f"available {_gib(int(device.memory_bytes * GPU_SHARE))} of {_gib(device.memory_bytes)}",
         "use a smaller model, a qlora adapter, a lower training.max_length, or a target with more memory",
     )
 
@@ -335,15 +240,33 @@ def device_map(device: Device, *, spread: bool = False) -> Any:
     return "sequential" if spread else {"": torch.cuda.current_device()}
 
 
-def device_map_of(directory: Path, device: Device, *, spread: bool = False) -> Any:
-    """The device map of a saved model in its own precision. Layers for which the GPUs have no room stay in host memory.
+def device_map_of(directory: Path, device: Device, spec: JobSpec, *, spread: bool = False) -> Any:
+    """The device map of a saved model in its own precision, with room for the evaluation beside it.
 
-    A model that was trained in 4 bits may not fit on its GPU in 16.
+    Layers for which the GPU has no room stay in host memory: a model that was trained in 4 bits may not fit in 16.
     """
+    shape = shape_of(str(directory), spec.model.trust_remote_code)
     weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    if device.kind == "cpu" or weights < device.memory_bytes * LOADED_SHARE:
+    usable, beside = int(device.memory_bytes * GPU_SHARE), evaluation_bytes(spec, shape, shape.saved_bytes)
+    if device.kind == "cpu" or spread or weights + beside <= usable:
         return device_map(device, spread=spread)
-    return "sequential" if spread else "auto"
+    resident = resident_bytes(weights, beside, usable, shape, shape.saved_bytes)
+    return divided_map(directory, resident, host_memory(), spec.model.trust_remote_code)
+
+
+def divided_map(directory: Path, gpu_bytes: int, host_bytes: int, trust_remote_code: bool) -> dict[str, int | str]:
+    """The device of each layer: the first GPU up to `gpu_bytes`, then host memory."""
+    import torch
+    from accelerate import infer_auto_device_map
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    limits: dict[int | str, int] = {0: gpu_bytes, "cpu": host_bytes}
+    divided: dict[str, int | str] = infer_auto_device_map(model, limits, list(model._no_split_modules or ()))
+    return divided
 
 
 def dtype_of(name: str) -> Any:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from containers.common import chat, evaluation, sealing
+from containers.common import chat, evaluation, fit, sealing
 from containers.common.attempt import Attempt, exit_now, run_attempt
 from containers.common.checkpoints import NOTES
 from containers.common.evaluation import Score
@@ -40,6 +40,7 @@ from dropforge.spec import JobSpec
 from . import launch
 from .methods import Examples, Method, load_method
 from .plan import (
+    Device,
     Plan,
     device_map,
     device_map_of,
@@ -143,6 +144,7 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     if world.main:
         attempt.reporter.started(checkpoints.saved_step, name)
     log("started", stage="train", run=attempt.job.run, device=name, resumed_step=checkpoints.saved_step)
+    check_phases(spec, attempt.client, directory, device)
     base, base_source = fetch_model(spec, attempt.client, directory / "base")
     method = load_method(spec.training.method)
     cache = TokenCache.of(attempt.job, attempt.client, directory / "tokens")
@@ -155,6 +157,14 @@ def read_inputs(spec: JobSpec, attempt: Attempt) -> tuple[Inputs, Path | None]:
     use_threads(plan)
     log_plan(spec, attempt.job, examples, plan)
     return Inputs(base, base_source, tokeniser.tokenizer, examples, plan), checkpoint
+
+
+def check_phases(spec: JobSpec, client: Any, directory: Path, device: Device) -> None:
+    """Refuse, before anything is downloaded, a run whose phases do not fit this machine. Raises JobError."""
+    machine = spec.target.machine
+    if device.kind == "cuda":
+        machine = replace(machine, accelerator=device.name, accelerator_bytes=device.memory_bytes)
+    fit.check(spec, client, directory, machine)
 
 
 def log_plan(spec: JobSpec, job: Job, examples: Examples, plan: Plan) -> None:
@@ -327,7 +337,7 @@ def load_export(
     examples = inputs.examples
     export.check_prompts(directory, inputs.tokenizer, examples.split.held_out or examples.split.train[:32], spec)
     base = Path(inputs.base)
-    placement = device_map_of(base, inputs.plan.device, spread=job.world.sharded)
+    placement = device_map_of(base, inputs.plan.device, spec, spread=job.world.sharded)
     if spec.training.adapter.type == "none":
         served = export.reload(directory, placement, spec)
         export.check_weights(directory, served)

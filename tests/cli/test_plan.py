@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, date, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from dropforge.fit.known import KNOWN_MODELS
+from dropforge.fit.shape import shape_of
 from dropforge.platforms.cloud_run import catalog
 from dropforge.platforms.prices import Price
 from dropforge.spec import parse_spec
+from dropforge.spec.machine import GIB
 from dropforge_cli.deployment import placeholders
-from dropforge_cli.plan import Plan, make_plan
+from dropforge_cli.plan import Plan, make_plan, show_phases
 
+from ..deployments import clients
 from .conftest import EXAMPLE, ROOT, Deployed, Run
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
@@ -153,3 +159,70 @@ def test_an_invalid_spec_is_refused_with_a_pointer(dropforge: Run) -> None:
     result = dropforge("plan", "s.json")
     assert result.exit_code == 1
     assert "/limits/max_cost_usd: the budget is too small" in result.stderr
+
+
+def test_the_memory_of_every_phase_is_a_table_of_at_most_80_columns() -> None:
+    shape = shape_of(KNOWN_MODELS["google/gemma-2b"].config)
+    assert shape is not None
+    plan = make_plan(parse_spec(EXAMPLE.read_bytes()), placeholders(), "spec.json", NOW, shape)
+    text = StringIO()
+    show_phases(plan, Console(file=text, width=80))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "optimiser step  2 rows, at most 1,024 tokens (1 x 2 accumulated x 1 device)" in lines
+    [train] = [line.split() for line in lines if line.startswith("train ")]
+    row = next(row for row in plan.phases if row.need.phase == "train")
+    expected = (row.need.accelerator, row.accelerator_bytes, row.accelerator_bytes - row.need.accelerator)
+    assert train[1:4] == [f"{count / GIB:.1f}" for count in expected]
+    assert train[8:] == ["-", "-"]  # no disk: the files are in memory
+    assert "the files are in the host's memory, and count there" in lines
+
+
+def test_programs_read_the_bytes_of_every_phase(dropforge: Run) -> None:
+    planned = json.loads(dropforge("plan", "--json", EXAMPLE).stdout)
+    assert planned["batch"]["sequences"] == 2
+    assert planned["batch"]["tokens"] == 1024
+    phases = {phase["phase"]: phase for phase in planned["phases"]}
+    merge = phases["merge"]
+    assert merge["host"]["left"] == 32 * GIB - merge["host"]["need"] > 0
+    assert merge["disk"] == {"need": merge["disk"]["need"], "available": None, "left": None}
+    assert phases["serve"]["place"] == "serve"
+
+
+def test_a_model_of_unknown_sizes_is_planned_by_a_given_configuration(dropforge: Run) -> None:
+    document = {**json.loads(EXAMPLE.read_text()), "model": {"source": "gs://models/base"}}
+    Path("spec.json").write_text(json.dumps(document))
+    without = dropforge("plan", "spec.json").output.replace("\n", " ")
+    assert "memory and disk are not planned: gs://models/base is not among the known models" in without
+    Path("base").mkdir()
+    Path("base/config.json").write_text(json.dumps(KNOWN_MODELS["google/gemma-2b"].config))
+    assert "left" in dropforge("plan", "spec.json", "--model-config", "base").output
+    Path("large.json").write_text(json.dumps(KNOWN_MODELS["meta-llama/Llama-3.1-70B"].config))
+    for command in ("plan", "validate"):
+        refused = dropforge(command, "spec.json", "--model-config", "large.json")
+        assert refused.exit_code == 1
+        assert "phase 'evaluate' does not fit the memory of the accelerator" in refused.output
+    Path("large.json").write_text("{")
+    broken = dropforge("plan", "spec.json", "--model-config", "large.json")
+    assert "--model-config large.json cannot be read" in broken.output
+
+
+def test_a_deployment_reads_the_configuration_from_its_bucket(deployed: Deployed) -> None:
+    storage = clients.storage()
+    storage.create_bucket("models").blob("base/config.json").upload_from_string(
+        json.dumps(KNOWN_MODELS["google/gemma-2b"].config)
+    )
+    document = {**json.loads(EXAMPLE.read_text()), "model": {"source": "gs://models/base"}}
+    Path("spec.json").write_text(json.dumps(document))
+    assert [phase["phase"] for phase in json.loads(deployed.run("plan", "--json", "spec.json").stdout)["phases"]]
+
+
+def test_the_page_about_training_has_the_table_of_its_example() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    shown = page.split("<!-- dropforge plan examples/cloud-run-gemma-2b-qlora.json -->")[1].split("```")[1]
+    shape = shape_of(KNOWN_MODELS["google/gemma-2b"].config)
+    assert shape is not None
+    text = StringIO()
+    show_phases(make_plan(parse_spec(EXAMPLE.read_bytes()), placeholders(), "s.json", NOW, shape), Console(file=text))
+    expected = [line.rstrip() for line in text.getvalue().splitlines() if line]
+    assert shown.splitlines()[1:] == expected

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from containers.common.publish import DROPFORGE, Description
+from dropforge.fit.maxtext import padded_length
 from dropforge.run.artifacts import Source
 from dropforge.spec import JobSpec, SyntheticDataset
 
-from ..batches import Data, Rows, padded_length
+from ..batches import Data, Rows
 from ..work import Work
 from . import Prepared
 

@@ -12,9 +12,10 @@ from containers.common.evaluation import check_gate
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
 from containers.common.tokenise import TokenCache, Tokeniser
+from dropforge.fit.maxtext import padded_length
 from dropforge.spec import Dataset, JobSpec
 
-from ..batches import Data, Rows, pack, padded_length
+from ..batches import Data, Rows, pack
 from ..work import Work
 from . import Prepared
 

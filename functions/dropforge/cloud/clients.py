@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
+from .hub import Hub
+
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
 # Connections that a client keeps: as many as a sweep has threads. The default of ten would make most of them again.
@@ -205,6 +207,10 @@ class Clients:
         from google.oauth2 import id_token
 
         return _session(id_token.fetch_id_token(Request(), audience))
+
+    def hub(self) -> Hub:
+        """The Hugging Face Hub."""
+        return Hub(self.environment)
 
     def slack(self, webhook: str) -> Any:
         """slack_sdk.WebhookClient for the URL of an incoming webhook."""

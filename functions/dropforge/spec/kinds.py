@@ -7,12 +7,13 @@ become unions of the registered classes when the first spec is read, so this pac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from . import registry
+from .machine import Machine
 from .parts import Part, Wrong, seconds
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ class TargetSpec(_Typed):
     """Where a run trains. Subclasses have their own `type` and the fields of their target.
 
     `methods` are the values of training.method that the target takes. `placement_key` is the field of a placement that
-    says where: "region" or "zone".
+    says where: "region" or "zone". `trainer` is the software of the target's training container.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("sft",)
+    trainer: ClassVar[Literal["trl", "maxtext"]] = "trl"
     placement_key: ClassVar[str] = "region"
 
     if TYPE_CHECKING:
@@ -67,6 +69,20 @@ class TargetSpec(_Typed):
     def accelerators(self) -> Accelerators:
         """The accelerators of an attempt."""
         raise NotImplementedError
+
+    @property
+    def machine(self) -> Machine:
+        """The machine on which an attempt trains."""
+        raise NotImplementedError
+
+    @property
+    def driver_machine(self) -> Machine:
+        """The machine that reads, converts and uploads; the training machine where the target has no other."""
+        return self.machine
+
+    def larger(self) -> Iterator[Self]:
+        """The same target with larger machines, the smallest of these first."""
+        return iter(())
 
     @property
     def offered_places(self) -> tuple[str, ...]:
@@ -109,10 +125,11 @@ class ServeSpec(_Typed):
     """Where a run's model is served. Subclasses have their own `type` and the fields of their endpoint.
 
     `is_private`: clients reach the endpoint only from inside the VPC. `keeps_machine`: the training machine is kept and
-    serves.
+    serves. `streams_weights`: the server reads the weights from the bucket into its accelerators, without a disk.
     """
 
     is_private: ClassVar[bool] = True
+    streams_weights: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
 
     sampling: Literal["greedy", "base_model"] = Field(
@@ -136,6 +153,14 @@ class ServeSpec(_Typed):
     def storage_gib(self) -> int:
         """The size of the disks of all instances."""
         return 0
+
+    def machine(self, job: JobSpec) -> Machine:
+        """The machine of an instance."""
+        raise NotImplementedError
+
+    def larger(self) -> Iterator[Self]:
+        """The same endpoint with larger machines, the smallest of these first."""
+        return iter(())
 
     def check(self, job: JobSpec) -> None:
         """Raise Wrong unless the rest of the spec fits this endpoint."""

@@ -9,17 +9,20 @@ from dropforge.base.errors import InvalidSpec, SpecProblem
 from dropforge.base.settings import Settings
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
+from dropforge.fit.configuration import NoConfiguration, find_shape
+from dropforge.fit.memory import least_bytes
+from dropforge.fit.plan import phase_problems
+from dropforge.fit.shape import ModelShape
 from dropforge.money import MIN_ATTEMPT_SECONDS, MIN_ENDPOINT_SECONDS, serving_price, training_seconds
 from dropforge.platforms import get_target
 from dropforge.spec import JobSpec, seconds
+from dropforge.spec.machine import GIB
 from dropforge.spec.policy import policy_of
 from dropforge.tell.channels import secrets_of
 
 from .ceiling import policy_problems
 
-# Bytes of device memory per parameter: weights, and for trained weights gradient and two Adam moments (bf16, fp32).
-_BYTES_PER_PARAMETER = {"none": 2 + 2 + 8, "lora": 2.0, "qlora": 0.6}
-_OVERHEAD_GIB = 1.5  # CUDA context, activations of one short sequence
+_OVERHEAD_BYTES = int(1.5 * GIB)  # the CUDA context, and the activations of one short sequence
 
 
 def check(cloud: Cloud, spec: JobSpec) -> None:
@@ -28,7 +31,8 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
     Raises BrokenPolicy if the deployment's policy cannot be read.
     """
     problems = policy_problems(spec, policy_of(cloud.settings.policy))
-    problems += [*fit_problems(spec), *machine_problems(spec), *time_problems(spec), *budget_problems(spec)]
+    problems += [*fit_problems(spec, _shape(cloud, spec)), *machine_problems(spec)]
+    problems += [*time_problems(spec), *budget_problems(spec)]
     problems += [
         *deployment_problems(spec, cloud.settings),
         *_missing_secrets(cloud, spec),
@@ -38,13 +42,40 @@ def check(cloud: Cloud, spec: JobSpec) -> None:
         raise InvalidSpec(problems)
 
 
-def fit_problems(spec: JobSpec) -> list[SpecProblem]:
-    """A problem if the model, by the size in its name (`gemma-2b`, `Qwen3-4B`), does not fit the accelerator."""
+def _shape(cloud: Cloud, spec: JobSpec) -> ModelShape | None:
+    """The shape of the model; None if its configuration cannot be had now. The container then decides."""
+    try:
+        return find_shape(spec.model, cloud.clients)
+    except NoConfiguration as error:
+        cloud.log(str(error), stage="submit")
+        return None
+
+
+def fit_problems(spec: JobSpec, shape: ModelShape | None) -> list[SpecProblem]:
+    """The problems of phases that do not fit their machines, and of an endpoint that is too short for the rows.
+
+    Without a shape, the size in the model's name (`gemma-2b`, `Qwen3-4B`) decides, if the name has one.
+    """
+    phases = phase_problems(spec, shape) if shape else _size_problems(spec)
+    return [*phases, *_length_problems(spec)]
+
+
+def _length_problems(spec: JobSpec) -> list[SpecProblem]:
+    """A problem if the endpoint refuses requests as long as the rows of the training."""
+    if spec.serve is None or spec.serve.max_model_len >= spec.training.max_length:
+        return []
+    message = "the endpoint takes fewer tokens than a row of the training may have"
+    expected = f"at least training.max_length, {spec.training.max_length}"
+    return [SpecProblem("/serve/max_model_len", message, str(spec.serve.max_model_len), expected)]
+
+
+def _size_problems(spec: JobSpec) -> list[SpecProblem]:
+    """A problem if the model, by the size in its name, does not fit the accelerators."""
     parameters = parameters_of(spec.model.source)
     if parameters is None:
-        return []  # the container checks the weights before it loads them
+        return []  # the container checks the configuration before it downloads the weights
     adapter = spec.training.adapter.type
-    needed = parameters * _BYTES_PER_PARAMETER[adapter] / 2**30 + _OVERHEAD_GIB
+    needed = (least_bytes(parameters, adapter) + _OVERHEAD_BYTES) / GIB
     trains_on = spec.target.accelerators
     if needed <= trains_on.memory_gib:
         return []

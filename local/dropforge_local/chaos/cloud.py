@@ -96,6 +96,7 @@ class Cloud:
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
             "endpoint": lambda audience: none(post=self._complete, get=self._is_healthy),
+            "hub": lambda: none(config=self._no_config),
             "slack": self._webhook,
         }
 
@@ -117,6 +118,9 @@ class Cloud:
         if bucket == SPECS:
             data = {"bucket": bucket, "name": name, "generation": str(generation), "size": "0"}
             self.events.send("on_spec_deleted", data, {"object": name, "message": f"deleted {generation}"})
+
+    def _no_config(self, source: str, revision: str) -> bytes:
+        raise OSError("the simulated cloud has no Hub")
 
     def _secret(self, name: str, timeout: float) -> Any:
         def read() -> Any:

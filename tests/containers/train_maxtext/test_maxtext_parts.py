@@ -17,11 +17,11 @@ from containers.common.job import Job
 from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
-from containers.train_maxtext.batches import Data, Rows, collate, pack, padded_length
+from containers.train_maxtext.batches import Data, Rows, collate, pack
 from containers.train_maxtext.check import affordable_rows
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
-from containers.train_maxtext.family import family_of
+from containers.train_maxtext.family import FAMILIES, family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
 from containers.train_maxtext.methods.sft import probe_rows, sequence_shape
@@ -33,6 +33,8 @@ from containers.train_maxtext.watch import Watch
 from containers.train_maxtext.work import Work
 from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
+from dropforge.fit.maxtext import FAMILIES as KNOWN_FAMILIES
+from dropforge.fit.maxtext import padded_length
 from dropforge.spec import JobSpec
 
 QWEN3_4B = {  # https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json
@@ -325,15 +327,15 @@ with (work / "progress.jsonl").open("a", buffering=1) as file:
 
 
 class Store:
-    """Replaces the checkpoint store; keeps the notes of each saved step."""
+    """Replaces the checkpoint store: an upload is done when the next one begins. Keeps the notes of each step."""
 
     def __init__(self) -> None:
-        self.saved_step = 0
+        self.saved_step = self.uploading = 0
         self.notes: dict[int, dict[str, Any]] = {}
 
     def save(self, step: int, local: Path, notes: dict[str, Any]) -> None:
         assert local.is_dir()
-        self.saved_step, self.notes[step] = step, notes
+        self.saved_step, self.uploading, self.notes[step] = self.uploading, step, notes
 
 
 def watched_training(directory: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple[Runner, Watch, Store]:
@@ -417,3 +419,7 @@ def test_the_loss_is_compared_on_rows_that_a_cpu_computes_in_minutes() -> None:
     assert probe_rows([50] * 100) == 64
     assert probe_rows([4096] * 100) == 2
     assert probe_rows([100_000]) == 1
+
+
+def test_admission_knows_the_families_that_are_converted() -> None:
+    assert set(KNOWN_FAMILIES) == set(FAMILIES)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from containers.common.errors import BAD_CONFIG, JobError
-from containers.train_trl.plan import GIB, Device, ModelShape, Plan, estimate, keep_rows_per_step, make_plan
+from containers.train_trl.plan import Device, Plan, estimate, keep_rows_per_step, make_plan
+from dropforge.fit.shape import ModelShape
 from dropforge.spec import JobSpec
+from dropforge.spec.machine import GIB
 
 L4 = Device("cuda", "NVIDIA L4", 24 * GIB, bf16=True)
 CPU = Device("cpu", "cpu", 16 * GIB, bf16=False)
@@ -117,7 +119,7 @@ def test_recomputing_starts_when_memory_is_short_and_the_step_keeps_its_rows() -
 
 def test_qlora_needs_a_quarter_of_the_weights_of_lora() -> None:
     lora, qlora = (estimate(GEMMA_2B, training(kind), L4, 1, 512, True) for kind in ("lora", "qlora"))
-    assert lora.weights == 2 * GEMMA_2B.parameters
+    assert lora.weights - lora.gradients == 2 * GEMMA_2B.parameters  # beside the adapter, as large as its gradients
     assert qlora.weights < 0.45 * lora.weights  # the embeddings stay in 16 bits
 
 
@@ -127,7 +129,8 @@ def test_ranks_hold_a_share_of_the_weights_each() -> None:
     with pytest.raises(JobError):
         make_plan(spec, GEMMA_12B, h200, LENGTHS)
     chosen = make_plan(spec, GEMMA_12B, h200, LENGTHS, shards=8)
-    assert chosen.estimate.trained == 14 * GEMMA_12B.parameters // 8
+    assert chosen.estimate.optimiser == 8 * GEMMA_12B.parameters // 8
+    assert chosen.estimate.gradients == 4 * GEMMA_12B.parameters // 8
     assert chosen.estimate.weights > 4 * GEMMA_12B.parameters // 8  # and the gathered layers
 
 
@@ -148,6 +151,9 @@ def test_full_fine_tuning_of_12_billion_parameters_does_not_fit_on_an_l4() -> No
     with pytest.raises(JobError) as caught:
         plan(shape=GEMMA_12B, adapter="none")
     assert caught.value.exit_code == BAD_CONFIG
-    assert "11.77 billion parameters) does not fit on NVIDIA L4: weights 43.8 GiB + gradients" in caught.value.message
+    assert (
+        "11.77 billion parameters) does not fit on NVIDIA L4: weights 65.7 GiB + optimiser 87.7 GiB"
+        in caught.value.message
+    )
     assert "available 22.1 GiB of 24.0 GiB" in caught.value.message
     assert "qlora" in caught.value.hint

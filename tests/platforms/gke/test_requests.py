@@ -100,7 +100,7 @@ def test_the_example_plans_to_valid_requests_with_a_price() -> None:
     assert placement.price.usd_per_hour == pytest.approx(90.216 + 0.10)
     assert job.name.startswith(f"{cluster.name}/k8s/namespaces/")
     container = job.request["spec"]["template"]["spec"]["containers"][0]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "400Gi"}
     assert not budget_problems(plan.spec)
 
 

@@ -16,6 +16,8 @@ from google.longrunning import operations_pb2
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import tpu
+from dropforge.fit.known import KNOWN_MODELS
+from dropforge.fit.shape import shape_of
 from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, machine, status_of, status_of_node
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
@@ -194,11 +196,11 @@ def test_a_node_without_its_queued_resource_is_deleted_directly(is_held: bool) -
 
 def test_a_spec_that_does_not_fit_or_has_no_image_is_refused_early() -> None:
     spec = parse_spec(EXAMPLE.read_bytes())
-    assert fit_problems(spec) == []
+    assert fit_problems(spec, shape_of(KNOWN_MODELS[spec.model.source].config)) == []
     assert deployment_problems(spec, placeholders()) == []
     without = replace(placeholders(), train_maxtext_image="")
     assert [problem.pointer for problem in deployment_problems(spec, without)] == ["/target/type"]
     large = parse_spec(EXAMPLE.read_bytes().replace(b"Qwen3-4B", b"Qwen3-32B"))
-    [problem] = fit_problems(large)
+    [problem] = fit_problems(large, None)
     assert problem.expected is not None
     assert problem.expected.startswith("at most 128 GiB on 1 v5litepod-8")

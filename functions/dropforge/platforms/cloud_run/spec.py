@@ -10,6 +10,7 @@ from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand, Quota
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Placement, Region, Wrong, seconds
 
 from .catalog import (
@@ -21,7 +22,7 @@ from .catalog import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
     from dropforge.base.errors import SpecProblem
     from dropforge.spec import JobSpec
@@ -60,6 +61,15 @@ class CloudRunTarget(TargetSpec):
     @property
     def storage_gib(self) -> int:
         return self.disk_gib or 0
+
+    @property
+    def machine(self) -> Machine:
+        return _machine(self.accelerator, self.memory_gib, self.disk_gib, "disk_gib")
+
+    def larger(self) -> Iterator[CloudRunTarget]:
+        regions = {placement.region for placement in self.placements}
+        for changes in _larger_machines(self.accelerator, self.cpu, self.memory_gib, regions):
+            yield self.model_copy(update=changes)
 
     @property
     def offered_places(self) -> tuple[str, ...]:
@@ -114,6 +124,13 @@ class CloudRunServe(ServeSpec):
             raise Wrong("/startup_timeout", message, self.startup_timeout, expected)
         return self
 
+    def machine(self, job: JobSpec) -> Machine:
+        return _machine(self.accelerator, self.memory_gib)
+
+    def larger(self) -> Iterator[CloudRunServe]:
+        for changes in _larger_machines(self.accelerator, self.cpu, self.memory_gib, {self.region} - {None}):
+            yield self.model_copy(update=changes)
+
     def machine_problems(self, job: JobSpec) -> Iterator[SpecProblem]:
         yield from gpu_problems("serve_vllm", self.accelerator, CLOUD_RUN_DRIVERS, "/serve/accelerator")
 
@@ -123,6 +140,35 @@ class CloudRunServe(ServeSpec):
 
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         yield _demand(self.accelerator, self.max_instances, self.region or job.target.placements[0].region)
+
+
+def _machine(accelerator: str, memory_gib: int, disk_gib: int | None = None, disk_field: str = "") -> Machine:
+    """An instance with one GPU. Without a disk, its files are in its memory."""
+    return Machine(
+        accelerator=accelerator,
+        accelerators=1,
+        accelerator_bytes=gib(GPUS[accelerator].reported_gib),
+        host_bytes=gib(memory_gib),
+        disk_bytes=None if disk_gib is None else gib(disk_gib),
+        files_in_memory=disk_gib is None,
+        host_field="memory_gib",
+        disk_field=disk_field,
+    )
+
+
+def _larger_machines(
+    accelerator: str, cpu: int, memory_gib: int, regions: Set[str | None]
+) -> Iterator[dict[str, str | int]]:
+    """The fields of instances that have a larger GPU and are in all `regions`, with the least CPU and memory."""
+    memory = GPUS[accelerator].memory_gib
+    for name in sorted(CLOUD_RUN_MACHINES, key=lambda name: GPUS[name].memory_gib):
+        known = CLOUD_RUN_MACHINES[name]
+        if GPUS[name].memory_gib > memory and regions <= set(known.regions):
+            yield {
+                "accelerator": name,
+                "cpu": max(cpu, known.min_cpu),
+                "memory_gib": max(memory_gib, known.min_memory_gib),
+            }
 
 
 def _demand(accelerator: str, number: int, region: str, zonal_redundancy: bool = False) -> Demand:

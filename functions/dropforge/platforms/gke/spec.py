@@ -11,6 +11,7 @@ from dropforge.platforms.gpus import GPUS
 from dropforge.platforms.images import attention_problems, gpu_problems
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Capacity, ClusterName, Duration, Part, Placement, Region, Reservation, Wrong
 
 from .catalog import GKE_GPUS, gke_drivers, gpu_quota
@@ -123,6 +124,14 @@ class GkeTarget(ClusterTarget):
     def storage_gib(self) -> int:
         return self.ephemeral_storage_gib * self.nodes
 
+    @property
+    def machine(self) -> Machine:
+        return _machine(self, self.nodes)
+
+    def larger(self) -> Iterator[GkeTarget]:
+        for changes in _larger_nodes(self.accelerator, self.accelerator_count):
+            yield self.model_copy(update=changes)
+
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:
             number = self.accelerator_count * self.nodes
@@ -189,6 +198,13 @@ class GkeServe(ServeSpec):
     def storage_gib(self) -> int:
         return self.ephemeral_storage_gib * self.max_instances
 
+    def machine(self, job: JobSpec) -> Machine:
+        return _machine(self)
+
+    def larger(self) -> Iterator[GkeServe]:
+        for changes in _larger_nodes(self.accelerator, self.accelerator_count):
+            yield self.model_copy(update=changes)
+
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         region = self.region or job.target.placements[0].region
         yield _demand(self.accelerator, self.accelerator_count * self.max_instances, region, self.capacity)
@@ -211,6 +227,30 @@ def _label_problems(job: JobSpec) -> Iterator[SpecProblem]:
         if key != key.strip("-_") or value != value.strip("-_"):
             message, expected = "not a label of Kubernetes", "no - or _ at either end"
             yield SpecProblem(f"/labels/{key}", message, f"{key}={value}", expected)
+
+
+def _machine(part: GkeTarget | GkeServe, nodes: int = 1) -> Machine:
+    """A node. Without memory_gib, its memory is Autopilot's choice, which is not known."""
+    return Machine(
+        accelerator=part.accelerator,
+        accelerators=part.accelerator_count,
+        accelerator_bytes=gib(GPUS[part.accelerator].reported_gib),
+        hosts=nodes,
+        host_bytes=None if part.memory_gib is None else gib(part.memory_gib),
+        disk_bytes=gib(part.ephemeral_storage_gib),
+        host_field="memory_gib",
+        disk_field="ephemeral_storage_gib",
+    )
+
+
+def _larger_nodes(accelerator: str, count: int) -> Iterator[dict[str, str | int]]:
+    """The fields of nodes with more memory of their GPUs: more GPUs of the same kind, then other GPUs with bf16."""
+    able = {name: known for name, known in GKE_GPUS.items() if GPUS[name].capability >= (8, 0)}
+    nodes = [(name, number) for name, known in able.items() for number in known.counts]
+    by_size = sorted(nodes, key=lambda node: (node[0] != accelerator, node[1] * GPUS[node[0]].memory_gib))
+    for name, number in by_size:
+        if number * GPUS[name].memory_gib > count * GPUS[accelerator].memory_gib:
+            yield {"accelerator": name, "accelerator_count": number}
 
 
 def _demand(accelerator: str, number: int, region: str, capacity: str) -> Demand:

@@ -12,6 +12,7 @@ from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_full_training, check_image
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators
+from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Wrong
 
 from .catalog import GKE_TPUS, TpuSlice, slice_quota, tpu_slice
@@ -27,6 +28,7 @@ class RayTarget(ClusterTarget):
     """MaxText on one slice of TPU hosts of a GKE cluster with the Ray operator (KubeRay), by Ray Train."""
 
     methods = ("sft", "pretrain")
+    trainer = "maxtext"
     cluster_addons = {"addonsConfig": {"rayOperatorConfig": {"enabled": True}}}
 
     type: Literal["ray"]
@@ -75,6 +77,38 @@ class RayTarget(ClusterTarget):
     @property
     def storage_gib(self) -> int:
         return self.head_storage_gib
+
+    @property
+    def machine(self) -> Machine:
+        """A host of the slice. It keeps no files: checkpoints are in the bucket."""
+        known = GKE_TPUS[self.accelerator]
+        return Machine(
+            accelerator=self.accelerator,
+            accelerators=self.slice.chips,
+            accelerator_bytes=gib(known.memory_gib),
+            hosts=self.slice.hosts,
+            host_bytes=gib(known.hosts[self.slice.chips].pod_memory_gib),
+        )
+
+    @property
+    def driver_machine(self) -> Machine:
+        """The head, which has no chips."""
+        return Machine(
+            accelerator="none",
+            accelerators=0,
+            accelerator_bytes=0,
+            host_bytes=gib(self.head_memory_gib),
+            disk_bytes=gib(self.head_storage_gib),
+            host_field="head_memory_gib",
+            disk_field="head_storage_gib",
+        )
+
+    def larger(self) -> Iterator[RayTarget]:
+        chips = self.slice.hosts * self.slice.chips
+        for topology in GKE_TPUS[self.accelerator].topologies:
+            slice_ = tpu_slice(self.accelerator, topology)
+            if slice_ is not None and slice_.hosts * slice_.chips > chips:
+                yield self.model_copy(update={"topology": topology})
 
     def demands(self) -> Iterator[Demand]:
         for placement in self.placements:

@@ -18,12 +18,14 @@ _QUOTAS = Source("ids in public repositories; https://cloud.google.com/tpu/docs/
 class TpuVm:
     """A TPU slice of one machine: its chips, its zones, the runtimes that boot on it, and the type of its data disk.
 
-    `generation` is its name in the price list.
+    `generation` is its name in the price list. The host's memory is from the table of VM types of each generation
+    (https://cloud.google.com/tpu/docs/v5e and its like); platforms/ray/catalog.py says how sure each figure is.
     """
 
     generation: str
     chips: int
     memory_gib: float  # of each chip
+    host_memory_gb: int
     zones: tuple[str, ...]
     runtimes: tuple[str, ...]
     disk_type: str
@@ -39,13 +41,13 @@ _ANY_TPU = "tpu-ubuntu2204-base"
 # .../attach-durable-block-storage). Slices of several machines need target `ray`, which coordinates them.
 TPU_VMS = {
     **{
-        f"v5litepod-{n}": TpuVm("v5e", n, 16, _V5E_ZONES, ("v2-alpha-tpuv5-lite", _ANY_TPU), "pd-balanced")
-        for n in (1, 4, 8)
+        f"v5litepod-{n}": TpuVm("v5e", n, 16, gb, _V5E_ZONES, ("v2-alpha-tpuv5-lite", _ANY_TPU), "pd-balanced")
+        for n, gb in ((1, 48), (4, 192), (8, 384))
     },
-    "v5p-8": TpuVm("v5p", 4, 95, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
+    "v5p-8": TpuVm("v5p", 4, 95, 448, _V5P_ZONES, ("v2-alpha-tpuv5", _ANY_TPU), "pd-balanced"),
     **{
-        f"v6e-{n}": TpuVm("v6e", n, 32, _V6E_ZONES, ("v2-alpha-tpuv6e", _ANY_TPU), "hyperdisk-balanced")
-        for n in (1, 4, 8)
+        f"v6e-{n}": TpuVm("v6e", n, 32, gb, _V6E_ZONES, ("v2-alpha-tpuv6e", _ANY_TPU), "hyperdisk-balanced")
+        for n, gb in ((1, 176), (4, 720), (8, 1440))
     },
 }
 

@@ -11,6 +11,7 @@ from dropforge.platforms.images import attention_problems
 from dropforge.platforms.maxtext import check_full_training, check_image
 from dropforge.spec.demand import Demand
 from dropforge.spec.kinds import Accelerators, ServeSpec, TargetSpec
+from dropforge.spec.machine import Machine, gib
 from dropforge.spec.parts import Duration, Part, Reservation, Wrong, Zone
 
 from .catalog import TPU_VMS, tpu_vm_quota
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from dropforge.base.settings import Settings
     from dropforge.spec import JobSpec
+
+
+# Of the boot disk, which has 100 GB: the system and the server's image take the rest (an estimate).
+BOOT_DISK_FREE_GIB = 60
 
 
 class TpuVmPlacement(Part):
@@ -50,6 +55,7 @@ class TpuVmTarget(TargetSpec):
     """MaxText on one Cloud TPU VM, without SSH (https://cloud.google.com/tpu/docs/queued-resources)."""
 
     methods = ("sft", "pretrain")
+    trainer = "maxtext"
     placement_key = "zone"
 
     type: Literal["tpu_vm"]
@@ -87,6 +93,16 @@ class TpuVmTarget(TargetSpec):
         return self.data_disk_gib
 
     @property
+    def machine(self) -> Machine:
+        return _machine(self.accelerator_type, self.data_disk_gib, "data_disk_gib")
+
+    def larger(self) -> Iterator[TpuVmTarget]:
+        zones = {placement.zone for placement in self.placements}
+        for name in _larger_machines(self.accelerator_type):
+            if zones <= set(TPU_VMS[name].zones):
+                yield self.model_copy(update={"accelerator_type": name})
+
+    @property
     def offered_places(self) -> tuple[str, ...]:
         return TPU_VMS[self.accelerator_type].zones
 
@@ -107,6 +123,8 @@ class TpuVmTarget(TargetSpec):
 
 class OneMachine(ServeSpec):
     """An endpoint on one machine, which does not scale."""
+
+    streams_weights = False
 
     def missing(self, job: JobSpec, settings: Settings) -> Iterator[SpecProblem]:
         return check_image(settings, "serve_vllm_tpu_image", "/serve/type", self.type)
@@ -132,6 +150,9 @@ class TrainingVmServe(OneMachine):
     max_num_seqs: int = Field(default=32, ge=1, le=1000, description="Requests served at once.")
     startup_timeout: Duration = Field(default="30m", description="From the end of the training to an answer.")
     ttl: Duration = Field(default="24h", description="How long the endpoint lives after it is ready.")
+
+    def machine(self, job: JobSpec) -> Machine:
+        return job.target.machine
 
     def check(self, job: JobSpec) -> None:
         if not isinstance(job.target, TpuVmTarget):
@@ -178,12 +199,40 @@ class TpuVmServe(OneMachine):
             raise Wrong("/serve/zone", message, None, f"{expected}: the target is in none")
         check_tpu_vm_zone(self.accelerator_type, job.target.placements[0].zone, "/serve/zone")
 
+    def machine(self, job: JobSpec) -> Machine:
+        return _machine(self.accelerator_type, BOOT_DISK_FREE_GIB)
+
+    def larger(self) -> Iterator[TpuVmServe]:
+        for name in _larger_machines(self.accelerator_type):
+            yield self.model_copy(update={"accelerator_type": name})
+
     def demands(self, job: JobSpec) -> Iterator[Demand]:
         zone = self.zone
         if zone is None and isinstance(job.target, TpuVmTarget):
             zone = job.target.placements[0].zone
         if zone is not None:
             yield _demand(self.accelerator_type, zone, self.capacity)
+
+
+def _machine(accelerator_type: str, disk_gib: int, disk_field: str = "") -> Machine:
+    known = TPU_VMS[accelerator_type]
+    return Machine(
+        accelerator=accelerator_type,
+        accelerators=known.chips,
+        accelerator_bytes=gib(known.memory_gib),
+        host_bytes=known.host_memory_gb * 10**9,
+        disk_bytes=gib(disk_gib),
+        disk_field=disk_field,
+    )
+
+
+def _larger_machines(accelerator_type: str) -> list[str]:
+    """The types whose chips together have more memory, the smallest first."""
+
+    def memory(name: str) -> float:
+        return TPU_VMS[name].chips * TPU_VMS[name].memory_gib
+
+    return [name for name in sorted(TPU_VMS, key=memory) if memory(name) > memory(accelerator_type)]
 
 
 def _demand(accelerator_type: str, zone: str, capacity: str) -> Demand:

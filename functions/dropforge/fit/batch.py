@@ -1,0 +1,55 @@
+"""The effective batch: the rows and tokens of one optimiser step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .maxtext import BATCH_SIZE
+
+if TYPE_CHECKING:
+    from dropforge.spec import JobSpec
+
+ROWS_PER_STEP = 8  # rows in one device's batch of train_trl, where the spec has no number
+
+
+@dataclass(frozen=True)
+class Batch:
+    """An optimiser step: `per_device` sequences, `accumulation` times, on `devices` devices.
+
+    blocks: the sequences are blocks of several rows, as the spec asks (packing true). Otherwise a sequence is a row.
+    """
+
+    per_device: int
+    accumulation: int
+    devices: int
+    length: int
+    blocks: bool
+
+    @property
+    def sequences(self) -> int:
+        return self.per_device * self.accumulation * self.devices
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a step, with padding."""
+        return self.sequences * self.length
+
+    def __str__(self) -> str:
+        unit = "blocks" if self.blocks else "rows"
+        devices = f"{self.devices} device{'' if self.devices == 1 else 's'}"
+        factors = f"{self.per_device} x {self.accumulation} accumulated x {devices}"
+        return f"{self.sequences} {unit}, at most {self.tokens:,} tokens ({factors})"
+
+
+def default_batch(trainer: Literal["trl", "maxtext"]) -> int:
+    """The rows of one device, where the spec has no number."""
+    return BATCH_SIZE if trainer == "maxtext" else ROWS_PER_STEP
+
+
+def batch_of(spec: JobSpec) -> Batch:
+    """The effective batch of a spec. Without a batch size in the spec, a step of train_trl has about that many rows."""
+    training, target = spec.training, spec.target
+    per_device = training.per_device_train_batch_size or default_batch(target.trainer)
+    accumulation, devices = training.gradient_accumulation_steps, target.machine.devices
+    return Batch(per_device, accumulation, devices, training.max_length, blocks=training.packing is True)
