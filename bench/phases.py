@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
-LENGTH, BATCH, STEPS = 512, 2, 2
+LENGTH, BATCH, STEPS = 512, 4, 2
 VOCABULARY = 8192
 SIZES = {"small": (4, 512, 1536), "medium": (8, 640, 1920), "large": (10, 832, 2496)}  # layers, hidden, intermediate
 ADAPTERS: dict[str, dict[str, Any]] = {
