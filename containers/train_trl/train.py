@@ -247,7 +247,7 @@ def load_to_judge(inputs: Inputs, spec: JobSpec, *, spread: bool) -> Any:
     if trains_as_saved(inputs, spec):
         return load_base(inputs, spec, device_map(inputs.plan.device, spread=spread))
     base = Path(inputs.base)
-    return export.load(base, device_map_of(base, inputs.plan.device, spread=spread), spec)
+    return export.load(base, device_map_of(base, inputs.plan.device, spec, spread=spread), spec)
 
 
 def trains_as_saved(inputs: Inputs, spec: JobSpec) -> bool:
