@@ -50,7 +50,9 @@ def test_pods_end_with_the_stack_and_their_jobs_and_logs_remain(own_stack: Calla
     name = f"{CLUSTER}/k8s/namespaces/dropforge/batch/jobs/dropforge-trainer"
     user.until(lambda: read_log(user.info.http, name))
     http, environment = user.info.http, user.info.environment
-    storage, pubsub, secrets, last = read_log(http, name).split()
+    log = read_log(http, name)
+    assert log
+    storage, pubsub, secrets, last = log.split()
     assert (storage, last) == (secrets, "2")
     assert http != storage, "the trainer has addresses of its own"
     assert pubsub != environment["PUBSUB_EMULATOR_HOST"]
