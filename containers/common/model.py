@@ -53,7 +53,7 @@ def check_servable(spec: JobSpec, directory: Path) -> None:
     """Raise JobError before the training is paid for, if the spec wants an endpoint that cannot serve the model."""
     kind = json.loads((directory / "config.json").read_text()).get("model_type", "")
     if problem := unserved_model(spec, kind):
-        hint = "set serve to null, or build serve_vllm on a newer vLLM and change UNSERVED_MODEL_TYPES"
+        hint = "set serve to null, or build serve_vllm on a newer vLLM and change UNSERVED in platforms/images.py"
         raise JobError(ErrorClass.CONFIG, BAD_CONFIG, problem, hint)
 
 

@@ -185,7 +185,7 @@ def test_the_types_that_serving_lacks_are_those_of_the_training_lock() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     lock = (CONTAINERS / "train_trl" / "requirements.lock.txt").read_text()
-    assert f"transformers=={images.TRAINING_TRANSFORMERS} " in lock
+    assert f"transformers=={images.UNSERVED.training} " in lock
     assert "v0.29.0" in IMAGES["serve_vllm"].pin
-    assert set(CONFIG_MAPPING_NAMES) >= images.UNSERVED_MODEL_TYPES
-    assert not images.UNSERVED_MODEL_TYPES & {"gemma", "gemma3", "gemma3_text", "llama", "qwen3", "qwen3_moe"}
+    assert set(CONFIG_MAPPING_NAMES) >= images.UNSERVED.types
+    assert not images.UNSERVED.types & {"gemma", "gemma3", "gemma3_text", "llama", "qwen3", "qwen3_moe"}

@@ -64,6 +64,15 @@ class Image:
         return runs and driver.branch >= gpu.least_driver and self.has_kernels_for(gpu)
 
 
+@dataclass(frozen=True)
+class UnservedTypes:
+    """The types of text models that transformers reads in training, at version `training`, and not in serving."""
+
+    training: str
+    types: frozenset[str]
+    source: Source
+
+
 # The oldest driver for each major version of CUDA: a driver runs every minor version of it ("minor version
 # compatibility"). Code that is compiled at run time from newer PTX is the exception.
 _COMPATIBILITY = Source("https://docs.nvidia.com/deploy/cuda-compatibility/", date(2026, 11, 22))
@@ -88,23 +97,25 @@ IMAGES = {
 }
 
 
-# The types of text models that training has and serving cannot read with transformers: training's version has them,
-# and 5.17.0 has not, which came with vLLM 0.31, while the image has vLLM 0.29. Whether vLLM 0.29 has classes of its own
-# for some of them could not be read.
-TRAINING_TRANSFORMERS = "5.23.0"
-UNSERVED_MODEL_TYPES = frozenset(
-    (
-        *("bailing_hybrid", "beam", "dots3_note", "dots3_note_text", "flint", "granite_docling", "inkling2"),
-        *("inkling2_text", "hyperclovax_vision_v2", "iquestcoder", "kolibri1", "lfm3", "lfm3_vl", "minicpm_ocr"),
-        *("minicpmv4_7", "mistral_large4", "moss_transcribe_diarize", "muse_spark", "nemotron_h_omni", "unlimited_ocr"),
-    )
+# Training's transformers has these types, and 5.17.0 has not. That version came with vLLM 0.31, while the image has
+# vLLM 0.29. Whether vLLM 0.29 has classes of its own for some of them could not be read.
+UNSERVED = UnservedTypes(
+    training="5.23.0",
+    types=frozenset(
+        (
+            *("bailing_hybrid", "beam", "dots3_note", "dots3_note_text", "flint", "granite_docling", "inkling2"),
+            *("inkling2_text", "hyperclovax_vision_v2", "iquestcoder", "kolibri1", "lfm3", "lfm3_vl", "minicpm_ocr"),
+            *("minicpmv4_7", "mistral_large4", "moss_transcribe_diarize", "muse_spark", "nemotron_h_omni"),
+            "unlimited_ocr",
+        )
+    ),
+    source=Source("https://pypi.org/project/transformers/5.17.0/", date(2026, 11, 23)),
 )
-UNSERVED_SOURCE = Source("https://pypi.org/project/transformers/5.17.0/", date(2026, 11, 23))
 
 
 def unserved_model(job: JobSpec, model_type: str) -> str:
     """Why no endpoint can serve a model of a type, which training would find out too late; "" if one may."""
-    if job.serve is None or job.serve.type not in ("cloud_run", "gke") or model_type not in UNSERVED_MODEL_TYPES:
+    if job.serve is None or job.serve.type not in ("cloud_run", "gke") or model_type not in UNSERVED.types:
         return ""
     return f"image serve_vllm ({IMAGES['serve_vllm'].pin}) does not know models of type {model_type!r}"
 
