@@ -34,7 +34,7 @@ def document(**changes: Any) -> dict[str, Any]:
         ({"training": {"learning_rate": 0.09}}, "0.09 is so high"),
         ({"training": {"adapter": {"type": "none"}, "learning_rate": 0.01}}, "1e-6 to 5e-5 for all weights"),
         ({"training": {"learning_rate": 1e-5}}, "1e-05 is so low that the adapter may learn nothing"),
-        ({"model": {"source": "meta-llama/Llama-3.1-8B"}}, "is gated on the Hugging Face Hub"),
+        ({"model": {"source": "meta-llama/Llama-3.2-1B"}}, "is gated on the Hugging Face Hub"),
         ({"model": {"source": "google/gemma-2b"}}, "name a token in `secrets`: HF_TOKEN"),
     ],
 )

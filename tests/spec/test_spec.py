@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from dropforge.base.errors import DropforgeError, InvalidSpec, SpecProblem
 from dropforge.base.redact import redact
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, job_spec_schema, parse_spec, registry, seconds
+from dropforge.spec.job import RESERVED_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "schemas" / "examples"
@@ -208,3 +210,12 @@ def test_an_unusable_platform_of_the_environment_is_explained(
     monkeypatch.setenv("DROPFORGE_PLATFORMS", value)
     with pytest.raises(DropforgeError, match=problem):
         registry.platforms.__wrapped__()
+
+
+def test_a_secret_cannot_replace_a_variable_of_the_startup_script() -> None:
+    """The script of a TPU VM exports each secret under the name in the spec."""
+    script = (ROOT / "functions" / "dropforge" / "platforms" / "tpu_vm" / "startup.sh").read_text()
+    own = set(re.findall(r"^(?:readonly |export )?([A-Z][A-Z_]*)=", script, re.M))
+    read = set(re.findall(r"\$\{([A-Z][A-Z_]*)", script))
+    assert {"STORAGE", "ROOT", "STOP_SECONDS", "GCE_METADATA_HOST"} <= own | read
+    assert sorted(name for name in own | read if not RESERVED_VARIABLES.fullmatch(name)) == []

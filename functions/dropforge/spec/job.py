@@ -6,6 +6,7 @@ end of each class check the rules that JSON Schema cannot express.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
@@ -14,6 +15,14 @@ from .kinds import AnyServe, AnyTarget
 from .parts import NAMED_KEYS, Duration, EnvName, LabelKey, LabelValue, Name, Part, SecretName, Wrong, check_source
 
 SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
+# A secret's value must not replace what the platform, the startup script of a TPU VM, the loader or the shell reads.
+# Cloud Run reserves some of them too (https://cloud.google.com/run/docs/container-contract).
+RESERVED_VARIABLES = re.compile(
+    "(DROPFORGE|GOOGLE|GCE|GCLOUD|CLOUDSDK|CLOUD_RUN|KUBERNETES|K|LD|PYTHON|BASH|DOCKER|RAY|TPU|JAX|XLA|CUDA|NVIDIA)_.*"
+    "|PYTHON.*|.*_EMULATOR_HOST|PATH|HOME|USER|SHELL|SHELLOPTS|ENV|IFS|PORT|HOSTNAME|TMPDIR"
+    "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
+)
+RESERVED_LABELS = "dropforge-"
 
 
 class Model(Part):
@@ -269,14 +278,19 @@ class JobSpec(Part):
 
     @model_validator(mode="after")
     def _parts_match(self) -> JobSpec:
-        if taken := [name for name in self.secrets if name.startswith("DROPFORGE_")]:
-            message, expected = "a variable that dropforge sets itself", "a name that does not start with DROPFORGE_"
-            raise Wrong(f"/secrets/{taken[0]}", message, taken[0], expected)
+        self._check_names_are_free()
         self.target.check(self)
         self._check_dataset_fits_method()
         if self.serve is not None:
             self.serve.check(self)
         return self
+
+    def _check_names_are_free(self) -> None:
+        if taken := next((name for name in self.secrets if RESERVED_VARIABLES.fullmatch(name)), None):
+            expected = "the name of a variable that only the model's hub or its code reads, such as HF_TOKEN"
+            raise Wrong(f"/secrets/{taken}", "a variable that decides how the container runs", taken, expected)
+        if taken := next((key for key in self.labels if key.startswith(RESERVED_LABELS)), None):
+            raise Wrong(f"/labels/{taken}", "a label that dropforge sets itself", taken, f"no {RESERVED_LABELS}…")
 
     def _check_dataset_fits_method(self) -> None:
         synthetic = isinstance(self.dataset, SyntheticDataset)
