@@ -302,6 +302,7 @@ def start_train_trl(started: Container) -> str:
 
     spec = json.loads((ROOT / "examples" / "local" / "cloud_run.json").read_text())
     spec["model"]["source"], spec["dataset"]["source"] = "gs://data/tiny", "gs://data/rows.jsonl"
+    spec["evaluation"]["source"] = "gs://data/unseen.jsonl"
     spec["training"]["max_steps"] = 30
     with BackgroundServer(emulators) as server:
         endpoint = {"api_endpoint": server.url}
@@ -309,6 +310,8 @@ def start_train_trl(started: Container) -> str:
         runs, data = client.create_bucket("runs"), client.create_bucket("data")
         upload_directory(client, tiny.base_model(ROOT / "build" / "tiny"), "gs://data/tiny")
         data.blob("rows.jsonl").upload_from_filename(str(tiny.dataset(place / "rows.jsonl", rows=300)))
+        unseen = tiny.dataset(place / "unseen.jsonl", rows=30, held_out=True)
+        data.blob("unseen.jsonl").upload_from_filename(str(unseen))
         runs.blob("runs/local-run/spec.json").upload_from_string(json.dumps(spec))
         began = time.monotonic()
         environment = {
