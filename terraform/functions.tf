@@ -28,7 +28,7 @@ locals {
     policy                     = local.policy
   }
 
-  # What the operator allows specs to use (docs/policy.md). `make deploy` checks the file before it plans.
+  # The operator's policy limits what specs may use (docs/policy.md). `make deploy` checks the file before it plans.
   policy = fileexists("${path.module}/policy.yaml") ? jsonencode(yamldecode(file("${path.module}/policy.yaml"))) : ""
 }
 

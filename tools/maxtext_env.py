@@ -8,56 +8,33 @@ Prints the path of the interpreter. Exit code 3: this machine has no Python 3.12
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools import uv
+from tools.environment import ROOT, provide
+
 LOCK = ROOT / "containers" / "train_maxtext" / "requirements.lock.txt"
-NO_PYTHON = 3
 
 
 def main(target: str = "build/maxtext") -> int:
-    directory = ROOT / target
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{directory}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes start this script at once
-        if not is_installed(directory):
-            python = find_python()
-            if python is None:
-                print("MaxText needs Python 3.12: no python3.12 in PATH, nor in pyenv's versions", file=sys.stderr)
-                return NO_PYTHON
-            install(python, directory)
-    print(directory / "bin" / "python")
-    return 0
+    return provide(target, [LOCK], create)
 
 
-def is_installed(directory: Path) -> bool:
-    """Return whether the environment is complete and matches the current lock file."""
-    stamp = directory / ".installed"
-    return stamp.exists() and stamp.read_text() == digest()
-
-
-def install(python: str, directory: Path) -> None:
-    print(
-        f"creating {directory} from {LOCK.relative_to(ROOT)} (about 600 MB, half a minute)", file=sys.stderr, flush=True
-    )
-    from tools import uv
-
-    began = time.monotonic()
+def create(directory: Path) -> str:
+    python = find_python()
+    if python is None:
+        return "MaxText needs Python 3.12: no python3.12 in PATH, nor in pyenv's versions"
+    size = "about 600 MB, half a minute"
+    print(f"creating {directory} from {LOCK.relative_to(ROOT)} ({size})", file=sys.stderr, flush=True)
     subprocess.run([python, "-m", "venv", "--clear", str(directory)], check=True)
     uv.install(directory / "bin" / "python", LOCK)
-    (directory / ".installed").write_text(digest())
-    print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
-def digest() -> str:
-    return hashlib.sha256(LOCK.read_bytes()).hexdigest()
+    return ""
 
 
 def find_python() -> str | None:
@@ -80,5 +57,4 @@ def candidates() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main(*sys.argv[1:]))

@@ -10,38 +10,28 @@ the packages.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import uv
+from tools.environment import ROOT, provide
 
-ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "containers" / "torch_cpu.lock.txt", ROOT / "containers" / "serve_vllm" / "cpu.lock.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-IMPOSSIBLE = 3
 
 
 def main(target: str = "build/vllm") -> int:
-    directory = ROOT / target
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{directory}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start this script at once
-        stamp = directory / ".installed"
-        if not (stamp.exists() and stamp.read_text() == digest()):
-            if problem := impossible() or install(directory):
-                print(f"vLLM's CPU build cannot be installed: {problem}", file=sys.stderr)
-                return IMPOSSIBLE
-            stamp.write_text(digest())
-    print(directory / "bin" / "python")
-    return 0
+    return provide(target, LOCKS, create)
+
+
+def create(directory: Path) -> str:
+    problem = impossible() or install(directory)
+    return problem and f"vLLM's CPU build cannot be installed: {problem}"
 
 
 def impossible() -> str:
@@ -56,17 +46,13 @@ def impossible() -> str:
 def install(directory: Path) -> str:
     """Create the environment; return the installer's problem, or ""."""
     print(f"creating {directory} (about 3 GB, one to two minutes)", file=sys.stderr, flush=True)
-    began = time.monotonic()
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
     command = [uv.program(), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
     command += ["--no-deps", "--require-hashes", "--no-build"]
     for lock in LOCKS:
         command += ["--requirement", str(lock)]
     done = subprocess.run(command, env={**os.environ, **places()}, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        return done.stderr.strip()[-600:]
-    print(f"created in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return ""
+    return done.stderr.strip()[-600:] if done.returncode else ""
 
 
 def places() -> dict[str, str]:
@@ -75,10 +61,6 @@ def places() -> dict[str, str]:
     torch = {"UV_FIND_LINKS": folder} if folder else {"UV_INDEX": TORCH_INDEX}
     # A file of any index must have a hash of the lock.
     return {**uv.settings(), **torch, "UV_INDEX_STRATEGY": "unsafe-best-match"}
-
-
-def digest() -> str:
-    return hashlib.sha256(b"".join(lock.read_bytes() for lock in LOCKS)).hexdigest()
 
 
 if __name__ == "__main__":

@@ -340,18 +340,21 @@ def _from_bucket(dataset: Dataset, client: Any, directory: Path) -> tuple[RawRow
     bucket, name = parse_gs_uri(dataset.source)
     blob = client.bucket(bucket).get_blob(name)
     if blob is None:
-        raise missing(f"dataset.source {dataset.source!r} does not exist", "upload it, or correct the URI")
+        raise missing(f"the data set {dataset.source!r} does not exist", "upload it, or correct the URI")
     reader = _READERS.get(Path(name).suffix)
     if reader is None:
-        raise data_error(f"dataset.source {dataset.source!r}: expected a name ending in {', '.join(_READERS)}")
+        raise data_error(f"the data set {dataset.source!r}: expected a name ending in {', '.join(_READERS)}")
     if blob.size > MAX_FILE_BYTES and reader is not _read_parquet:
-        raise data_error(f"dataset.source is {blob.size} bytes; expected at most {MAX_FILE_BYTES}, or a .parquet file")
+        raise data_error(
+            f"the data set {dataset.source!r} has {blob.size} bytes; "
+            f"expected at most {MAX_FILE_BYTES}, or a .parquet file"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"data{Path(name).suffix}"
     try:
         blob.download_to_filename(str(path), checksum="crc32c")
     except NotFound:
-        raise missing(f"dataset.source {dataset.source!r} was deleted", "upload it again") from None
+        raise missing(f"the data set {dataset.source!r} was deleted", "upload it again") from None
     return reader(path), Source(uri=dataset.source, revision=f"generation {blob.generation} crc32c {blob.crc32c}")
 
 
@@ -433,10 +436,10 @@ def _from_hub(dataset: Dataset) -> tuple[RawRows, Source]:
         rows = datasets.load_dataset(dataset.source, dataset.config, split=dataset.split, revision=commit)
     except (datasets.exceptions.DatasetNotFoundError, datasets.exceptions.DataFilesNotFoundError) as error:
         raise missing(
-            f"dataset.source {dataset.source!r}: {error}", "check the id, or add HF_TOKEN to `secrets`"
+            f"the data set {dataset.source!r}: {error}", "check the id, or add HF_TOKEN to `secrets`"
         ) from None
     except datasets.exceptions.DatasetGenerationError as error:
-        raise data_error(f"dataset.source {dataset.source!r} cannot be read: {error}") from None
+        raise data_error(f"the data set {dataset.source!r} cannot be read: {error}") from None
     except ValueError as error:  # an unknown split or config
-        raise data_error(f"dataset.source {dataset.source!r}: {error}") from None
+        raise data_error(f"the data set {dataset.source!r}: {error}") from None
     return rows, Source(uri=dataset.source, revision=commit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,17 @@ def with_other_kernel(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) 
 
     if model.dtype not in (torch.bfloat16, torch.float16):
         model.to(torch.bfloat16)
+    with other_kernel(model):
+        return distributions(model, pairs)
+
+
+@contextmanager
+def other_kernel(model: Any) -> Iterator[None]:
+    """Compute the model's attention with the other of PyTorch's fused kernel and the plain kernel."""
     chosen = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if chosen == "eager" else "eager")
     try:
-        return distributions(model, pairs)
+        yield
     finally:
         model.set_attn_implementation(chosen)
 
@@ -107,7 +115,6 @@ def noise(usual: Sequence[Sequence[Distribution]], other: Sequence[Sequence[Dist
     return Noise(
         divergence=sum(seal.divergence(one, two) for one, two in tokens) / len(tokens),
         gap=max(gaps),
-        agreement=sum(seal.best(one) == seal.best(two) for one, two in tokens) / len(tokens),
     )
 
 

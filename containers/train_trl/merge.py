@@ -44,7 +44,7 @@ def merge_adapter(base: Path, checkpoint: Path, directory: Path) -> None:
     Raises JobError for a module that the base's files lack, and for numbers that are not finite.
     """
     pairs = _read_adapter(checkpoint)
-    modules = _byfile_name(pairs)
+    modules = _by_file_name(pairs)
     unmerged = set(pairs)
     for path in weight_files(base):
         with safe_open(path, "pt") as file:
@@ -137,7 +137,7 @@ def _read_adapter(checkpoint: Path) -> dict[str, Pair]:
     return {module: Pair(both["A"], both["B"], scale, transposed) for module, both in parts.items()}
 
 
-def _byfile_name(modules: Iterable[str]) -> dict[str, str]:
+def _by_file_name(modules: Iterable[str]) -> dict[str, str]:
     return {file_name(f"{module}.weight"): module for module in modules}
 
 

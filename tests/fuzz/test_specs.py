@@ -121,7 +121,7 @@ def test_the_schema_and_pydantic_agree_about_names_and_numbers(change: dict[str,
 
 
 def form_errors(document: Any) -> list[str]:
-    """What pydantic refuses, apart from the rules that a JSON Schema cannot express (`Wrong`)."""
+    """Return pydantic's errors, apart from the rules that a JSON Schema cannot express (`Wrong`)."""
     try:
         JobSpec.model_validate_json(json.dumps(parse._parse_json(data_of(document))))
     except ValidationError as refused:

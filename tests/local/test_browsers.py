@@ -1,4 +1,4 @@
-"""What a web page in the developer's browser can reach of the local stack: nothing."""
+"""A web page in the developer's browser reaches nothing of the local stack."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def row(*tokens: dict[int, float], prompt: tuple[int, ...] = (2, 5, 9)) -> Seale
 
 
 def seal(**noise: float) -> Seal:
-    measured = {"divergence": 0.0, "gap": 0.0, "agreement": 1.0, **noise}
+    measured = {"divergence": 0.0, "gap": 0.0, **noise}
     return Seal(greedy=True, dtype="bfloat16", rows=[row(logs(_7=0.9))], noise=Noise(**measured))
 
 
@@ -117,7 +117,7 @@ def test_a_greedy_answer_may_leave_the_sealed_one_at_a_near_tie_alone() -> None:
         {"rows": [{"row": 1, "messages": None, "prompt": [1], "answer": [1], "top": []}]},
         {"rows": [{"row": 1, "messages": None, "prompt": [1], "answer": [1], "top": [[[1, 2], [0.0]]]}]},
         {"rows": [{"row": 1, "messages": None, "prompt": [1] * 1025, "answer": [1], "top": [[[1], [0.0]]]}]},
-        {"noise": {"divergence": "NaN", "gap": 0, "agreement": 1}},
+        {"noise": {"divergence": "NaN", "gap": 0}},
     ],
 )
 def test_what_is_no_seal_is_refused_without_its_text(change: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dropforge.base.errors import DropforgeError
 from dropforge.cloud.clients import Clients
-from dropforge.cloud.hub import FETCH_SECONDS
+from dropforge.cloud.hub import FETCH_SECONDS, MAX_BYTES
+from dropforge.cloud.objects import read_at_most
 
 from .known import KNOWN_MODELS
 from .shape import Config, ModelShape, shape_of
@@ -56,4 +57,7 @@ def _find_config(model: Model, clients: Clients | None) -> Config:
 def _from_bucket(source: str, clients: Clients) -> bytes:
     bucket, _, path = source.removeprefix("gs://").partition("/")
     blob = clients.storage().bucket(bucket).blob(f"{path.rstrip('/')}/config.json")
-    return bytes(blob.download_as_bytes(timeout=FETCH_SECONDS, retry=None))
+    data = read_at_most(blob, MAX_BYTES, FETCH_SECONDS, retry=None)
+    if data is None:
+        raise FileNotFoundError(f"{blob.name} does not exist in {bucket}")
+    return data

@@ -24,33 +24,29 @@ class KnownModel:
     as_of: date = date(2026, 11, 22)
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
+def _dense(
+    model_type: str, layers: int, hidden: int, intermediate: int, heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    """A model in 16 bits with 8 heads for keys and values, as all sizes of Llama 3.1 and Qwen 3 have."""
     return {
-        "model_type": "llama",
+        "model_type": model_type,
         "dtype": "bfloat16",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "tie_word_embeddings": False,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
     }
+
+
+def _llama(layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
+    return _dense("llama", layers, hidden, intermediate, heads, 128_256, tied=False)
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": tied,
-    }
+    return _dense("qwen3", layers, hidden, intermediate, heads, 151_936, tied) | {"head_dim": 128}
 
 
 _GEMMA_2B = {

@@ -1,4 +1,4 @@
-"""What MaxText 0.2.5 and its converters take: model types, and lengths of sequences."""
+"""The model types and the lengths of sequences that MaxText 0.2.5 and its converters take."""
 
 from __future__ import annotations
 

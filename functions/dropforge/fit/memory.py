@@ -98,7 +98,7 @@ def training_memory(shape: ModelShape, adapter: Adapter, step: Step) -> Estimate
 
 
 def output_bytes(shape: ModelShape, step: Step) -> int:
-    """What the backward pass of the output layer holds: a tile of logits, and the gradient of the last layer."""
+    """Bytes that the backward pass of the output layer holds: a tile of logits, and the gradient of the last layer."""
     entry = 4 * _CPU_COPIES if step.on_cpu else step.size
     entries = min(shape.vocabulary, TILE_ENTRIES) if step.on_cpu else TILE_ENTRIES
     return min(step.tokens, TILE_TOKENS) * entries * entry + 4 * step.tokens * shape.hidden

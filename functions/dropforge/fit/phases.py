@@ -48,7 +48,7 @@ STREAMER_BYTES = 40_000_000_000  # the Run:ai streamer's buffer in host memory, 
 
 @dataclass(frozen=True)
 class Need:
-    """What a phase needs: bytes of each accelerator, of each host's memory, and of each host's disk."""
+    """The need of a phase: bytes of each accelerator, of each host's memory, and of each host's disk."""
 
     phase: str
     accelerator: int = 0
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def left(self) -> dict[str, int | None]:
-        """What is left over of each resource; None where the machine's size is not known, or where it has none."""
+        """The bytes of each resource that stay free; None where the machine lacks it, or its size is unknown."""
         machine, disk = self.machine, None
         if machine.disk_bytes is not None and not machine.files_in_memory:
             disk = machine.disk_bytes - self.need.disk
@@ -134,7 +134,7 @@ def chosen_step(spec: JobSpec, shape: ModelShape, machine: Machine) -> tuple[Ste
 
 
 def evaluation_bytes(spec: JobSpec, shape: ModelShape, size: int) -> int:
-    """What scoring a model takes beside its weights: the cache and a layer of a generation, or the logits of a loss."""
+    """Bytes that scoring a model takes beside its weights: a generation's cache and layer, or a loss's logits."""
     longest = spec.training.max_length
     loss = max(LOSS_TOKENS, longest) * shape.vocabulary * (size + 4)
     if spec.evaluation is None:

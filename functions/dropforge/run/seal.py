@@ -68,15 +68,14 @@ class SealedRow(_Part):
 
 
 class Noise(_Part):
-    """What another attention kernel in 16 bits changes, with the same weights.
+    """The rounding noise of a model: the changes by another attention kernel in 16 bits, with the same weights.
 
     `divergence` is the mean in nats; `gap` is the largest change of the difference between the two best
-    log-probabilities; `agreement` is the share of tokens whose best token stays.
+    log-probabilities.
     """
 
     divergence: float
     gap: float
-    agreement: float
 
 
 class Seal(_Part):
@@ -109,7 +108,7 @@ class Seal(_Part):
 
 
 class Difference(NamedTuple):
-    """Where an endpoint differs from its seal, in numbers alone: messages never repeat training text.
+    """The first difference between an endpoint and its seal, in numbers alone: messages never repeat training text.
 
     `row` counts the held-out rows, `position` the tokens of the prompt or the answer (`where`), both from 1. A token
     is None where the endpoint or the seal has no further token.
@@ -130,7 +129,7 @@ class Difference(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How far an endpoint agrees with the tokens of a row: the sum of divergences, tokens, and near-ties exchanged."""
+    """A row that agrees: the sum of its divergences, its tokens, and the near-ties that were exchanged."""
 
     divergence: float
     tokens: int
@@ -172,7 +171,7 @@ def divergence(expected: Distribution, actual: Distribution) -> float:
 
 
 def gap(of: Distribution, token: int) -> float:
-    """How much less likely a token is than the best token, in nats; a lower bound for a token that is not listed."""
+    """A token's distance from the best log-probability, in nats; a lower bound for a token that is not listed."""
     return max(of.values()) - of.get(token, unlisted(of))
 
 

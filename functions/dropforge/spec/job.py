@@ -18,7 +18,7 @@ SCHEMA_ID = "https://dropforge.dev/schemas/job_spec.schema.json"
 # A secret's value must not replace what the platform, the startup script of a TPU VM, the loader or the shell reads.
 # Cloud Run reserves some of them too (https://cloud.google.com/run/docs/container-contract).
 RESERVED_VARIABLES = re.compile(
-    "(DROPFORGE|GOOGLE|GCE|GCLOUD|CLOUDSDK|CLOUD_RUN|KUBERNETES|K|LD|PYTHON|BASH|DOCKER|RAY|TPU|JAX|XLA|CUDA|NVIDIA)_.*"
+    "(DROPFORGE|GOOGLE|GCE|GCLOUD|CLOUDSDK|CLOUD_RUN|KUBERNETES|K|LD|BASH|DOCKER|RAY|TPU|JAX|XLA|CUDA|NVIDIA)_.*"
     "|PYTHON.*|.*_EMULATOR_HOST|PATH|HOME|USER|SHELL|SHELLOPTS|ENV|IFS|PORT|HOSTNAME|TMPDIR"
     "|STORAGE|SECRETS|PUBSUB|METADATA|ROOT|REPORTED|(STOP|KILL|OFF|LOOK)_SECONDS|LOG_BYTES|TOLD_ENDS"
 )

@@ -64,16 +64,13 @@ class TargetSpec(_Typed):
 
         @property
         def placements(self) -> Sequence[PlacementSpec]: ...
+        @property
+        def accelerators(self) -> Accelerators:
+            """The accelerators of an attempt."""
 
-    @property
-    def accelerators(self) -> Accelerators:
-        """The accelerators of an attempt."""
-        raise NotImplementedError
-
-    @property
-    def machine(self) -> Machine:
-        """The machine on which an attempt trains."""
-        raise NotImplementedError
+        @property
+        def machine(self) -> Machine:
+            """The machine on which an attempt trains."""
 
     @property
     def driver_machine(self) -> Machine:
@@ -148,15 +145,13 @@ class ServeSpec(_Typed):
         def min_instances(self) -> int: ...
         @property
         def max_instances(self) -> int: ...
+        def machine(self, job: JobSpec) -> Machine:
+            """The machine of an instance."""
 
     @property
     def storage_gib(self) -> int:
         """The size of the disks of all instances."""
         return 0
-
-    def machine(self, job: JobSpec) -> Machine:
-        """The machine of an instance."""
-        raise NotImplementedError
 
     def larger(self) -> Iterator[Self]:
         """The same endpoint with larger machines, the smallest of these first."""

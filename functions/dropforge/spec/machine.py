@@ -9,7 +9,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """What one host of a target or an endpoint has, in bytes.
+    """One host of a target or an endpoint: its accelerators, its memory and its disk, in bytes.
 
     accelerator: the accelerator's name. accelerators: how many a host has. hosts: how many hosts work together.
     accelerator_bytes: the memory of one accelerator, as its runtime reports it.

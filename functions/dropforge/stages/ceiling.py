@@ -71,7 +71,7 @@ def policy_problems(spec: JobSpec, policy: Policy) -> list[SpecProblem]:
 
 
 def cost_of(spec: JobSpec) -> Cost:
-    """What a spec may cost at list prices. A price that the spec states counts only where it is the higher price.
+    """The maximum cost of a spec at list prices. A price that the spec states counts only where it is the higher price.
 
     A budget is enforced at the stated prices. It therefore limits the cost only if they are not below the list prices.
     """

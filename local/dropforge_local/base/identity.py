@@ -15,7 +15,7 @@ PREFIX = "dropforge-local"
 
 
 class Claims(NamedTuple):
-    """What a token says. `caller` is a function or a container role; "" is the owner of the project."""
+    """The content of a token. `caller` is a function or a container role; "" is the owner of the project."""
 
     kind: str
     audience: str
@@ -34,7 +34,7 @@ class Identity:
         return f"{PREFIX}.{claims}.{self._sign(claims)}"
 
     def claims(self, headers: Mapping[str, str]) -> Claims | None:
-        """What the request's token says; None without a token of this stack."""
+        """The content of the request's token; None without a token of this stack."""
         header = headers.get("Authorization") or headers.get("authorization") or ""  # gRPC's names are in lower case
         scheme, _, token = header.partition(" ")
         parts = token.split(".")

@@ -20,7 +20,7 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Resource:
-    """What a call is about: `name` as conditions see it, such as projects/_/buckets/B/objects/O."""
+    """The resource of a call. Conditions see `name` in Google's form, such as projects/_/buckets/B/objects/O."""
 
     name: str
     type: str = ""

@@ -38,7 +38,7 @@ class HclError(ValueError):
 
 
 class Scope(Protocol):
-    """What the names and the functions in an expression mean."""
+    """The meaning of the names and the functions in an expression."""
 
     def value(self, name: str) -> Any:
         """The value of a root name: a variable of a `for`, `var`, `local`, a type of resource. Raises HclError."""

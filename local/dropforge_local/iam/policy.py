@@ -42,7 +42,7 @@ class _Grant:
 
 
 class Account:
-    """What one account may do."""
+    """The permissions of one account."""
 
     def __init__(
         self, email: str, grants: Mapping[str, tuple[_Grant, ...]], in_clusters: frozenset[tuple[str, str, str]]

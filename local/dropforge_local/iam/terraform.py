@@ -30,7 +30,7 @@ _ON: Mapping[str, str] = {
 }
 _ROLE = "google_project_iam_custom_role"
 _SERVICE_ACCOUNT = "projects/{project}/serviceAccounts/{account_id}@{project}.iam.gserviceaccount.com"
-# What Google derives from a resource's arguments.
+# Attributes that Google derives from a resource's arguments.
 _DERIVED: Mapping[tuple[str, str], str] = {
     ("google_artifact_registry_repository", "name"): "{repository_id}",
     (_ROLE, "id"): "projects/{project}/roles/{role_id}",
@@ -55,7 +55,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What Terraform would create: bindings, custom roles' permissions, and the objects of every standing cluster."""
+    """The grants of Terraform: bindings, custom roles' permissions, and the objects of every standing cluster."""
 
     bindings: tuple[Binding, ...]
     roles: Mapping[str, frozenset[str]]
@@ -211,7 +211,7 @@ class _Arguments(dict[str, Any]):
 
 
 class _Names:
-    """What names mean in an expression of a module. Satisfies hcl.Scope."""
+    """The meaning of names in an expression of a module. Satisfies hcl.Scope."""
 
     def __init__(self, module: _Module, names: Mapping[str, Any]) -> None:
         self._module = module

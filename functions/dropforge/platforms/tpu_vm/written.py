@@ -1,4 +1,4 @@
-"""What startup.sh writes about its container's end. The container has the same account, so it may write anything here.
+"""The status that startup.sh writes when its container ends. The container has the same account: it may write any text.
 
 A text that is not such a status counts as no status: the machine's state and the job events then decide.
 """

@@ -43,7 +43,7 @@ NEEDS = access.table(
 
 
 def of_job(request: Any) -> Iterator[tuple[str, str]]:
-    """What the content of a job needs; to start it with its creation is to run it."""
+    """The permissions that the content of a job needs. A job that starts with its creation needs run.jobs.run too."""
     name = getattr(request, "parent", "") or request.job.name
     yield from _of_template(request.job.template.template, name)
     if request.job.start_execution_token or request.job.run_execution_token:
