@@ -42,6 +42,10 @@ DEFECTS = {
         81016,
         tuple(TARGETS),
     ): "a sweep gave up on a Deployment before it requested the deletion, as the first inspection took minutes",
+    (
+        233,
+        tuple(TARGETS),
+    ): "a warning became due during an inspection, after its search for due warnings: it waited a check interval",
     (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 

@@ -71,13 +71,14 @@ def _continue(
     context: Context, record: Record, spec: JobSpec, status: Status | None, heard: Heard, verdict: Verdict
 ) -> Waiting | Failed:
     """The answer for an attempt that has not ended: warn people, and end the attempt if it is stuck."""
-    for notice in due(record, spec, context.now()):
+    looked = context.now()
+    for notice in due(record, spec, looked):
         record = warn(context, record, spec, notice)
     if stuck := _stuck(context, record, spec, status, heard):
         record = warn(context, record, spec, Notice(f"stuck-a{record.attempt}", "is stuck", stuck.message))
         if spec.limits.on_stuck != "notify":
             return _failed(context, record, spec, stuck, verdict.started)
-    wait = min(verdict.look_again, _patience(context, record, spec))
+    wait = min(verdict.look_again, _patience(context, record, spec, looked))
     deadline = record.attempts[-1].deadline.timestamp()
     return Waiting(wait_seconds=wait, started=verdict.started, deadline=deadline)
 
@@ -203,9 +204,13 @@ def _with_callback(record: Record, execution: str, attempt: int, callback_url: s
     return record.with_launch(attempt, now).model_copy(update={"callback_url": callback_url})
 
 
-def _patience(context: Context, record: Record, spec: JobSpec) -> float:
-    """Seconds until the next look without a callback: the check interval, or less if a limit or a warning is due."""
+def _patience(context: Context, record: Record, spec: JobSpec, looked: datetime) -> float:
+    """Seconds until the next look without a callback: the check interval, or less if a limit or a warning is due.
+
+    looked: when `inspect` looked for due warnings. A warning that became due since then was not sent yet.
+    """
     now, attempt = context.now(), record.attempts[-1]
     left = (attempt.deadline - now).total_seconds()
+    warning = seconds_to_warning(record, spec, looked) - (now - looked).total_seconds()
     interval = float(context.settings.check_interval_seconds)
-    return max(1.0, min(interval, left + 1, seconds_to_warning(record, spec, now) + 1))
+    return max(1.0, min(interval, left + 1, warning + 1))
