@@ -114,7 +114,7 @@ class User:
             return list(threads.map(self.drop, names))
 
     def cancel_all(self, runs: Sequence[str]) -> None:
-        topic = self.settings.topic(self.settings.requests_topic)
+        topic = self.settings.topic(self.settings.operations_topic)
         sent = [self.clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in runs]
         for future in sent:
             future.result(120)

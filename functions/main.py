@@ -17,13 +17,13 @@ import functions_framework
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.names import is_run_id, is_spec_object
 from dropforge.context import Context, process_context
-from dropforge.run.events import pubsub_message, uploaded_object
+from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.record import Outcome, RunError, RunState
 from dropforge.spec import MAX_SPEC_BYTES
 from dropforge.stages.answers import Answer
 from dropforge.stages.await_.inspect import inspect as inspect_run
 from dropforge.stages.await_.job_events import receive_job_event
-from dropforge.stages.cancel import cancel, cancel_deleted
+from dropforge.stages.cancel import cancel_deleted, cancel_requested
 from dropforge.stages.deploy import deploy as deploy_run
 from dropforge.stages.notify import notify as notify_run
 from dropforge.stages.provision import provision as provision_run
@@ -59,19 +59,18 @@ def on_spec_deleted(event: Any) -> None:
 
 @functions_framework.cloud_event
 def on_spec_message(event: Any) -> None:
-    """Pub/Sub message on the requests topic: a spec, {"spec_uri": ...} or {"cancel": run}."""
-    message = _read(pubsub_message, event, "submit")
+    """Pub/Sub message on a requests topic or the operations topic: a spec, {"spec_uri": ...} or {"cancel": run}."""
+    message = _read(lambda data: request_message(data, event["source"]), event, "submit")
     if message is None:
         return
-    data, attributes, message_id = message
-    key = str(attributes.get("idempotency_key") or message_id)
-    request = _request_of(data)
-    if set(request) == {"cancel"}:
-        cancel(context(), request["cancel"] if isinstance(request["cancel"], str) else "")
-    elif set(request) == {"spec_uri"}:
-        submit_uri(context(), str(request["spec_uri"]), key)
+    data, request = message
+    content = _content_of(data)
+    if set(content) == {"cancel"}:
+        cancel_requested(context(), content["cancel"] if isinstance(content["cancel"], str) else "", request)
+    elif set(content) == {"spec_uri"}:
+        submit_uri(context(), str(content["spec_uri"]), request)
     else:
-        submit_message(context(), data, key)
+        submit_message(context(), data, request)
 
 
 @functions_framework.cloud_event
@@ -214,12 +213,12 @@ def _outcome(value: Any) -> Outcome | None:
     return None if value is None else Outcome.model_validate(value)
 
 
-def _request_of(data: bytes) -> dict[str, Any]:
-    """The request as a JSON object; empty for other data, whose problem `submit` reports."""
+def _content_of(data: bytes) -> dict[str, Any]:
+    """The content of a request as a JSON object; empty for other data, whose problem `submit` reports."""
     if len(data) > MAX_SPEC_BYTES:  # before it is parsed: parsed JSON takes up to sixty times the memory of its text
         return {}
     try:
-        request = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError):
         return {}
-    return request if isinstance(request, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -11,8 +11,10 @@ locals {
     location                   = var.region
     specs_bucket               = google_storage_bucket.specs.name
     runs_bucket                = google_storage_bucket.runs.name
+    data_buckets               = join(",", var.data_buckets)
     workflow                   = "${var.prefix}-run"
     requests_topic             = google_pubsub_topic.requests.name
+    operations_topic           = google_pubsub_topic.operations.name
     job_events_topic           = google_pubsub_topic.job_events.name
     run_events_topic           = google_pubsub_topic.run_events.name
     trainer_service_account    = google_service_account.account["trainer"].email

@@ -8,8 +8,13 @@ output "kubernetes_manifest" {
   value       = length(var.cluster_regions) == 0 ? "" : join("---\n", [for object in local.kubernetes_objects : yamlencode(object)])
 }
 
+output "operations_topic" {
+  description = "Topic to which operators publish cancel requests for any run."
+  value       = google_pubsub_topic.operations.id
+}
+
 output "requests_topic" {
-  description = "Topic to which other systems publish specs and cancel requests."
+  description = "Topic to which other systems publish specs, and cancel requests for the runs of this topic."
   value       = google_pubsub_topic.requests.id
 }
 

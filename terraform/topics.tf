@@ -4,6 +4,40 @@ resource "google_pubsub_topic" "requests" {
   depends_on = [google_project_service.api]
 }
 
+# Each topic is a source of its own: a request reaches only the runs of its topic.
+resource "google_pubsub_topic" "more_requests" {
+  for_each = var.request_topics
+
+  name = "${var.prefix}-requests-${each.key}"
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_pubsub_topic_iam_member" "requester" {
+  for_each = merge([
+    for name, members in var.request_topics : { for member in members : "${name} ${member}" => [name, member] }
+  ]...)
+
+  topic  = google_pubsub_topic.more_requests[each.value[0]].name
+  role   = "roles/pubsub.publisher"
+  member = each.value[1]
+}
+
+# Operators cancel any run here.
+resource "google_pubsub_topic" "operations" {
+  name = "${var.prefix}-operations"
+
+  depends_on = [google_project_service.api]
+}
+
+resource "google_pubsub_topic_iam_member" "operator" {
+  for_each = var.operators
+
+  topic  = google_pubsub_topic.operations.name
+  role   = "roles/pubsub.publisher"
+  member = each.key
+}
+
 resource "google_pubsub_topic" "job_events" {
   name = "${var.prefix}-job-events"
 

@@ -4,8 +4,17 @@
 locals {
   _published = "google.cloud.pubsub.topic.v1.messagePublished"
 
-  triggers = {
+  # One trigger for each source of events. The topics of `request_topics` come in addition.
+  triggers = merge(local._triggers, {
+    for name in keys(var.request_topics) : "on_request_${name}" => {
+      function = "on_spec_message"
+      filters  = { type = local._published }
+      topics   = [google_pubsub_topic.more_requests[name].id]
+    }
+  })
+  _triggers = {
     on_spec_uploaded = {
+      function = "on_spec_uploaded"
       filters = {
         type   = "google.cloud.storage.object.v1.finalized"
         bucket = google_storage_bucket.specs.name
@@ -13,6 +22,7 @@ locals {
       topics = []
     }
     on_spec_deleted = {
+      function = "on_spec_deleted"
       filters = {
         type   = "google.cloud.storage.object.v1.deleted"
         bucket = google_storage_bucket.specs.name
@@ -20,12 +30,19 @@ locals {
       topics = []
     }
     on_spec_message = {
-      filters = { type = local._published }
-      topics  = [google_pubsub_topic.requests.id]
+      function = "on_spec_message"
+      filters  = { type = local._published }
+      topics   = [google_pubsub_topic.requests.id]
+    }
+    on_operation = {
+      function = "on_spec_message"
+      filters  = { type = local._published }
+      topics   = [google_pubsub_topic.operations.id]
     }
     on_job_event = {
-      filters = { type = local._published }
-      topics  = [google_pubsub_topic.job_events.id]
+      function = "on_job_event"
+      filters  = { type = local._published }
+      topics   = [google_pubsub_topic.job_events.id]
     }
   }
 }
@@ -56,7 +73,7 @@ resource "google_eventarc_trigger" "trigger" {
 
   destination {
     cloud_run_service {
-      service = google_cloudfunctions2_function.function[each.key].name
+      service = google_cloudfunctions2_function.function[each.value.function].name
       region  = var.region
     }
   }

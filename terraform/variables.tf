@@ -100,6 +100,12 @@ variable "network" {
   default = null
 }
 
+variable "operators" {
+  description = "IAM members who may cancel any run, such as group:oncall@example.com. Others cancel by deleting the spec, or through the topic of their request."
+  type        = set(string)
+  default     = []
+}
+
 variable "prefix" {
   description = "Prefix of every name. Two deployments in one project need two prefixes."
   type        = string
@@ -119,6 +125,17 @@ variable "project_id" {
 variable "region" {
   description = "Region of the buckets, the functions and the workflow. Specs choose the regions for training and serving."
   type        = string
+}
+
+variable "request_topics" {
+  description = "More topics for requests, each with the IAM members who may publish there. Idempotency keys and cancel requests of a topic reach no run of another topic."
+  type        = map(set(string))
+  default     = {}
+
+  validation {
+    condition     = alltrue([for name in keys(var.request_topics) : can(regex("^[a-z][a-z0-9-]{0,19}$", name))])
+    error_message = "The name of a topic has at most 20 lower-case letters, digits and dashes, and begins with a letter."
+  }
 }
 
 variable "slack_webhook_secret" {

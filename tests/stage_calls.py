@@ -9,6 +9,7 @@ from typing import Any
 
 from dropforge.context import Context
 from dropforge.platforms.lookup import Platforms
+from dropforge.run.events import Request
 from dropforge.stages.answers import Answer
 from dropforge.stages.await_ import inspect as _inspect
 from dropforge.stages.await_ import job_events as _job_events
@@ -34,6 +35,11 @@ def context() -> Context:
     return replace(here(), platforms=PLATFORMS) if PLATFORMS else here()
 
 
+def request(context: Context, key: str) -> Request:
+    """Return the request of a message on the deployment's requests topic."""
+    return Request(context.settings.requests_topic, key, f"message of {key}")
+
+
 def with_context(stage: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stage)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -53,6 +59,6 @@ cancel = with_context(_cancel)
 cancel_deleted = with_context(_cancel_deleted)
 resume = with_context(_resume)
 submit_object = with_context(_submit_object)
-submit_message = with_context(_submit_message)
-submit_uri = with_context(_submit_uri)
+submit_message = with_context(lambda context, data, key: _submit_message(context, data, request(context, key)))
+submit_uri = with_context(lambda context, uri, key: _submit_uri(context, uri, request(context, key)))
 receive_job_event = with_context(_job_events.receive_job_event)

@@ -84,8 +84,11 @@ def cancel(run: str, state: str | None) -> None:
 
 
 def request_cancel(deployment: Deployment, run: str) -> None:
-    """Publish {"cancel": run} to the requests topic."""
-    topic = deployment.settings.topic(deployment.settings.requests_topic)
+    """Publish {"cancel": run} to the operations topic. Raises CliError if the configuration does not name the topic."""
+    if not deployment.settings.operations_topic:
+        problem = f"the configuration of {deployment.where} does not name operations_topic"
+        raise CliError(problem, "write it again: `terraform output -raw dropforge_toml > dropforge.toml`")
+    topic = deployment.settings.topic(deployment.settings.operations_topic)
     data = json.dumps({"cancel": run}).encode()
     deployment.clients.publisher().publish(topic, data, timeout=TIMEOUT_SECONDS).result(PUBLISH_TIMEOUT_SECONDS)
 

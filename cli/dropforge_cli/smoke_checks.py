@@ -63,9 +63,9 @@ PROMISES = {
 }
 # Promises that a program cannot check by dropping specs; docs/cloud-checklist.md has the expectations.
 BY_HAND = (
-    "callback-again", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate", "image-installs",
-    "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account", "dns-endpoint",
-    "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
+    "callback-again", "request-source", "quota-refusal", "preview-stages", "ephemeral-disk", "memory-estimate",
+    "image-installs", "unknown-reservation", "flex-and-reservations", "new-cluster-rights", "node-account",
+    "dns-endpoint", "nccl-transport", "spot-end", "internal-address", "no-machines", "pod-security", "queue-metric",
     "distributed-loading", "missing-object", "refused-insert", "job-rights", "execution-list-rights", "custom-roles",
     "dead-letter-topic", "internal-workflows", "alert-labels", "workflows-agent", "data-buckets-elsewhere",
     "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",

@@ -390,6 +390,12 @@ def _forged_message_unanswered(story: Story) -> None:
     story.add("forged", run="unknown-0123456789ab", message="m9")
 
 
+def _forged_message_without_an_answer(story: Story) -> None:
+    _forged_message_unanswered(story)
+    story.add("call", instance="on_spec_message-9", message="m9")
+    story.add("answer", instance="on_spec_message-9", status=200, body=None)
+
+
 def _forged_message_obeyed(story: Story) -> None:
     story.facts.insert(0, Fact(story.facts[0].time, "forged", {"run": RUN, "message": "m9"}))
     story.facts = [fact for fact in story.facts if fact.kind != "dropped"]
@@ -584,6 +590,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("cancel_wins", served, _cancelled_without_a_request),
     ("cancel_wins", cancelled, _recorded_cancel_without_a_request),
     ("forged_does_nothing", served, _forged_message_unanswered),
+    ("forged_does_nothing", served, _forged_message_without_an_answer),
     ("forged_does_nothing", served, _forged_message_obeyed),
     ("within_budget", served, _attempt_over_budget),
     ("within_budget", served, _endpoint_over_budget),

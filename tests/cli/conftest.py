@@ -88,7 +88,7 @@ def deployed(dropforge: Run, tmp_path: Path) -> Iterator[Deployed]:
         client = clients.storage()
         for bucket in ("specs_bucket", "runs_bucket"):
             client.create_bucket(configuration[bucket])
-        clients.publisher().create_topic(name=f"projects/p/topics/{configuration['requests_topic']}")
+        clients.publisher().create_topic(name=f"projects/p/topics/{configuration['operations_topic']}")
         del os.environ["DROPFORGE_PROJECT"]
         write_toml(configuration)
         yield Deployed(dropforge, RunStore(client, configuration["runs_bucket"]), configuration)
@@ -105,6 +105,7 @@ def toml() -> dict[str, str]:
         "runs_bucket": "p-runs",
         "workflow": "dropforge-run",
         "requests_topic": "dropforge-requests",
+        "operations_topic": "dropforge-operations",
         "job_events_topic": "dropforge-job-events",
         "run_events_topic": "dropforge-run-events",
         "train_trl_image": "us-docker.pkg.dev/p/train-trl@sha256:1",

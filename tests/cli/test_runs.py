@@ -155,7 +155,7 @@ def test_cancel_publishes_the_request_and_prints_its_effect(deployed: Deployed) 
     deployed.record(OTHER, RunState.FAILED)
     with pubsub_v1.SubscriberClient() as subscriber:
         name = subscriber.subscription_path("p", "test")
-        subscriber.create_subscription(name=name, topic="projects/p/topics/dropforge-requests")
+        subscriber.create_subscription(name=name, topic="projects/p/topics/dropforge-operations")
         assert "requested the end of" in deployed.run("cancel", RUN).output
         [message] = subscriber.pull(subscription=name, max_messages=5, timeout=60).received_messages
     assert json.loads(message.message.data) == {"cancel": RUN}

@@ -135,12 +135,12 @@ def live(user: User) -> None:
         if run == hanging[-1]:
             clients.storage().bucket(user.settings.specs_bucket).blob("specs/deleted.json").delete()
         else:
-            user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+            user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     for run in [*swept.values(), *cancelled.values()]:
         record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
     for run in cancelled.values():
-        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     for run in swept.values():
         user.store.update(run, out_of_time)
     assert {user.wait(run).state for run in rejected} == {RunState.REJECTED}

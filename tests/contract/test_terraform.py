@@ -56,10 +56,10 @@ def test_the_functions_are_the_entry_points() -> None:
 def test_each_function_has_the_caller_that_the_flow_needs() -> None:
     workflow = (ROOT / "workflows" / "run.workflows.yaml").read_text()
     called = re.findall(r"\{name: (\w+), body", workflow) + re.findall(r"name: (\w+)\n\s+body:", workflow)
-    triggered = [name.replace("-", "_") for name, _, _ in stack.triggers()]
-    expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggered, "events"), "sweep": "scheduler"}
+    triggers = {trigger.name.replace("-", "_"): trigger.function for trigger in stack.triggers()}
+    expected = {**dict.fromkeys(called, "workflow"), **dict.fromkeys(triggers.values(), "events"), "sweep": "scheduler"}
     assert {name: ACCOUNTS[name]["called_by"] for name in entry_points()} == expected
-    assert set(local("triggers")) == set(triggered)
+    assert {name: trigger["function"] for name, trigger in local("_triggers").items()} == triggers
 
 
 def test_every_setting_exists_and_every_required_setting_is_given() -> None:
@@ -73,6 +73,7 @@ def test_every_setting_exists_and_every_required_setting_is_given() -> None:
         (("google_storage_bucket", "specs"), stack.SPECS_BUCKET),
         (("google_storage_bucket", "runs"), stack.RUNS_BUCKET),
         (("google_pubsub_topic", "requests"), stack.REQUESTS),
+        (("google_pubsub_topic", "operations"), stack.OPERATIONS),
         (("google_pubsub_topic", "job_events"), stack.JOB_EVENTS),
         (("google_pubsub_topic", "run_events"), stack.RUN_EVENTS),
         (("google_workflows_workflow", "run"), stack.WORKFLOW),

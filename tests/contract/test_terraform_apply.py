@@ -38,8 +38,10 @@ VARIABLES = {
     "data_buckets": ["datasets"],
     "ephemeral_cluster_regions": [REGION],
     "images": IMAGES,
+    "operators": ["group:ml-ops@example.com"],
     "project_id": PROJECT,
     "region": REGION,
+    "request_topics": {"search": ["group:ml@example.com"]},
     "slack_webhook_secret": "slack-webhook",
     "submitters": ["group:ml@example.com"],
     "tpu_regions": [REGION],
@@ -56,6 +58,8 @@ regions: ["europe-*"]
 by_label:
   - {labels: {team: interns}, max_duration: 90s}
 """
+PUBLISHED = "google.cloud.pubsub.topic.v1.messagePublished"
+TOPICS = (stack.REQUESTS, stack.OPERATIONS, stack.JOB_EVENTS)
 ARCHIVE = ("output_file_mode", "output_path", "output_sha256", "source_dir", "type")
 Applied = dict[str, list[dict[str, Any]]]
 
@@ -191,8 +195,9 @@ def test_functions_read_their_settings(applied: Applied) -> None:
         settings = Settings.from_environment(config["environment_variables"])
         assert (settings.specs_bucket, settings.runs_bucket) == (stack.SPECS_BUCKET, stack.RUNS_BUCKET)
         assert settings.workflow == stack.WORKFLOW
-        topics = (settings.requests_topic, settings.job_events_topic, settings.run_events_topic)
-        assert topics == (stack.REQUESTS, stack.JOB_EVENTS, stack.RUN_EVENTS)
+        topics = (settings.requests_topic, settings.operations_topic, settings.job_events_topic)
+        assert (*topics, settings.run_events_topic) == (*TOPICS, stack.RUN_EVENTS)
+        assert settings.data_buckets == "datasets"
         assert {role: getattr(settings, f"{role}_image") for role in IMAGES} == IMAGES
         assert settings.trainer_service_account == f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"
         in_cluster = ("kubernetes_namespace", "kubernetes_trainer_account", "kubernetes_server_account")
@@ -220,15 +225,26 @@ def test_the_workflow_calls_the_urls_of_the_functions(applied: Applied) -> None:
 
 
 def test_triggers_are_those_of_the_local_stack(applied: Applied) -> None:
-    triggers = set()
+    triggers = {}
     for trigger in applied["google_eventarc_trigger"]:
         filters = {criterion["attribute"]: criterion["value"] for criterion in trigger["matching_criteria"]}
         kind, transport = filters.pop("type"), trigger["transport"][0]["pubsub"][0]
         where = filters if filters else {"topic": transport["topic"]}
         service = trigger["destination"][0]["cloud_run_service"][0]["service"]
-        assert service == trigger["name"]
-        triggers.add((trigger["name"].removeprefix("dropforge-"), kind, tuple(where.items())))
-    assert triggers == {(name, kind, tuple(filters.items())) for name, kind, filters in stack.triggers()}
+        name, function = (text.removeprefix("dropforge-").replace("-", "_") for text in (trigger["name"], service))
+        triggers[name] = (function, kind, where)
+    team = triggers.pop("on_request_search")
+    assert team == ("on_spec_message", PUBLISHED, {"topic": f"projects/{PROJECT}/topics/{stack.REQUESTS}-search"})
+    local = {trigger.name.replace("-", "_"): trigger[1:] for trigger in stack.triggers()}
+    assert triggers == local
+
+
+def test_each_topic_has_its_own_publishers(applied: Applied) -> None:
+    granted = {(b["topic"], b["member"]) for b in applied["google_pubsub_topic_iam_member"] if ":ml" in b["member"]}
+    assert granted == {
+        (f"{stack.REQUESTS}-search", "group:ml@example.com"),
+        (stack.OPERATIONS, "group:ml-ops@example.com"),
+    }
 
 
 def test_every_trigger_gets_a_dead_letter_topic(applied: Applied, directory: Path) -> None:

@@ -41,7 +41,12 @@ main:
     - wait: {call: events.await_callback, args: {callback: "${callback}", timeout: 3600}, result: told}
     - done: {return: "${told.type}"}
 """
-EVENT = {"ce-id": "1", "ce-source": "//test", "ce-specversion": "1.0", "ce-type": "test"}
+EVENT = {
+    "ce-id": "1",
+    "ce-source": "//pubsub.googleapis.com/projects/p1/topics/requests",
+    "ce-specversion": "1.0",
+    "ce-type": "test",
+}
 _numbers = itertools.count()
 
 

@@ -229,7 +229,7 @@ class Harness:
 
     def _cancel(self, run: str) -> bool:
         data = b64encode(json.dumps({"cancel": run}).encode()).decode()
-        topic = self.user.settings.topic(self.user.settings.requests_topic)
+        topic = self.user.settings.topic(self.user.settings.operations_topic)
         return bool(self._post(f"v1/{topic}:publish", {"messages": [{"data": data}]}))
 
     def _record(self, run: str) -> Record | None:

@@ -80,7 +80,8 @@ def test_a_spec_with_a_disabled_secret_is_rejected(user: User) -> None:
 @pytest.mark.parametrize(
     "uri",
     [5, None, ["gs://a/b"], "", "gs://", "gs://a", "gs://a..b/spec.json", "gs://A B/spec.json", "gs://ab/\ud800",
-     "gs://no-such-bucket-here/spec.json", "https://user:hf_CanaryCanaryCanaryCanary@host/", "gs://abc/" + "x" * 5000,
+     "gs://no-such-bucket-here/spec.json", "gs://local-project-dropforge-runs/spec.json",
+     "https://user:hf_CanaryCanaryCanaryCanary@host/", "gs://abc/" + "x" * 5000,
      "gs://abc/hf_CanaryCanaryCanaryCanary.json"],
     ids=lambda uri: repr(uri)[:40],
 )  # fmt: skip

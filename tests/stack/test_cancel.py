@@ -17,7 +17,7 @@ from ..deployments import clients
 from ..stage_calls import cancel, cancel_deleted, deploy, inspect, notify, provision, teardown
 from .conftest import User
 from .test_crash_windows import ME, URL, accepted, end, eventually, launched
-from .test_runs import assert_clean, deliver, deliver_upload, states
+from .test_runs import assert_clean, deliver, deliver_upload, run_events, states
 
 Part = dict[str, Any]
 SERVE = {"type": "cloud_run", "ttl": "1h"}
@@ -43,7 +43,7 @@ def test_deleting_the_spec_of_a_finished_run_changes_nothing(user: User) -> None
     cancel_deleted(user.settings.specs_bucket, name, generation)  # a second delivery of the event
     assert user.store.record(run) == before
     assert before.endpoint is not None
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     after = user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert after.endpoint is not None
     assert after.endpoint.expires < before.endpoint.expires  # the sweep would end it if the cancel did not
@@ -59,7 +59,7 @@ def test_overwriting_a_spec_cancels_nothing(user: User) -> None:
     cancel_deleted(user.settings.specs_bucket, name, generation)
     assert user.store.record(first).cancel_requested is None
     for run in (first, second):
-        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
         assert user.wait(run).state is RunState.CANCELLED
 
 
@@ -74,7 +74,7 @@ def test_a_cancel_that_arrives_before_its_spec_takes_effect(user: User) -> None:
     key = f"overtaken-{time.time_ns()}"
     run = names.run_id_of_message(key)
     for _ in range(2):
-        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.until(lambda: list(user.store.names(names.cancel_object(run))))
     user.publish("dropforge-requests", json.dumps(user.spec()).encode(), idempotency_key=key)
     record = user.wait(run)
@@ -82,6 +82,27 @@ def test_a_cancel_that_arrives_before_its_spec_takes_effect(user: User) -> None:
     assert [h.rsplit(" ", 1)[-1] for h in user.slack(run, "cancelled")] == ["cancelled"]
     assert user.executions(run) == []
     assert user.store.ledger(run).entries == []
+
+
+def test_a_cancel_from_another_source_changes_nothing_and_is_answered_as_for_no_run(user: User) -> None:
+    """The spec was dropped in the bucket; the cancels come from the requests topic."""
+    run, unknown = user.drop(user.spec("hang")), "unknown-0123456789ab"
+    user.wait(run, "TRAINING")
+    answers: dict[str, dict[str, Any]] = {}
+    with run_events(user) as pull:
+        sent = [user.publish("dropforge-requests", json.dumps({"cancel": name}).encode()) for name in (run, unknown)]
+
+        def both_arrived() -> bool:
+            answers.update({event["run"]: event for _, event in pull() if event["state"] == "UNKNOWN"})
+            return len(answers) == 2
+
+        user.until(both_arrived)
+    foreign, none = (answers[name] for name in (run, unknown))
+    assert [foreign["details"].pop("message"), none["details"].pop("message")] == sent
+    assert foreign["details"] == none["details"]
+    assert user.store.record(run).cancel_requested is None
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
+    assert user.wait(run).state is RunState.CANCELLED
 
 
 def test_a_deletion_event_that_arrives_before_its_upload_takes_effect(user: User) -> None:

@@ -365,7 +365,7 @@ def test_an_ambiguous_endpoint_creation_creates_one_service(user: User, faults: 
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(user.resources(run)) == 1
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert_clean(user, run)
 

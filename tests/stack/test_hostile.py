@@ -62,7 +62,7 @@ def test_a_hostile_container_reaches_nothing_outside_of_its_run(user: User) -> N
     after = user.store.record(victim)
     assert (after.state, after.execution, after.history) == (RunState.TRAINING, before.execution, before.history)
     assert len(user.resources(victim)) == 1
-    user.publish("dropforge-requests", json.dumps({"cancel": victim}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": victim}).encode())
     assert user.wait(victim).state is RunState.CANCELLED
 
 

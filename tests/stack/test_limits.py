@@ -112,7 +112,7 @@ def test_the_report_has_the_cost_of_each_part(user: User) -> None:
     assert cost["endpoint_at_most"] < 1 < cost["endpoint_until_it_expires"]
     assert cost["total_at_most"] == pytest.approx(cost["training"] + cost["endpoint_until_it_expires"], abs=1e-4)
     assert cost["total_at_most"] <= 50
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert_clean(user, run)
 

@@ -31,7 +31,7 @@ def test_many_specs_and_cancels_at_once(user: User) -> None:
         succeeding, cancelled = [future.result() for future in uploads], [future.result() for future in hanging_uploads]
     # Cancel as soon as the records exist: most runs are then in submit or provision.
     wait_for_records(user, cancelled)
-    topic = user.settings.topic(user.settings.requests_topic)
+    topic = user.settings.topic(user.settings.operations_topic)
     for sent in [clients.publisher().publish(topic, json.dumps({"cancel": run}).encode()) for run in cancelled]:
         sent.result(60)
     ended = {run: user.wait(run, timeout=PATIENCE_SECONDS) for run in [*succeeding, *cancelled]}

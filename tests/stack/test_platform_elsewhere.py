@@ -176,6 +176,6 @@ def test_the_sweep_lists_the_resources_of_the_platform(user: User, target: dict[
     listed, problems = list_all(here().cloud)
     assert [(resource.kind, resource.name) for resource in listed if resource.run == run] == [(KIND, name)]
     assert problems == []
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     assert user.wait(run).state is RunState.CANCELLED
     assert_clean(user, run)

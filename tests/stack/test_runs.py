@@ -6,6 +6,8 @@ import json
 import time
 import uuid
 from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -232,7 +234,7 @@ def test_an_overwritten_spec_is_another_run(user: User) -> None:
     second = user.drop(user.spec(), "specs/overwritten.json")
     assert user.wait(second).state is RunState.SUCCEEDED
     assert user.store.record(first).state is RunState.TRAINING
-    user.publish("dropforge-requests", json.dumps({"cancel": first}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": first}).encode())
     assert user.wait(first).state is RunState.CANCELLED
 
 
@@ -294,25 +296,33 @@ def deliver_message(user: User, function: str, data: bytes) -> bool:
     return call(user, function, event, headers).ok
 
 
-def test_every_state_of_a_run_is_published(user: User) -> None:
+@contextmanager
+def run_events(user: User) -> Iterator[Callable[[], Iterator[tuple[str, dict[str, Any]]]]]:
+    """Subscribe to the run events; yield a function that pulls some of them, each with its type."""
     from google.cloud import pubsub_v1
 
-    subscriber = pubsub_v1.SubscriberClient()
-    name = f"projects/{user.settings.project}/subscriptions/watch-{time.time_ns()}"
-    topic = user.settings.topic(user.settings.run_events_topic)
-    subscriber.create_subscription(name=name, topic=topic)
-    run = user.drop(user.spec())
-    expected = states(user.wait(run))
+    with pubsub_v1.SubscriberClient() as subscriber:
+        name = f"projects/{user.settings.project}/subscriptions/watch-{time.time_ns()}"
+        topic = user.settings.topic(user.settings.run_events_topic)
+        subscriber.create_subscription(name=name, topic=topic)
+
+        def pull() -> Iterator[tuple[str, dict[str, Any]]]:
+            for received in subscriber.pull(subscription=name, max_messages=50, timeout=60).received_messages:
+                yield received.message.attributes["ce-type"], json.loads(received.message.data)
+
+        yield pull
+
+
+def test_every_state_of_a_run_is_published(user: User) -> None:
     types: dict[str, str] = {}
+    with run_events(user) as pull:
+        run = user.drop(user.spec())
+        expected = states(user.wait(run))
 
-    def all_arrived() -> bool:
-        for received in subscriber.pull(subscription=name, max_messages=50, timeout=60).received_messages:
-            data = json.loads(received.message.data)
-            if data["run"] == run:
-                types[data["state"]] = received.message.attributes["ce-type"]
-        return types.keys() >= set(expected)
+        def all_arrived() -> bool:
+            types.update({event["state"]: kind for kind, event in pull() if event["run"] == run})
+            return types.keys() >= set(expected)
 
-    user.until(all_arrived)
-    subscriber.close()
+        user.until(all_arrived)
     assert expected == ["ACCEPTED", "PROVISIONING", "TRAINING", "TEARING_DOWN", "SUCCEEDED"]
     assert types == {state: f"dev.dropforge.run.{state.lower()}" for state in expected}

@@ -59,7 +59,7 @@ def attempt_of(user: User, run: str) -> Launch:
 def end(user: User, *runs: str) -> None:
     """Cancel runs and check that they leave no resource."""
     for run in runs:
-        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     for run in runs:
         user.wait(run)
         assert_clean(user, run)
@@ -217,7 +217,7 @@ def test_the_end_of_an_endpoint_is_announced_once(user: User, is_cancelled: bool
     run = user.drop(user.spec(serve=SERVE))
     assert user.wait(run).endpoint is not None
     if is_cancelled:
-        user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+        user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
         user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     else:
         user.store.update(run, _expired)

@@ -136,7 +136,7 @@ def test_a_deleted_training_resource_is_followed_by_another_attempt(user: User, 
 def test_a_cancel_ends_a_training_run(user: User, target: Part) -> None:
     run = user.drop(user.spec("hang", target=target))
     user.wait(run, "TRAINING")
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     record = user.wait(run)
     assert record.state is RunState.CANCELLED
     assert_clean(user, run)
@@ -176,6 +176,6 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     assert set(remaining) <= set(user.resources(run))
     assert not any("/jobs/" in name for name in user.resources(run))
 
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert_clean(user, run)

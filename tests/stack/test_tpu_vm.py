@@ -131,7 +131,7 @@ def test_the_training_vm_serves_the_model(user: User) -> None:
     assert record.endpoint.service == user.training(run)
     assert completion_problem(here().cloud, record.endpoint.url, "noop") == ""
     assert len(user.resources(run)) == 3  # a queued resource, its node, a disk
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait_for(run, lambda r: r.endpoint is not None and r.endpoint.ended is not None)
     assert_clean(user, run)
 

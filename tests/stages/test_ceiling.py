@@ -11,6 +11,7 @@ import pytest
 
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec
+from dropforge.run.events import Request
 from dropforge.run.record import RunState
 from dropforge.spec import parse_spec
 from dropforge.spec.policy import BrokenPolicy, Ceiling, Policy, policy_of
@@ -226,7 +227,7 @@ def test_with_a_broken_policy_nothing_is_accepted_and_nothing_is_lost(text: str)
     storage = Memory()
     data = json.dumps(document()).encode()
     with pytest.raises(BrokenPolicy, match=r"DROPFORGE_POLICY cannot be read: .*policy check"):
-        submit_message(context_with(settings_with(policy=text), storage=storage), data, "key")
+        submit_message(context_with(settings_with(policy=text), storage=storage), data, Request("x", "key", "1"))
     assert storage.objects == {}
     events: list[Any] = []
 
@@ -236,7 +237,9 @@ def test_with_a_broken_policy_nothing_is_accepted_and_nothing_is_lost(text: str)
 
     publisher = SimpleNamespace(publish=publish)
     repaired = settings_with(policy='{"api_version": "dropforge/v1", "max_cost_usd": 1}')
-    record = submit_message(context_with(repaired, storage=storage, publisher=publisher), data, "key")
+    record = submit_message(
+        context_with(repaired, storage=storage, publisher=publisher), data, Request("x", "key", "1")
+    )
     assert record.state is RunState.REJECTED
     stored = json.loads(storage.objects[names.errors_object(record.run)][0])
     assert [problem["pointer"] for problem in stored["errors"]] == ["/limits/max_cost_usd"]

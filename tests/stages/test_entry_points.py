@@ -29,7 +29,12 @@ STAGES: dict[str, dict[str, Any]] = {
     "notify": {**RUN, "state": "FAILED"},
     "teardown": {**RUN, "scope": "run", "keep_endpoint": False},
 }
-HEADERS = {"ce-id": "1", "ce-source": "//test", "ce-specversion": "1.0", "ce-type": "test"}
+HEADERS = {
+    "ce-id": "1",
+    "ce-source": "//pubsub.googleapis.com/projects/p1/topics/requests",
+    "ce-specversion": "1.0",
+    "ce-type": "test",
+}
 ENCODED = base64.b64encode(b'{"cancel": "x"}').decode()
 MESSAGES: list[Any] = [
     None,
@@ -42,6 +47,11 @@ MESSAGES: list[Any] = [
     {"message": {"data": "not base64!", "messageId": "1"}},
     {"message": {"data": ENCODED}},
     {"message": {"data": ENCODED, "attributes": [1], "messageId": "1"}},
+]
+NO_TOPICS = [
+    "//test",
+    "//storage.googleapis.com/projects/_/buckets/topics",
+    "//pubsub.googleapis.com/projects/p1/topics/",
 ]
 UPLOADS: list[Any] = [
     None,
@@ -80,6 +90,15 @@ def deployment() -> Iterator[None]:
 def test_a_malformed_message_is_acknowledged(name: str, data: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert post(name, data, HEADERS).status_code == 200
     assert "malformed event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", NO_TOPICS)
+def test_a_request_without_a_topic_is_acknowledged_and_does_nothing(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = {"message": {"data": ENCODED, "messageId": "1"}}
+    assert post("on_spec_message", message, {**HEADERS, "ce-source": source}).status_code == 200
+    assert "expected a topic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", UPLOADS, ids=repr)

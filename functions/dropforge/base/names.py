@@ -27,9 +27,12 @@ def run_id_of_object(bucket: str, name: str, generation: int | str) -> str:
     return f"{_slug(stem)}-{_digest(bucket, name, str(generation))}"
 
 
-def run_id_of_message(idempotency_key: str) -> str:
-    """The run id of a request message, from its idempotency key or, without a key, from its message id."""
-    return f"request-{_digest('request', idempotency_key)}"
+def run_id_of_message(idempotency_key: str, topic: str = "") -> str:
+    """The run id of a request message, from its idempotency key or, without a key, from its message id.
+
+    `topic` is "" for the deployment's first requests topic. The same key on another topic is another run.
+    """
+    return f"request-{_digest('topic', topic, idempotency_key) if topic else _digest('request', idempotency_key)}"
 
 
 def is_spec_object(name: str) -> bool:
@@ -105,9 +108,9 @@ def ledger_object(run: str) -> str:
     return f"runs/{run}/ledger.json"
 
 
-def cancel_object(run: str) -> str:
-    """A cancel request that arrived before the run existed."""
-    return f"runs/{run}/cancel.json"
+def cancel_object(run: str, topic: str = "") -> str:
+    """A cancel request that arrived before the run existed: of an operator, or of another publisher of a topic."""
+    return f"runs/{run}/cancel-{topic}.json" if topic else f"runs/{run}/cancel.json"
 
 
 def errors_object(run: str) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -168,6 +169,31 @@ def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     for text in (str(message_id), *map(str, attributes), *map(str, attributes.values())):
         text.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError: it cannot be stored
     return base64.b64decode(encoded, validate=True), attributes, str(message_id)
+
+
+class Request(NamedTuple):
+    """A message on a requests topic: the topic's short name, the idempotency key, and the id of the message.
+
+    Cloud Pub/Sub does not say who published a message. IAM decides who may publish on a topic, so the topic is the
+    source of the request.
+    """
+
+    topic: str
+    key: str
+    message: str
+
+
+def request_message(event_data: Any, event_source: str) -> tuple[bytes, Request]:
+    """The data of a `messagePublished` CloudEvent, and the request that it is. Raises ValueError for other events.
+
+    Eventarc writes the topic into the event's source: //pubsub.googleapis.com/projects/PROJECT/topics/TOPIC
+    (https://cloud.google.com/eventarc/docs/cloudevents).
+    """
+    source = re.fullmatch(r"//pubsub\.googleapis\.com/projects/[^/\s]+/topics/([^/\s]+)", event_source)
+    if source is None:
+        raise ValueError(f"the event's source is {event_source[:200]!r}; expected a topic of Cloud Pub/Sub")
+    data, attributes, message = pubsub_message(event_data)
+    return data, Request(source[1], str(attributes.get("idempotency_key") or message), message)
 
 
 def _attributes(event_id: str, kind: str, run: str, time: datetime) -> dict[str, str]:

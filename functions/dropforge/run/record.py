@@ -188,6 +188,12 @@ class Record(Stored):
     notices: list[str] = []
 
     @property
+    def topic(self) -> str:
+        """The topic of the request for the run; "" for a run from the specs bucket or from an older version."""
+        kind, _, rest = self.source.partition(" ")
+        return rest.partition(" ")[0] if kind == "topic" else ""
+
+    @property
     def attempt(self) -> int:
         """The number of the latest attempt; 0 before the first."""
         return self.attempts[-1].number if self.attempts else 0

@@ -196,13 +196,10 @@ class RunStore:
         """Whether a run has an accepted spec."""
         return bool(self.bucket.blob(names.spec_object(run)).exists(timeout=TIMEOUT_SECONDS))
 
-    def has_cancel(self, run: str) -> bool:
-        """Whether a user requested the end of a run before the run had a record."""
-        try:
-            self.read(names.cancel_object(run))
-        except NotFound:
-            return False
-        return True
+    def has_cancel(self, run: str, topic: str = "") -> bool:
+        """Whether an operator, or a publisher of the run's topic, requested its end before the run had a record."""
+        cancels = {names.cancel_object(run), names.cancel_object(run, topic)}
+        return not cancels.isdisjoint(self.names(f"runs/{run}/cancel"))
 
     def marks(self) -> Marks:
         """Every open mark, from one listing."""

@@ -3,6 +3,9 @@
 In the record, the request overrides provisioning, waiting, another attempt, deploying, and a teardown that would keep
 the endpoint. A run without an execution ends at once. If the request arrives before the spec, it is kept beside the
 future record, and stage `submit` reads it there.
+
+A message cancels only runs that were requested through the same topic, unless it comes from the operations topic.
+Whoever may delete a spec may cancel its run.
 """
 
 from __future__ import annotations
@@ -18,17 +21,35 @@ from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
 from dropforge.deletion import end_endpoint
+from dropforge.run.events import Request
 from dropforge.run.record import Record, RunState
 from dropforge.tell.everybody import is_unstarted, tell_unstarted
+from dropforge.tell.run_events import answer_unknown
 
 
-def cancel(context: Context, run: str) -> None:
-    """Request the end of a run. Raises RetryLater until a finished run's endpoint is verified as deleted."""
+def cancel_requested(context: Context, run: str, request: Request) -> None:
+    """Cancel the run that a message names, if the message comes from the run's own topic or from an operator.
+
+    An unknown run and the run of another source get the same answer, a run event: publishers learn nothing about runs
+    of others. Raises RetryLater as `cancel` does, and CloudError if the event could not be published.
+    """
     if not names.is_run_id(run):
         context.log("not a run id", stage="submit", run=run[:100], severity="WARNING")
-        return
-    record = _request(context, run)
+    elif request.topic == context.settings.operations_topic:
+        cancel(context, run, request)
+    else:
+        cancel(context, run, request, request.topic)
+
+
+def cancel(context: Context, run: str, request: Request | None = None, topic: str = "") -> None:
+    """Request the end of a run, or of a run of this topic only. Raises RetryLater until a finished run's endpoint is
+    verified as deleted. If there is no such run, a run event answers the request.
+    """
+    record = _request(context, run, topic)
     if record is None:
+        context.log("no such run, or not yet", stage="submit", run=run, topic=topic, severity="WARNING")
+        if request is not None:
+            answer_unknown(context, run, request)
         return
     context.log("cancel requested", stage="submit", run=run, state=record.state)
     if is_unstarted(record):
@@ -58,26 +79,33 @@ def cancel_deleted(context: Context, bucket: str, name: str, generation: str) ->
     cancel(context, run)
 
 
-def _request(context: Context, run: str) -> Record | None:
-    """Set the request in the record, or in cancel.json until a record exists; the record, or None without a record.
+def _request(context: Context, run: str, topic: str) -> Record | None:
+    """Set the request in the record, or beside it until a record exists; the record, or None if no such run exists.
 
-    `submit` reads cancel.json after it has written the record, and this function tries the record again after it has
-    written cancel.json: at least one of them sees the other.
+    `submit` looks for the object beside the record after it has written the record, and this function tries the record
+    again after it has written the object: at least one of them sees the other.
     """
     store = context.store
     try:
-        return store.update(run, lambda record: _with_request(record, context.now()))
+        record = store.update(run, lambda latest: _with_request(latest, topic, context.now()))
     except NotFound:
         requested = json.dumps({"cancel_requested": context.now().isoformat()}).encode()
-        store.put_new(names.cancel_object(run), requested)
-    try:
-        return store.update(run, lambda record: _with_request(record, context.now()))
-    except NotFound:
-        context.log("cancelled before it was submitted", stage="submit", run=run, severity="WARNING")
-        return None
+        store.put_new(names.cancel_object(run, topic), requested)
+        try:
+            record = store.update(run, lambda latest: _with_request(latest, topic, context.now()))
+        except NotFound:
+            return None
+    return record if _is_reached(record, topic) else None
 
 
-def _with_request(record: Record, now: datetime) -> Record:
+def _is_reached(record: Record, topic: str) -> bool:
+    """Whether a request reaches a run: a request of a topic reaches the runs of that topic, any other every run."""
+    return topic in ("", record.topic)
+
+
+def _with_request(record: Record, topic: str, now: datetime) -> Record:
+    if not _is_reached(record, topic):
+        return record
     if record.state.is_terminal:
         if record.endpoint is None or record.endpoint.ended or record.endpoint.expires <= now:
             return record

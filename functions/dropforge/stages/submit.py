@@ -17,10 +17,12 @@ from pydantic import JsonValue
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec, RetryLater, SpecProblem
 from dropforge.base.redact import redact
+from dropforge.base.settings import Settings
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
 from dropforge.cloud.objects import read_at_most
 from dropforge.context import Context
+from dropforge.run.events import Request
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import MAX_SPEC_BYTES, JobSpec, parse_spec
 from dropforge.spec.policy import policy_of
@@ -50,27 +52,34 @@ def submit_object(context: Context, bucket: str, name: str, generation: str, siz
     return _submit(context, run, source, data)
 
 
-def submit_message(context: Context, data: bytes, idempotency_key: str) -> Record:
+def submit_message(context: Context, data: bytes, request: Request) -> Record:
     """Submit the spec in a request message. Raises RetryLater and client errors."""
-    run = names.run_id_of_message(idempotency_key)
+    run = run_of_request(context.settings, request)
     if record := context.store.find(run):
         return resume(context, record)
-    return _submit(context, run, f"message {idempotency_key}", data)
+    return _submit(context, run, _source(request), data)
 
 
-def submit_uri(context: Context, uri: str, idempotency_key: str) -> Record:
+def submit_uri(context: Context, uri: str, request: Request) -> Record:
     """Submit the spec at a gs:// URI, as the run of the message that names the URI."""
-    run = names.run_id_of_message(idempotency_key)
+    run = run_of_request(context.settings, request)
     if record := context.store.find(run):
         return resume(context, record)
-    if not _URI.fullmatch(uri):
-        problem = SpecProblem("/spec_uri", "not a gs:// URI", redact(repr(uri))[:120], "gs://bucket/path")
-        return _reject(context, run, f"message {idempotency_key}", [problem], b"")
     try:
         data = _read_uri(context, uri)
     except InvalidSpec as error:
-        return _reject(context, run, uri, error.problems, b"")
-    return _submit(context, run, uri, data)
+        return _reject(context, run, _source(request), error.problems, b"")
+    return _submit(context, run, f"{_source(request)} {uri}", data)
+
+
+def run_of_request(settings: Settings, request: Request) -> str:
+    """The run id of a request. The first requests topic has the ids that it had before there were other topics."""
+    return names.run_id_of_message(request.key, "" if request.topic == settings.requests_topic else request.topic)
+
+
+def _source(request: Request) -> str:
+    """The source of a run: Record.topic reads the topic again."""
+    return f"topic {request.topic} message {request.key}"
 
 
 def accept_again(context: Context, run: str) -> Record:
@@ -130,7 +139,13 @@ def _plain(data: bytes) -> bytes:
 def _read_uri(context: Context, uri: str) -> bytes:
     from google.api_core.exceptions import BadRequest, Forbidden
 
+    if not _URI.fullmatch(uri):
+        raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", redact(repr(uri))[:120], "gs://bucket/path")])
     bucket, _, name = uri.removeprefix("gs://").partition("/")
+    if not _may_hold_specs(bucket, context.settings):
+        allowed = ", ".join([context.settings.specs_bucket, *_data_buckets(context.settings)])
+        problem = SpecProblem("/spec_uri", "specs are not read from this bucket", f"gs://{bucket}", f"one of {allowed}")
+        raise InvalidSpec([problem])
     try:
         blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
     except (BadRequest, Forbidden) as error:  # permanent: a raised error would repeat the message for a day
@@ -138,7 +153,32 @@ def _read_uri(context: Context, uri: str) -> bytes:
         raise InvalidSpec([problem]) from None
     if blob is None:
         raise InvalidSpec([SpecProblem("/spec_uri", "the object does not exist", uri, "a job spec")])
-    return read_spec(context, bucket, name, str(blob.generation), int(blob.size or 0))
+    data = read_spec(context, bucket, name, str(blob.generation), int(blob.size or 0))
+    if not _is_spec(data):  # the publisher may not be allowed to read the object: nothing of its text is repeated
+        expected = "a JSON object with api_version, as every job spec has"
+        raise InvalidSpec([SpecProblem("/spec_uri", "the object is no job spec", uri, expected)])
+    return data
+
+
+def _may_hold_specs(bucket: str, settings: Settings) -> bool:
+    """Whether a request may name a spec in this bucket. The runs bucket has other users' specs and records."""
+    allowed = {settings.specs_bucket, *_data_buckets(settings)}
+    return bucket != settings.runs_bucket and (bucket in allowed or "*" in allowed)
+
+
+def _data_buckets(settings: Settings) -> list[str]:
+    return [bucket for bucket in settings.data_buckets.split(",") if bucket]
+
+
+def _is_spec(data: bytes) -> bool:
+    """Whether an object was written as a job spec, with whatever mistakes."""
+    if len(data) > MAX_SPEC_BYTES:
+        return False
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "api_version" in content
 
 
 def _submit(context: Context, run: str, source: str, data: bytes) -> Record:
@@ -171,7 +211,7 @@ def _begin(context: Context, record: Record, spec: JobSpec, execution: str | Non
     The order matters: nobody announces the acceptance of a run whose execution has begun. After a crash here, the next
     delivery or the sweep continues.
     """
-    if context.store.has_cancel(record.run):
+    if context.store.has_cancel(record.run, record.topic):
         cancel(context, record.run)
         return context.store.record(record.run)
     tell(context, record, spec)

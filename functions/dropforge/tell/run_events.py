@@ -9,12 +9,13 @@ from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.context import Context
-from dropforge.run.events import RunEvent, run_event_message
+from dropforge.run.events import Request, RunEvent, run_event_message
 from dropforge.run.record import Notice, Record, RunState, Transition
 
 from .report import cost
 
 PUBLISH_TIMEOUT_SECONDS = 20
+UNKNOWN = "UNKNOWN"  # the state in the answer to a request about no run
 
 
 def announce(context: Context, record: Record, state: RunState) -> None:
@@ -49,6 +50,24 @@ def announce_notice(context: Context, record: Record, notice: Notice) -> bool:
         details={"text": notice.text, "cost_usd": record.cost(now)},
     )
     return not publish(context, event)
+
+
+def answer_unknown(context: Context, run: str, request: Request) -> None:
+    """Answer a cancel request for a run that does not exist or is of another source. Raises CloudError."""
+    key = f"cancel-{request.message}"
+    text = (
+        f"no run with this id was requested on topic {request.topic}; a run that is requested there later is cancelled"
+    )
+    event = RunEvent(
+        id=f"{run}/notice/{key}",
+        run=run,
+        state=UNKNOWN,
+        time=context.now(),
+        notice=key,
+        details={"topic": request.topic, "message": request.message, "text": text},
+    )
+    if problem := publish(context, event):
+        raise CloudError(ErrorClass.TRANSIENT, problem)
 
 
 def publish(context: Context, event: RunEvent) -> str:

@@ -5,6 +5,7 @@ Each rule is a function of one `Life`, the part of the history about one run. It
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 from . import limits, progress
 from .history import History
 from .limits import Rule, outlives
-from .lives import SWEEP_SECONDS, TERMINAL, Life, Machine, read, seconds_of
+from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
 
 FINAL_CLASSES = frozenset({"config", "data", "permission", "out_of_memory", "deadline", "gate", "code", "cancelled"})
+_RUN_ID = re.compile(r"[a-z][a-z0-9-]{0,19}-[0-9a-f]{12}")
 SWEEPS_SECONDS = 2 * SWEEP_SECONDS  # the second sweep deletes every unowned resource
 # The errors that a function may answer with 500: faults of the cloud, and requests to be called again.
 EXPECTED_ERRORS = frozenset(
@@ -198,12 +200,18 @@ def cancel_wins(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def forged_does_nothing(life: Life) -> Iterator[tuple[float, str]]:
-    """A request about an unknown run is answered and has no effect."""
+    """A request about an unknown run, or about the run of another source, is answered by an event: that is all."""
+    answers = {message.value["event"]["details"]["message"] for message in life.published if _is_answer(message)}
     for request in life.forged:
-        if request.value["message"] not in life.handled:
-            yield life.end.time, f"message {request.value['message']} names an unknown run and was never acknowledged"
+        message = request.value["message"]
+        if message not in life.handled:
+            yield life.end.time, f"message {message} names no run of its source and was never acknowledged"
+        elif _RUN_ID.fullmatch(life.run) and message not in answers:
+            yield life.end.time, f"message {message} names no run of its source and got no answer"
     if life.forged and not life.dropped:
-        for kind in ("records", "ledgers", "machines", "executions", "published", "slack"):
+        if not all(_is_answer(message) for message in life.published):
+            yield life.end.time, "no user dropped its spec, but the run has published events"
+        for kind in ("records", "ledgers", "machines", "executions", "slack"):
             if getattr(life, kind):
                 yield life.end.time, f"no user dropped its spec, but the run has {kind}"
 
@@ -281,6 +289,11 @@ def _defects(history: History) -> Iterator[Problem]:
         elif fact.data["status"] in (400, 404):
             text = f"{fact.data['instance']} answered {fact.data['status']} to the workflow: {fact.data['body']}"
             yield Problem("no_defects", "", fact.time, text)
+
+
+def _is_answer(message: At) -> bool:
+    """Whether a run event answers a request that names no run of its source."""
+    return bool(message.value["event"].get("state") == "UNKNOWN")
 
 
 def _was_known(life: Life, machine: Machine) -> bool:

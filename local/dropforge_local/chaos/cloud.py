@@ -14,7 +14,7 @@ from dropforge.base.settings import Settings
 from .cloudrun import CloudRun
 from .disks import Disks
 from .events import Events
-from .functions import Functions
+from .functions import Functions, event_of
 from .gke import STANDING, Gke
 from .seam import context_of
 from .storage import Storage
@@ -24,7 +24,8 @@ from .workflows import WORKFLOW, Workflows
 from .world import LOCATION, PROJECT, World
 
 SPECS, RUNS = "chaos-specs", "chaos-runs"
-SUBSCRIBERS = {"requests": "on_spec_message", "job-events": "on_job_event"}
+REQUESTS, TEAM_REQUESTS, OPERATIONS = "requests", "requests-team", "operations"
+SUBSCRIBERS = {**dict.fromkeys((REQUESTS, TEAM_REQUESTS, OPERATIONS), "on_spec_message"), "job-events": "on_job_event"}
 SECRETS = {"slack-webhook": b"https://slack.chaos/hook"}
 
 
@@ -36,7 +37,8 @@ def deployment() -> Settings:
         specs_bucket=SPECS,
         runs_bucket=RUNS,
         workflow=WORKFLOW.rsplit("/", 1)[1],
-        requests_topic="requests",
+        requests_topic=REQUESTS,
+        operations_topic=OPERATIONS,
         job_events_topic="job-events",
         run_events_topic="run-events",
         train_trl_image="train",
@@ -112,12 +114,13 @@ class Cloud:
         if bucket == SPECS:
             data = {"bucket": bucket, "name": name, "generation": str(generation), "size": str(size)}
             about = {"object": name, "generation": str(generation)}
-            self.events.send("on_spec_uploaded", data, about, may_drop=True)
+            self.events.send("on_spec_uploaded", event_of(_source(bucket), data), about, may_drop=True)
 
     def _deleted(self, bucket: str, name: str, generation: int) -> None:
         if bucket == SPECS:
             data = {"bucket": bucket, "name": name, "generation": str(generation), "size": "0"}
-            self.events.send("on_spec_deleted", data, {"object": name, "message": f"deleted {generation}"})
+            about = {"object": name, "message": f"deleted {generation}"}
+            self.events.send("on_spec_deleted", event_of(_source(bucket), data), about)
 
     def _no_config(self, source: str, revision: str) -> bytes:
         raise OSError("the simulated cloud has no Hub")
@@ -167,6 +170,10 @@ class Cloud:
             )
 
         return SimpleNamespace(send=send)
+
+
+def _source(bucket: str) -> str:
+    return f"//storage.googleapis.com/projects/_/buckets/{bucket}"
 
 
 def _broken(timed_out: bool) -> Exception:

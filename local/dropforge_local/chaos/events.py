@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from .functions import Functions
+from cloudevents.http import CloudEvent
+
+from .functions import Functions, event_of, topic_source
 from .world import World
 
 RETRY_SECONDS = (10.0, 600.0)  # the subscriptions' minimum and maximum backoff
@@ -35,7 +37,7 @@ class Events:
         message, name = f"m{self.world.id():05d}", topic.rsplit("/", 1)[-1]
         if name in self.subscribers:
             encoded = {"data": base64.b64encode(data).decode(), "attributes": dict(attributes), "messageId": message}
-            self.send(self.subscribers[name], {"message": encoded}, {"message": message})
+            self.send(self.subscribers[name], event_of(topic_source(name), {"message": encoded}), {"message": message})
         else:
             self.world.fact("published", topic=name, id=attributes.get("ce-id", ""), event=json.loads(data))
         return message
@@ -61,9 +63,9 @@ class Events:
     def _to_subscriber(self, topic: str, value: dict[str, Any], about: dict[str, Any], may_drop: bool = False) -> None:
         data = base64.b64encode(json.dumps(value).encode()).decode()
         message = {"message": {"data": data, "attributes": {}, "messageId": f"m{self.world.id():05d}"}}
-        self.send(self.subscribers[topic], message, about, may_drop=may_drop)
+        self.send(self.subscribers[topic], event_of(topic_source(topic), message), about, may_drop=may_drop)
 
-    def send(self, entry_point: str, data: dict[str, Any], about: dict[str, Any], *, may_drop: bool = False) -> None:
+    def send(self, entry_point: str, event: CloudEvent, about: dict[str, Any], *, may_drop: bool = False) -> None:
         """Deliver an event until it is acknowledged: now or later, once or more often."""
         world, faults = self.world, self.world.faults
         if may_drop and world.happens(faults.dropped):
@@ -73,14 +75,12 @@ class Events:
             delay = world.random.uniform(0.02, 0.5)
             if world.happens(faults.delayed):
                 delay = world.random.choice((5.0, 60.0, 600.0, 1800.0)) * world.random.random()
-            world.after(delay, self._delivery(entry_point, data, about, RETRY_SECONDS[0]))
+            world.after(delay, self._delivery(entry_point, event, about, RETRY_SECONDS[0]))
 
-    def _delivery(
-        self, entry_point: str, data: dict[str, Any], about: dict[str, Any], pause: float
-    ) -> Callable[[], None]:
+    def _delivery(self, entry_point: str, event: CloudEvent, about: dict[str, Any], pause: float) -> Callable[[], None]:
         def done(acknowledged: bool) -> None:
             if not acknowledged:
-                again = self._delivery(entry_point, data, about, min(2 * pause, RETRY_SECONDS[1]))
+                again = self._delivery(entry_point, event, about, min(2 * pause, RETRY_SECONDS[1]))
                 self.world.after(pause, again)
 
-        return lambda: self.functions.deliver(entry_point, data, about, done)
+        return lambda: self.functions.deliver(entry_point, event, about, done)

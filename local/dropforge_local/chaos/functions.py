@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from cloudevents.http import CloudEvent
+
 import dropforge
 from dropforge.context import Context
 
 from .scheduler import Killed, Process
 from .workflows import Reply
-from .world import World
+from .world import PROJECT, World
 
 SOURCE = Path(dropforge.__file__).resolve().parents[1] / "main.py"
 LAST_EFFECT = 40  # a call has up to some hundreds; most have less than this
@@ -35,11 +37,11 @@ class Functions:
         """Call a stage; `done` gets its answer, or None when the instance crashed."""
         self._start(name, {"run": body.get("run", "")}, lambda: call_stage(self._main, name, body), done)
 
-    def deliver(self, name: str, data: dict[str, Any], about: dict[str, Any], done: Callable[[bool], None]) -> None:
+    def deliver(self, name: str, event: CloudEvent, about: dict[str, Any], done: Callable[[bool], None]) -> None:
         """Give an event to a function; `done` gets whether it was acknowledged."""
 
         def answer() -> tuple[int, Any]:
-            getattr(self._main, name)(SimpleNamespace(data=data))
+            getattr(self._main, name)(event)
             return 200, None
 
         self._start(name, about, answer, lambda reply: done(reply is not None and reply[0] == 200))
@@ -68,6 +70,17 @@ class Functions:
         if world.happens(world.faults.killed):
             process.kill_at = (1 + int(LAST_EFFECT * world.random.random() ** 2), world.random.random() < 0.5)
         world.scheduler.spawn(process, world.random.uniform(0.005, 0.3))
+
+
+def event_of(source: str, data: dict[str, Any]) -> CloudEvent:
+    """A CloudEvent as Eventarc sends it. Functions read its data and its source."""
+    fixed = {"id": "1", "time": "2026-01-01T00:00:00Z", "type": "event"}
+    return CloudEvent({**fixed, "source": source}, data)
+
+
+def topic_source(topic: str) -> str:
+    """The source of the events of a Pub/Sub topic."""
+    return f"//pubsub.googleapis.com/projects/{PROJECT}/topics/{topic}"
 
 
 def call_stage(main: ModuleType, name: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -283,7 +283,7 @@ class _Reader:
                     self.lives[parts[1]].creations.append(content)
             elif parts[2] == "ledger.json":
                 self.lives[parts[1]].ledgers.append(content)
-            elif parts[2] == "cancel.json":
+            elif parts[2].startswith("cancel"):
                 self.lives[parts[1]].intents.append(content)
         elif parts[0] == "runs" and parts[2:3] == ["events"]:
             attempt, sequence, kind = parts[3].removesuffix(".json").split("-")

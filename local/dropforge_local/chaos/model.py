@@ -28,9 +28,9 @@ from dropforge.platforms.training import Launch, Phase, Status
 from dropforge.spec import JobSpec
 from workflows_engine import Wait, decode_value, encode_value, timer_result
 
-from .cloud import RUNS, SPECS, deployment
+from .cloud import OPERATIONS, RUNS, SPECS, deployment
 from .faults import Strike
-from .functions import call_stage, entry_points
+from .functions import call_stage, entry_points, event_of, topic_source
 from .scheduler import START, Killed
 from .seam import context_of
 from .storage import Storage, StoredObject
@@ -155,10 +155,10 @@ class Stage(World):
         except Exception as error:  # noqa: BLE001  # as functions-framework does
             return 500, {"error": repr(error)}
 
-    def deliver(self, name: str, data: dict[str, Any]) -> bool:
+    def deliver(self, name: str, source: str, data: dict[str, Any]) -> bool:
         """An event; whether it was acknowledged."""
         try:
-            getattr(self.main, name)(SimpleNamespace(data=data))
+            getattr(self.main, name)(event_of(source, data))
         except (Killed, DropforgeError):
             return False
         return True
@@ -403,9 +403,10 @@ def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
         if kind == "spec":
             stage.slept += _age(stage)
             data = {"bucket": SPECS, "name": OBJECT, "generation": "1", "size": str(len(SPEC))}
-            done = stage.deliver("on_spec_uploaded", data)
+            done = stage.deliver("on_spec_uploaded", SPECS, data)
         else:
-            done = stage.deliver("on_spec_message", {"message": {"data": CANCEL, "messageId": "cancel"}})
+            message = {"message": {"data": CANCEL, "messageId": "cancel"}}
+            done = stage.deliver("on_spec_message", topic_source(OPERATIONS), message)
         if done and not keep:
             stage.mail.remove(kind)
 

@@ -11,14 +11,15 @@ from typing import Any
 from dropforge.base import names
 
 from . import specs
-from .cloud import SPECS, Cloud
+from .cloud import OPERATIONS, REQUESTS, SPECS, TEAM_REQUESTS, Cloud
 from .trainer import Work
 from .world import World
 
 DROPS_SECONDS = 1200.0
 # When a user deletes a spec: at once, while the run waits for capacity, while it trains, and after its end.
 REGRETS_SECONDS = (0.0, 1.0, 60.0, 600.0, 3000.0, 7200.0)
-# Last digits of the seeds whose specs ask for progress notices. Kept seeds that revealed a defect end in other digits.
+# Last digits of the seeds whose specs ask for progress notices, and whose runs others try to cancel. Kept seeds that
+# revealed a defect end in other digits.
 WATCHED = (2, 3, 7, 8)
 # A malformed run id, and a well-formed id that no run has.
 FORGED = ("nobody-0123456789ab", "request-000000000000", "../../specs", "", "None", "job-0")
@@ -51,7 +52,7 @@ class Workload:
     def cancel_all(self) -> None:
         """A user cancels every run."""
         for run in self.dropped:
-            self._cancel(run)
+            self._cancel(run, OPERATIONS)
 
     def _plan(self, number: int) -> None:
         draw = self.world.random
@@ -65,7 +66,7 @@ class Workload:
             times = [when] + [when + draw.random() * 900] * (draw.random() < 0.3)
             for time in times:
                 self.world.after(time, lambda: self._request(key, spec, valid, work))
-            self._perhaps_cancel(names.run_id_of_message(key), when)
+            self._perhaps_cancel(names.run_id_of_message(key), REQUESTS, when)
 
     def _drop(self, name: str, spec: dict[str, Any], valid: bool, work: Work) -> None:
         generation = self.cloud.storage.put(SPECS, name, json.dumps(spec).encode())
@@ -73,7 +74,7 @@ class Workload:
         self.cloud.trainer.work[run] = work
         self.world.fact("dropped", run=run, valid=valid, spec=spec, object=name, generation=str(generation))
         self.dropped.append(run)
-        self._perhaps_cancel(run, 0)
+        self._perhaps_cancel(run, OPERATIONS, 0)
         draw, faults = self.world.random, self.world.faults
         delay = draw.choice(REGRETS_SECONDS) * draw.random()
         if draw.random() < faults.deletes:
@@ -104,21 +105,27 @@ class Workload:
         run = names.run_id_of_message(key)
         self.cloud.trainer.work.setdefault(run, work)
         self.world.fact("dropped", run=run, valid=valid, spec=spec)
-        self.cloud.events.accept("requests", json.dumps(spec).encode(), {"idempotency_key": key})
+        self.cloud.events.accept(REQUESTS, json.dumps(spec).encode(), {"idempotency_key": key})
 
-    def _perhaps_cancel(self, run: str, when: float) -> None:
+    def _perhaps_cancel(self, run: str, topic: str, when: float) -> None:
+        """Cancel a run through this topic, and in some seeds through the topic of another source."""
+        if self.world.history.seed % 10 in WATCHED:
+            own = random.Random(f"{self.world.history.seed} {run}")
+            foreign = own.choice([other for other in (REQUESTS, TEAM_REQUESTS) if other != topic])
+            self.world.after(max(0.0, when + own.uniform(-60, 3000)), partial(self._forge_cancel, run, foreign))
         draw, rate = self.world.random.random(), self.world.faults.cancels
         if draw >= rate:
             return
         delay = self.world.random.choice((-60.0, 5.0, 60.0, 600.0, 3000.0)) * self.world.random.random()
-        self.world.after(max(0.0, when + delay), lambda: self._cancel(run))
+        self.world.after(max(0.0, when + delay), lambda: self._cancel(run, topic))
 
-    def _cancel(self, run: str) -> None:
-        message = self.cloud.events.accept("requests", json.dumps({"cancel": run}).encode(), {})
+    def _cancel(self, run: str, topic: str) -> None:
+        message = self.cloud.events.accept(topic, json.dumps({"cancel": run}).encode(), {})
         self.world.fact("cancel", run=run, message=message, how="message")
 
-    def _forge_cancel(self, run: str) -> None:
-        message = self.cloud.events.accept("requests", json.dumps({"cancel": run}).encode(), {})
+    def _forge_cancel(self, run: str, topic: str = REQUESTS) -> None:
+        """Cancel a run that does not exist, or that is not of the source of the request."""
+        message = self.cloud.events.accept(topic, json.dumps({"cancel": run}).encode(), {})
         self.world.fact("forged", run=run, message=message)
 
     def _spec(self, number: int) -> tuple[dict[str, Any], bool]:

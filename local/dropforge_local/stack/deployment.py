@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 PROJECT, LOCATION = "local-project", "us-central1"
 IMAGES = f"{LOCATION}-docker.pkg.dev/{PROJECT}/dropforge"
@@ -14,6 +14,7 @@ CLUSTER = f"projects/{PROJECT}/locations/{LOCATION}/clusters/{CLUSTER_NAME}"  # 
 SPECS_BUCKET, RUNS_BUCKET = f"{PROJECT}-dropforge-specs", f"{PROJECT}-dropforge-runs"
 WORKFLOW = "dropforge-run"
 REQUESTS, JOB_EVENTS, RUN_EVENTS = "dropforge-requests", "dropforge-job-events", "dropforge-run-events"
+OPERATIONS = "dropforge-operations"
 CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")  # var.client_ranges
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
@@ -34,13 +35,24 @@ VARIABLES: dict[str, Any] = {
 _IMAGE_SETTINGS = ("TRAIN_TRL", "TRAIN_MAXTEXT", "TRAIN_RAY", "SERVE_VLLM", "SERVE_VLLM_TPU")
 
 
-def triggers() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The Eventarc triggers: name (the function's name with dashes), event type, filters."""
-    published = "google.cloud.pubsub.topic.v1.messagePublished"
-    yield "on-spec-uploaded", "google.cloud.storage.object.v1.finalized", {"bucket": SPECS_BUCKET}
-    yield "on-spec-deleted", "google.cloud.storage.object.v1.deleted", {"bucket": SPECS_BUCKET}
-    yield "on-spec-message", published, {"topic": f"projects/{PROJECT}/topics/{REQUESTS}"}
-    yield "on-job-event", published, {"topic": f"projects/{PROJECT}/topics/{JOB_EVENTS}"}
+class FunctionTrigger(NamedTuple):
+    """An Eventarc trigger of terraform/triggers.tf: its name, the function that it calls, event type and filters."""
+
+    name: str
+    function: str
+    event_type: str
+    filters: dict[str, str]
+
+
+def triggers() -> Iterator[FunctionTrigger]:
+    """Every trigger, in the order of the functions in main.py."""
+    published, topics = "google.cloud.pubsub.topic.v1.messagePublished", f"projects/{PROJECT}/topics"
+    uploaded, deleted = (f"google.cloud.storage.object.v1.{change}" for change in ("finalized", "deleted"))
+    yield FunctionTrigger("on-spec-uploaded", "on_spec_uploaded", uploaded, {"bucket": SPECS_BUCKET})
+    yield FunctionTrigger("on-spec-deleted", "on_spec_deleted", deleted, {"bucket": SPECS_BUCKET})
+    yield FunctionTrigger("on-spec-message", "on_spec_message", published, {"topic": f"{topics}/{REQUESTS}"})
+    yield FunctionTrigger("on-operation", "on_spec_message", published, {"topic": f"{topics}/{OPERATIONS}"})
+    yield FunctionTrigger("on-job-event", "on_job_event", published, {"topic": f"{topics}/{JOB_EVENTS}"})
 
 
 def cluster_objects() -> Iterator[dict[str, Any]]:
@@ -81,6 +93,8 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_RUNS_BUCKET": RUNS_BUCKET,
         "DROPFORGE_WORKFLOW": WORKFLOW,
         "DROPFORGE_REQUESTS_TOPIC": REQUESTS,
+        "DROPFORGE_OPERATIONS_TOPIC": OPERATIONS,
+        "DROPFORGE_DATA_BUCKETS": ",".join(VARIABLES["data_buckets"]),
         "DROPFORGE_JOB_EVENTS_TOPIC": JOB_EVENTS,
         "DROPFORGE_RUN_EVENTS_TOPIC": RUN_EVENTS,
         "DROPFORGE_TRAINER_SERVICE_ACCOUNT": _service_account(TRAINER),

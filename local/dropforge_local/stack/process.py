@@ -57,6 +57,7 @@ from .deployment import (
     CLUSTER,
     JOB_EVENTS,
     LOCATION,
+    OPERATIONS,
     PROJECT,
     REQUESTS,
     RUN_EVENTS,
@@ -249,15 +250,13 @@ class Stack:
         replace_file(self.state / "addresses.json", json.dumps(kept))
         for bucket in (SPECS_BUCKET, RUNS_BUCKET):
             self.storage.create_bucket(bucket)
-        for topic in (REQUESTS, JOB_EVENTS, RUN_EVENTS):
+        for topic in (REQUESTS, OPERATIONS, JOB_EVENTS, RUN_EVENTS):
             self.pubsub.create_topic(f"projects/{PROJECT}/topics/{topic}")
         self.gke.ensure_cluster(CLUSTER)
         self.kubernetes.ensure_objects(CLUSTER, deployment.cluster_objects())
         self.secrets.set_secret(SLACK_SECRET, f"{self._server.url}/slack/services/T000/B000/local".encode())
-        for name, event_type, filters in deployment.triggers():
-            self.eventarc.ensure_trigger(
-                Trigger(name, event_type, filters, self.functions_url + name.replace("-", "_"))
-            )
+        for name, function, event_type, filters in deployment.triggers():
+            self.eventarc.ensure_trigger(Trigger(name, event_type, filters, self.functions_url + function))
         source = (ROOT / "workflows" / "run.workflows.yaml").read_text()
         name = f"projects/{PROJECT}/locations/{LOCATION}/workflows/{WORKFLOW}"
         self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})

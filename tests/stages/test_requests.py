@@ -1,0 +1,202 @@
+"""Requests and cancels by message: each counts only within its source, and specs are read only where it may read."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError
+from dropforge.context import Context
+from dropforge.run.events import Request
+from dropforge.run.record import Record, RunState
+from dropforge.stages import submit
+from dropforge.stages.cancel import cancel_requested
+from dropforge.stages.submit import submit_message, submit_uri
+
+from ..deployments import Memory, context_with, settings_with
+from .test_ceiling import document
+
+SETTINGS = settings_with(
+    specs_bucket="specs",
+    runs_bucket="runs",
+    requests_topic="requests",
+    operations_topic="operations",
+    data_buckets="rows,more-rows",
+)
+SPEC = json.dumps(document()).encode()
+RECORD = b'{"api_version": "dropforge/v1", "run": "job-0123456789ab", "secret": "four-seven"}'
+OTHERS = ("requests-team", "requests-other")
+
+
+class Deployment:
+    """A deployment whose executions never begin, and which keeps the run events that it publishes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.storage, self.events = Memory(), list[dict[str, Any]]()
+        publisher = SimpleNamespace(publish=self.publish)
+        self.context = context_with(SETTINGS, storage=self.storage, publisher=publisher, hub=None)
+        self.is_reachable = True
+        patch.setattr("dropforge.stages.admission.check", lambda *_: None)
+        patch.setattr(submit, "start_execution", lambda *_: "e-1")
+        patch.setattr(submit, "find_execution", lambda *_: None)
+
+    def publish(self, topic: str, data: bytes, **_: Any) -> Any:
+        def result(_: float) -> str:
+            if not self.is_reachable:
+                raise TimeoutError
+            self.events.append(json.loads(data))
+            return "1"
+
+        return SimpleNamespace(result=result)
+
+    def submit(self, topic: str, key: str = "key") -> Record:
+        return submit_message(self.context, SPEC, Request(topic, key, "m-1"))
+
+    def cancel(self, run: str, topic: str, message: str = "m-2") -> None:
+        cancel_requested(self.context, run, Request(topic, message, message))
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["state"] == "UNKNOWN"]
+
+    def is_cancelled(self, run: str) -> bool:
+        return self.context.store.record(run).cancel_requested is not None
+
+
+@pytest.fixture
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    return Deployment(monkeypatch)
+
+
+def test_a_key_is_taken_only_within_its_topic(deployment: Deployment) -> None:
+    runs = [deployment.submit(topic).run for topic in ("requests", *OTHERS)]
+    assert len(set(runs)) == 3
+    assert [deployment.submit(topic).run for topic in ("requests", *OTHERS)] == runs
+    assert runs[0] == names.run_id_of_message("key"), "runs of earlier versions keep their ids"
+
+
+@pytest.mark.parametrize("key", ["requests-team\0key", "\0requests-team\0key", "topic\0requests-team\0key"])
+def test_no_key_reaches_the_run_of_another_topic(deployment: Deployment, key: str) -> None:
+    victim = deployment.submit("requests-team").run
+    assert deployment.submit("requests", key).run != victim
+    assert deployment.submit("requests-other", key).run != victim
+
+
+@pytest.mark.parametrize("topic", ["requests", "requests-team"])
+def test_a_cancel_reaches_the_runs_of_its_topic(deployment: Deployment, topic: str) -> None:
+    run = deployment.submit(topic).run
+    deployment.cancel(run, topic)
+    assert deployment.is_cancelled(run)
+    assert deployment.answers() == []
+
+
+def test_an_operator_cancels_any_run(deployment: Deployment) -> None:
+    for topic in ("requests", "requests-team"):
+        run = deployment.submit(topic).run
+        deployment.cancel(run, "operations")
+        assert deployment.is_cancelled(run)
+
+
+def test_a_cancel_of_another_source_is_answered_like_that_of_no_run(deployment: Deployment) -> None:
+    run = deployment.submit("requests").run
+    deployment.cancel(run, "requests-team")
+    deployment.cancel("request-aaaaaaaaaaaa", "requests-team")
+    assert not deployment.is_cancelled(run)
+    foreign, unknown = (json.dumps(answer).replace(answer["run"], "RUN") for answer in deployment.answers())
+    assert _without_time(foreign) == _without_time(unknown)
+
+
+def test_a_cancel_without_an_answer_is_delivered_again(deployment: Deployment) -> None:
+    deployment.is_reachable = False
+    with pytest.raises(CloudError, match="could not be published"):
+        deployment.cancel("request-aaaaaaaaaaaa", "requests")
+    deployment.is_reachable = True
+    deployment.cancel("request-aaaaaaaaaaaa", "requests")
+    assert [answer["details"]["message"] for answer in deployment.answers()] == ["m-2"]
+
+
+@pytest.mark.parametrize(("topic", "counts"), [("requests", True), ("operations", True), ("requests-team", False)])
+def test_a_cancel_before_its_run_counts_only_from_the_source_of_the_run(
+    deployment: Deployment, topic: str, counts: bool
+) -> None:
+    run = names.run_id_of_message("key")
+    deployment.cancel(run, "requests-other", "m-0")
+    deployment.cancel(run, topic)
+    assert deployment.submit("requests").state is (RunState.CANCELLED if counts else RunState.ACCEPTED)
+
+
+def test_a_cancel_that_an_earlier_version_stored_still_counts(deployment: Deployment) -> None:
+    run = names.run_id_of_message("key")
+    deployment.context.store.put_new(f"runs/{run}/cancel.json", b"{}")
+    assert deployment.submit("requests").state is RunState.CANCELLED
+
+
+def test_only_operators_reach_a_run_whose_record_names_no_topic(deployment: Deployment) -> None:
+    """It is from the specs bucket, or from a version that did not note the topic."""
+    run = deployment.submit("requests").run
+    deployment.context.store.update(run, lambda record: record.model_copy(update={"source": "message key"}))
+    deployment.cancel(run, "requests")
+    assert not deployment.is_cancelled(run)
+    deployment.cancel(run, "operations")
+    assert deployment.is_cancelled(run)
+
+
+class Buckets:
+    """A storage client whose specs and data buckets have objects. Reading another bucket fails the test."""
+
+    def __init__(self, memory: Memory, content: bytes) -> None:
+        self.memory, self.content = memory, content
+
+    def bucket(self, name: str) -> Any:
+        if name == "runs":
+            return self.memory
+        assert name in ("specs", "rows", "more-rows"), f"gs://{name} was read"
+        blob = SimpleNamespace(generation=1, size=len(self.content), download_as_bytes=lambda **_: self.content)
+        blob.open = lambda *_, **__: (_ for _ in ())
+        return SimpleNamespace(get_blob=lambda *_, **__: blob, blob=lambda *_, **__: blob)
+
+
+def requested(deployment: Deployment, patch: pytest.MonkeyPatch, uri: str, content: bytes) -> Record:
+    storage = Buckets(deployment.storage, content)
+    patch.setattr(submit, "read_at_most", lambda blob, size: content)
+    context: Context = context_with(SETTINGS, storage=storage, publisher=SimpleNamespace(publish=deployment.publish))
+    return submit_uri(context, uri, Request("requests", uri, "m-1"))
+
+
+@pytest.mark.parametrize("bucket", ["specs", "rows", "more-rows"])
+def test_a_spec_is_read_from_the_specs_bucket_and_from_data_buckets(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    record = requested(deployment, monkeypatch, f"gs://{bucket}/job.json", SPEC)
+    assert (record.state, record.topic) == (RunState.ACCEPTED, "requests")
+    assert record.source.endswith(f"gs://{bucket}/job.json")
+
+
+@pytest.mark.parametrize("bucket", ["runs", "elsewhere", "rows-of-others", "*"])
+def test_no_other_bucket_is_read(deployment: Deployment, monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+    record = requested(deployment, monkeypatch, f"gs://{bucket}/runs/job-0123456789ab/record.json", RECORD)
+    [problem] = record.problems
+    assert record.state is RunState.REJECTED
+    if bucket != "*":
+        assert (problem["pointer"], problem["found"]) == ("/spec_uri", f"gs://{bucket}")
+        assert problem["expected"] == "one of specs, rows, more-rows"
+    assert "four-seven" not in record.model_dump_json() + json.dumps(deployment.events)
+
+
+@pytest.mark.parametrize("content", [b'{"name": "four-seven"}', b"four-seven", b'["four-seven"]', b"[" * 100_000])
+def test_nothing_of_an_object_that_is_no_spec_is_repeated(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """The publisher of the message may not be allowed to read the data bucket."""
+    record = requested(deployment, monkeypatch, "gs://rows/private.json", content)
+    assert record.state is RunState.REJECTED
+    assert record.problems[0]["message"] == "the object is no job spec"
+    stored = b"".join(data for data, _ in deployment.storage.objects.values())
+    assert b"four-seven" not in stored + json.dumps(deployment.events).encode()
+
+
+def _without_time(event: str) -> dict[str, Any]:
+    return {**json.loads(event), "time": ""}
