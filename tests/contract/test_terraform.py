@@ -30,6 +30,9 @@ DATA = ROOT / "tests" / "data"
 CHECKOV = ROOT / "build" / "checkov" / "bin" / "checkov"
 ACCOUNTS: dict[str, dict[str, Any]] = permissions()["accounts"]
 GRANTS = [(account, scope, held) for account, body in ACCOUNTS.items() for scope, held in body["grants"].items()]
+SAMPLES: list[dict[str, Any]] = yaml.safe_load((DATA / "google_provider_samples.yaml").read_text())
+# Arguments without a sample; the provider's schema and Google's page of the method have them.
+UNSAMPLED = {"google_container_cluster": {"description"}}
 LOCAL = {"project_id": stack.PROJECT, "region": stack.LOCATION, "prefix": "dropforge"}
 TEXT = {path.name: path.read_text() for path in sorted(TERRAFORM.glob("*.tf"))}
 REQUIRED = {field.name for field in fields(Settings) if field.default is MISSING}
@@ -261,6 +264,11 @@ def test_the_provider_has_every_type_and_argument(kind: str, described: str) -> 
         (("google_storage_bucket", "runs"), {"lifecycle_rule": [{"action": [{}], "condition": [{}]}]}, "type: missing"),
         (("google_monitoring_alert_policy", "alert"), {"combiner": "XOR"}, "'XOR' is none of AND"),
         (("google_service_account", "account"), {"email": "a@b.c"}, "set by Google only"),
+        (("google_container_cluster", "region"), {"release_channel": [{"channel": "NONE"}]}, "'NONE' is none of"),
+        (("google_storage_bucket", "runs"), {"public_access_prevention": "on"}, "'on' is none of enforced"),
+        (("google_pubsub_topic", "run_events"), {"message_retention_duration": "599s"}, "'599s' is not from 600"),
+        (("google_pubsub_topic", "run_events"), {"message_retention_duration": "7d"}, "'7d' is not from 600"),
+        (("google_pubsub_subscription", "dead_letter"), {"ack_deadline_seconds": 601}, "601 is not from 10 to 600"),
     ],
 )
 def test_a_mistake_in_a_resource_is_noticed(resource: tuple[str, str], change: dict[str, Any], problem: str) -> None:
@@ -274,6 +282,20 @@ def test_a_missing_argument_is_noticed() -> None:
     del body["location"]
     problems = google_provider.problems("runs", body, google_provider.schemas("resources")["google_storage_bucket"])
     assert list(problems) == ["runs.location: missing"]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["sample"])
+def test_the_descriptions_fit_googles_acceptance_tests(sample: dict[str, Any]) -> None:
+    schema = google_provider.schemas("resources")[sample["resource"]]
+    assert list(google_provider.problems(sample["sample"], sample["arguments"], schema)) == []
+
+
+@pytest.mark.parametrize("kind", sorted({sample["resource"] for sample in SAMPLES}))
+def test_googles_acceptance_tests_have_every_argument(kind: str) -> None:
+    shown = {path for sample in SAMPLES if sample["resource"] == kind
+             for path in google_provider.arguments(sample["arguments"])}  # fmt: skip
+    used = {path for body in resources(kind).values() for path in google_provider.arguments(body)}
+    assert used - shown == UNSAMPLED.get(kind, set())
 
 
 @pytest.mark.slow

@@ -28,12 +28,16 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Argument:
-    """`type` is Terraform's notation, such as `list(string)`; `values` are all that the argument takes, if listed."""
+    """`type` is Terraform's notation, such as `list(string)`; `values` are all that the argument takes, if listed.
+
+    `limits` are the least and the most of a number, or of the seconds in a text such as "600s".
+    """
 
     type: str
     required: bool = False
     values: tuple[str, ...] = ()
     is_output: bool = False
+    limits: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,20 @@ def _argument(described: str | list[str], required: bool) -> Argument:
         return Argument("string", required, tuple(described))
     if described == OUTPUT:
         return Argument("string", is_output=True)
+    if limited := re.fullmatch(r"(seconds\()?(\d+)\.\.(\d+)\)?", described):
+        return Argument("string" if limited[1] else "number", required, limits=(int(limited[2]), int(limited[3])))
     return Argument(described, required)
+
+
+def arguments(body: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """The path of every argument and block that `body` uses, such as `lifecycle_rule.action.type`."""
+    for name, value in body.items():
+        if name in META_ARGUMENTS:
+            continue
+        yield f"{where}{name}"
+        for block in value if isinstance(value, list) else ():
+            if isinstance(block, dict):
+                yield from arguments(block, f"{where}{name}.")
 
 
 def _contents(dynamic: Any) -> list[dict[str, Any]]:
@@ -116,6 +133,13 @@ def _argument_problems(where: str, value: Any, argument: Argument) -> Iterator[s
         yield f"{where}: {value!r} is none of {', '.join(argument.values)}"
     elif not isinstance(value, _literals(argument.type)):
         yield f"{where}: {value!r} is no {argument.type}"
+    elif argument.limits and not _is_within(value, argument.type, *argument.limits):
+        yield f"{where}: {value!r} is not from {argument.limits[0]} to {argument.limits[1]}"
+
+
+def _is_within(value: object, kind: str, least: int, most: int) -> bool:
+    number = re.fullmatch(r"(\d+)s" if kind == "string" else r"(\d+)", str(value))
+    return number is not None and least <= int(number[1]) <= most
 
 
 def _literals(kind: str) -> tuple[type, ...]:
