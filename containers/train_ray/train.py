@@ -38,7 +38,6 @@ def run(work: Work) -> Result:
     import ray
 
     shared, hosts = SharedCheckpoints.from_environment(), Slice.from_environment()
-    use_storage(os.environ)
     os.environ.setdefault("JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S", str(SHUTDOWN_SECONDS))
     ray.init(log_to_driver=True, runtime_env={"env_vars": worker_environment(tpu=bool(work.done("prepare")["tpu"]))})
     if not shared.newest() and work.result("import"):
@@ -101,7 +100,6 @@ def train_on_host(config: dict[str, Any]) -> None:
 
     exchange, inputs = config["exchange"], ray.get(config["inputs"])
     first = jax.process_index() == 0
-    use_storage(os.environ)
     with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:
         work = unpack(Path(directory), inputs)
         try:
@@ -233,13 +231,6 @@ def worker_environment(*, tpu: bool) -> dict[str, str]:
     """The environment of every Ray worker of this job. MaxText uses stubs of its cloud clients, as in all stages."""
     environment = {"HF_HUB_OFFLINE": "1", "DECOUPLE_GCLOUD": "TRUE", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return environment if tpu else {**environment, "JAX_PLATFORMS": "cpu"}
-
-
-def use_storage(environ: Any) -> None:
-    """Point TensorStore to the storage emulator, if there is one: it reads a variable of its own."""
-    if host := environ.get("STORAGE_EMULATOR_HOST"):
-        environ["TENSORSTORE_GCS_HTTP_URL"] = host
-        environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "local"
 
 
 def lost(why: str) -> JobError:

@@ -31,6 +31,7 @@ from dropforge_local.base.server import BackgroundServer, Emulator, Server
 from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.secretmanager import SecretManagerEmulator
 from dropforge_local.emulators.storage import StorageEmulator
+from dropforge_local.stack.deployment import libraries_environment
 
 from . import forked
 from .forked import Forked
@@ -64,9 +65,7 @@ class Cloud:
         return {
             "PATH": os.environ["PATH"],
             "HOME": os.environ.get("HOME", "/tmp"),
-            "STORAGE_EMULATOR_HOST": self.server.url,
-            "PUBSUB_EMULATOR_HOST": self.server.grpc_address,
-            "SECRET_MANAGER_EMULATOR_HOST": self.server.url,
+            **libraries_environment(self.server.url, self.server.grpc_address, "local"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }

@@ -6,7 +6,12 @@ tests/emulators/kubernetes/test_ray.py compares the stand-in with the real Ray.
 
 from __future__ import annotations
 
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dropforge.run.record import RunState
 
@@ -17,6 +22,12 @@ from .test_runs import assert_clean
 
 TARGET: dict[str, Any] = {"type": "ray", **PARTS["ray"]}
 HOSTS = 2
+WRITE_AND_READ = """
+import sys, tensorstore
+bucket = tensorstore.KvStore.open(sys.argv[1]).result()
+bucket.write("d/part", b"weights").result()
+print(bucket.read("d/part").result().value.decode())
+"""
 
 
 def pods_of(user: User, run: str, node_type: str) -> list[tuple[str, str]]:
@@ -42,3 +53,27 @@ def test_preempted_hosts_and_head_are_replaced_within_the_attempt(user: User) ->
     assert record.state is RunState.SUCCEEDED, record.error
     assert len(record.attempts) == 1
     assert_clean(user, run)
+
+
+def test_tensorstore_reaches_the_bucket_as_the_account_of_the_host(user: User, maxtext_environment: Path) -> None:
+    """Orbax uses TensorStore, which sends a token to emulators, too. MaxText calls a refusal a missing checkpoint."""
+    run = user.drop(user.spec("hang", target=TARGET))
+    user.wait(run, "TRAINING")
+    environment = next(filter(None, (environment_of(process, run) for process in psutil.process_iter())))
+    command = [str(maxtext_environment / "bin" / "python"), "-c", WRITE_AND_READ]
+    for folder, is_its_own in ((f"checkpoints/{run}/maxtext", True), (f"runs/{run}", False)):
+        uri = f"gs://{user.settings.runs_bucket}/{folder}/"
+        done = subprocess.run([*command, uri], env=environment, capture_output=True, text=True)
+        assert (done.stdout == "weights\n") is is_its_own, done.stderr
+        assert is_its_own or "PERMISSION_DENIED" in done.stderr
+    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.wait(run)
+
+
+def environment_of(process: psutil.Process, run: str) -> dict[str, str] | None:
+    """The environment of a process in a container of the run; None for another process."""
+    try:
+        environment = process.environ()
+    except psutil.Error:
+        return None
+    return environment if environment.get("DROPFORGE_RUN") == run and "DROPFORGE_CONTAINER_ID" in environment else None

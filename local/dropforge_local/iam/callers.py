@@ -1,6 +1,6 @@
 """Tells which account a request acts as: by the token that it carries, or by the address that it reached.
 
-Google's libraries send no token to an emulator of Cloud Storage or Pub/Sub. So each container role has addresses of its
+Google's clients send no token to an emulator of Cloud Storage or Pub/Sub. So each container role has addresses of its
 own, as each machine has its own metadata server; so have the functions, whose requests also name their function. A
 request to the stack's common address without a token is the owner's.
 """

@@ -79,7 +79,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
     """What the functions and the command line need to use the stack at these addresses with this OAuth2 token."""
     images = {f"DROPFORGE_{name}_IMAGE": f"{IMAGES}/{name.lower().replace('_', '-')}:local" for name in _IMAGE_SETTINGS}
     return {
-        **libraries_environment(http, grpc),
+        **libraries_environment(http, grpc, token),
         **images,
         "CLOUD_RUN_EMULATOR_HOST": http,
         "GKE_EMULATOR_HOST": http,
@@ -109,9 +109,16 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
     }
 
 
-def libraries_environment(http: str, grpc: str) -> dict[str, str]:
-    """What Google's own client libraries read."""
-    return {"STORAGE_EMULATOR_HOST": http, "PUBSUB_EMULATOR_HOST": grpc, "SECRET_MANAGER_EMULATOR_HOST": http}
+def libraries_environment(http: str, grpc: str, token: str) -> dict[str, str]:
+    """What Google's own client libraries read. TensorStore, with which Orbax reads and writes buckets, has variables of
+    its own, and looks for real credentials without a token."""
+    return {
+        "STORAGE_EMULATOR_HOST": http,
+        "PUBSUB_EMULATOR_HOST": grpc,
+        "SECRET_MANAGER_EMULATOR_HOST": http,
+        "TENSORSTORE_GCS_HTTP_URL": http,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": token,
+    }
 
 
 def kubeconfig(server: str, authority: str, token: str) -> str:

@@ -217,8 +217,10 @@ class Stack:
         return self.identity.token("OAuth2", CLOUD_PLATFORM, caller)
 
     def _platform_environment(self, account: str) -> dict[str, str]:
-        """Stands for the metadata server in every container: the addresses of the APIs for its service account."""
-        return deployment.libraries_environment(*self._server.addresses(_caller_of(account)))
+        """Stands for the metadata server in every container: the addresses of the APIs, and a token, for its service
+        account."""
+        caller = _caller_of(account)
+        return deployment.libraries_environment(*self._server.addresses(caller), self._token(caller))
 
     def _machine_environment(self, account: str) -> dict[str, str]:
         """Like `_platform_environment`, for TPU machines, whose script publishes over REST."""
