@@ -1,6 +1,8 @@
 terraform {
   required_version = ">= 1.9, < 2.0"
 
+  # Their hashes are in .terraform.lock.hcl. Terraform's registry was not reached: the hashes are those of public lock files,
+  # read on 2026-11-23, which agree (archive in three repositories, google for Linux in two).
   required_providers {
     archive = {
       source  = "hashicorp/archive"

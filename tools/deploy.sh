@@ -7,9 +7,8 @@
 #   destroy    delete the deployment, apart from the bucket of Terraform's state
 #
 # The script shows Terraform's plan and applies it only after the answer "yes". PREFIX names the deployment (dropforge).
-# The state and the hashes of Terraform's providers are in gs://PROJECT_ID-PREFIX-state. The digests of the images come from
-# Cloud Build's own record of what it pushed: the account that builds can write neither that record nor the bucket that the
-# functions' source comes from.
+# The state is in gs://PROJECT_ID-PREFIX-state. The digests of the images come from Cloud Build's own record of what it
+# pushed: the account that builds can write neither that record nor the bucket that the functions' source comes from.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,18 +28,6 @@ make_state_bucket() {
         gcloud storage buckets create "gs://$state" --project="$project" --location="$region" \
             --uniform-bucket-level-access --public-access-prevention
         gcloud storage buckets update "gs://$state" --versioning
-    fi
-}
-
-# Pin the providers by hash: take the lock file of the checkout, else that of the first deployment of these versions, else
-# create it from Terraform's registry and keep it. Nobody but the users who deploy can write to the state's bucket.
-lock_providers() {
-    local lock=terraform/.terraform.lock.hcl kept
-    kept="gs://$state/providers/$(git hash-object terraform/versions.tf).lock.hcl"
-    if [[ ! -e $lock ]] && ! gcloud storage cp "$kept" "$lock"; then
-        terraform -chdir=terraform providers lock -platform=linux_amd64 -platform=linux_arm64 \
-            -platform=darwin_amd64 -platform=darwin_arm64
-        gcloud storage cp "$lock" "$kept" --no-clobber
     fi
 }
 
@@ -75,7 +62,6 @@ check_policy() {
 
 # apply [ARGUMENT...]: plan with these arguments, ask, and apply the shown plan.
 apply() {
-    lock_providers
     terraform -chdir=terraform init -input=false -reconfigure -lockfile=readonly -backend-config="bucket=$state"
     terraform -chdir=terraform plan -input=false -out="$work/plan" \
         -var="project_id=$project" -var="region=$region" -var="prefix=$prefix" "$@"

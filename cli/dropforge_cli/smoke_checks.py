@@ -71,8 +71,8 @@ BY_HAND = (
     "ray-probes", "tpu-address", "tpu-tags", "tpu-chips", "tpu-vllm", "tpu-cache", "tpu-logs", "tpu-chips-freed",
     "tpu-boot-disk", "tpu-power-off", "tpu-deleted", "quota-ids", "quota-units", "quota-places", "quota-flex-start",
     "quota-in-use", "troubleshooter-answers", "troubleshooter-rights", "troubleshooter-denies", "quota-project",
-    "base-images", "vllm-image", "build-results", "ray-token", "ray-worker-size", "ray-head-disk",
-    "own-cluster-disk", "gpu-pod-storage", "network-policies", "ray-operator-policy",
+    "base-images", "provider-hashes", "vllm-image", "build-results", "ray-token", "ray-worker-size",
+    "ray-head-disk", "own-cluster-disk", "gpu-pod-storage", "network-policies", "ray-operator-policy",
 )  # fmt: skip
 NEEDED_EVENTS = ("started", "progress", "succeeded")
 

@@ -30,9 +30,7 @@ done
 echo "$line" >> "$LOG"
 case "$*" in
     "storage buckets describe"*) exit "$NO_BUCKET" ;;
-    "storage cp gs://"*"/providers/"*) [ "$NO_LOCK" = 0 ] || exit 1; echo kept > "$4" ;;
     "iam list-testable-permissions "*) [ "$NO_ANSWER" = 0 ] || exit 1; printf "some.other.permission\n$NOT_SUPPORTED" ;;
-    *" providers lock "*) echo made > terraform/.terraform.lock.hcl ;;
     "builds list"*) [ "$NO_IMAGES" = 0 ] && echo build-7 || true ;;
     "builds describe build-7"*) echo "$RESULTS" ;;
     "pull --quiet docker.io/"*) [ "$BASE_FOUND" != gone ] ;;
@@ -70,7 +68,7 @@ class Machine:
         """Run a command; `answer` is its standard input."""
         self.log.unlink(missing_ok=True)
         path = f"{self.directory / 'bin'}:{os.environ['PATH']}"
-        answers = dict.fromkeys(("NO_BUCKET", "NO_IMAGES", "NO_LOCK", "NO_ANSWER"), "0")
+        answers = dict.fromkeys(("NO_BUCKET", "NO_IMAGES", "NO_ANSWER"), "0")
         known = {"PATH": path, "LOG": str(self.log), "NOT_SUPPORTED": "", "BASE_FOUND": "", **answers}
         known |= {"RESULTS": f"{REPOSITORY}/train-trl:build-7,{DIGEST}", **environment}
         done = subprocess.run(
@@ -123,7 +121,7 @@ def test_the_digests_come_from_cloud_builds_record_of_the_newest_build(machine: 
     (file,) = re.findall(r"-var-file=(\S+)", "\n".join(done.calls))
     written = json.loads(Path(file).read_text())
     assert written == {"images": {role: f"{name}@{DIGEST}" for role, name in pushed.items()}}
-    assert [call for call in done.calls if "storage cp" in call and "/providers/" not in call] == []
+    assert [call for call in done.calls if "storage cp" in call] == []
 
 
 def test_a_build_without_results_is_not_deployed(machine: Machine) -> None:
@@ -184,24 +182,10 @@ def test_a_permission_that_custom_roles_cannot_have_stops_the_deployment(machine
     assert (unanswered.code, "the apply will show it" in unanswered.output) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("found", "no_lock", "content"), [("", "1", "made"), ("", "0", "kept"), ("of the checkout", "0", "of the checkout")]
-)
-def test_providers_are_pinned_by_the_hashes_of_the_first_deployment(
-    machine: Machine, found: str, no_lock: str, content: str
-) -> None:
-    lock = machine.directory / "terraform" / ".terraform.lock.hcl"
-    if found:
-        lock.write_text(found)
-    done = machine.make("registry", answer="yes\n", NO_LOCK=no_lock)
-    assert done.code == 0, done.output
-    assert lock.read_text().strip() == content
-    (init,) = [call for call in done.calls if " init " in call]
-    assert "-lockfile=readonly" in init
-    kept = [
-        call for call in done.calls if re.search(r"cp terraform/\S+ gs://p-dropforge-state/providers/\w{40}\.", call)
-    ]
-    assert [call.endswith(" --no-clobber") for call in kept] == ([True] if content == "made" else [])
+def test_only_the_locked_providers_are_installed(machine: Machine) -> None:
+    for target in ("registry", "deploy", "destroy"):
+        (init,) = [call for call in machine.make(target, answer="yes\n").calls if " init " in call]
+        assert "-lockfile=readonly" in init
 
 
 def test_make_registry_applies_the_registry_only(machine: Machine) -> None:
@@ -272,7 +256,7 @@ def substituted(text: str, values: dict[str, str]) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 def test_gcloud_accepts_every_command(machine: Machine, tmp_path: Path) -> None:
-    calls = machine.make("registry", answer="yes\n", NO_BUCKET="1", NO_LOCK="1").calls
+    calls = machine.make("registry", answer="yes\n", NO_BUCKET="1").calls
     calls += machine.make("images").calls + machine.make("deploy", answer="yes\n").calls
     commands = sorted({call for call in calls if call.startswith("gcloud ")})
     assert len(commands) >= 5

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hcl2
 import pytest
 import yaml
 
@@ -226,6 +227,13 @@ def test_providers_are_pinned_exactly() -> None:
     (providers,) = blocks("terraform")[()]["required_providers"]
     versions = {name: provider["version"] for name, provider in providers.items()}
     assert [name for name, version in versions.items() if not re.fullmatch(r"\d+\.\d+\.\d+", version)] == []
+    locked = hcl2.loads((TERRAFORM / ".terraform.lock.hcl").read_text())["provider"]
+    providers = {name.strip('"').rpartition("/")[2]: provider for entry in locked for name, provider in entry.items()}
+    assert {name: provider["version"].strip('"') for name, provider in providers.items()} == versions
+    for provider in providers.values():
+        schemes = [hash_.strip('"').partition(":")[0] for hash_ in provider["hashes"]]
+        assert schemes.count("h1") >= 1, "of an unpacked provider"
+        assert schemes.count("zh") >= 10, "of each platform's archive"
 
 
 def test_every_image_is_built_and_every_required_image_is_demanded() -> None:
