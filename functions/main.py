@@ -16,6 +16,7 @@ import functions_framework
 
 from dropforge.base.errors import CloudError, Conflict, ErrorClass, Malformed, NotFound
 from dropforge.base.names import is_run_id, is_spec_object
+from dropforge.base.redact import cut
 from dropforge.context import Context, process_context
 from dropforge.run.events import pubsub_message, request_message, uploaded_object
 from dropforge.run.record import Outcome, RunError, RunState
@@ -143,7 +144,7 @@ def _read(read: Callable[[Any], T], event: Any, stage: str) -> T | None:
     try:
         return read(event.data)
     except ValueError as error:
-        context().log("malformed event", stage=stage, severity="ERROR", problem=str(error)[:500])
+        context().log("malformed event", stage=stage, severity="ERROR", problem=cut(str(error), 500))
         return None
 
 
@@ -192,7 +193,7 @@ def _attempt(body: dict[str, Any]) -> int:
     """The number of an attempt. Raises KeyError or ValueError, also for the Infinity that Python reads in JSON."""
     attempt = body["attempt"]
     if type(attempt) is not int or not 0 <= attempt <= MOST_ATTEMPTS:
-        raise ValueError(f"attempt is {attempt!r}; expected a whole number from 0 to {MOST_ATTEMPTS}"[:300])
+        raise ValueError(f"attempt is {cut(repr(attempt), 80)}; expected a whole number from 0 to {MOST_ATTEMPTS}")
     return attempt
 
 

@@ -26,6 +26,7 @@ COMPUTE = (
     "tests/containers/serve_vllm/test_serve.py",
     "tests/containers/common/test_chat.py",
     "tests/containers/common/test_tokenise.py",
+    "tests/containers/common/test_rows_in_errors.py",
     "tests/containers/serve_vllm/test_engine.py",
     "tests/containers/train_trl/test_export.py",
     "tests/containers/test_seal.py",

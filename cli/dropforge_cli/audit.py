@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from dropforge.stages.sweep.orphans import list_all, serves
 from .deployment import connect
 from .display import stderr, stdout, table
 from .options import json_option, state_option
+from .plain import echo_json
 from .problems import FAILED
 from .runs import READERS
 
@@ -50,7 +50,7 @@ def audit(as_json: bool, state: str | None) -> None:
     differences = compare(store, before, resources)
     if as_json:
         rows = [{**difference._asdict(), "why": MEANING[difference.difference]} for difference in differences]
-        click.echo(json.dumps({"differences": rows, "problems": problems}, indent=2))
+        echo_json({"differences": rows, "problems": problems})
     else:
         _show(differences, problems, len(resources), len(before))
     if differences or problems:

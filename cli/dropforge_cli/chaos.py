@@ -14,6 +14,8 @@ from dropforge_local.chaos.history import History
 from dropforge_local.chaos.simulation import run, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
+from .plain import echo
+
 STRUCK_TARGET = "cloud_run"  # the default target of the run that a fault strikes
 SHOWN = 10  # problems of a simulation: later problems often follow from the first
 Simulation = tuple[str, Callable[[], History]]  # the options that replay a simulation, and the simulation
@@ -53,14 +55,14 @@ def chaos(
         count, broken = count + 1, broken + bool(problems)
         if verbose:
             for fact in history.facts:
-                click.echo(str(fact))
+                echo(str(fact))
         if is_replay or problems:
             _report(options, history, problems)
         if problems and not is_replay:
-            click.echo(f"  replay: dropforge chaos {options} --verbose")
+            echo(f"  replay: dropforge chaos {options} --verbose")
     if not is_replay:
         rate = count / (time.monotonic() - began) * 60
-        click.echo(f"{count} simulations, {broken} with broken promises, {rate:.0f} per minute")
+        echo(f"{count} simulations, {broken} with broken promises, {rate:.0f} per minute")
     if broken:
         raise SystemExit(1)
 
@@ -92,8 +94,8 @@ def _strike(text: str) -> Strike:
 
 def _report(options: str, history: History, problems: list[Problem]) -> None:
     runs = len({fact.data["run"] for fact in history.of("dropped")})
-    click.echo(f"{options}: {len(history.facts)} facts of {runs} runs, digest {history.digest}")
+    echo(f"{options}: {len(history.facts)} facts of {runs} runs, digest {history.digest}")
     for problem in problems[:SHOWN]:
-        click.echo(f"  {problem}")
+        echo(f"  {problem}")
     if len(problems) > SHOWN:
-        click.echo(f"  and {len(problems) - SHOWN} more")
+        echo(f"  and {len(problems) - SHOWN} more")

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from dropforge.base.errors import DropforgeError
+from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 
 APIS = {
@@ -58,7 +59,7 @@ def _answer(response: Any) -> dict[str, Any]:
         try:
             message = str(response.json()["error"]["message"])
         except (KeyError, TypeError, ValueError):
-            message = str(response.text)[:300]
+            message = cut(response.text, 300)
         raise Refused(response.status_code, message)
     answer: dict[str, Any] = response.json()
     return answer

@@ -11,6 +11,7 @@ from dropforge.spec.policy import VARIABLE
 
 from .deployment import running, state_directory
 from .options import SPEC_FILE, state_option
+from .plain import echo
 from .policy import read_policy
 from .problems import FAILED, CliError
 
@@ -39,14 +40,14 @@ def up(
     info = stack.up(
         directory, http_port=http_port, grpc_port=grpc_port, functions_port=functions_port, foreground=foreground
     )
-    click.echo(f"the local stack {'runs already' if is_running else 'is ready'}, with its state in {directory}")
-    click.echo(f"  REST APIs   {info.http}")
-    click.echo(f"  gRPC APIs   {info.grpc}")
-    click.echo(f"  functions   {info.functions}")
-    click.echo(f"  project     {info.project}")
-    click.echo(f"  specs go to gs://{info.environment['DROPFORGE_SPECS_BUCKET']}/specs/")
-    click.echo(f"  Slack       {info.http}/slack/messages")
-    click.echo(f"  kubectl     --kubeconfig {directory / 'kubeconfig'}")
+    echo(f"the local stack {'runs already' if is_running else 'is ready'}, with its state in {directory}")
+    echo(f"  REST APIs   {info.http}")
+    echo(f"  gRPC APIs   {info.grpc}")
+    echo(f"  functions   {info.functions}")
+    echo(f"  project     {info.project}")
+    echo(f"  specs go to gs://{info.environment['DROPFORGE_SPECS_BUCKET']}/specs/")
+    echo(f"  Slack       {info.http}/slack/messages")
+    echo(f"  kubectl     --kubeconfig {directory / 'kubeconfig'}")
 
 
 def _keep_policy(directory: Path, policy: Path, is_running: bool) -> None:
@@ -70,10 +71,10 @@ def down(delete: bool, state: str | None) -> None:
     directory = state_directory(state)
     ended = stack.down(directory, delete=delete)
     for name in ended:
-        click.echo(f"ended {name}")
+        echo(f"ended {name}")
     if not ended:
-        click.echo(f"nothing was running in {directory}")
+        echo(f"nothing was running in {directory}")
     left = stack.leftovers(directory)
     if left.processes or left.ports:
-        click.echo(f"error: still running: processes {left.processes}, ports {left.ports}", err=True)
+        echo(f"error: still running: processes {left.processes}, ports {left.ports}", err=True)
         raise SystemExit(FAILED)

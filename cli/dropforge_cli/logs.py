@@ -16,7 +16,7 @@ from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .options import state_option
-from .plain import plain
+from .plain import echo
 from .problems import CliError
 from .runs import find_run
 
@@ -97,13 +97,13 @@ def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int 
     if not ledger.entries:
         raise CliError("the run has no resources yet, so there are no logs", "see `dropforge status`")
     command = gcloud_command(deployment, ledger, follow, tail)
-    click.echo(f"$ {shlex.join(command)}", err=True)
+    echo(f"$ {shlex.join(command)}", err=True)
     if shutil.which("gcloud") is None:
         raise CliError("gcloud is not installed here", "run the command above on a machine with gcloud")
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace") as gcloud:
         assert gcloud.stdout is not None, "it is a pipe"
         for line in gcloud.stdout:
-            click.echo(plain(line), nl=False)
+            echo(line, nl=False)
     if gcloud.returncode:
         raise CliError(f"gcloud exited with {gcloud.returncode}")
 
@@ -111,10 +111,10 @@ def _run_gcloud(deployment: Deployment, ledger: Ledger, follow: bool, tail: int 
 def _print_all(http: str, ledger: Ledger, tail: int | None) -> None:
     outputs = {entry.name: text for entry in ledger.entries if (text := read_log(http, entry.name, tail))}
     if not outputs:
-        click.echo("no container of this run has any output yet", err=True)
+        echo("no container of this run has any output yet", err=True)
     for resource, text in outputs.items():
-        click.echo(f"--- {resource}", err=True)
-        click.echo(plain(text), nl=not text.endswith("\n"))
+        echo(f"--- {resource}", err=True)
+        echo(text, nl=not text.endswith("\n"))
 
 
 def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
@@ -128,8 +128,8 @@ def _follow(http: str, store: RunStore, run: str, tail: int | None) -> None:
             start = shown.get(entry.name, _tail_start(text, tail))
             if len(text) > start and current != entry.name:
                 current = entry.name
-                click.echo(f"--- {current}", err=True)
-            click.echo(plain(text[start:]), nl=False)
+                echo(f"--- {current}", err=True)
+            echo(text[start:], nl=False)
             shown[entry.name] = len(text)
         if ended:
             return

@@ -12,6 +12,7 @@ from .audit import audit
 from .demo import demo
 from .local import down, up
 from .logs import logs
+from .plain import echo
 from .plan import plan
 from .policy import policy
 from .preflight import preflight
@@ -43,7 +44,7 @@ class Commands(click.Group):
             with explained():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
 
 

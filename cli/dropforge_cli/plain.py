@@ -1,10 +1,16 @@
-"""Text for a terminal: what a container, a spec or a cloud wrote must neither move the cursor nor set the clipboard."""
+"""Text for a terminal: what a container, a spec or a cloud wrote must neither move the cursor nor set the clipboard.
+
+Every command prints by `echo`, `echo_json` or a PlainConsole (tests/cli/test_plain.py).
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
+import click
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
@@ -19,6 +25,16 @@ def plain(text: str) -> str:
 
 def _spelled(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text without control characters."""
+    click.echo(plain(text), err=err, nl=nl)
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON, in which control characters are escapes of JSON."""
+    click.echo(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))  # the only one that json.dumps leaves
 
 
 class PlainConsole(Console):

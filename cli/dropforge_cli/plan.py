@@ -30,6 +30,7 @@ from dropforge.spec.machine import GIB
 from .deployment import find, placeholders
 from .display import duration, stdout, table, titled, usd
 from .options import SPEC_FILE, json_option, model_config_option, state_option
+from .plain import echo_json
 from .policy import policy_in_use
 from .specs import read_spec, shape_here
 
@@ -97,7 +98,7 @@ def plan(spec: Path, as_json: bool, model_config: Path | None, state: str | None
     shape = shape_here(job, model_config, clients)
     planned = make_plan(job, deployment.settings if deployment else placeholders(), spec.name, shape=shape)
     if as_json:
-        click.echo(json.dumps(to_json(planned), indent=2))
+        echo_json(to_json(planned))
         return
     out = stdout()
     show(planned, out)

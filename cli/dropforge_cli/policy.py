@@ -12,13 +12,14 @@ import yaml
 from pydantic import ValidationError
 
 from dropforge.base.errors import InvalidSpec
-from dropforge.base.redact import redact
+from dropforge.base.redact import cut
 from dropforge.spec import parse_spec
 from dropforge.spec.policy import MAX_POLICY_BYTES, Policy, place_of, policy_of
 from dropforge.stages.ceiling import policy_problems, with_defaults
 
 from .deployment import Deployment, find
 from .options import SPEC_FILE, state_option
+from .plain import echo
 from .problems import FAILED, CliError
 
 _SHOWN = 80
@@ -40,7 +41,7 @@ def policy() -> None:
 def check(specs: tuple[Path, ...], path: Path | None, state: str | None) -> None:
     """Check a policy, and which specs it refuses by which rule; exit 1 if the policy or a spec is refused."""
     policy, where = _policy(path, state)
-    click.echo(f"{where}: ok")
+    echo(f"{where}: ok")
     refused = [spec for spec in specs if not _check(spec, policy)]
     if refused:
         raise SystemExit(FAILED)
@@ -52,7 +53,7 @@ def check(specs: tuple[Path, ...], path: Path | None, state: str | None) -> None
 def show(path: Path | None, state: str | None) -> None:
     """Print a policy with its default values, as YAML."""
     policy, _ = _policy(path, state)
-    click.echo(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False), nl=False)
+    echo(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False), nl=False)
 
 
 def policy_in_use(deployment: Deployment | None) -> Policy:
@@ -75,7 +76,7 @@ def read_policy(path: Path) -> str:
         Policy.model_validate_json(text)
     except ValidationError as error:
         for found in error.errors(include_url=False):
-            shown = redact(json.dumps(found["input"], default=str))[:_SHOWN]
+            shown = cut(json.dumps(found["input"], default=str), _SHOWN)
             where = f"{path}:{_line(root, found['loc'])}: {place_of(found['loc'])}"
             problems.append(f"{where}: {found['msg']}, not {shown}")
     if problems:
@@ -100,9 +101,9 @@ def _check(path: Path, policy: Policy) -> bool:
     except InvalidSpec as error:
         problems = error.problems
     for problem in problems:
-        click.echo(f"{path}: {problem}")
+        echo(f"{path}: {problem}")
     if not problems:
-        click.echo(f"{path}: allowed")
+        echo(f"{path}: allowed")
     return not problems
 
 

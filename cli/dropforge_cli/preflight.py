@@ -5,7 +5,6 @@ Each answer is a Finding: ok, failed, warning, or not asked. "Not asked" never c
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import quote
 import click
 
 from dropforge.base.errors import InvalidSpec
+from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
@@ -30,6 +30,7 @@ from .deployment import connect
 from .display import stdout, table
 from .google_apis import NotAsked, Refused
 from .options import SPEC_FILE, json_option, state_option
+from .plain import echo_json
 from .policy import policy_in_use
 from .problems import FAILED
 from .specs import read_spec
@@ -69,7 +70,7 @@ def preflight(specs: tuple[Path, ...], as_json: bool, state: str | None) -> None
     jobs = {path.name: read_spec(path, policy_in_use(deployment)) for path in specs}
     answers = list(findings(deployment.context.cloud, jobs))
     if as_json:
-        click.echo(json.dumps([answer._asdict() for answer in answers], indent=2))
+        echo_json([answer._asdict() for answer in answers])
     else:
         _show(answers)
     if any(answer.status == NO for answer in answers):
@@ -127,7 +128,7 @@ def _asked(what: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except client_errors() as error:
         if getattr(error, "code", None) == 501:
             return [Finding(NOT_ASKED, what, "the local stack does not emulate it")]
-        return [Finding(NO, what, str(error)[:300], "see docs/security.md, Who may do what")]
+        return [Finding(NO, what, cut(str(error), 300), "see docs/security.md, Who may do what")]
 
 
 def _services(project: str, kinds: set[str]) -> Iterator[Finding]:

@@ -10,10 +10,10 @@ from typing import IO, Any
 import click
 
 from dropforge.base.errors import CloudError, DropforgeError, InvalidSpec
-from dropforge.base.redact import redact
+from dropforge.base.redact import cut
 from dropforge.cloud.classify import classify, client_errors
 
-from .plain import plain
+from .plain import echo
 
 FAILED, INTERRUPTED = 1, 130
 LONGEST_MESSAGE = 2000
@@ -25,13 +25,13 @@ class CliError(click.ClickException):
     exit_code = FAILED
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(redact(message)[:LONGEST_MESSAGE])
+        super().__init__(cut(message, LONGEST_MESSAGE))
         self.hint = hint
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(plain(f"error: {self.message}"), file=file or sys.stderr)
+        echo(f"error: {self.message}", err=True)
         if self.hint:
-            click.echo(plain(f"hint: {self.hint}"), file=file or sys.stderr)
+            echo(f"hint: {self.hint}", err=True)
 
 
 @contextmanager

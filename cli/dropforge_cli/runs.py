@@ -21,6 +21,7 @@ from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd
 from .follow import Follower, Snapshot, bar, watch
 from .options import json_option, state_option
+from .plain import echo, echo_json
 from .problems import FAILED, CliError
 
 READERS = 16  # parallel requests; each record is one request
@@ -34,7 +35,7 @@ def runs(as_json: bool, state: str | None) -> None:
     """List every run, newest first."""
     records, now = all_runs(connect(state).store), utc_now()
     if as_json:
-        click.echo(json.dumps([record_json(record, now) for record in records], indent=2))
+        echo_json([record_json(record, now) for record in records])
         return
     rows = table("run", "name", "state", "attempt", "created", "cost", right=("attempt", "cost"))
     for record in records:
@@ -60,7 +61,7 @@ def status(run: str, watched: bool, as_json: bool, state: str | None) -> None:
     snapshot = Follower(store, record.run).snapshot()
     assert snapshot is not None, "a record is never deleted"
     if as_json:
-        click.echo(json.dumps(record_json(snapshot.record, utc_now(), store.ledger(record.run)), indent=2))
+        echo_json(record_json(snapshot.record, utc_now(), store.ledger(record.run)))
     else:
         show(snapshot, store.ledger(record.run), stdout())
     if watched and not (succeeded and snapshot.record.state is RunState.SUCCEEDED):
@@ -76,11 +77,11 @@ def cancel(run: str, state: str | None) -> None:
     record = find_run(deployment.store, run)
     request_cancel(deployment, record.run)
     if not record.state.is_terminal:
-        click.echo(f"requested the end of {record.run}; follow it with `dropforge status {record.run} --watch`")
+        echo(f"requested the end of {record.run}; follow it with `dropforge status {record.run} --watch`")
     elif record.endpoint and not record.endpoint.ended:
-        click.echo(f"{record.run} is {record.state}; requested the end of its endpoint")
+        echo(f"{record.run} is {record.state}; requested the end of its endpoint")
     else:
-        click.echo(f"{record.run} is already {record.state} and has no endpoint")
+        echo(f"{record.run} is already {record.state} and has no endpoint")
 
 
 def request_cancel(deployment: Deployment, run: str) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from dropforge import __version__
 from dropforge.base import names
 from dropforge.base.clock import utc_now
+from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Unlisted
 from dropforge.platforms import get_target
@@ -32,6 +33,7 @@ from .deployment import Deployment, connect
 from .display import duration, stdout, table, titled, usd
 from .follow import Follower
 from .options import state_option
+from .plain import echo
 from .problems import FAILED as EXIT_FAILED
 from .problems import INTERRUPTED
 from .runs import request_cancel
@@ -126,7 +128,7 @@ def smoke(
     test = Smoke(deployment, runs, max_cost_usd)
     interrupted = test.run(stdout())
     text = test.report()
-    click.echo(text)
+    echo(text)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if interrupted:
@@ -271,7 +273,7 @@ class Smoke:
         try:
             return act(*arguments)
         except refusals() as error:
-            problem = f"{type(error).__name__}: {str(error)[:300]}"
+            problem = f"{type(error).__name__}: {cut(str(error), 300)}"
             self.problems += [problem] if problem not in self.problems else []
             return None
 

@@ -20,6 +20,7 @@ import requests
 from dropforge.base import names
 from dropforge.base.clock import utc_now
 from dropforge.base.errors import DropforgeError
+from dropforge.base.redact import cut
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
@@ -156,7 +157,7 @@ def safely(promise: str, target: str, check: Callable[[], Result]) -> Result:
     try:
         return check()
     except refusals() as error:
-        return Result(FAILED, promise, target, f"{type(error).__name__}: {str(error)[:300]}")
+        return Result(FAILED, promise, target, f"{type(error).__name__}: {cut(str(error), 300)}")
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -369,9 +370,9 @@ def endpoint_answers(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> 
         return seen.silent("endpoint-answers", "no identity token: `gcloud auth print-identity-token` printed nothing")
     answer = _complete(endpoint, {"Authorization": f"Bearer {token}"})
     if not answer.ok:
-        return seen.says("endpoint-answers", f"HTTP {answer.status_code}: {answer.text[:200]}", "")
+        return seen.says("endpoint-answers", f"HTTP {answer.status_code}: {cut(answer.text, 200)}", "")
     text = answer.json()["choices"][0]["message"]["content"]
-    return seen.says("endpoint-answers", "" if text else "the answer is empty", repr(text[:80]))
+    return seen.says("endpoint-answers", "" if text else "the answer is empty", repr(cut(text, 80)))
 
 
 def _complete(endpoint: Endpoint, headers: dict[str, str]) -> requests.Response:

@@ -23,6 +23,7 @@ from .deployment import Deployment, connect, find
 from .display import stdout
 from .follow import watch
 from .options import SPEC_FILE, model_config_option, state_option
+from .plain import echo
 from .policy import policy_in_use
 from .problems import FAILED, CliError
 
@@ -39,9 +40,9 @@ def validate(specs: tuple[Path, ...], model_config: Path | None) -> None:
         except InvalidSpec as error:
             refused += 1
             for problem in error.problems:
-                click.echo(f"{path}: {problem}")
+                echo(f"{path}: {problem}")
         else:
-            click.echo(f"{path}: ok, {spec.name}")
+            echo(f"{path}: ok, {spec.name}")
             _note(path, spec)
     if refused:
         raise SystemExit(FAILED)
@@ -59,8 +60,8 @@ def submit(spec: Path, object_name: str | None, unchecked: bool, watched: bool, 
     if not unchecked:
         _note(spec, read_spec(spec, policy_in_use(deployment)))
     run = upload_spec(deployment, spec.read_bytes(), object_name or spec.name)
-    click.echo(run)
-    click.echo(f"dropped into {deployment.where}", err=True)
+    echo(run)
+    echo(f"dropped into {deployment.where}", err=True)
     if watched and not watch(deployment, run, stdout()):
         raise SystemExit(FAILED)
 
@@ -99,7 +100,7 @@ def shape_here(spec: JobSpec, model_config: Path | None = None, clients: Clients
 def _note(path: Path, spec: JobSpec) -> None:
     """Print what is doubtful about the spec. It goes to stderr, because programs read stdout."""
     for note in filter(None, [short_endpoint(spec), *advice(spec)]):
-        click.echo(f"{path}: note: {note}", err=True)
+        echo(f"{path}: note: {note}", err=True)
 
 
 def upload_spec(deployment: Deployment, data: bytes, object_name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from dropforge.base.redact import cut
 from workflows_engine import (
     Clock,
     DeployError,
@@ -23,6 +24,9 @@ from workflows_engine import (
     simulate,
     timeline,
 )
+
+from .plain import echo, echo_json
+from .problems import CliError
 
 SOURCE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -44,7 +48,7 @@ def lint(file: Path, no_limits: bool) -> None:
         _print_problems(file, error.problems)
         raise SystemExit(1) from None
     _print_problems(file, problems)
-    click.echo(f"{file}: ok")
+    echo(f"{file}: ok")
 
 
 @workflows.command()
@@ -75,41 +79,41 @@ def run(
         _print_problems(file, error.problems)
         raise SystemExit(1) from None
     except EngineError as error:
-        raise click.ClickException(str(error)) from error
+        raise CliError(str(error)) from error
     if not quiet:
         _print_timeline(simulation)
     if simulation.state != "SUCCEEDED":
         error_ = simulation.record.error or {}
-        click.echo(f"{simulation.state}: {error_.get('context', '')}", err=True)
+        echo(f"{simulation.state}: {error_.get('context', '')}", err=True)
         raise SystemExit(1)
-    click.echo(json.dumps(simulation.result, indent=2, ensure_ascii=False))
+    echo_json(simulation.result)
 
 
 def _print_timeline(simulation: Simulation) -> None:
     record = simulation.record
-    click.echo(f"{'at':>10} {'took':>9}  step", err=True)
+    echo(f"{'at':>10} {'took':>9}  step", err=True)
     for line in timeline(simulation.entries, origin=record.started or record.created):
-        click.echo(line, err=True)
-    click.echo(billing_summary(record.steps, record.external_steps), err=True)
+        echo(line, err=True)
+    echo(billing_summary(record.steps, record.external_steps), err=True)
 
 
 def _print_problems(file: Path, problems: list[Problem]) -> None:
     for problem in problems:
-        click.echo(f"{file}:{problem}", err=problem.severity == "error")
+        echo(f"{file}:{problem}", err=problem.severity == "error")
 
 
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise click.ClickException(f"{file} is not UTF-8 text: {error}") from error
+        raise CliError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise click.BadParameter(f"{text[:60]!r} is not JSON: {error}", param_hint="--data") from error
+        raise click.BadParameter(f"{cut(text, 60)!r} is not JSON: {error}", param_hint="--data") from error
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

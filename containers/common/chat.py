@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import config_error, data_error
+from .errors import config_error, data_error, place_of
 from .rows import Message, Row
 from .token_rows import Ints, TokenRows
 
@@ -117,7 +117,9 @@ def encode_chunk(tokenizer: Any, rows: Sequence[Row], max_length: int, source: s
         try:
             ids, labels = _encode_row(tokenizer, row, stop)
         except TemplateError as error:
-            raise data_error(f"the model's chat template refuses row {row.number} of {source}: {error}") from None
+            # A template's own words, such as "roles must alternate". Its other texts may quote the row.
+            words = str(error) if str(error) in str(tokenizer.chat_template) else place_of(error)
+            raise data_error(f"the model's chat template refuses row {row.number} of {source}: {words}") from None
         encoded.append((ids[:max_length], labels[:max_length], len(ids)))
     return Chunk(
         ids=_flat(ids for ids, _, _ in encoded),
@@ -195,8 +197,7 @@ def _check_lengths(tokenizer: Any, rows: Sequence[Row], lengths: Ints, max_lengt
     mean = sum(map(len, contents)) / len(sample)
     if mean < MIN_MEAN_TOKENS:
         raise data_error(
-            f"the rows of {source} have {mean:.1f} tokens on average; expected at least {MIN_MEAN_TOKENS}. "
-            f"The first row: {rows[0].content[:80]!r}",
+            f"the rows of {source} have {mean:.1f} tokens on average; expected at least {MIN_MEAN_TOKENS}",
             "check the format and the columns: such short rows are usually fragments",
         )
     long = int((lengths > max_length).sum())

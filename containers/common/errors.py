@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 from dropforge.base.errors import CloudError, DropforgeError, ErrorClass, InvalidSpec
 
+SEE_LOG = "see the container's log for the whole error"
 DONE = 0
 BAD_CONFIG = 64
 BAD_DATA = 65
@@ -83,7 +86,8 @@ def classify(error: Exception) -> JobError:
     if isinstance(error, CloudError):
         return JobError(error.error_class, _EXIT_CODES.get(error.error_class, INTERNAL), error.message, error.hint)
     names = {kind.__name__ for kind in type(error).__mro__}
-    return _classify_library_error(names, _text(error)) or _classify_passing_error(names, _text(error))
+    known = _classify_library_error(names, f"{type(error).__name__}: {error}")
+    return known or _classify_passing_error(error, names) or _unknown(error, names)
 
 
 def _classify_library_error(names: set[str], text: str) -> JobError | None:
@@ -103,17 +107,37 @@ def _classify_library_error(names: set[str], text: str) -> JobError | None:
         return forbidden(text, "grant the training service account access to the resource that the message names")
     if "NotFound" in names:
         return missing(text, "check the URI and that the object exists")
-    if "TemplateError" in names:
-        return config_error(f"the model's chat template fails: {text}")
     return None
 
 
-def _classify_passing_error(names: set[str], text: str) -> JobError:
-    if names & _LOST or _GLOO.search(text):
-        return infrastructure_error(text, "another rank was lost; dropforge tries the run again")
+def _classify_passing_error(error: Exception, names: set[str]) -> JobError | None:
+    gloo = _GLOO.search(str(error))
+    if names & _LOST or gloo:
+        text = gloo[0] if gloo else str(error)
+        hint = "another rank was lost; dropforge tries the run again"
+        return infrastructure_error(f"{type(error).__name__}: {text}", hint)
     if names & _PASSING:
-        return JobError(ErrorClass.TRANSIENT, INTERNAL, text, "a temporary failure; dropforge tries the run again")
-    return code_error(text, "see the container's log for the traceback")
+        text, hint = f"{type(error).__name__}: {error}", "a temporary failure; dropforge tries the run again"
+        return JobError(ErrorClass.TRANSIENT, INTERNAL, text, hint)
+    return None
+
+
+def _unknown(error: Exception, names: set[str]) -> JobError:
+    """An error of the code, without its text: a library may quote a training row in it.
+
+    The text is in the container's log, with the traceback.
+    """
+    if "TemplateError" in names:
+        return config_error(f"the model's chat template fails: {place_of(error)}", SEE_LOG)
+    return code_error(place_of(error), SEE_LOG)
+
+
+def place_of(error: BaseException) -> str:
+    """The type of an error and the place that raised it: `ValueError at trl/trainer/sft_trainer.py:120 in _prepare`."""
+    name, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return name
+    return f"{name} at {'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno} in {frames[-1].name}"
 
 
 _EXIT_CODES = {ErrorClass.CONFIG: BAD_CONFIG, ErrorClass.PERMISSION: NOT_FOUND}
@@ -131,7 +155,3 @@ _PASSING = {
 # A collective that another rank did not finish. NCCL raises types of its own; gloo raises RuntimeError.
 _LOST = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _GLOO = re.compile(r"gloo/transport|Connection closed by peer")
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:3000]

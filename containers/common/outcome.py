@@ -80,7 +80,7 @@ def outcome_of(run: Callable[[], Outcome], job: Job, stop: StopRequest, redact: 
     except Exception as error:  # noqa: BLE001  (the control plane gets the class of any error)
         stop.disarm()
         failure = classify(error)
-        if not isinstance(error, JobError):
+        if not isinstance(error, JobError) or error.__cause__ is not None:  # the record says less than the log
             print(redact(traceback.format_exc()), file=sys.stderr)
         log(redact(failure.message), stage="train", run=job.run, severity="ERROR", hint=redact(failure.hint))
         return Outcome.failed(failure)

@@ -85,17 +85,28 @@ class Stream:
         """Pass on the available lines; returns False at the end of the output."""
         data = os.read(self.source, CHUNK)
         self._kept += data
+        lines = min(max(self._kept.rfind(b"\n"), self._kept.rfind(b"\r")) + 1, self._open_block())
         if not data:
             self.flush(at_end=True)
-        elif cut := max(self._kept.rfind(b"\n"), self._kept.rfind(b"\r")) + 1:
-            self._write(cut)
+        elif lines:
+            self._write(lines)
         elif len(self._kept) > LINE:
             self.flush()
         return bool(data)
 
     def flush(self, *, at_end: bool = False) -> None:
-        """Pass on an unfinished line, but keep bytes that may begin a secret."""
-        self._write(len(self._kept) - (0 if at_end else self._partial_secret()))
+        """Pass on an unfinished line, but keep bytes that may begin a secret, and a private key that has no end yet."""
+        length = len(self._kept)
+        if not at_end:
+            length -= self._partial_secret()
+        if not at_end and len(self._kept) <= LINE:
+            length = min(length, self._open_block())
+        self._write(length)
+
+    def _open_block(self) -> int:
+        """Where the last block of PEM begins, if its end has not arrived; else the number of kept bytes."""
+        begin = self._kept.rfind(b"-----BEGIN ")
+        return len(self._kept) if begin < 0 or self._kept.find(b"-----END ", begin) >= 0 else begin
 
     def _partial_secret(self) -> int:
         """The number of bytes at the end that may begin a secret."""

@@ -10,9 +10,12 @@ from typing import Any
 
 from dropforge.base.errors import ErrorClass
 from dropforge.base.log import log
+from dropforge.base.redact import cut
 from dropforge.cloud.clients import Clients
 from dropforge.run.artifacts import Manifest, manifest_uri
 from dropforge.run.events import (
+    MAX_HINT,
+    MAX_TEXT,
     Checkpointed,
     Failed,
     JobEvent,
@@ -70,7 +73,7 @@ class Reporter:
             self.failed(outcome.error)
 
     def failed(self, error: JobError) -> None:
-        message, hint = self._redact(error.message)[:4000], self._redact(error.hint)[:1000]
+        message, hint = cut(self._redact(error.message), MAX_TEXT), cut(self._redact(error.hint), MAX_HINT)
         self._send(Failed(**self._base(), error_class=error.error_class, message=message, hint=hint))
 
     def preempted(self, step: int) -> None:

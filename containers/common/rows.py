@@ -9,16 +9,18 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dropforge.base.redact import cut
 from dropforge.run.artifacts import Source, parse_gs_uri
 from dropforge.spec import Columns, Dataset, Evaluation
 
-from .errors import data_error, missing
+from .errors import JobError, data_error, missing, place_of
 
 Message = dict[str, str]
 RawRows = Sequence[Mapping[str, Any]]
@@ -26,6 +28,7 @@ RawRows = Sequence[Mapping[str, Any]]
 MIN_TRAIN_ROWS = 8
 MAX_BAD_ROWS = 0.1  # share of the rows; fewer are dropped, and the log counts them
 MAX_FILE_BYTES = 8 * 2**30  # .jsonl, .json and .csv are read into memory; .parquet is mapped
+MAX_NAMES, MAX_NAME = 20, 60  # columns that an error names, and characters of each
 ROLES = ("system", "user", "assistant")
 # Parts of OpenAI's format that dropforge does not train on. https://platform.openai.com/docs/guides/fine-tuning
 UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "refusal", "audio")
@@ -170,8 +173,10 @@ def check_texts(rows: list[Row]) -> None:
     """Refuse a data set that repeats a single text. Raises JobError."""
     distinct = {row.content for row in rows}
     if len(distinct) < 2:
-        shown = next(iter(distinct), "")[:80]
-        raise data_error(f"all {len(rows)} rows are the same text, {shown!r}; expected at least 2 different ones")
+        length = len(next(iter(distinct), ""))
+        raise data_error(
+            f"all {len(rows)} rows are the same text of {length} characters; expected at least 2 different ones"
+        )
 
 
 class UnusableRow(ValueError):
@@ -194,8 +199,7 @@ def _converter(first: Mapping[str, Any], dataset: Dataset) -> Callable[[Mapping[
             return converters[name]
     expected = " or ".join("+".join(needed[name]) for name in wanted)
     raise data_error(
-        f"{dataset.source} has the columns {', '.join(first) or '(none)'}; "
-        f"expected {expected} (format {dataset.format!r})",
+        f"{dataset.source} has the columns {_names(first)}; expected {expected} (format {dataset.format!r})",
         "name the columns in dataset.columns, as in {'prompt': 'Question: {question}', 'completion': '{answer}'}",
     )
 
@@ -206,7 +210,7 @@ def _by_templates(columns: Columns, first: Mapping[str, Any]) -> Callable[[Mappi
         for column in _fields(template or "", name):
             if column not in first:
                 raise data_error(
-                    f"dataset.columns.{name} names the column {column!r}; the data set has {', '.join(first)}"
+                    f"dataset.columns.{name} names the column {column!r}; the data set has {_names(first)}"
                 )
 
     def convert(values: Mapping[str, Any]) -> Row:
@@ -240,7 +244,7 @@ def _fields(template: str, where: str) -> list[str]:
 def _from_messages(values: Mapping[str, Any]) -> Row:
     messages = _column(values, "messages")
     if not isinstance(messages, list) or not messages:
-        raise UnusableRow(f"`messages` is {_short(messages)}; expected a list of {{role, content}}")
+        raise UnusableRow(f"`messages` is {_kind(messages)}; expected a list of {{role, content}}")
     for name in ("tools", "functions"):
         if values.get(name):
             raise UnsupportedRow(f"`{name}`; expected none")
@@ -257,7 +261,7 @@ def _from_messages(values: Mapping[str, Any]) -> Row:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, Mapping):
-        raise UnusableRow(f"a message is {_short(message)}; expected an object with a role and a content")
+        raise UnusableRow(f"a message is {_kind(message)}; expected an object with a role and a content")
     for name in UNSUPPORTED:
         if message.get(name):
             raise UnsupportedRow(f"a message with `{name}`; expected a role and a content")
@@ -265,7 +269,7 @@ def _message(message: Any) -> Message:
     if role in ("tool", "function"):
         raise UnsupportedRow(f"a message of the role {role!r}; expected {', '.join(ROLES)}")
     if role not in ROLES:
-        raise UnusableRow(f"the role of a message is {_short(role)}; expected {', '.join(ROLES)}")
+        raise UnusableRow(f"the role of a message is {_kind(role)}; expected {', '.join(ROLES)}")
     return {"role": str(role), "content": _plain(message.get("content"), "content")}
 
 
@@ -273,7 +277,7 @@ def _is_learnt(message: Mapping[str, Any]) -> bool:
     """Whether a message is an answer to learn. `weight` is 0 or 1, as in OpenAI's format."""
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise UnsupportedRow(f"a message with the weight {_short(weight)}; expected 0 or 1")
+        raise UnsupportedRow(f"a message whose weight is {_kind(weight)}; expected 0 or 1")
     return message["role"] == "assistant" and weight != 0
 
 
@@ -287,7 +291,7 @@ def _from_prompt_completion(values: Mapping[str, Any]) -> Row:
 def _from_text(values: Mapping[str, Any]) -> Row:
     text = _plain(_column(values, "text"), "text")
     if len(text.strip()) <= 1:
-        raise UnusableRow(f"the text is {text!r}; expected more than one character")
+        raise UnusableRow(f"the text is {_kind(text)}; expected more than one character")
     return Row((), text)
 
 
@@ -295,7 +299,7 @@ def _conversation(prompt: list[Message], answer: str) -> Row:
     question = prompt[-1]["content"] if prompt else ""
     # `text[0]` of a string instead of a list leaves one character of each row.
     if len(question.strip()) <= 1:
-        raise UnusableRow(f"the prompt is {question!r}; expected more than one character")
+        raise UnusableRow(f"the prompt is {_kind(question)}; expected more than one character")
     if not answer.strip():
         raise UnusableRow("the completion is empty")
     return Row((*prompt, {"role": "assistant", "content": answer}))
@@ -312,12 +316,26 @@ def _plain(value: Any, name: str) -> str:
         return value
     if isinstance(value, bool | int | float):
         return str(value)
-    raise UnusableRow(f"{name!r} is {_short(value)}; expected text")
+    raise UnusableRow(f"{name!r} is {_kind(value)}; expected text")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _kind(value: Any) -> str:
+    """A value of a row by its kind and size. Errors reach records and Slack, so they never quote a row."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters"
+    if isinstance(value, bool | int | float):
+        return "a number" if not isinstance(value, bool) else "true or false"
+    if isinstance(value, Mapping):
+        return f"an object with {len(value)} fields"
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    """The names of a row's columns, within limits: in a CSV file without a head, they are the first row."""
+    shown = [cut(str(name), MAX_NAME) for name in [*row][:MAX_NAMES]]
+    return ", ".join([*shown, *(["..."] if len(row) > MAX_NAMES else [])]) or "(none)"
 
 
 def _held_out_count(rows: int, evaluation: Evaluation | None) -> int:
@@ -373,16 +391,22 @@ def _decoded(file: Any, path: Path) -> Iterator[str]:
     try:
         yield from file
     except UnicodeDecodeError as error:
-        raise data_error(f"the data set is not UTF-8 text: {error}") from None
+        raise _not_utf8(error) from None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> JobError:
+    return data_error(f"the data set is not UTF-8 text: {error.reason}")
 
 
 def _json_row(text: str, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(text)
-    except ValueError as error:
-        raise data_error(f"{where} of the data set is not JSON: {error}; found {_short(text.strip())}") from None
+    except json.JSONDecodeError as error:
+        raise data_error(f"{where} of the data set is not JSON: {error.msg} at character {error.pos}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise data_error(f"{where} of the data set cannot be read: {type(error).__name__}") from None
     if not isinstance(row, dict):
-        raise data_error(f"{where} of the data set is {_short(row)}; expected an object")
+        raise data_error(f"{where} of the data set is {_kind(row)}; expected an object")
     return row
 
 
@@ -391,13 +415,13 @@ def _read_json(path: Path) -> RawRows:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise data_error(f"the data set is not UTF-8 text: {error}") from None
-    except ValueError:
+        raise _not_utf8(error) from None
+    except (ValueError, RecursionError):
         return _read_jsonl(path)
     if isinstance(rows, dict):
         return _read_jsonl(path)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise data_error(f"the data set is {_short(rows)}; expected a list of objects")
+        raise data_error(f"the data set is {_kind(rows)}; expected a list of objects")
     return rows
 
 
@@ -416,7 +440,7 @@ def _read_parquet(path: Path) -> RawRows:
     try:
         return datasets.Dataset.from_parquet(str(path), cache_dir=str(path.parent / "cache"))  # type: ignore[no-any-return]
     except (pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError) as error:
-        raise data_error(f"the data set is not Parquet: {error}") from None
+        raise data_error(f"the data set is not Parquet ({type(error).__name__})") from error
 
 
 _READERS: dict[str, Callable[[Path], RawRows]] = {
@@ -439,7 +463,8 @@ def _from_hub(dataset: Dataset) -> tuple[RawRows, Source]:
             f"the data set {dataset.source!r}: {error}", "check the id, or add HF_TOKEN to `secrets`"
         ) from None
     except datasets.exceptions.DatasetGenerationError as error:
-        raise data_error(f"the data set {dataset.source!r} cannot be read: {error}") from None
-    except ValueError as error:  # an unknown split or config
-        raise data_error(f"the data set {dataset.source!r}: {error}") from None
+        raise data_error(f"the data set {dataset.source!r} cannot be read: {place_of(error)}") from error
+    except ValueError as error:
+        known = re.match(r"(Unknown split|BuilderConfig).*", str(error))  # other texts may quote a row
+        raise data_error(f"the data set {dataset.source!r}: {known[0] if known else place_of(error)}") from error
     return rows, Source(uri=dataset.source, revision=commit)

@@ -203,7 +203,8 @@ def _translated(status: int, text: str) -> web.Response:
         return web.json_response(answer, status=status)
     detail = answer.get("detail", text) if isinstance(answer, dict) else text
     kind = "BadRequestError" if status < 500 else "InternalServerError"
-    return _error(400 if status == 422 else status, str(detail)[:2000], kind)
+    told = str(detail)  # to the client alone, of its own request
+    return _error(400 if status == 422 else status, told[:2000], kind)
 
 
 def _error(status: int, message: str, kind: str, parameter: str | None = None) -> web.Response:

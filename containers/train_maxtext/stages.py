@@ -39,7 +39,7 @@ AFTER_TRAIN = ("verify", "export", "check", "publish")
 TORCH_PYTHON = "DROPFORGE_TORCH_PYTHON"
 
 POLL_SECONDS = 0.2
-LOG_TAIL_BYTES = 6000
+LOG_READ, LOG_TAIL = 1_000_000, 6000  # characters
 
 
 def stage_main(stage: str, run: Callable[[Work], Result]) -> int:
@@ -61,7 +61,7 @@ def classify_stage(error: Exception) -> JobError:
         hint = (
             "lower training.per_device_train_batch_size or training.max_length, or use an accelerator with more chips"
         )
-        return JobError(ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY, f"{type(error).__name__}: {error}"[:3000], hint)
+        return JobError(ErrorClass.OUT_OF_MEMORY, OUT_OF_MEMORY, f"{type(error).__name__}: {error}", hint)
     return classify(error)
 
 
@@ -111,7 +111,7 @@ class Runner:
         else:
             failure = JobError.from_json(result["error"])
         if failure.exit_code == INTERNAL:
-            print(self._redact(self.log_tail(stage)), file=sys.stderr, flush=True)
+            print(self.log_tail(stage), file=sys.stderr, flush=True)
         raise failure
 
     def end(self, seconds: float, watch: Callable[[], None] = lambda: None) -> bool:
@@ -129,8 +129,10 @@ class Runner:
         return ended
 
     def log_tail(self, stage: str) -> str:
+        """The end of a stage's output; redacted before it is cut, because half a secret is not recognised."""
         path = self.work.log_path(stage)
-        return path.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace") if path.exists() else ""
+        text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+        return self._redact(text[-LOG_READ:])[-LOG_TAIL:]
 
     def _start(self, stage: str) -> subprocess.Popen[bytes]:
         python = (os.environ.get(TORCH_PYTHON) if stage == "check" else None) or sys.executable

@@ -88,7 +88,8 @@ def fit(work: Work, hosts: Slice, root: str, exchange: Any) -> None:
     except ray.train.TrainingFailedError as failure:
         error = failure
     if error is not None and not ray.get(exchange.outcome.remote()):
-        raise lost(f"{type(error).__name__}: {str(error)[-2000:]}")
+        print(error, file=sys.stderr)  # Ray's text quotes the errors of the workers, and those may quote a row
+        raise lost(type(error).__name__)
 
 
 def train_on_host(config: dict[str, Any]) -> None:

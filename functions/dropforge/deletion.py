@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import names
 from .base.errors import CloudError, ErrorClass
+from .base.redact import cut
 from .context import Context
 from .run.record import LedgerEntry, Record, ResourceState
 
@@ -37,7 +38,7 @@ def delete_resource(context: Context, run: str, kind: str, name: str) -> bool:
     Raises CloudError, also for a resource whose name is not the run's: a ledger or a label is wrong about it.
     """
     if not names.is_of_run(name, run):
-        message = f"{name[:300]!r} is not deleted: the names of the resources of run {run} begin with df-{run}-"
+        message = f"{cut(name, 300)!r} is not deleted: the names of the resources of run {run} begin with df-{run}-"
         raise CloudError(ErrorClass.CONFIG, message, "find out who wrote its name into the ledger, or set its labels")
     try:
         owner = context.platforms.owner(kind)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import json
+import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from dropforge.base.errors import ErrorClass
 from dropforge.run.events import Failed, Started
 from dropforge.run.record import Endpoint, RunError, RunState
+from dropforge_cli import plain as plain_module
 from dropforge_cli.display import titled
 from dropforge_cli.follow import LineDisplay, LiveDisplay, Snapshot
-from dropforge_cli.plain import PlainConsole, plain
+from dropforge_cli.plain import PlainConsole, echo_json, plain
 
 from .conftest import CREATED, Deployed, attempt, entry
 
@@ -61,6 +66,36 @@ def test_a_followed_run_shows_no_control_sequence_of_an_event(deployed: Deployed
     assert "owned" in out.getvalue()
     for attack in (CLIPBOARD, TITLE, CLEAR, "\x9b", "\u202e", "\x08"):
         assert attack not in out.getvalue()
+
+
+@pytest.mark.parametrize("file", sorted(Path(plain_module.__file__).parent.glob("*.py")), ids=lambda file: file.stem)
+def test_no_command_prints_past_the_filter(file: Path) -> None:
+    """A command prints by `echo`, `echo_json`, or a console of display.py: a new one cannot forget the filter."""
+    tree = ast.parse(file.read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    raw = {
+        name for name in calls if re.fullmatch(r"print|Console|(click|rich)\.(echo|secho|print|ClickException)", name)
+    }
+    assert raw - ({"click.echo"} if file.stem == "plain" else set()) == set()
+    assert not {name for name in names if re.match(r"sys\.(stdout|stderr)\.write", name)}
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert not imported & {"echo", "secho", "print"} or file.stem == "plain" or "from .plain import" in file.read_text()
+
+
+def test_the_check_of_commands_finds_what_prints_past_the_filter(tmp_path: Path) -> None:
+    for code in ("click.echo(x)", "print(x)", "Console().print(x)", "sys.stdout.write(x)", "click.secho(x)"):
+        file = tmp_path / "new.py"
+        file.write_text(code)
+        with pytest.raises(AssertionError):
+            test_no_command_prints_past_the_filter(file)
+
+
+def test_json_escapes_control_characters_and_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    echo_json({EVIL: [EVIL, "é"]})
+    printed = capsys.readouterr().out
+    assert is_plain(printed)
+    assert json.loads(printed) == {EVIL: [EVIL, "é"]}
 
 
 def test_the_consoles_own_styles_stay() -> None:

@@ -71,11 +71,13 @@ def test_no_output_contains_a_secret(canary_stack: User) -> None:
         target = {"type": kind, **part}
         behave = "fail-once" if kind == "cloud_run" else "succeed"
         runs.append(user.drop(user.spec(behave, target=target, serve=serve, secrets=variables, notify=notify)))
+    quoting = user.drop(user.spec("quote-a-row", notify=notify))
     for run in runs:
         record = user.wait(run, timeout=PATIENCE_SECONDS)
         assert record.state is RunState.SUCCEEDED, record.error
         assert user.slack(run, "succeeded")
     assert "[redacted]" in str(user.store.record(runs[0]).attempts[0].error)
+    assert_no_row_is_told(user, quoting)
     watch.stop()
     assert watch.leaks == set()
     assert watch.trainers  # the watch saw the processes of trainers
@@ -87,6 +89,19 @@ def test_no_output_contains_a_secret(canary_stack: User) -> None:
         assert leaks_in("\n".join(outputs)) == []
     for name, data in sinks(user):
         assert leaks_in(data) == [], name
+
+
+def assert_no_row_is_told(user: User, run: str) -> None:
+    """A library's error quotes a training row: the container's own log has it, and nothing else has."""
+    assert user.wait(run, timeout=PATIENCE_SECONDS).state is RunState.FAILED
+    assert user.slack(run, "failed")
+    messages = [json.dumps(message) for message in _get(user, "slack/messages")["messages"]]
+    told = [message for message in messages if run in message]
+    told += [command(user, "status", run), command(user, "status", run, "--json")]
+    told += [user.store.read(name).data.decode() for name in user.store.names(f"runs/{run}/")]
+    assert not [text for text in told if "RowCanary" in text]
+    assert sum("ValueError at " in text for text in told) >= 6  # Slack, status, its JSON, record, report, event
+    assert "RowCanary" in command(user, "logs", run)
 
 
 def leaks_in(text: str) -> list[str]:

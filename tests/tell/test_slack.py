@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,9 @@ from unittest.mock import Mock
 import pytest
 from google.api_core.exceptions import FailedPrecondition, NotFound, ServiceUnavailable
 
+from dropforge.base.errors import ErrorClass
 from dropforge.cloud.clients import Clients
-from dropforge.run.record import Attempt, Endpoint, Record, RunState, Transition
+from dropforge.run.record import Attempt, Endpoint, Record, RunError, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge.tell.channel import Failure
 from dropforge.tell.slack import Message, send, state_message
@@ -94,6 +96,44 @@ def test_no_text_of_a_spec_mentions_a_whole_channel() -> None:
     assert "&lt;!channel&gt; &amp; &lt;http" in marked[1]
 
 
+def failed(text: str, hint: str = "") -> Message:
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    record = Record(
+        run="job-0123456789ab", name="n", source=text, state=RunState.FAILED, created=now,
+        history=[Transition(state=RunState.FAILED, time=now)],
+        error=RunError(error_class=ErrorClass.CODE, message=text, hint=hint),
+    )  # fmt: skip
+    message = state_message(record, None, SETTINGS, now)
+    assert message
+    return message
+
+
+def marked_texts(message: Message) -> list[dict[str, Any]]:
+    parts = [part for block in message.blocks for part in [block.get("text"), *block.get("elements", ())] if part]
+    return [part for part in parts if part["type"] == "mrkdwn"]
+
+
+def test_slack_links_no_address_channel_or_person_in_a_foreign_text() -> None:
+    message = failed("see http://evil.example/x, ask @everyone in #general")
+    assert len(marked_texts(message)) >= 4
+    assert all(part["verbatim"] is True for part in marked_texts(message))
+    assert not any(part["text"].count("<") for part in marked_texts(message))
+
+
+@pytest.mark.parametrize("length", range(2980, 3010))
+def test_a_long_text_is_cut_between_characters_and_keeps_the_limit(length: int) -> None:
+    for part in marked_texts(failed("x" * (length - 12) + "&<>&<>&<>")):
+        assert len(part["text"]) <= 3000
+        assert re.fullmatch(r"(?s)([^&]|&amp;|&lt;|&gt;)*", part["text"])
+
+
+def test_a_secret_in_an_error_reaches_no_message_when_the_text_is_cut() -> None:
+    token = "glpat-" + "Canary7f3a" * 3
+    for before in range(2940, 3000, 3):
+        shown = json.dumps(failed("x" * before + token).blocks)
+        assert "Canary" not in shown
+
+
 def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
     document = {
         "api_version": "dropforge/v1",
@@ -128,7 +168,8 @@ def test_the_messages_contain_gpus_place_and_expiry_of_an_endpoint() -> None:
         texts.append(json.dumps(message.blocks))
     assert "8.0 h of the endpoint" in texts[0]
     assert "attempt 1 on 16 x nvidia-b200 in us-central1" in texts[1]
-    assert "at http://10.0.0.5:8000, inside the VPC only, until" in texts[2]
+    address = "http://10.0.0.5:8000"
+    assert f"at <{address}|{address}>, inside the VPC only, until" in texts[2]
     assert "when the budget is used up" in texts[2]
 
 

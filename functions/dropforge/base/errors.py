@@ -14,6 +14,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from .redact import cut
+
 
 class ErrorClass(StrEnum):
     """Why a run or an attempt failed. The spec's limits.retry says which classes get another attempt."""
@@ -81,7 +83,7 @@ class Malformed(DropforgeError):
 def first_problem(error: Any) -> str:
     """The first problem in a pydantic.ValidationError: its place and its kind, without the document's text."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(map(str, first['loc']))[:200] or 'the document'}: {first['msg'][:200]}"
+    return f"{cut('.'.join(map(str, first['loc'])), 200) or 'the document'}: {cut(first['msg'], 200)}"
 
 
 class Conflict(DropforgeError):

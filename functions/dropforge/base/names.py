@@ -142,7 +142,7 @@ def event_object(run: str, attempt: int, sequence: int, kind: str) -> str:
 
 def _slug(text: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:20].strip("-")
-    return slug if re.match(r"[a-z]", slug) else f"run-{slug}"[:20].strip("-")
+    return slug if re.match(r"[a-z]", slug) else ("run-" + slug)[:20].strip("-")
 
 
 def _digest(*parts: str) -> str:

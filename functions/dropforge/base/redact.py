@@ -1,17 +1,58 @@
-"""Removes credentials from text that leaves the process."""
+"""Removes credentials from text that leaves the process: known formats, and the passwords of URLs.
+
+A text that is cut must be redacted first, because half a credential has no format any more: `cut` does both.
+"""
 
 from __future__ import annotations
 
 import re
 
-# Providers give credentials these prefixes so that scanners find leaked credentials.
-TOKEN = re.compile(
-    r"(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|https://hooks\.slack\.com/services/\S+|AKIA[A-Z0-9]{16})"
-)
+# A format without a prefix of its own begins a word: after no letter, or after an escape of JSON or of a URL.
+_WORD = r"(?:(?<![A-Za-z0-9_-])|(?<=\\[bfnrt])|(?<=%[0-9A-F]{2}))"
+_SPACE = r"(?:[ +]|%20)"
+_SLASH = r"(?:\\{0,4}/|%2F)"
+
+# By name: tests/base/test_redact.py has an example of each. The patterns also read bytes, and JSON in which line feeds
+# and slashes are escaped. Nothing that must match follows a repeat without an upper bound, so that no text makes the
+# search slow.
+FORMATS = {
+    # With its lines; without the end, if that was cut off, up to the last character of a line of base64.
+    "private key": (
+        rf"-----BEGIN{_SPACE}(?:[A-Z0-9]{{1,20}}{_SPACE}){{0,3}}PRIVATE{_SPACE}KEY(?:{_SPACE}BLOCK)?-----"
+        rf"(?:[A-Za-z0-9+/=\\:,.%\s]|-(?!----))*+(?:-----END{_SPACE}[A-Z0-9 +%]{{1,60}}-----)?"
+    ),
+    "JSON web token": rf"{_WORD}eyJ[A-Za-z0-9_-]{{8,1024}}+\.eyJ[A-Za-z0-9_-]{{8,}}+(?:\.[A-Za-z0-9_-]*+)?",
+    "password of a URL": r"(?:(?<=://)|(?<=:\\/\\/))[^\s/?#:@\"'<>\\]{0,128}+:[^\s/?#\"'<>\\]{1,256}(?=@)",
+    "signature of a URL": r"(?:X-(?:Goog|Amz)-(?:Signature|Security-Token)|[?&](?:Signature|sig|access_token))"
+    r"=[A-Za-z0-9%+/=_.~-]{16,}+",
+    "bearer token": r"[Bb]earer [A-Za-z0-9._~+/=-]{16,}+",
+    "Hugging Face": r"(?:hf_|api_org_)[A-Za-z0-9]{16,}+",
+    "GitHub": r"gh[pousr]_[A-Za-z0-9_.-]{20,}+|github_pat_[A-Za-z0-9_]{20,}+",
+    "GitLab": r"gl(?:pat|dt|rt|oas|ptt|agent|soat|ft|imt|cbt)-[A-Za-z0-9_.-]{20,}+",
+    "Slack": r"xox[a-z][.-][A-Za-z0-9.-]{10,}+|x(?:app|wfp)-[A-Za-z0-9-]{10,}+",
+    "Slack webhook": rf"hooks\.slack(?:-gov)?\.com{_SLASH}(?:services|triggers|workflows)"
+    rf"{_SLASH}[A-Za-z0-9/\\%_-]++",
+    "Discord webhook": rf"discord(?:app)?\.com{_SLASH}api{_SLASH}(?:v[0-9]{{1,2}}{_SLASH})?webhooks{_SLASH}"
+    r"[A-Za-z0-9/\\%_-]++",
+    "Teams webhook": rf"\.webhook\.office\.com{_SLASH}webhookb2{_SLASH}[A-Za-z0-9/\\%@_-]++",
+    "AWS": r"A(?:KIA|SIA)[A-Z0-9]{16}|(?i:aws_?secret_?access_?key)[\s\"':=]{1,5}[A-Za-z0-9/+]{40}",
+    "Google": r"AIza[A-Za-z0-9_-]{30,}+|ya29\.[A-Za-z0-9_.-]{20,}+|GOCSPX-[A-Za-z0-9_-]{20,}+"
+    r"|1//0[A-Za-z0-9_-]{40,}+",
+    "OpenAI, Anthropic": rf"{_WORD}sk-[A-Za-z0-9_-]{{20,}}+",
+    "Stripe": r"[sr]k_(?:live|test)_[A-Za-z0-9]{16,}+",
+    "package registries": r"npm_[A-Za-z0-9]{36}|pypi-AgE[A-Za-z0-9_-]{20,}+|dckr_pat_[A-Za-z0-9_-]{20,}+",
+    "NVIDIA, Weights & Biases": r"nvapi-[A-Za-z0-9_-]{20,}+|wandb_v1_[A-Za-z0-9_]{20,}+",
+}
+TOKEN = re.compile("|".join(FORMATS.values()))
+_REPLACED = "[redacted]"
 
 
 def redact(text: str) -> str:
     """`text` with each credential-like part replaced by `[redacted]`."""
-    return TOKEN.sub("[redacted]", text)
+    return TOKEN.sub(_REPLACED, text)
+
+
+def cut(text: str, limit: int) -> str:
+    """`text` without credentials, in at most `limit` characters; an ellipsis shows that it was longer."""
+    text = redact(text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

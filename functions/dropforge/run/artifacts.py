@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from dropforge.base.errors import Conflict, DropforgeError, Malformed, NotFound, first_problem
+from dropforge.base.redact import cut
 from dropforge.cloud.objects import read_at_most
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def read_manifest(client: Any, bucket: str, run: str) -> Manifest | None:
     except ValidationError as error:
         raise Malformed(f"{uri} is not a manifest that this version reads: {first_problem(error)}") from None
     if manifest.run != run:
-        raise Malformed(f"{uri} is the manifest of {manifest.run[:80]!r}; expected the run in its name")
+        raise Malformed(f"{uri} is the manifest of {cut(manifest.run, 80)!r}; expected the run in its name")
     return manifest
 
 

@@ -13,14 +13,19 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from dropforge.base.errors import ErrorClass
+from dropforge.base.redact import cut, redact
 
 MAX_MESSAGE_BYTES = 10**7  # of Pub/Sub: https://cloud.google.com/pubsub/quotas#resource_limits
 MAX_JOB_EVENT_BYTES = 64 * 1024
+MAX_TEXT, MAX_HINT = 4000, 1000  # characters of a failure's message and hint
 JOB_EVENT_TYPE = "dev.dropforge.job"
 RUN_EVENT_TYPE = "dev.dropforge.run"
+
+
+Told = Annotated[str, AfterValidator(redact)]  # text that a cloud or a container wrote, without credentials
 
 
 class Event(BaseModel):
@@ -41,7 +46,7 @@ class Started(JobEventBase):
 
     type: Literal["started"] = "started"
     resumed_step: int = Field(default=0, ge=0)
-    device: str = ""
+    device: Told = ""
 
 
 class Progress(JobEventBase):
@@ -62,14 +67,14 @@ class Checkpointed(JobEventBase):
 
     type: Literal["checkpoint"] = "checkpoint"
     step: int = Field(ge=0)
-    uri: str
+    uri: Told
 
 
 class Succeeded(JobEventBase):
     """The artifacts are committed: `manifest_uri` was written last."""
 
     type: Literal["succeeded"] = "succeeded"
-    manifest_uri: str
+    manifest_uri: Told
     metrics: dict[str, float | None] = {}
 
 
@@ -78,8 +83,9 @@ class Failed(JobEventBase):
 
     type: Literal["failed"] = "failed"
     error_class: ErrorClass
-    message: str = Field(max_length=4000)
-    hint: str = Field(default="", max_length=1000)
+    # The limits hold again after the redaction, which may lengthen a text: a stored event is read like a new one.
+    message: Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(lambda text: cut(text, MAX_TEXT))]
+    hint: Annotated[str, Field(max_length=MAX_HINT), AfterValidator(lambda text: cut(text, MAX_HINT))] = ""
 
 
 class Preempted(JobEventBase):
@@ -159,11 +165,15 @@ def pubsub_message(event_data: Any) -> tuple[bytes, Mapping[str, str], str]:
     """
     message = event_data.get("message") if isinstance(event_data, dict) else None
     if not isinstance(message, dict):
-        raise ValueError(f"expected the data of a Pub/Sub CloudEvent with a `message`, not {str(event_data)[:80]!r}")
+        raise ValueError(
+            f"expected the data of a Pub/Sub CloudEvent with a `message`, not {cut(str(event_data), 80)!r}"
+        )
     encoded, attributes = message.get("data") or "", message.get("attributes") or {}
     message_id = message.get("messageId") or message.get("message_id")
     if not (isinstance(encoded, str) and isinstance(attributes, dict) and message_id):
-        raise ValueError(f"expected text as data, a map as attributes, and a messageId, not {sorted(message)!r}"[:500])
+        raise ValueError(
+            f"expected text as data, a map as attributes, and a messageId, not {cut(repr(sorted(message)), 400)}"
+        )
     if len(encoded) > MAX_MESSAGE_BYTES * 4 // 3 + 4:
         raise ValueError(f"expected at most {MAX_MESSAGE_BYTES} bytes of data, not {len(encoded) * 3 // 4}")
     for text in (str(message_id), *map(str, attributes), *map(str, attributes.values())):

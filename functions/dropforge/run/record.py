@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from dropforge.base import names
 from dropforge.base.errors import Conflict, ErrorClass
 
+from .events import Told
+
 Limit = Literal["max_duration", "max_cost_usd"]  # fields of a spec's `limits`
 END_TOLD = "end"  # the notice key of a record whose end was announced
 WAITING_SECONDS = 30  # between two notes that an attempt waits
@@ -56,8 +58,8 @@ class RunError(Stored):
     """Why a run failed, for people: the cause, the class of the failure, and a hint for the next step."""
 
     error_class: ErrorClass
-    message: str
-    hint: str = ""
+    message: Told
+    hint: Told = ""
 
 
 class Transition(Stored):

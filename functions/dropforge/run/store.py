@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from dropforge.base import names
 from dropforge.base.clock import Clock
 from dropforge.base.errors import Conflict, Malformed, NotFound, first_problem
+from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.spec import JobSpec
 
@@ -267,7 +268,7 @@ class RunStore:
         except ValidationError as error:
             raise Malformed(f"{where} is not a {kind} that this version reads: {first_problem(error)}") from None
         if names.run_of_object(name) != content.run:
-            raise Malformed(f"{where} is the {kind} of {content.run[:80]!r}; expected the run in its name")
+            raise Malformed(f"{where} is the {kind} of {cut(content.run, 80)!r}; expected the run in its name")
         return self._remember(name, Known(content, generation))
 
     def _put(self, name: str, content: Record | Ledger, generation: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pydantic import JsonValue, ValidationError
 
 from dropforge.base.errors import InvalidSpec, SpecProblem
-from dropforge.base.redact import TOKEN, redact
+from dropforge.base.redact import TOKEN, cut
 
 from . import registry
 from .job import JobSpec
@@ -74,7 +74,7 @@ def _parse_json(data: bytes) -> JsonValue:
     except RecursionError:
         raise InvalidSpec([SpecProblem("", "the spec is nested too deeply", None, "a job spec")]) from None
     except ValueError as error:
-        raise InvalidSpec([SpecProblem("", redact(str(error))[:300], None, "plain JSON")]) from None
+        raise InvalidSpec([SpecProblem("", cut(str(error), 300), None, "plain JSON")]) from None
 
 
 def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
@@ -179,7 +179,7 @@ def _document_path(loc: tuple[str | int, ...], document: JsonValue, missing: boo
 def _field_names(path: list[str | int]) -> str:
     """The names allowed beside an unknown field, the likeliest first."""
     allowed = _allowed(schema(), path[:-1])
-    close = get_close_matches(str(path[-1])[:64], allowed, n=1)
+    close = get_close_matches(cut(str(path[-1]), 64), allowed, n=1)
     listing = ", ".join(allowed)
     return f"{close[0]!r}? The fields here are {listing}" if close else f"one of {listing}"
 

@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from dropforge.base.errors import SpecProblem
-from dropforge.base.redact import redact
+from dropforge.base.redact import cut
 
 _DURATION = r"^[1-9][0-9]{0,5}(s|m|h|d)$"
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -93,5 +93,4 @@ def check_source(value: str) -> str:
 
 def shown(value: Any) -> str:
     """A value as a reader should see it: JSON, short, without credentials."""
-    text = redact(json.dumps(value, ensure_ascii=False, default=str))
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return cut(json.dumps(value, ensure_ascii=False, default=str), 120)

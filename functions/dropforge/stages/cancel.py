@@ -17,6 +17,7 @@ import requests
 
 from dropforge.base import names
 from dropforge.base.errors import NotFound, RetryLater
+from dropforge.base.redact import cut
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import wake
 from dropforge.context import Context
@@ -34,7 +35,7 @@ def cancel_requested(context: Context, run: str, request: Request) -> None:
     of others. Raises RetryLater as `cancel` does, and CloudError if the event could not be published.
     """
     if not names.is_run_id(run):
-        context.log("not a run id", stage="submit", run=run[:100], severity="WARNING")
+        context.log("not a run id", stage="submit", run=cut(run, 100), severity="WARNING")
     elif request.topic == context.settings.operations_topic:
         cancel(context, run, request)
     else:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.redact import cut
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.context import Context
@@ -59,10 +60,10 @@ def completion_problem(cloud: Cloud, url: str, model: str) -> str:
         session = cloud.clients.endpoint(url)
         response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
         if response.status_code != 200:
-            return f"a completion was answered with {response.status_code}: {response.text[:300]}"
+            return f"a completion was answered with {response.status_code}: {cut(response.text, 300)}"
         response.json()["choices"][0]["message"]
     except failures as error:
-        return f"a completion failed: {error!r}"[:400]
+        return f"a completion failed: {cut(repr(error), 400)}"
     return ""
 
 

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from dropforge.base import names
 from dropforge.base.errors import InvalidSpec, RetryLater, SpecProblem
-from dropforge.base.redact import redact
+from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.executions import find_execution, start_execution
@@ -140,7 +140,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
     from google.api_core.exceptions import BadRequest, Forbidden
 
     if not _URI.fullmatch(uri):
-        raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", redact(repr(uri))[:120], "gs://bucket/path")])
+        raise InvalidSpec([SpecProblem("/spec_uri", "not a gs:// URI", cut(repr(uri), 120), "gs://bucket/path")])
     bucket, _, name = uri.removeprefix("gs://").partition("/")
     if not _may_hold_specs(bucket, context.settings):
         allowed = ", ".join([context.settings.specs_bucket, *_data_buckets(context.settings)])
@@ -149,7 +149,7 @@ def _read_uri(context: Context, uri: str) -> bytes:
     try:
         blob = context.cloud.clients.storage().bucket(bucket).get_blob(name, timeout=TIMEOUT_SECONDS)
     except (BadRequest, Forbidden) as error:  # permanent: a raised error would repeat the message for a day
-        problem = SpecProblem("/spec_uri", "the object may not be read", uri, error.message[:300])
+        problem = SpecProblem("/spec_uri", "the object may not be read", uri, cut(error.message, 300))
         raise InvalidSpec([problem]) from None
     if blob is None:
         raise InvalidSpec([SpecProblem("/spec_uri", "the object does not exist", uri, "a job spec")])
@@ -273,6 +273,6 @@ def _name(data: bytes) -> str:
     try:
         name: Any = json.loads(data)["name"]
         name.encode()
-        return redact(name)[:63]
+        return cut(name, 63)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # half of a surrogate pair is no text
         return ""

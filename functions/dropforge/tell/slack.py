@@ -6,11 +6,12 @@ Limits (https://api.slack.com/reference/block-kit/blocks): header 150 characters
 from __future__ import annotations
 
 import html
+import re
 from datetime import datetime
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from dropforge.base.redact import redact
+from dropforge.base.redact import cut, redact
 from dropforge.base.settings import Settings
 from dropforge.cloud.classify import client_errors
 from dropforge.cloud.context import Cloud
@@ -22,6 +23,8 @@ from dropforge.spec import JobSpec
 from .channel import Failure
 
 MAX_HEADER, MAX_SECTION = 150, 3000
+_LINK = re.compile(r"https?://[A-Za-z0-9.:/_-]{1,255}")
+_HALF_ENTITY = re.compile(r"&[a-z]{0,3}\Z")
 _HEADLINES = {
     RunState.ACCEPTED: ":inbox_tray: accepted",
     RunState.REJECTED: ":no_entry: rejected",
@@ -55,23 +58,19 @@ def state_message(record: Record, spec: JobSpec | None, settings: Settings, now:
     if headline is None:
         return None
     title = f"{record.name or record.run} {headline.split(' ', 1)[1]}"
-    blocks: list[dict[str, Any]] = [
-        {"type": "header", "text": {"type": "plain_text", "text": f"{headline.split()[0]} {title}"[:MAX_HEADER]}}
-    ]
-    blocks += [_section(text) for text in _paragraphs(record, spec, settings, now) if text]
+    link = record.endpoint.url if record.endpoint else ""
+    blocks = [_header(f"{headline.split()[0]} {title}")]
+    blocks += [_section(text, link) for text in _paragraphs(record, spec, settings, now) if text]
     entered = next(t for t in reversed(record.history) if t.state is record.state)
     event_id = f"{record.run}/{entered.attempt}/{record.state.lower()}"
-    blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"run `{record.run}` · {event_id}"}]})
-    return Message(_escaped(title), blocks)
+    return Message(_escaped(title), [*blocks, _context(f"run `{record.run}` · {event_id}")])
 
 
 def notice_message(record: Record, notice: Notice) -> Message:
     """The message for a notice."""
     title = f"{record.name or record.run} {notice.headline}"
-    header = {"type": "header", "text": {"type": "plain_text", "text": f":warning: {title}"[:MAX_HEADER]}}
     where = f"run `{record.run}` · {record.run}/notice/{notice.key}"
-    context = {"type": "context", "elements": [{"type": "mrkdwn", "text": where}]}
-    return Message(_escaped(title), [header, _section(notice.text), context])
+    return Message(_escaped(title), [_header(f":warning: {title}"), _section(notice.text), _context(where)])
 
 
 def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
@@ -85,7 +84,9 @@ def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
     except client_errors() as error:
         return Failure(f"secret {secret!r} could not be read: {type(error).__name__}", may_pass=True)
     try:
-        response = cloud.clients.slack(url).send(text=message.text, blocks=message.blocks)
+        response = cloud.clients.slack(url).send(
+            text=message.text, blocks=message.blocks, unfurl_links=False, unfurl_media=False
+        )
     except (
         ValueError,
         HTTPException,
@@ -97,7 +98,7 @@ def send(cloud: Cloud, secret: str, message: Message) -> Failure | None:
         return Failure(f"Slack could not be reached: {type(error).__name__}", may_pass=True)
     if response.status_code == 200:
         return None
-    problem = f"Slack answered {response.status_code} {response.body[:100]!r} to the webhook of secret {secret!r}"
+    problem = f"Slack answered {response.status_code} {cut(response.body, 100)!r} to the webhook of secret {secret!r}"
     return Failure(problem, may_pass=response.status_code == 429 or response.status_code >= 500)
 
 
@@ -170,8 +171,27 @@ def _cost(record: Record, now: datetime) -> str:
     return "training cost: price unknown" if cost is None else f"training cost: *${cost:.2f}*"
 
 
-def _section(text: str) -> dict[str, Any]:
-    return {"type": "section", "text": {"type": "mrkdwn", "text": _escaped(text)[:MAX_SECTION]}}
+def _header(text: str) -> dict[str, Any]:
+    return {"type": "header", "text": {"type": "plain_text", "text": cut(text, MAX_HEADER)}}
+
+
+def _section(text: str, link: str = "") -> dict[str, Any]:
+    """A paragraph. Of its addresses, only `link` becomes a link."""
+    address = f"<{link}|{link}>" if _LINK.fullmatch(link) else ""
+    shown = _HALF_ENTITY.sub("", _escaped(text)[: MAX_SECTION - len(address)])
+    return {"type": "section", "text": _verbatim(shown.replace(link, address, 1) if address else shown)}
+
+
+def _context(text: str) -> dict[str, Any]:
+    return {"type": "context", "elements": [_verbatim(_escaped(text))]}
+
+
+def _verbatim(text: str) -> dict[str, Any]:
+    """A text in which Slack makes no links of addresses, names of channels or names of people.
+
+    https://docs.slack.dev/reference/block-kit/composition-objects/text-object
+    """
+    return {"type": "mrkdwn", "text": text, "verbatim": True}
 
 
 def _escaped(text: str) -> str:

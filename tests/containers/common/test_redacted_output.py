@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from containers.common import redacted_output
+from dropforge.base.redact import TOKEN as FORMATS
 
 SECRET = 'p@ss"w\\ord/&?=% é{n}\nsecond-line-of-it'
 TOKEN = "hf_" + "Canary" * 5
@@ -69,6 +71,26 @@ time.sleep(1.5)
 os.write(1, os.environ["SECRET"][-1:].encode() + b"|" + b"x" * 200_000 + os.environ["SECRET"].encode())
 """
     assert run(code, "a-secret-without-a-line").stdout == f"[redacted]|{'x' * 200_000}[redacted]"
+
+
+def test_a_private_key_that_arrives_line_by_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has no line of its own format: the stream keeps a block until its end, or until it is no key any more."""
+    source, into = os.pipe()
+    out_of, sink = os.pipe()
+    stream = redacted_output.Stream(source, sink, [], re.compile(FORMATS.pattern.encode()))
+    key = ["-----BEGIN PRIVATE KEY-----", "MIIEvQIBADANBg", "Canary7f3a", "-----END PRIVATE KEY-----"]
+    for line in ["before", *key, "after"]:
+        os.write(into, f"{line}\n".encode())
+        assert stream.read()
+        stream.flush()  # as if nothing more had arrived for a second
+    assert os.read(out_of, 1 << 16) == b"before\n[redacted]\nafter\n"
+    monkeypatch.setattr(redacted_output, "LINE", 100)
+    endless = b"-----BEGIN CERTIFICATE-----\n" + b"public\n" * 20
+    os.write(into, endless)
+    assert stream.read()
+    assert os.read(out_of, 1 << 16) == endless
+    for descriptor in (source, into, out_of, sink):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

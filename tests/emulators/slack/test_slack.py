@@ -46,7 +46,7 @@ def test_message_is_recorded_with_its_time_and_without_the_secret(server: Server
     blocks = [
         {"type": "header", "text": {"type": "plain_text", "text": "Run succeeded"}},
         {**section("*gemma*"), "fields": [{"type": "mrkdwn", "text": "cost: 1 USD"}]},
-        {"type": "context", "elements": [{"type": "mrkdwn", "text": "logs"}]},
+        {"type": "context", "elements": [{"type": "mrkdwn", "text": "logs", "verbatim": True}]},
         {"type": "divider"},
         {
             "type": "actions",
@@ -83,6 +83,11 @@ def test_messages_survive_a_restart(tmp_path: Path) -> None:
         ({"blocks": [{"type": "section", "fields": [{"type": "mrkdwn", "text": "x"}] * 11}]}, "invalid_blocks"),
         ({"blocks": [{"type": "header", "text": {"type": "plain_text", "text": "x" * 151}}]}, "invalid_blocks"),
         ({"blocks": [{"type": "header", "text": {"type": "mrkdwn", "text": "x"}}]}, "invalid_blocks"),
+        (
+            {"blocks": [{"type": "header", "text": {"type": "plain_text", "text": "x", "verbatim": True}}]},
+            "invalid_blocks",
+        ),
+        ({"blocks": [{"type": "section", "text": {"type": "mrkdwn", "text": "x", "verbatim": 1}}]}, "invalid_blocks"),
         ({"blocks": [{"type": "banner"}]}, "invalid_blocks"),
         ({"blocks": [{"type": "divider", "block_id": "a"}, {"type": "divider", "block_id": "a"}]}, "invalid_blocks"),
         ({"blocks": [{"type": "actions", "elements": [{"type": "button"}]}]}, "invalid_blocks"),

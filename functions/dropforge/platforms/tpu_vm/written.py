@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from dropforge.base.errors import ErrorClass
+from dropforge.base.redact import cut
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.objects import read_at_most
 
@@ -36,9 +37,9 @@ def read_written(cloud: Cloud, bucket: str, name: str, run: str, attempt: int) -
     try:
         written = Written.model_validate_json(data)
         if (written.run, written.attempt) != (run, attempt):
-            raise ValueError(f"it is about attempt {written.attempt} of run {written.run[:80]!r}")
+            raise ValueError(f"it is about attempt {written.attempt} of run {cut(written.run, 80)!r}")
     except ValueError as error:
-        message, problem = "a machine's status is not readable", str(error)[:300]
+        message, problem = "a machine's status is not readable", cut(str(error), 300)
         cloud.log(message, stage="await", run=run, severity="WARNING", resource=name, problem=problem)
         return None
-    return written.model_copy(update={"message": written.message[:MAX_MESSAGE]})
+    return written.model_copy(update={"message": cut(written.message, MAX_MESSAGE)})

@@ -34,7 +34,9 @@ def receive_job_event(context: Context, data: bytes) -> None:
         message = "job event of no running attempt"
         context.log(message, stage="await", run=event.run, severity="WARNING", type=event.type)
         return
-    store.put_new(names.event_object(event.run, event.attempt, event.sequence, event.type), data)
+    store.put_new(
+        names.event_object(event.run, event.attempt, event.sequence, event.type), event.model_dump_json().encode()
+    )
     if event.type not in WAKING:
         return
     # Read the callback after keeping the event. `inspect` notes its callback before it reads events, so that at least

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError
+from dropforge.base.redact import cut
 from dropforge.base.settings import Settings
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed, Unlisted, is_of_deployment
@@ -112,7 +113,7 @@ def _listed(cloud: Cloud, adapter: Target | Server) -> tuple[list[Listed], list[
     except Unlisted as error:
         return resources, [problem.message for problem in error.problems]
     except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other adapters
-        return resources, [f"{type(adapter).__name__} could not be listed: {error!r}"[:500]]
+        return resources, [f"{type(adapter).__name__} could not be listed: {cut(repr(error), 400)}"]
     return resources, []
 
 
@@ -142,6 +143,6 @@ def _delete(context: Context, resource: Listed) -> bool | str:
         context.store.note(resource.run, resource.name, ResourceState.GONE)
         return True
     except Exception as error:  # noqa: BLE001  # an unforeseen answer must not stop the other deletions
-        message = error.message if isinstance(error, CloudError) else repr(error)[:500]
+        message = error.message if isinstance(error, CloudError) else cut(repr(error), 500)
         context.log(message, stage="sweep", run=resource.run, severity="ERROR", resource=resource.name)
         return f"{resource.name}: {message}"

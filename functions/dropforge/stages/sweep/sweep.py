@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import NamedTuple, TypeVar
 
 from dropforge.base.names import OPEN_PREFIX
+from dropforge.base.redact import cut
 from dropforge.cloud.executions import live_executions
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
@@ -61,7 +62,7 @@ def sweep(context: Context) -> Swept:
 
 
 def _strays(strays: list[str]) -> str:
-    shown = ", ".join(repr(name)[:120] for name in strays[:SHOWN])
+    shown = ", ".join(cut(repr(name), 120) for name in strays[:SHOWN])
     return f"{len(strays)} objects below {OPEN_PREFIX} are no mark of a run and were ignored: {shown}"
 
 
@@ -183,7 +184,7 @@ class Look:
             return item, call(item)
         except Exception as error:  # noqa: BLE001  # an unforeseen error of an item must not stop the others
             name = getattr(item, "run", None) or getattr(item, "name", None) or item
-            problem = f"{name if isinstance(name, str) else 'the sweep'}: {error!r}"[:500]
+            problem = f"{name if isinstance(name, str) else 'the sweep'}: {cut(repr(error), 400)}"
             self.context.log(problem, stage="sweep", severity="ERROR")
             return problem
 

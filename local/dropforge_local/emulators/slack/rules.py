@@ -156,7 +156,11 @@ def _image_element(value: Any) -> bool:
 
 
 def _text_object(value: Any, limit: int, kinds: tuple[str, ...] = ("plain_text", "mrkdwn")) -> bool:
-    return isinstance(value, dict) and value.get("type") in kinds and _is_text(value, "text", limit)
+    """A text of one of the `kinds`. https://docs.slack.dev/reference/block-kit/composition-objects/text-object"""
+    if not isinstance(value, dict) or value.get("type") not in kinds:
+        return False
+    may_be_verbatim = value["type"] == "mrkdwn" and isinstance(value.get("verbatim"), bool)
+    return _is_text(value, "text", limit) and ("verbatim" not in value or may_be_verbatim)
 
 
 def _list_of(value: Any, limit: int, check: Callable[[Any], bool]) -> bool:

@@ -1,5 +1,6 @@
 """A trainer that does with its secrets all that it should not, by the real ones' ways in and out: prints them and, if
-the label `behave` of its spec is fail-once, fails with them in its message before it succeeds at the second attempt."""
+the label `behave` of its spec is fail-once, fails with them in its message before it succeeds at the second attempt. If
+the label is quote-a-row, it fails as a library does that quotes a training row."""
 
 import base64
 import json
@@ -52,6 +53,8 @@ def run(job: Job, clients: Clients, reporter: Reporter, redact: Redactor) -> Out
     time.sleep(SEEN_SECONDS)
     if job.attempt == 1 and spec.labels.get("behave") == "fail-once":
         raise RequestException(f"refused: {values!r}, {' '.join(map(quote, values))}")
+    if spec.labels.get("behave") == "quote-a-row":
+        raise ValueError("could not collate {'prompt': 'RowCanary51c', 'completion': 'RowCanary51c'}")
     manifest = {
         "run": job.run,
         "attempt": job.attempt,
