@@ -56,6 +56,9 @@ bench: $(STAMP) ## measure; prints medians
 crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
 	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
+mutants: $(STAMP) ## judge every mutant of the catalogue (three hours on two idle cores); see docs/mutants.md
+	@$(BIN)/python -m tests.mutants --lanes 2
+
 lock: $(STAMP) ## regenerate every lock with its hashes (functions/, containers/)
 	@$(BIN)/python tools/lock.py
 
@@ -87,4 +90,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test check format schemas bench crash lock registry images images-local deploy destroy tables checkov clean
+.PHONY: help setup maxtext vllm demo test check format schemas bench crash mutants lock registry images images-local deploy destroy tables checkov clean

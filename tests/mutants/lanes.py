@@ -1,0 +1,210 @@
+"""Judges mutants in lanes: each lane has a copy of the tree, and every judgement is a process that this one forks.
+
+This process has imported the libraries, but nothing of the project: a forked process imports the project from its
+lane's copy, with the mutant in it. Limits end a mutant that never ends: of processor time, of time and of memory.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from .judges import JUDGES, Scope
+from .mutant import ROOT, Mutant
+
+TREES = ROOT / "build" / "mutants"
+SOURCES = ("", "functions", "local", "cli")  # the folders of a tree that are on the import path
+# A judgement that takes longer than the judgement of the unchanged tree times SLOWER, plus MORE_SECONDS, does not end.
+SLOWER, MORE_SECONDS = 3, 20
+LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
+MEMORY_BYTES = 6 << 30
+WAIT_SECONDS = 1200  # for a judgement that waits for itself; a busy machine needs minutes for a good one
+# What the judges import in the end; each fork has it already.
+LIBRARIES = (
+    "aiohttp", "click", "flask", "functions_framework", "google.api_core.exceptions", "google.auth.transport.requests",
+    "google.cloud.container_v1", "google.cloud.pubsub_v1", "google.cloud.run_v2", "google.cloud.secretmanager_v1",
+    "google.cloud.storage", "google.cloud.tpu_v2", "google.cloud.workflows.executions_v1", "google.oauth2.id_token",
+    "hypothesis", "jsonschema", "kubernetes.client", "lark", "pydantic", "re2", "requests", "slack_sdk", "yaml",
+)  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """A judge's verdict: what noticed the mutant, or "", and the processor seconds of the judgement."""
+
+    mutant: str
+    judge: str
+    killer: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mutant, None for the unchanged tree, and its judges in order. `tests` are its unit tests; none: all."""
+
+    mutant: Mutant | None
+    judges: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        return self.mutant.file if self.mutant else ""
+
+
+@dataclass
+class Lane:
+    """A copy of the tree, the case in it, and its judges: the one that judges now, and the next ones."""
+
+    tree: Path
+    case: Case
+    judge: str = ""
+    waiting: tuple[str, ...] = ()
+
+    @property
+    def answer(self) -> Path:
+        """Where the judge writes what has noticed the mutant."""
+        return self.tree / "build" / "killer.json"
+
+
+class Lanes:
+    """`count` judgements at a time. Judge chaos has `seeds` simulations; `is_small`: the model has only a cancel."""
+
+    def __init__(self, count: int, seeds: int, *, is_small: bool = False) -> None:
+        for name in LIBRARIES:
+            importlib.import_module(name)
+        gc.freeze()  # the memory of the libraries stays shared
+        self.seeds = seeds
+        self.is_small = is_small
+        self.seconds: dict[str, float] = {}  # of each judge on the unchanged tree
+        self.idle = [Lane(_copy(TREES / f"lane-{number}"), Case(None, ())) for number in range(count)]
+        self.busy: dict[int, Lane] = {}
+
+    def calibrate(self, unchanged: Case) -> None:
+        """Measure judges on the unchanged tree. Raises RuntimeError if a judge finds fault with it."""
+        for verdict in self.judge([unchanged]):
+            if verdict.killer:
+                raise RuntimeError(f"judge {verdict.judge} finds fault with the unchanged tree: {verdict.killer}")
+            self.seconds[verdict.judge] = verdict.seconds
+
+    def judge(self, cases: Iterable[Case], *, first: bool = False) -> Iterator[Verdict]:
+        """The verdicts of every case's judges; `first`: only up to the first judge that notices the mutant."""
+        waiting = iter(cases)
+        while True:
+            while self.idle and (case := next(waiting, None)) is not None:
+                lane = self.idle.pop()
+                lane.case, lane.waiting = case, case.judges
+                _write(lane)
+                self._begin(lane)
+            if not self.busy:
+                return
+            verdict, lane = self._end()
+            yield verdict
+            if lane.waiting and not (first and verdict.killer):
+                self._begin(lane)
+            else:
+                _restore(lane)
+                self.idle.append(lane)
+
+    def _begin(self, lane: Lane) -> None:
+        lane.judge, *rest = lane.waiting
+        lane.waiting = tuple(rest)
+        lane.answer.unlink(missing_ok=True)
+        if pid := os.fork():
+            self.busy[pid] = lane
+            return
+        scope = Scope(lane.case.file, self.seeds, lane.case.tests, self.is_small)
+        _judge(lane, scope, self.seconds.get(lane.judge, LONGEST_SECONDS))
+
+    def _end(self) -> tuple[Verdict, Lane]:
+        """Wait for a judgement."""
+        pid, status, used = os.wait4(-1, 0)
+        lane = self.busy.pop(pid)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what a test has left
+        killer = json.loads(lane.answer.read_text()) if lane.answer.exists() else f"it does not end ({_how(status)})"
+        id_ = lane.case.mutant.id if lane.case.mutant else "unchanged"
+        return Verdict(id_, lane.judge, killer, used.ru_utime + used.ru_stime), lane
+
+
+def _judge(lane: Lane, scope: Scope, usual: float) -> NoReturn:
+    """Judge in a forked process."""
+    code = 1
+    try:
+        os.setsid()
+        with open(lane.tree / "build" / "output.txt", "wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        most = int(usual * SLOWER + MORE_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        faulthandler.dump_traceback_later(WAIT_SECONDS, exit=True)
+        _enter(lane.tree)
+        try:
+            killer = JUDGES[lane.judge](scope)
+        except BaseException as error:  # noqa: BLE001  # also of the simulation, and a pytest that gives up
+            killer = f"{type(error).__name__}: {error}"[:300]
+        lane.answer.write_text(json.dumps(killer))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _enter(tree: Path) -> None:
+    """Import the project from a tree from here on, also in the processes that tests start."""
+    ours = {str(ROOT / folder) for folder in SOURCES}
+    assert not [name for name in sys.modules if name.startswith("dropforge")], "only a judgement imports the project"
+    sys.dont_write_bytecode = True  # the copy of a changed module may have the age and size of the unchanged one
+    sys.path[:] = [*(str(tree / folder) for folder in SOURCES), *(path for path in sys.path if path not in ours)]
+    for name in [name for name in sys.modules if name == "tests" or name.startswith("tests.")]:
+        del sys.modules[name]
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(tree / folder) for folder in SOURCES)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.chdir(tree)
+
+
+def _copy(tree: Path) -> Path:
+    """Copy the files that git knows, or would know, and compile what the judges import."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    if tree.exists():
+        shutil.rmtree(tree)
+    for name in listed.stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "compileall", "-q", *(folder for folder in SOURCES if folder)]
+    subprocess.run(command, cwd=tree, check=True)
+    (tree / "build").mkdir()
+    return tree
+
+
+def _write(lane: Lane) -> None:
+    if mutant := lane.case.mutant:
+        path = lane.tree / mutant.file
+        path.write_text(mutant.applied((ROOT / mutant.file).read_text()))
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()
+
+
+def _restore(lane: Lane) -> None:
+    if mutant := lane.case.mutant:
+        shutil.copy2(ROOT / mutant.file, lane.tree / mutant.file)
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
