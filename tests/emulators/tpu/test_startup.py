@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,12 +51,13 @@ SCRIPT = Path(tpu_vm.__file__).with_name("startup.sh")
 BUCKET, TOPIC, SUBSCRIPTION = "runs", "projects/p1/topics/job-events", "projects/p1/subscriptions/test"
 HOSTS = ("STORAGE_EMULATOR_HOST", "SECRET_MANAGER_EMULATOR_HOST", "CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB")
 SECRET = "hf_TopSecretValue0123456789"
+SECRETS = '{"HF_TOKEN": "projects/p1/secrets/hf/versions/latest"}'
 TRAIN_PY = """
     import os, signal, sys, time
     mode = os.environ["MODE"]
     if mode == "polite":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))  # at once: a second signal follows the first
-    print("training", mode, "with token" if os.environ.get("HF_TOKEN") else "without token", flush=True)
+    print("training", mode, "with", os.environ["DROPFORGE_SECRETS"], flush=True)
     with open(os.path.join(os.environ["WORK"], "trace"), "a") as trace:
         trace.write("x")
     if mode.isdigit():
@@ -82,8 +84,7 @@ class Lab(Cloud):
             "dropforge-run": self.run,
             "dropforge-attempt": "1",
             "dropforge-image": self.image,
-            "dropforge-env": f"MODE={mode}\nWORK=/work\nGREETING=a b=c",
-            "dropforge-secrets": json.dumps({"HF_TOKEN": "projects/p1/secrets/hf/versions/latest"}),
+            "dropforge-env": f"MODE={mode}\nWORK=/work\nGREETING=a b=c\nPATH_OF_A_USER=x\nDROPFORGE_SECRETS={SECRETS}",
             "dropforge-deadline": str(int(time.time()) + 600),
             "dropforge-runs-bucket": BUCKET,
             "dropforge-job-events-topic": TOPIC,
@@ -215,14 +216,28 @@ def test_a_container_that_reports_itself(lab: Lab) -> None:
     assert [path.read_text() for path in (lab.home / "disks").rglob("trace")] == ["xx"]
 
 
-def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
+def test_the_script_exports_nothing_of_a_user() -> None:
+    exported = re.findall(r"^\s*export (.*)", SCRIPT.read_text(), re.M)
+    assert [line.split(" #")[0] for line in exported] == [
+        "DOCKER_CONFIG=$ROOT/run/dropforge/docker",
+        "run attempt step error_class reason hint exit_code event",
+    ]
+    assert not re.search(r"^\s*(eval|source|\.|declare|set -a|set -o allexport)\s", SCRIPT.read_text(), re.M)
+
+
+def test_the_machine_has_no_value_of_a_secret(lab: Lab) -> None:
+    """The container reads the values by its own account, from the names in DROPFORGE_SECRETS."""
     lab.train("sleep", disks=[lab.disk("d1")])
-    lab.wait_for_line("training sleep with token")
+    lab.wait_for_line(f"training sleep with {SECRETS}")
     pids = [pid for pids in find_members(lab.home / "vms").values() for pid in pids]
     assert len(pids) >= 4
     for pid in pids:
         arguments = " ".join(psutil.Process(pid).cmdline())
         assert SECRET not in arguments
+        environment = psutil.Process(pid).environ()
+        assert SECRET not in str(environment)
+        if "DROPFORGE_CONTAINER_ID" not in environment:
+            assert not {"PATH_OF_A_USER", "GREETING", "DROPFORGE_SECRETS"} & set(environment)
         assert "token-of-cloud-platform" not in arguments
     matches = subprocess.run(
         ["grep", "--recursive", "--files-with-matches", SECRET, lab.home / "vms", lab.home / "disks"],
@@ -239,13 +254,6 @@ def test_secrets_are_neither_on_disk_nor_in_arguments(lab: Lab) -> None:
         ("1", {}, ErrorClass.CODE, "container", "exit code 1 without a report"),
         ("137", {}, ErrorClass.INFRASTRUCTURE, "container", "was killed"),
         ("0", {"dropforge-image": "x.pkg.dev/p1/unknown@sha256:0"}, ErrorClass.CONFIG, "pull", "is not an image ref"),
-        (
-            "0",
-            {"dropforge-secrets": '{"HF_TOKEN": "projects/p1/secrets/none/versions/1"}'},
-            ErrorClass.CONFIG,
-            "secrets",
-            "projects/p1/secrets/none/versions/1 has no value",
-        ),
         ("0", {"dropforge-image": "absent"}, ErrorClass.INFRASTRUCTURE, "metadata", "step metadata failed"),
         ("0", {"dropforge-deadline": "1700000000"}, ErrorClass.DEADLINE, "container", "before the container"),
     ],

@@ -88,9 +88,9 @@ def test_one_spec_replaces_tutorial_002() -> None:
                 f"DROPFORGE_DEADLINE={metadata['dropforge-deadline']}",
                 "DROPFORGE_GRACE_SECONDS=25",
                 "DROPFORGE_WORK_DIRECTORY=/work",
+                'DROPFORGE_SECRETS={"HF_TOKEN": "projects/YOUR-PROJECT/secrets/hf-token/versions/latest"}',
             ]
         ),
-        "dropforge-secrets": '{"HF_TOKEN": "projects/YOUR-PROJECT/secrets/hf-token/versions/latest"}',
         "dropforge-deadline": str(int(datetime(2026, 11, 20, 6, tzinfo=UTC).timestamp())),
         "dropforge-runs-bucket": "YOUR-RUNS-BUCKET",
         "dropforge-job-events-topic": "projects/YOUR-PROJECT/topics/YOUR-JOB-EVENTS-TOPIC",

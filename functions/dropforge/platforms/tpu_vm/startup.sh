@@ -8,8 +8,8 @@
 #   dropforge-run               the run's id
 #   dropforge-attempt           the attempt's number; 0 for a server
 #   dropforge-image             the container's image: REGISTRY/PATH/NAME@sha256:DIGEST
-#   dropforge-env               the container's environment: one NAME=VALUE per line, no secrets
-#   dropforge-secrets           JSON object: NAME of a variable -> projects/P/secrets/S/versions/V
+#   dropforge-env               the container's environment: one NAME=VALUE per line. Of secrets only the names, in
+#                               DROPFORGE_SECRETS: the container reads the values itself
 #   dropforge-deadline          Unix seconds: the container is stopped then, if it still runs
 #   dropforge-runs-bucket       the bucket for log and status: machines/RUN/attempt-N/{startup.log,status.json},
 #                               or machines/RUN/serve/... for a server that does not stay up
@@ -37,7 +37,6 @@ readonly LOOK_SECONDS=3 # between two reads of the run's record
 ROOT=${DROPFORGE_ROOT:-} # the directory that stands for /, when the script runs on a shared machine (local stack)
 METADATA="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
 STORAGE=${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}
-SECRETS=${SECRET_MANAGER_EMULATOR_HOST:-https://secretmanager.googleapis.com}
 PUBSUB=${CLOUDSDK_API_ENDPOINT_OVERRIDES_PUBSUB:-https://pubsub.googleapis.com/}
 
 step=begin       # the current step, for the report
@@ -93,7 +92,6 @@ start_container() {
     rm -f "$state/status.json" "$state/event.json"
     pull_image
     read_environment
-    read_secrets
     run_container
 }
 
@@ -123,7 +121,7 @@ print("serve" if is_latest and "DEPLOYING" in states else "end" if is_over or no
 # The training container has ended, so the chips and the disk are free.
 become_server() {
     role=serve attempt=0 image=$server_image environment=$server_environment deadline=$server_deadline
-    secrets='' topic='' exit_code=''
+    topic='' exit_code=''
     state=${state%/*}/$(kind)
     mkdir -p "$state"
     echo "run $run: serve"
@@ -134,7 +132,6 @@ read_metadata() {
     identify
     image=$(attribute dropforge-image)
     environment=$(optional dropforge-env)
-    secrets=$(optional dropforge-secrets)
     deadline=$(attribute dropforge-deadline)
     disk=$(optional dropforge-data-disk)
     server_image=$(optional dropforge-server-image)
@@ -243,35 +240,13 @@ pull_once() {
         docker pull --quiet "$image"
 }
 
+# The container's variables stay arguments of Docker. None becomes a variable of this script, under whatever name.
 read_environment() {
     local line
     arguments=()
     while IFS= read -r line; do
         if [ -n "$line" ]; then arguments+=(--env "$line"); fi
     done <<<"$environment"
-}
-
-# Values go from Secret Manager into this shell's environment, and by name into the container's. Docker keeps a
-# container's environment below /var/lib/docker until the container is removed.
-read_secrets() {
-    step=secrets error_class=transient
-    local name resource value pairs
-    pairs=$(python3 -c 'import json, sys
-for name, resource in json.loads(sys.argv[1] or "{}").items(): print(name, resource)' "$secrets")
-    while read -r name resource; do
-        if [ -z "$name" ]; then continue; fi
-        if ! value=$(api GET "$SECRETS/v1/$resource:access"); then
-            case $value in
-            *NOT_FOUND* | *FAILED_PRECONDITION*) fail config "$resource has no value" "add a version to the secret" ;;
-            *PERMISSION_DENIED*) fail permission "$resource may not be read" "grant secretmanager.secretAccessor" ;;
-            *) fail transient "$resource could not be read" ;;
-            esac
-        fi
-        value=$(python3 -c 'import base64, json, sys
-sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["payload"]["data"]))' <<<"$value")
-        export "$name=$value"
-        arguments+=(--env "$name")
-    done <<<"$pairs"
 }
 
 run_container() {
@@ -293,7 +268,7 @@ run_container() {
     do :; done
     job='' oom_killed=''
     read_end
-    docker rm --force dropforge >/dev/null 2>&1 || true # its environment has the secrets
+    docker rm --force dropforge >/dev/null 2>&1 || true
     echo "the container ended with exit code $exit_code"
 }
 

@@ -148,6 +148,8 @@ def metadata(launch: Launch) -> dict[str, str]:
         "DROPFORGE_GRACE_SECONDS": str(GRACE_SECONDS),
         "DROPFORGE_WORK_DIRECTORY": tpu.WORK_DIRECTORY,
     }
+    if launch.spec.secrets:
+        variables["DROPFORGE_SECRETS"] = secret_references(launch)
     server = _server(launch)
     return {
         "startup-script": STARTUP_SCRIPT.read_text(encoding="utf-8"),
@@ -156,7 +158,6 @@ def metadata(launch: Launch) -> dict[str, str]:
         "dropforge-attempt": str(launch.attempt),
         "dropforge-image": settings.train_maxtext_image,
         "dropforge-env": "\n".join(f"{name}={value}" for name, value in variables.items()),
-        "dropforge-secrets": secret_references(launch),
         "dropforge-deadline": _unix(launch.deadline),
         "dropforge-runs-bucket": settings.runs_bucket,
         "dropforge-job-events-topic": settings.topic(settings.job_events_topic),
