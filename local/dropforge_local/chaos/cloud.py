@@ -164,7 +164,7 @@ class Cloud:
             self.world.fact("slack", event=event_id, text=text, status=503 if down else 200)
             return SimpleNamespace(status_code=503 if down else 200, body="down" if down else "ok")
 
-        def send(text: str, blocks: list[dict[str, Any]]) -> Any:
+        def send(text: str, blocks: list[dict[str, Any]], unfurl_links: bool, unfurl_media: bool) -> Any:
             return self.world.effect(
                 "slack", lambda: accept(text, blocks), changes=True, error=lambda _: TimeoutError("timed out")
             )
