@@ -241,7 +241,7 @@ def test_builders_and_actions_are_pinned() -> None:
     build = yaml.safe_load((ROOT / "cloudbuild.yaml").read_text())
     builders = {step["name"] for step in build["steps"]}
     assert [name for name in builders if not re.fullmatch(r"gcr\.io/[\w./-]+@sha256:[0-9a-f]{64}", name)] == []
-    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+    for path in (*sorted((ROOT / ".github" / "workflows").glob("*.yml")), ROOT / "docs" / "ci.md"):
         uses = re.findall(r"uses: (\S+)(.*)", path.read_text())
         assert uses
         assert [action for action, note in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action)] == []
