@@ -132,6 +132,7 @@ class LineDisplay:
         self._out = out
         self._entered = 0
         self._tenth = -1
+        self._wait = ""
 
     def show(self, snapshot: Snapshot) -> None:
         record = snapshot.record
@@ -140,6 +141,10 @@ class LineDisplay:
         lines += [(event.time, text) for event in snapshot.events if (text := self._text(event))]
         for when, text in sorted(lines, key=lambda line: line[0]):
             self._out.print(f"{(when - record.created).total_seconds():7.1f} s  {text}")
+        if (wait := describe_wait(record)) != self._wait:
+            self._wait = wait
+            if wait:
+                self._out.print(f"{(utc_now() - record.created).total_seconds():7.1f} s  {wait}")
 
     def _text(self, event: JobEvent) -> str:
         """Return the line for an event, or "". Progress gets one line for each tenth of the training."""
@@ -200,9 +205,17 @@ def render(snapshot: Snapshot, now: datetime) -> Group:
             Text("✓" if succeeded else "✗", "green" if succeeded else "red"), Text(record.state.lower(), "bold")
         )
     parts: list[Text | Table] = [header, stages]
+    if wait := describe_wait(record):
+        parts.append(Text(wait))
     if snapshot.progress is not None:
         parts.append(bar(snapshot.progress))
     return Group(*parts)
+
+
+def describe_wait(record: Record) -> str:
+    """Return what an accepted run waits for, by its record; "" if it does not wait for a place."""
+    wait = record.queued
+    return "" if wait is None else f"waits for a place: number {wait.place} by {wait.rule} of the deployment's policy"
 
 
 def bar(progress: Progress) -> Table:

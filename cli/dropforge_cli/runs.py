@@ -19,7 +19,7 @@ from dropforge.run.store import RunStore
 
 from .deployment import Deployment, connect
 from .display import duration, number, stderr, stdout, table, titled, usd
-from .follow import Follower, Snapshot, bar, watch
+from .follow import Follower, Snapshot, bar, describe_wait, watch
 from .options import json_option, state_option
 from .plain import echo, echo_json
 from .problems import FAILED, CliError
@@ -41,7 +41,8 @@ def runs(as_json: bool, state: str | None) -> None:
     for record in records:
         created = f"{record.created:%Y-%m-%d %H:%M:%S}"
         cost = usd(record.training_cost(now))
-        rows.add_row(record.run, record.name, record.state, str(record.attempt or "-"), created, cost)
+        state_shown = f"{record.state}, place {record.queued.place}" if record.queued else record.state
+        rows.add_row(record.run, record.name, state_shown, str(record.attempt or "-"), created, cost)
     stdout().print(rows if records else "no runs yet; start a run with `dropforge submit SPEC`")
 
 
@@ -135,6 +136,8 @@ def show(snapshot: Snapshot, ledger: Ledger, out: Console) -> None:
     out.print(f"from {record.source}, created {record.created:%Y-%m-%d %H:%M:%S} UTC")
     if record.cancel_requested and not record.state.is_terminal:
         out.print(f"cancel requested at {record.cancel_requested:%H:%M:%S}")
+    if waits := describe_wait(record):
+        out.print(waits)
     _show_stages(record, now, out)
     if snapshot.progress is not None and record.state is RunState.TRAINING:
         out.print(bar(snapshot.progress))

@@ -120,7 +120,7 @@ def running_since(attempt: Attempt) -> datetime:
 def due(record: Record, spec: JobSpec, now: datetime) -> Iterator[Notice]:
     """The warnings about money and time of a training run that were not sent yet."""
     yield from due_of_budget(record, spec, now)
-    used, key = (now - record.created).total_seconds(), f"time-{WARN_OF_TIME_AT}"
+    used, key = (now - record.began).total_seconds(), f"time-{WARN_OF_TIME_AT}"
     if used >= seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 and key not in record.notices:
         text = f"max_duration is {spec.limits.max_duration}; at 100 % {_STOPPED}"
         yield Notice(key, f"has used {WARN_OF_TIME_AT} % of its time", text)
@@ -144,6 +144,6 @@ def seconds_to_warning(record: Record, spec: JobSpec, now: datetime) -> float:
     budget, spent, hourly = spec.limits.max_cost_usd, record.cost(now), record.attempts[-1].usd_per_hour
     if budget is not None and spent is not None and hourly:
         waits += [(budget * percent / 100 - spent) / hourly * SECONDS_PER_HOUR for percent in WARN_AT]
-    used = (now - record.created).total_seconds()
+    used = (now - record.began).total_seconds()
     waits.append(seconds(spec.limits.max_duration) * WARN_OF_TIME_AT / 100 - used)
     return min((wait for wait in waits if wait > 0), default=float("inf"))

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -71,6 +72,28 @@ def test_progress_of_an_earlier_attempt_is_not_shown(deployed: Deployed) -> None
     snapshot = follower.snapshot()
     assert snapshot is not None
     assert snapshot.progress == progress(5, attempt=2)
+
+
+def test_a_run_that_waits_for_a_place_says_which_and_each_change_once(deployed: Deployed) -> None:
+    deployed.record(RUN, RunState.ACCEPTED)
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=200))
+    for place in (3, 3, 1):
+        record = deployed.store.update(RUN, partial(Record.with_wait, rule="max_runs", place=place, now=CREATED))
+        display.show(Snapshot(record))
+        assert f"number {place} by max_runs" in _printed(render(Snapshot(record), CREATED))
+    assert f"number {place} by max_runs" in deployed.run("status", RUN).output
+    assert "ACCEPTED, place 1" in deployed.run("runs").output
+    display.show(Snapshot(deployed.store.update(RUN, lambda latest: latest.with_place(CREATED))))
+    waits = [line.split(" s  ")[1] for line in out.getvalue().splitlines() if "waits" in line]
+    assert [wait.split(" by ")[0] for wait in waits] == [f"waits for a place: number {place}" for place in (3, 1)]
+    assert "waits" not in deployed.run("status", RUN).output
+
+
+def _printed(what: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(what)
+    return out.getvalue()
 
 
 def test_a_pipe_gets_one_line_per_change(deployed: Deployed) -> None:

@@ -159,6 +159,14 @@ class Notice(NamedTuple):
     text: str
 
 
+class Queued(Stored):
+    """What an accepted run waits for: the rule of the policy, and the run's place among those that wait for it."""
+
+    rule: str
+    place: int
+    since: datetime
+
+
 class Outcome(Stored):
     """How a run ends once its resources are deleted: decided before the teardown begins."""
 
@@ -184,6 +192,8 @@ class Record(Stored):
     endpoint: Endpoint | None = None
     parity: Parity | None = None
     outcome: Outcome | None = None
+    queued: Queued | None = None
+    placed: datetime | None = None  # when the run got a place, if the policy limits the number of runs or their money
     serving_usd_per_hour: float | None = None  # for the maximum number of instances
     error: RunError | None = None
     problems: list[dict[str, JsonValue]] = []
@@ -200,6 +210,11 @@ class Record(Stored):
         """The number of the latest attempt; 0 before the first."""
         return self.attempts[-1].number if self.attempts else 0
 
+    @property
+    def began(self) -> datetime:
+        """When the time of `limits.max_duration` began: waiting for a place does not count."""
+        return self.placed or self.created
+
     def entered(self, state: RunState, now: datetime) -> Record:
         """This record in `state`. Entering the present state changes nothing; a terminal state ends every attempt.
 
@@ -213,7 +228,8 @@ class Record(Stored):
         attempts = self.attempts
         if state.is_terminal:  # an attempt may still be open, after a cancel for example; its resources are deleted
             attempts = [a.model_copy(update={"ended": a.ended or now}) for a in attempts]
-        return self.model_copy(update={"state": state, "history": [*self.history, moved], "attempts": attempts})
+        changes = {"state": state, "history": [*self.history, moved], "attempts": attempts, "queued": None}
+        return self.model_copy(update=changes)
 
     def claimed(self, execution: str) -> Record:
         """This record, owned by `execution` if it has no owner. A superseded execution never owns the run again."""
@@ -226,6 +242,21 @@ class Record(Stored):
         if self.execution != execution or self.state.is_terminal:
             return self
         return self.model_copy(update={"execution": None, "superseded": [*self.superseded, execution][-KEPT_IDS:]})
+
+    def with_wait(self, rule: str, place: int, now: datetime) -> Record:
+        """This record of an accepted run with what it waits for."""
+        if self.state is not RunState.ACCEPTED or (
+            self.queued and (self.queued.rule, self.queued.place) == (rule, place)
+        ):
+            return self
+        since = self.queued.since if self.queued else now
+        return self.model_copy(update={"queued": Queued(rule=rule, place=place, since=since)})
+
+    def with_place(self, now: datetime) -> Record:
+        """This record of an accepted run that got a place; a noted time stays."""
+        if self.state is not RunState.ACCEPTED or self.placed:
+            return self
+        return self.model_copy(update={"queued": None, "placed": now})
 
     def with_notice(self, key: str) -> Record:
         """This record with the note that a notice was sent."""

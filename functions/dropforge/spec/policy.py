@@ -34,6 +34,10 @@ class Ceiling(Part):
 
     max_cost_usd: Usd | None = Field(default=None, description="Of a run: its budget, or its maximum cost if lower.")
     max_usd_per_hour: Usd | None = Field(default=None, description="Of an attempt, and of an endpoint's instances.")
+    max_runs: Count | None = Field(default=None, description="Runs at the same time; further runs wait in order.")
+    max_usd_per_day: Usd | None = Field(
+        default=None, description="Maximum cost of all runs that begin on one day (UTC); further runs wait."
+    )
     max_duration: Duration | None = Field(default=None, description="The longest limits.max_duration.")
     max_attempts: Count | None = Field(default=None, description="The highest limits.max_attempts.")
     max_retries: Retries | None = Field(default=None, description="The highest number in limits.retry.")

@@ -27,6 +27,8 @@ from dropforge.run.record import Record, RunState
 from dropforge.tell.everybody import is_unstarted, tell_unstarted
 from dropforge.tell.run_events import answer_unknown
 
+from .places import leave
+
 
 def cancel_requested(context: Context, run: str, request: Request) -> None:
     """Cancel the run that a message names, if the message comes from the run's own topic or from an operator.
@@ -54,6 +56,7 @@ def cancel(context: Context, run: str, request: Request | None = None, topic: st
         return
     context.log("cancel requested", stage="submit", run=run, state=record.state)
     if is_unstarted(record):
+        leave(context, record)
         tell_unstarted(context, record)
     elif record.state.is_terminal:
         if record.endpoint and not record.endpoint.ended and not end_endpoint(context, run):

@@ -119,8 +119,11 @@ def _broken_switches(spec: JobSpec, ceiling: Ceiling, place: str) -> Iterator[Sp
     if ceiling.require_budget and spec.limits.max_cost_usd is None:
         pointer = "/limits/max_cost_usd"
         yield _problem(pointer, "demanded by", f"{place}require_budget", "no budget", "a budget in US dollars")
+    cost = cost_of(spec)
+    if ceiling.max_usd_per_day is not None and cost.most is None:
+        pointer, expected = "/limits/max_cost_usd", "price_usd_per_hour in `target` and in `serve`"
+        yield _problem(pointer, "demanded by", f"{place}max_usd_per_day", "an unknown maximum cost", expected)
     if ceiling.require_price:
-        cost = cost_of(spec)
         for part, price in (("target", cost.training), ("serve", cost.serving if spec.serve else 0.0)):
             if price is None:
                 pointer, expected = f"/{part}/price_usd_per_hour", f"{part}.price_usd_per_hour"
@@ -131,7 +134,8 @@ def _amounts(spec: JobSpec) -> Iterator[tuple[str, Found]]:
     """The numbers of a spec, by the rule that limits them."""
     limits, target, serve, cost = spec.limits, spec.target, spec.serve, cost_of(spec)
     if cost.most is not None:
-        yield "max_cost_usd", Found("/limits/max_cost_usd", cost.most, f"up to {cost.most:.2f} USD at list prices")
+        most = Found("/limits/max_cost_usd", cost.most, f"up to {cost.most:.2f} USD at list prices")
+        yield from (("max_cost_usd", most), ("max_usd_per_day", most))
     if cost.training is not None:
         yield "max_usd_per_hour", Found("/target", cost.training, f"{cost.training:.2f} USD an hour")
     yield "max_duration", Found("/limits/max_duration", seconds(limits.max_duration), limits.max_duration)

@@ -15,6 +15,7 @@ from dropforge.run.record import Record, RunError, RunState
 from dropforge.tell.everybody import conclude, tell
 
 from .answers import CancelWins, Notified, Superseded, Untold, superseded
+from .places import leave
 
 
 def notify(
@@ -39,6 +40,8 @@ def notify(
         return CancelWins(state=record.state)
     if record.execution != execution or record.state is not state:
         return superseded(record)
+    if state.is_terminal:
+        leave(context, record)
     spec = store.spec(run)
     try:
         if state.is_terminal:

@@ -16,6 +16,7 @@ from dropforge.spec import JobSpec, seconds
 from dropforge.tell.run_events import announce
 
 from .answers import Cancelled, Failed, Gate, Pending, Running, Succeeded, Superseded, failed, superseded
+from .places import wait_for_place
 from .retries import retry_or_fail
 
 MAX_PAUSE_SECONDS = 600  # between two rounds of the placements
@@ -32,6 +33,8 @@ def provision(context: Context, run: str, execution: str, attempt: int) -> Provi
     outcome.
     """
     spec = context.store.spec(run)
+    if waiting := wait_for_place(context, run, execution, spec):
+        return waiting
     record = context.store.update(run, lambda latest: _claim(context, latest, execution, attempt, spec))
     if record.execution != execution or record.state.is_terminal:
         return superseded(record)
@@ -182,7 +185,7 @@ def _moves(record: Record) -> int:
 
 def _deadline(record: Record, spec: JobSpec, price: HourlyPrice, now: datetime) -> tuple[datetime, Limit]:
     """When an attempt that is opened now must end, and the limit that decides it: time or money."""
-    ends = record.created + timedelta(seconds=seconds(spec.limits.max_duration))
+    ends = record.began + timedelta(seconds=seconds(spec.limits.max_duration))
     paid = paid_seconds(spec, price, record.training_cost(now) or 0.0)
     if paid is None or now + timedelta(seconds=paid) >= ends:
         return ends, "max_duration"
@@ -193,7 +196,7 @@ def _not_opened(context: Context, record: Record, spec: JobSpec) -> Pending | Fa
     """Why the attempt was not opened: a pause, or no time or money is left."""
     now = context.now()
     if pause := pause_seconds(record, spec, context.settings, now):
-        ends = record.created + timedelta(seconds=seconds(spec.limits.max_duration))
+        ends = record.began + timedelta(seconds=seconds(spec.limits.max_duration))
         return Pending(wait_seconds=min(pause, LOOK_SECONDS), deadline=ends.timestamp())
     target = context.platforms.target(spec.target.type)
     price = target.price(spec, _moves(record) % len(spec.target.placements))
@@ -208,7 +211,7 @@ def _nothing_left(record: Record, spec: JobSpec, now: datetime) -> str:
     limits = f"{spec.limits.max_duration} and " + (
         "no budget" if spec.limits.max_cost_usd is None else f"{spec.limits.max_cost_usd:g} USD"
     )
-    message = f"nothing is left for attempt {record.attempt + 1}: {cost} spent since {record.created:%H:%M:%S}"
+    message = f"nothing is left for attempt {record.attempt + 1}: {cost} spent since {record.began:%H:%M:%S}"
     last = record.attempts[-1].error if record.attempts else None
     return f"{message}, of {limits}" + (f"; the last attempt: {last.message}" if last else "")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import limits, progress
+from . import limits, places, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -51,6 +51,7 @@ def check(history: History) -> list[Problem]:
     for life in lives.values():
         for rule in RULES:
             problems += [Problem(rule.__name__, life.run, time, text) for time, text in rule(life)]
+    problems += [Problem("places_are_kept", "", *found) for found in places.places_are_kept(history, lives.values())]
     problems += _defects(history)
     return sorted(problems, key=lambda problem: problem.time)
 

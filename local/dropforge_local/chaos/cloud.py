@@ -29,8 +29,8 @@ SUBSCRIBERS = {**dict.fromkeys((REQUESTS, TEAM_REQUESTS, OPERATIONS), "on_spec_m
 SECRETS = {"slack-webhook": b"https://slack.chaos/hook"}
 
 
-def deployment() -> Settings:
-    """The settings that Terraform would set."""
+def deployment(policy: str = "") -> Settings:
+    """The settings that Terraform would set, with this policy as JSON."""
     return Settings(
         project=PROJECT,
         location=LOCATION,
@@ -51,6 +51,7 @@ def deployment() -> Settings:
         nodes_service_account="nodes@chaos",
         gke_cluster=STANDING,
         slack_webhook_secret="slack-webhook",
+        policy=policy,
     )
 
 
@@ -70,7 +71,7 @@ class Platform(Protocol):
 class Cloud:
     """The services, connected with each other. `clusters` are the regions with a standing GKE cluster."""
 
-    def __init__(self, world: World, clusters: tuple[str, ...] = ()) -> None:
+    def __init__(self, world: World, clusters: tuple[str, ...] = (), policy: str = "") -> None:
         self.world = world
         self.functions = Functions(world)
         self.events = Events(world, self.functions, SUBSCRIBERS)
@@ -84,7 +85,7 @@ class Cloud:
         gke = Gke(world, clusters)
         run.launched = tpu.launched = gke.launched = self.trainer.start
         self.platforms: tuple[Platform, ...] = (run, tpu, disks, gke)
-        self.functions.connect(context_of(world, self.clients(), deployment()))
+        self.functions.connect(context_of(world, self.clients(), deployment(policy)))
 
     def clients(self) -> dict[str, Callable[..., Any]]:
         """By the names of clients.py, and Slack's."""

@@ -342,8 +342,9 @@ def _prices(life: Life) -> tuple[float, float]:
 
 
 def _bounds(life: Life) -> tuple[float, float]:
-    """The time at which the run was accepted, and the seconds for which it may train."""
-    return seconds_of(life.records[0].value["created"]), duration_of(life.spec["limits"]["max_duration"])
+    """The time at which the run was accepted or got its place, and the seconds for which it may train."""
+    began = life.last.get("placed") or life.records[0].value["created"]
+    return seconds_of(began), duration_of(life.spec["limits"]["max_duration"])
 
 
 def _deadline(life: Life) -> float:

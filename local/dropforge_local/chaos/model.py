@@ -25,7 +25,9 @@ from dropforge.cloud.resource import Resource
 from dropforge.platforms.lookup import Platforms
 from dropforge.platforms.prices import HourlyPrice
 from dropforge.platforms.training import Launch, Phase, Status
+from dropforge.run.places import Entry, Places
 from dropforge.spec import JobSpec
+from dropforge.stages.places import OBJECT as OBJECT_OF_PLACES
 from workflows_engine import Wait, decode_value, encode_value, timer_result
 
 from .cloud import OPERATIONS, RUNS, SPECS, deployment
@@ -58,8 +60,11 @@ SPEC = json.dumps(
         "limits": {"max_duration": "2h", "max_attempts": MAX_ATTEMPTS},
     }
 ).encode()
-# Time stands still: a pause would never end.
-SETTINGS = replace(deployment(), capacity_pause_seconds=0)
+# Time stands still: a pause would never end. The policy lets one run begin; another run has the place at first.
+SETTINGS = replace(deployment('{"api_version": "dropforge/v1", "max_runs": 1}'), capacity_pause_seconds=0)
+OTHER = "other-0123456789ab"
+TAKEN = Places(holding=[Entry(run=OTHER, created=datetime.fromtimestamp(START, UTC), labels={}, usd=0.0)])
+PLACES = ((OBJECT_OF_PLACES, TAKEN.model_dump_json().encode()),)
 TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "REJECTED"})
 
 
@@ -80,6 +85,16 @@ class State(NamedTuple):
         """The run's record; empty while there is none."""
         content = next((data for name, data in self.objects if name.endswith("/record.json")), b"{}")
         return dict(json.loads(content))
+
+    @property
+    def places(self) -> Places:
+        """Who holds a place, and who waits for one."""
+        return Places.model_validate_json(next(data for name, data in self.objects if name == OBJECT_OF_PLACES))
+
+    @property
+    def holding(self) -> list[str]:
+        """The runs that hold a place."""
+        return [entry.run for entry in self.places.holding]
 
     @property
     def ledger(self) -> dict[str, str]:
@@ -272,7 +287,7 @@ class Explorer:
     def __init__(self, faults: int, cancel: bool) -> None:
         self.faults = faults
         self.waits: dict[str, Wait] = {}
-        self.first = State(mail=("spec", "cancel") if cancel else ("spec",))
+        self.first = State(PLACES, mail=("spec", "cancel") if cancel else ("spec",))
         self.came: dict[State, tuple[State, str] | None] = {self.first: None}
         self.edges: dict[State, list[tuple[State, bool]]] = {}
         self.problems: list[tuple[State, str]] = []
@@ -359,6 +374,8 @@ def steps(state: State) -> Iterator[Step]:
             yield Step(f"{name} succeeds", _train(name))
             yield Step(f"{name} fails permanently", _end(name, "failed"))
             yield Step(f"{name} is preempted", _end(name, "preempted"), fault=True)
+    if OTHER in state.holding and state.record.get("queued"):
+        yield Step("the other run ends", _end_other)
     yield Step("a sweep", _sweep)
     if not state.late and state.record.get("state") in TERMINAL:
         yield Step("a week passes, and a sweep", _late_sweep)
@@ -384,14 +401,18 @@ def broken(before: State, after: State) -> Iterator[str]:
             yield f"the cancel was recorded, but the run ended {new['state']}"
         if any(attempt["ended"] is None for attempt in new["attempts"]):
             yield "an attempt has no end in the record of a finished run"
+    if len(after.holding) > 1:
+        yield f"{after.holding} hold a place at once"
+    if new.get("attempts") and not over and after.holding != [RUN]:
+        yield f"the run has an attempt, but {after.holding} hold a place"
     if len(new.get("attempts", [])) > MAX_ATTEMPTS:
         yield "more attempts than the spec allows"
 
 
 def is_good_end(state: State) -> bool:
-    """The run is over, its end was announced, no resource exists, and no execution is active."""
+    """The run is over and announced, no resource exists, no execution is active, and its place is given back."""
     record = state.record
-    if record.get("state") not in TERMINAL or state.mail or not state.late:
+    if record.get("state") not in TERMINAL or state.mail or not state.late or RUN in state.places.runs:
         return False
     end = record["history"][-1]
     is_announced = f"{RUN}/{end['attempt']}/{end['state'].lower()}" in state.announced
@@ -411,6 +432,13 @@ def _mail(kind: str, keep: bool) -> Callable[[Stage], None]:
             stage.mail.remove(kind)
 
     return arrive
+
+
+def _end_other(stage: Stage) -> None:
+    """Give back the other run's place, as its end does."""
+    stored = stage.storage.objects[RUNS][OBJECT_OF_PLACES]
+    places = Places.model_validate_json(stored.data).without(OTHER, None, ())
+    stage.storage.put(RUNS, OBJECT_OF_PLACES, places.model_dump_json().encode())
 
 
 def _continue(id_: str, refuse: bool = False, lose: bool = False) -> Callable[[Stage], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from .cloud import Cloud
@@ -13,17 +14,23 @@ from .workload import Workload
 from .world import World
 
 SWEEP_SECONDS = 600.0  # as var.sweep_schedule of Terraform has it
+# Last digits of the seeds whose policy lets only one run, or two, begin at the same time; the others then wait. Kept
+# seeds that revealed a defect end in other digits.
+LIMITED = (2, 7)
+MOST_IN_TURN = 3  # so many times SETTLE_SECONDS are enough for all runs of a seed, one after the other
 SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
 
 
 def run(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     """The history of a seed whose runs are for these targets; the same each time, in every process."""
-    world = World(seed)
-    cloud = Cloud(world, clusters(targets))
+    world, most_runs = World(seed), 1 + seed // 10 % 2 if seed % 10 in LIMITED else None
+    policy = {"api_version": "dropforge/v1", "max_runs": most_runs}
+    cloud = Cloud(world, clusters(targets), json.dumps(policy) if most_runs else "")
+    world.fact("limit", runs=most_runs)
     Workload(world, cloud, targets).begin()
     world.calm = START + world.random.uniform(2400, 5400)
     _plan_restarts(world, cloud)
-    return _live(world, cloud, world.calm + SETTLE_SECONDS)
+    return _live(world, cloud, world.calm + SETTLE_SECONDS * (MOST_IN_TURN if most_runs else 1))
 
 
 def run_struck(strike: Strike, target: str = "cloud_run") -> History:

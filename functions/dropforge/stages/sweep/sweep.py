@@ -17,6 +17,7 @@ from dropforge.cloud.executions import live_executions
 from dropforge.cloud.listing import Listed
 from dropforge.context import Context
 from dropforge.run.record import Record
+from dropforge.stages import places
 from dropforge.stages.answers import Swept
 
 from . import cursor, lost_work, orphans
@@ -44,7 +45,9 @@ def sweep(context: Context) -> Swept:
     look = Look(context)
     deletions = look.delete()
     before = cursor.read(context)
+    look.find_places()
     tended = look.tend(before.run)
+    look.repair_places()
     between = before._replace(run=tended.stopped)
     cursor.write(context, before, between)
     submitted = look.submit(before.spec)
@@ -125,6 +128,15 @@ class Look:
             part = self._tend(batch, marks, live)
             tended = Tended([*tended.restarted, *part.restarted], [*tended.accepted, *part.accepted], batch[-1])
         return tended._replace(stopped="")
+
+    def find_places(self) -> None:
+        """Read the records of the runs that hold or wait for a place of the policy."""
+        for _, runs in self._for_each(places.known_runs, [self.context]):
+            self.records |= self._read(runs - set(self.records))
+
+    def repair_places(self) -> None:
+        """Correct who holds a place by the records that were read."""
+        self._for_each(lambda context: places.repair(context, self.records), [self.context])
 
     def submit(self, after: str = "") -> Submitted:
         """Submit specs without a run, in the order of their names from the spec `after`, until SPECS_UNTIL."""
