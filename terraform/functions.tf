@@ -27,6 +27,7 @@ locals {
     kubernetes_trainer_account = "${var.prefix}-trainer"
     kubernetes_server_account  = "${var.prefix}-server"
     slack_webhook_secret       = var.slack_webhook_secret
+    endpoint_key_secret        = local.has_other_endpoints ? var.endpoint_key_secret : ""
     policy                     = local.policy
   }
 

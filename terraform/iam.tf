@@ -54,6 +54,7 @@ locals {
   secret_scopes = {
     training_secrets = var.training_secrets
     webhook_secrets  = local.webhook_secrets
+    endpoint_keys    = local.endpoint_keys
   }
 
   topic_scopes = {

@@ -45,6 +45,12 @@ variable "deletion_protection" {
   default     = true
 }
 
+variable "endpoint_key_secret" {
+  description = "Secret with the API key that endpoints on GKE and TPU VMs demand; empty: every client of the network may call them. It needs a version before a spec with such an endpoint is accepted."
+  type        = string
+  default     = "dropforge-endpoint-key"
+}
+
 variable "ephemeral_cluster_regions" {
   description = "Regions in which attempts may create their own clusters (target.cluster.create). Functions may then create and delete clusters, and act in every cluster of the project: use a separate project."
   type        = set(string)

@@ -15,6 +15,7 @@ from dropforge.base.errors import NotFound
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.platforms import get_server, get_target
 from dropforge.platforms.prices import SECONDS_PER_HOUR, HourlyPrice
+from dropforge.platforms.serving import endpoint_key
 from dropforge.run.artifacts import read_artifact, read_manifest
 from dropforge.run.record import Endpoint, Record, RunState
 from dropforge.run.store import RunStore
@@ -47,7 +48,8 @@ def show_answer(deployment: Deployment, record: Record, endpoint: Endpoint, out:
     sample = held_out_sample(deployment, record)
     if sample is None:
         return
-    answer = ask(endpoint, sample["prompt"])
+    key = endpoint_key(deployment.context.cloud, deployment.store.spec(record.run))
+    answer = ask(endpoint, sample["prompt"], key)
     out.print()
     out.print(titled("a held-out question", f"answered by {endpoint.model} at {endpoint.url}/v1"))
     for message in sample["prompt"]:
@@ -70,11 +72,11 @@ def held_out_sample(deployment: Deployment, record: Record) -> dict[str, Any] | 
     return dict(samples[0]) if samples else None
 
 
-def ask(endpoint: Endpoint, messages: list[Any]) -> str:
-    """Return the endpoint's answer, requested with the ordinary openai package."""
+def ask(endpoint: Endpoint, messages: list[Any], key: str) -> str:
+    """Return the endpoint's answer, requested with the ordinary openai package. `key` is its API key, or ""."""
     from openai import OpenAI
 
-    token = os.environ["DROPFORGE_EMULATOR_TOKEN"]
+    token = key or os.environ["DROPFORGE_EMULATOR_TOKEN"]
     with OpenAI(base_url=f"{endpoint.url}/v1", api_key=token, timeout=ANSWER_SECONDS) as client:
         reply = client.chat.completions.create(
             model=endpoint.model, messages=messages, temperature=0, max_tokens=ANSWER_TOKENS

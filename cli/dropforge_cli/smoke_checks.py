@@ -25,6 +25,7 @@ from dropforge.cloud.classify import client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.listing import Listed
 from dropforge.platforms import targets
+from dropforge.platforms.serving import endpoint_key
 from dropforge.run.artifacts import Manifest, checkpoints, model_prefix, read_manifest, verify_manifest
 from dropforge.run.record import Endpoint, Ledger, Record, ResourceState, RunState
 from dropforge.run.store import RunStore
@@ -365,7 +366,7 @@ def endpoint_refuses(seen: Seen, endpoint: Endpoint) -> Result:
 
 
 def endpoint_answers(seen: Seen, endpoint: Endpoint, deployment: Deployment) -> Result:
-    token = _identity_token(deployment)
+    token = endpoint_key(deployment.context.cloud, seen.spec) or _identity_token(deployment)
     if not token:
         return seen.silent("endpoint-answers", "no identity token: `gcloud auth print-identity-token` printed nothing")
     answer = _complete(endpoint, {"Authorization": f"Bearer {token}"})

@@ -18,6 +18,9 @@ SAMPLING = ("greedy", "base_model")
 # but for the tokens that end an answer (vllm/config/model.py). `auto`: the file's.
 GREEDY = ("--generation-config", "vllm", "--override-generation-config", '{"temperature": 0.0}')
 BASE_MODEL = ("--generation-config", "auto")
+# A request cannot make the server fetch an image from the network, or from the metadata server. An empty list would
+# allow every domain (vllm/multimodal/media/connector.py), so the only one is a name that never exists (RFC 2606).
+NO_MEDIA = ("--allowed-media-domains", "none.invalid")
 SAMPLING_FIELDS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 # vLLM's parser that takes the thoughts out of an answer, by the model's type
 # (https://docs.vllm.ai/en/latest/features/reasoning_outputs/).
@@ -162,9 +165,9 @@ def vllm_cpu_argv(settings: Settings, directory: str, port: int, parser: str | N
 
 
 def _answering(settings: Settings, parser: str | None) -> tuple[str, ...]:
-    """The flags that decide how an answer is made and read."""
+    """The flags that decide how an answer is made and read, and what a request may have the server fetch."""
     reasoning = ("--reasoning-parser", parser) if parser else ()
-    return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *reasoning)
+    return (*(GREEDY if settings.sampling == "greedy" else BASE_MODEL), *reasoning, *NO_MEDIA)
 
 
 def transformers_argv(directory: str, port: int) -> list[str]:

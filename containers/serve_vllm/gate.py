@@ -6,10 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from hmac import compare_digest
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 POLL_SECONDS = 0.05
 PROBE_SECONDS = 60.0
@@ -55,6 +57,7 @@ class Gate:
         max_num_seqs: int,
         count_tokens: CountTokens,
         is_standin: bool = False,
+        key: str = "",
     ) -> None:
         self.ready = asyncio.Event()
         self._upstream = upstream
@@ -64,11 +67,12 @@ class Gate:
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._count_tokens = count_tokens
         self._is_standin = is_standin
+        self._authorization = f"Bearer {key}".encode() if key else b""
         self._created = int(time.time())
         self._session: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
-        application = web.Application(client_max_size=16 * 2**20)
+        application = web.Application(client_max_size=16 * 2**20, middlewares=[self._with_key])
         application.router.add_get("/health", self._health)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/chat/completions", self._complete)
@@ -88,6 +92,14 @@ class Gate:
             if response.status != 200 or "choices" not in text:
                 raise RuntimeError(f"the engine is up but its first completion failed: {response.status} {text[:500]}")
         self.ready.set()
+
+    @web.middleware
+    async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """As vLLM's --api-key: every path below /v1 needs the key, /health does not."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path.startswith("/v1") and self._authorization and not compare_digest(given, self._authorization):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _connected(self, application: web.Application) -> Any:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:

@@ -27,6 +27,7 @@ from typing import Any
 from dropforge.base.errors import DropforgeError
 from dropforge.base.log import log
 from dropforge.cloud.clients import Clients
+from dropforge.cloud.container_secrets import load_secrets
 from dropforge.run import artifacts
 
 from .engine import (
@@ -51,6 +52,7 @@ from .known import unknown_model
 BAD_CONFIG = 64
 NOT_FOUND = 66
 ENGINE_FAILED = 70
+KEY = "VLLM_API_KEY"
 STOP_SECONDS = 1.5  # from SIGTERM to SIGKILL; vLLM's three processes take 1.3 s to end
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -63,8 +65,10 @@ def main() -> int:
     except BadSettings as error:
         log(str(error), stage="serve", severity="ERROR")
         return BAD_CONFIG
-    client = Clients().storage()
+    clients = Clients()
     try:
+        load_secrets(clients, os.environ)  # VLLM_API_KEY, which vLLM reads itself
+        client = clients.storage()
         model = find_model(client, settings.model_uri)
     except DropforgeError as error:
         log(str(error), stage="serve", severity="ERROR")
@@ -145,6 +149,7 @@ async def serve_behind_gate(
         max_num_seqs=settings.max_num_seqs,
         count_tokens=PromptCounter(directory / "model").count,
         is_standin=engine == "transformers",
+        key=os.environ.get(KEY, ""),
     )
     runner = web.AppRunner(gate.application(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
@@ -195,6 +200,7 @@ def start_engine(
     else:
         command = vllm_cpu_argv(settings, model, port, parser)
     environment = {**os.environ, **engine_environment(directory)}
+    environment.pop(KEY, None)  # the gate checks it
     prepare = _die_with_parent if sys.platform == "linux" else None
     return subprocess.Popen(command, env=environment, process_group=0, preexec_fn=prepare)
 

@@ -232,7 +232,8 @@ def _where(permission: str, on: str, call: dict[str, Any]) -> list[str]:
         return ["registry"]
     if permission.startswith("secretmanager."):
         name = on.partition("/secrets/")[2].partition("/")[0]
-        return ["webhook_secrets" if name in WEBHOOKS else "training_secrets"]
+        others = "webhook_secrets" if name in WEBHOOKS else "training_secrets"
+        return ["endpoint_keys" if name == stack.ENDPOINT_KEY_SECRET else others]
     if permission.startswith("pubsub."):
         topic = re.sub(r":publish.*", "", on.rpartition("/topics/")[2])
         return [{stack.RUN_EVENTS: "run_events_topic", stack.JOB_EVENTS: "job_events_topic"}.get(topic, topic)]

@@ -469,6 +469,7 @@ def _expected() -> dict[tuple[str, str], set[str]]:
         "job_events_topic": [stack.JOB_EVENTS],
         "training_secrets": ["hf-token"],
         "webhook_secrets": ["slack-webhook", "team-webhook"],
+        "endpoint_keys": ["dropforge-endpoint-key"],
         "trainer_account": [f"dropforge-trainer@{PROJECT}.iam.gserviceaccount.com"],
         "nodes_account": [f"dropforge-nodes@{PROJECT}.iam.gserviceaccount.com"],
         "server_account": [f"dropforge-server@{PROJECT}.iam.gserviceaccount.com"],

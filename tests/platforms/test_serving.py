@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from google.api_core.exceptions import NotFound
 from google.cloud import run_v2, tpu_v2
 
 from dropforge.base import names
@@ -16,9 +18,10 @@ from dropforge.cloud import pods
 from dropforge.cloud.clients import Clients
 from dropforge.platforms.cloud_run import serve as cloud_run
 from dropforge.platforms.gke import serve as gke
-from dropforge.platforms.serving import Deployment
+from dropforge.platforms.serving import Deployment, endpoint_key, server_environment
 from dropforge.platforms.tpu_vm import serve as tpu_vm
 from dropforge.spec import JobSpec
+from dropforge.stages import admission
 from dropforge.stages.admission import deployment_problems
 
 from ..deployments import REQUIRED, cloud_with, settings_with
@@ -60,6 +63,37 @@ def test_a_failed_service_is_classified(monkeypatch: pytest.MonkeyPatch, message
         cloud_run.CloudRunService().deploy(cloud_with(), deployment())
     assert failure.value.error_class is expected
     assert failure.value.hint
+
+
+def test_the_server_gets_the_name_of_its_key_and_never_the_key() -> None:
+    keyed = replace(deployment(), settings=replace(deployment().settings, endpoint_key_secret="the-key"))
+    references = {variable["name"]: variable["value"] for variable in server_environment(keyed, 8, 1)}
+    project = keyed.settings.project
+    expected = {"VLLM_API_KEY": f"projects/{project}/secrets/the-key/versions/latest"}
+    assert json.loads(references["DROPFORGE_SECRETS"]) == expected
+    assert "DROPFORGE_SECRETS" not in str(server_environment(deployment(), 8, 1))  # the deployment has no key
+
+
+@pytest.mark.parametrize(
+    ("held", "message"), [(b"", "is empty"), (b"\xff", "is not UTF-8"), (NotFound("gone"), "cannot be read: NotFound")]
+)
+def test_a_key_that_cannot_be_used_is_an_error_of_the_deployment(held: bytes | Exception, message: str) -> None:
+    access = Mock(side_effect=held if isinstance(held, Exception) else None)
+    access.return_value.payload.data = held
+    settings = replace(settings_with(), endpoint_key_secret="the-key")
+    with pytest.raises(CloudError, match=message) as error:
+        endpoint_key(cloud_with(settings, secrets=Mock(access_secret_version=access)), deployment().spec)
+    assert error.value.error_class is ErrorClass.CONFIG
+    assert "docs/deploy.md" in error.value.hint
+
+
+def test_a_spec_is_refused_until_the_key_has_a_version() -> None:
+    settings = replace(settings_with(), endpoint_key_secret="the-key")
+    cloud = cloud_with(settings, secrets=Mock(get_secret_version=Mock(side_effect=NotFound("none"))))
+    (problem,) = admission._missing_secrets(cloud, deployment().spec)
+    assert (problem.pointer, problem.found) == ("/serve", "'the-key'")
+    on_cloud_run = deployment(type="cloud_run", accelerator="nvidia-l4")
+    assert admission._missing_secrets(cloud, on_cloud_run.spec) == []
 
 
 def deployment(trains_on: dict[str, Any] | None = None, **serve: Any) -> Deployment:

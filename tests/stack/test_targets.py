@@ -10,6 +10,7 @@ import requests
 
 from dropforge.base import names
 from dropforge.platforms import get_target, servers, targets
+from dropforge.platforms.serving import endpoint_key
 from dropforge.platforms.training import Phase, launch_of
 from dropforge.run.record import RunState
 
@@ -167,9 +168,10 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     assert record.endpoint is not None
     question = {"model": "noop", "messages": [{"role": "user", "content": "?"}]}
     url = f"{record.endpoint.url}/v1/chat/completions"
-    if serve["type"] == "cloud_run":  # the other endpoints are inside the VPC and check no identity
-        assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
-    answer = clients.endpoint(record.endpoint.url).post(url, json=question, timeout=30)
+    assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
+    key = endpoint_key(here().cloud, user.store.spec(run))
+    assert bool(key) is (serve["type"] != "cloud_run")  # IAM guards endpoints on Cloud Run
+    answer = clients.endpoint(record.endpoint.url, key).post(url, json=question, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
     remaining = [entry.name for entry in user.store.ledger(run).remaining()]
     assert record.endpoint.service in remaining

@@ -36,6 +36,7 @@ class Settings:
     kubernetes_trainer_account: str = "dropforge-trainer"
     kubernetes_server_account: str = "dropforge-server"
     slack_webhook_secret: str = ""
+    endpoint_key_secret: str = ""  # the API key of endpoints that Google's IAM does not guard; "": they check nothing
     check_interval_seconds: int = 300
     provision_deadline_seconds: int = 1800
     capacity_pause_seconds: int = 60  # after all placements were refused; doubles each time

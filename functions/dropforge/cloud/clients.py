@@ -195,11 +195,13 @@ class Clients:
 
         return AuthorizedSession(_credentials())
 
-    def endpoint(self, audience: str) -> Any:
-        """A requests session for a served model: with a token for Cloud Run, without a token inside the VPC."""
+    def endpoint(self, audience: str, key: str = "") -> Any:
+        """A requests session for a served model: with its API key, or with a token for Cloud Run."""
+        if key:
+            return _session(key)
         if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
             return _session(token)
-        if audience.startswith("http://"):  # the server checks no token, and the network could read it
+        if audience.startswith("http://"):  # the server checks nothing, and the network could read a token
             import requests
 
             return requests.Session()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError
+from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.base.settings import Settings
+from dropforge.cloud.classify import classify, client_errors
+from dropforge.cloud.container_secrets import VARIABLE
 from dropforge.cloud.context import Cloud
 from dropforge.cloud.listing import Listed
+from dropforge.cloud.secrets import read_secret
 from dropforge.spec import JobSpec
 
 from .prices import HourlyPrice
 from .training import Launch
 
+KEY_HINT = "add a version to the secret: docs/deploy.md, the key of endpoints"
 START_HINT = "see the endpoint's log; raise serve.startup_timeout if it was still loading"
 
 
@@ -72,6 +77,34 @@ def endpoint_labels(deployment: Deployment) -> dict[str, str]:
     return names.labels(deployment.run, deployment.spec.labels, **owner, **expires)
 
 
+def endpoint_key(cloud: Cloud, spec: JobSpec) -> str:
+    """The API key of the endpoint of a spec; "" if it has none. Raises CloudError, whose text never has the key."""
+    secret = cloud.settings.endpoint_key_secret
+    if spec.serve is None or not spec.serve.has_key or not secret:
+        return ""
+    try:
+        key = read_secret(cloud, secret)
+    except LookupError as error:
+        raise CloudError(ErrorClass.CONFIG, f"the API key of endpoints: {error}", KEY_HINT) from None
+    except client_errors() as error:
+        raise classify(error) from error
+    if not key:
+        raise CloudError(ErrorClass.CONFIG, f"the API key of endpoints: secret {secret!r} is empty", KEY_HINT)
+    return key
+
+
+def key_reference(deployment: Deployment) -> dict[str, str]:
+    """The variable by which the server finds its API key in Secret Manager; empty for an endpoint without a key.
+
+    The server reads the value by its own account (cloud/container_secrets.py). vLLM knows it as VLLM_API_KEY.
+    """
+    spec, settings = deployment.spec, deployment.settings
+    if spec.serve is None or not spec.serve.has_key or not settings.endpoint_key_secret:
+        return {}
+    version = names.secret_version(settings.project, settings.endpoint_key_secret)
+    return {VARIABLE: json.dumps({"VLLM_API_KEY": version})}
+
+
 def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs: int) -> list[dict[str, str]]:
     """The environment variables of containers/serve_vllm, as a container's `env`."""
     serve = deployment.spec.serve
@@ -82,5 +115,6 @@ def server_environment(deployment: Deployment, max_model_len: int, max_num_seqs:
         "DROPFORGE_MAX_MODEL_LEN": str(max_model_len),
         "DROPFORGE_MAX_NUM_SEQS": str(max_num_seqs),
         "DROPFORGE_SAMPLING": serve.sampling,
+        **key_reference(deployment),
     }
     return [{"name": name, "value": value} for name, value in values.items()]

@@ -122,10 +122,13 @@ class ServeSpec(_Typed):
     """Where a run's model is served. Subclasses have their own `type` and the fields of their endpoint.
 
     `is_private`: clients reach the endpoint only from inside the VPC. `keeps_machine`: the training machine is kept and
-    serves. `streams_weights`: the server reads the weights from the bucket into its accelerators, without a disk.
+    serves. `has_key`: no IAM guards the endpoint, so requests need the deployment's API key
+    (`Settings.endpoint_key_secret`). `streams_weights`: the server reads the weights from the bucket into its
+    accelerators, without a disk.
     """
 
     is_private: ClassVar[bool] = True
+    has_key: ClassVar[bool] = True
     streams_weights: ClassVar[bool] = True
     keeps_machine: ClassVar[bool] = False
 

@@ -139,6 +139,8 @@ def deployment_problems(spec: JobSpec, settings: Settings) -> list[SpecProblem]:
 def _missing_secrets(cloud: Cloud, spec: JobSpec) -> list[SpecProblem]:
     """Problems of secrets that do not exist or are disabled. Only the metadata is read, never a value."""
     wanted = {f"/secrets/{name}": secret for name, secret in spec.secrets.items()} | secrets_of(spec)
+    if spec.serve is not None and spec.serve.has_key and cloud.settings.endpoint_key_secret:
+        wanted["/serve"] = cloud.settings.endpoint_key_secret  # `make deploy` creates it; its value is the operator's
     return [problem for pointer, secret in wanted.items() if (problem := _secret_problem(cloud, pointer, secret))]
 
 

@@ -11,7 +11,7 @@ from dropforge.cloud.classify import client_errors
 from dropforge.cloud.context import Cloud
 from dropforge.context import Context
 from dropforge.money import MIN_ATTEMPT_SECONDS, endpoint_expiry, kept_until, serving_price
-from dropforge.platforms.serving import START_HINT, Deployment
+from dropforge.platforms.serving import START_HINT, Deployment, endpoint_key
 from dropforge.platforms.training import launch_of
 from dropforge.run.record import Endpoint, Record, ResourceState, RunState
 from dropforge.spec import JobSpec, seconds
@@ -49,15 +49,15 @@ def deploy(context: Context, run: str, execution: str) -> DeployAnswer:
         return failed(error.error_class, error.message, error.hint)
 
 
-def completion_problem(cloud: Cloud, url: str, model: str) -> str:
-    """Why the endpoint does not answer a completion of one token; "" if it answers.
+def completion_problem(cloud: Cloud, url: str, model: str, key: str = "") -> str:
+    """Why the endpoint does not answer a completion of one token; "" if it answers. `key` is its API key.
 
     A health check is not enough: an engine can be healthy and fail every request.
     """
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
     failures: tuple[type[Exception], ...] = (*client_errors(), ValueError, LookupError, TypeError)
     try:
-        session = cloud.clients.endpoint(url)
+        session = cloud.clients.endpoint(url, key)
         response = session.post(f"{url}/v1/chat/completions", json=body, timeout=COMPLETION_TIMEOUT_SECONDS)
         if response.status_code != 200:
             return f"a completion was answered with {response.status_code}: {cut(response.text, 300)}"
@@ -97,9 +97,10 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     url = server.deploy(context.cloud, deployment)
     if url is None:
         return _not_ready(context, deployment, began, lambda: server.why_not_ready(context.cloud, deployment))
-    if problem := completion_problem(context.cloud, url, spec.name):
+    key = endpoint_key(context.cloud, spec)
+    if problem := completion_problem(context.cloud, url, spec.name, key):
         return _not_ready(context, deployment, began, lambda: CloudError(ErrorClass.CODE, problem, START_HINT))
-    if unfinished := _compare(context, record, spec, url):
+    if unfinished := _compare(context, record, spec, url, key):
         return _not_ready(context, deployment, began, lambda: unfinished)
     for resource in resources:
         store.note(record.run, resource.name, ResourceState.CREATED)
@@ -110,12 +111,12 @@ def _deploy(context: Context, record: Record, spec: JobSpec) -> DeployAnswer:
     return _ready(context, record, _endpoint(spec, url, service, region, began, ready, expires, paid_until))
 
 
-def _compare(context: Context, record: Record, spec: JobSpec, url: str) -> CloudError | None:
+def _compare(context: Context, record: Record, spec: JobSpec, url: str, key: str) -> CloudError | None:
     """Compare the endpoint with the model's seal and note the result; why the comparison is not over, or None.
 
     Raises CloudError of the class PARITY if the endpoint differs from its model.
     """
-    parity, error = compare(context, record.run, record.parity, url, spec.name)
+    parity, error = compare(context, record.run, record.parity, url, spec.name, key)
 
     def change(latest: Record) -> Record:
         return latest.model_copy(update={"parity": parity}) if latest.state is RunState.DEPLOYING else latest

@@ -43,8 +43,10 @@ class Refused(Exception):
     """The endpoint did not answer a request of the comparison as an OpenAI-compatible engine does."""
 
 
-def compare(context: Context, run: str, known: Parity | None, url: str, model: str) -> tuple[Parity, CloudError | None]:
-    """The comparison after this call's share of the rows; `known` is what earlier calls have found.
+def compare(
+    context: Context, run: str, known: Parity | None, url: str, model: str, key: str = ""
+) -> tuple[Parity, CloudError | None]:
+    """The comparison after this call's share of the rows; `known` is what earlier calls have found, `key` the API key.
 
     Also the error that ended the call early: TRANSIENT if the endpoint did not answer, PARITY if it differs from its
     model.
@@ -57,7 +59,7 @@ def compare(context: Context, run: str, known: Parity | None, url: str, model: s
     if seal is None:
         return Parity(state="unsealed", reason=UNSEALED), None
     parity = known or Parity(state="checking", links=seal.links, limit=seal.limit, floor=seal.noise.divergence)
-    endpoint, until = Endpoint(context.cloud.clients.endpoint(url), url, model), context.now() + SHARE
+    endpoint, until = Endpoint(context.cloud.clients.endpoint(url, key), url, model), context.now() + SHARE
     try:
         for reached in progress(parity, seal, endpoint):
             parity = reached

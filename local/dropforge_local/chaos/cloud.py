@@ -98,7 +98,7 @@ class Cloud:
             "secrets": lambda: none(get_secret_version=self._secret, access_secret_version=self._secret),
             "workflow_executions": lambda: self.workflows,
             "callbacks": lambda: none(post=lambda url, **_: self.workflows.call_back(url)),
-            "endpoint": lambda audience: none(post=self._complete, get=self._is_healthy),
+            "endpoint": lambda audience, key="": none(post=self._complete, get=self._is_healthy),
             "hub": lambda: none(config=self._no_config),
             "slack": self._webhook,
         }

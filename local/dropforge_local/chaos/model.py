@@ -523,6 +523,6 @@ def _clients(stage: Stage) -> dict[str, Callable[..., Any]]:
         "secrets": lambda: none(get_secret_version=lambda **_: secret, access_secret_version=lambda **_: secret),
         "workflow_executions": lambda: stage.workflows,
         "callbacks": lambda: none(post=lambda *_, **__: none(status_code=404)),
-        "endpoint": lambda audience: none(post=lambda *_, **__: answered),
+        "endpoint": lambda audience, key="": none(post=lambda *_, **__: answered),
         "slack": lambda url: none(send=lambda **_: answered),
     }

@@ -18,11 +18,13 @@ OPERATIONS = "dropforge-operations"
 CLIENT_RANGES = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")  # var.client_ranges
 NAMESPACE, TRAINER, SERVER, NODES = "dropforge", "dropforge-trainer", "dropforge-server", "dropforge-nodes"
 SLACK_SECRET = "slack-webhook"
+ENDPOINT_KEY_SECRET = "dropforge-endpoint-key"
 # Terraform's variables: every optional part is on. "*" stands for the names that no other variable gives: each bucket
 # and each secret that a user creates.
 VARIABLES: dict[str, Any] = {
     "cluster_regions": [LOCATION],
     "data_buckets": ["*"],
+    "endpoint_key_secret": ENDPOINT_KEY_SECRET,
     "ephemeral_cluster_regions": [LOCATION],
     "project_id": PROJECT,
     "region": LOCATION,
@@ -105,6 +107,7 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
         "DROPFORGE_KUBERNETES_TRAINER_ACCOUNT": TRAINER,
         "DROPFORGE_KUBERNETES_SERVER_ACCOUNT": SERVER,
         "DROPFORGE_SLACK_WEBHOOK_SECRET": SLACK_SECRET,
+        "DROPFORGE_ENDPOINT_KEY_SECRET": ENDPOINT_KEY_SECRET,
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "5",  # a crash without an event is noticed quickly here
     }
 

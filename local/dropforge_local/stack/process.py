@@ -55,6 +55,7 @@ from .config import OFF, ROOT, START_SECONDS, StackConfig, StackError, StackInfo
 from .crash import CrashSwitch
 from .deployment import (
     CLUSTER,
+    ENDPOINT_KEY_SECRET,
     JOB_EVENTS,
     LOCATION,
     OPERATIONS,
@@ -257,6 +258,8 @@ class Stack:
         self.gke.ensure_cluster(CLUSTER)
         self.kubernetes.ensure_objects(CLUSTER, deployment.cluster_objects())
         self.secrets.set_secret(SLACK_SECRET, f"{self._server.url}/slack/services/T000/B000/local".encode())
+        if not self.secrets.has_secret(ENDPOINT_KEY_SECRET):  # a restart keeps the key that the servers have read
+            self.secrets.set_secret(ENDPOINT_KEY_SECRET, secrets.token_urlsafe(32).encode())
         for name, function, event_type, filters in deployment.triggers():
             self.eventarc.ensure_trigger(Trigger(name, event_type, filters, self.functions_url + function))
         source = (ROOT / "workflows" / "run.workflows.yaml").read_text()

@@ -14,6 +14,7 @@ import pytest
 
 from containers.serve_vllm.engine import (
     GREEDY,
+    NO_MEDIA,
     BadSettings,
     Settings,
     choose,
@@ -49,7 +50,7 @@ def test_the_command_on_a_gpu_streams_the_weights_from_the_bucket() -> None:
     argv = vllm_argv(settings(), "gs://runs/models/demo-0123456789ab/attempt-1/model")
     assert " ".join(argv) == (
         "vllm serve gs://runs/models/demo-0123456789ab/attempt-1/model --served-model-name demo --max-model-len 1024 "
-        f"--max-num-seqs 16 {' '.join(GREEDY)} --host 0.0.0.0 --port 8080 --load-format runai_streamer"
+        f"--max-num-seqs 16 {' '.join((*GREEDY, *NO_MEDIA))} --host 0.0.0.0 --port 8080 --load-format runai_streamer"
     )
 
 
@@ -98,7 +99,7 @@ def test_the_command_on_a_tpu_reads_files_on_all_chips_and_keeps_what_it_compile
     assert chips.work == Path("/work")
     assert " ".join(vllm_tpu_argv(chips, "/work/model")) == (
         "vllm serve /work/model --served-model-name demo --max-model-len 1024 --max-num-seqs 16 "
-        f"--tensor-parallel-size 8 {' '.join(GREEDY)} --host 0.0.0.0 --port 8080"
+        f"--tensor-parallel-size 8 {' '.join((*GREEDY, *NO_MEDIA))} --host 0.0.0.0 --port 8080"
     )
     assert vllm_tpu_environment(chips.work)["VLLM_XLA_CACHE_PATH"] == "/work/xla"
 

@@ -46,6 +46,10 @@ class SecretManagerEmulator(RpcEmulator):
         value: bytes = self.access_secret_version(request).payload.data
         return value
 
+    def has_secret(self, secret_id: str) -> bool:
+        """Whether the secret exists."""
+        return self._store.has_secret(f"projects/{self.project}/secrets/{secret_id}")
+
     def set_secret(self, secret_id: str, value: bytes) -> None:
         """Make `value` the secret's latest version, unless it already is; create the secret if needed."""
         parent = f"projects/{self.project}"

@@ -1,10 +1,28 @@
-"""A serving container that answers every completion with "ok"; see train_noop."""
+"""A serving container that answers every completion with "ok"; see train_noop.
 
+With DROPFORGE_SECRETS it demands the API key, which it reads from Secret Manager by its own account.
+"""
+
+import base64
 import json
 import os
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = os.environ["DROPFORGE_SERVED_MODEL_NAME"]
+
+
+def read_key() -> str:
+    references = json.loads(os.environ.get("DROPFORGE_SECRETS") or "{}")
+    if "VLLM_API_KEY" not in references:
+        return ""
+    host = os.environ["SECRET_MANAGER_EMULATOR_HOST"]  # the address says which account calls
+    request = f"{host}/v1/{references['VLLM_API_KEY']}:access"
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return base64.b64decode(json.load(answer)["payload"]["data"]).decode()
+
+
+KEY = read_key()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -16,13 +34,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if KEY and self.headers.get("Authorization") != f"Bearer {KEY}":
+            return self.answer({"error": "Unauthorized"}, 401)
         message = {"role": "assistant", "content": "ok"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         self.answer({"id": "1", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]})
 
-    def answer(self, value: dict[str, object]) -> None:
+    def answer(self, value: dict[str, object], status: int = 200) -> None:
         body = json.dumps(value).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
