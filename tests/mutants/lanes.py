@@ -71,6 +71,7 @@ class Lane:
     case: Case
     judge: str = ""
     waiting: tuple[str, ...] = ()
+    unchanged: str = ""  # the text of the mutated file
 
     @property
     def answer(self) -> Path:
@@ -195,14 +196,15 @@ def _copy(tree: Path) -> Path:
 def _write(lane: Lane) -> None:
     if mutant := lane.case.mutant:
         path = lane.tree / mutant.file
-        path.write_text(mutant.applied((ROOT / mutant.file).read_text()))
+        lane.unchanged = path.read_text()
+        path.write_text(mutant.applied(lane.unchanged))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
 
 
 def _restore(lane: Lane) -> None:
     if mutant := lane.case.mutant:
-        shutil.copy2(ROOT / mutant.file, lane.tree / mutant.file)
+        (lane.tree / mutant.file).write_text(lane.unchanged)
 
 
 def _how(status: int) -> str:

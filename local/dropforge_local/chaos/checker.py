@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import limits, places, progress
+from . import limits, outcomes, places, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -52,6 +52,7 @@ def check(history: History) -> list[Problem]:
         for rule in RULES:
             problems += [Problem(rule.__name__, life.run, time, text) for time, text in rule(life)]
     problems += [Problem("places_are_kept", "", *found) for found in places.places_are_kept(history, lives.values())]
+    problems += [Problem("sweeps_end", "", time, text) for time, text in outcomes.sweeps_end(history)]
     problems += _defects(history)
     return sorted(problems, key=lambda problem: problem.time)
 
@@ -275,6 +276,7 @@ RULES: tuple[Rule, ...] = (
     attempts_end,
     everybody_is_told,
     *limits.RULES,
+    *outcomes.RULES,
     progress.stuck_is_told,
 )
 

@@ -139,8 +139,10 @@ class Cloud:
         """POST of a completion to an endpoint."""
 
         def answer() -> Any:
-            if not self._answers(url.removesuffix("/v1/chat/completions")):
+            endpoint = url.removesuffix("/v1/chat/completions")
+            if not self._answers(endpoint):
                 return SimpleNamespace(status_code=503, text="not ready", json=dict)
+            self.world.fact("completion", url=endpoint)
             return SimpleNamespace(status_code=200, text="", json=lambda: {"choices": [{"message": {}}]})
 
         return self.world.effect("endpoint", answer, error=_broken)

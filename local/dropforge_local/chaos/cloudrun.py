@@ -279,7 +279,7 @@ class CloudRun:
         resource = self._find(kind, name)
         if resource.deleted is None:
             resource.deleted = self.world.now
-            self.world.fact("deleting", name=name)
+            self.world.deleting(name=name)
             wait = self.world.random.uniform(0.1, 3)
             if self.world.happens(self.world.faults.slow_end):
                 wait = self.world.random.uniform(5, 600)

@@ -112,7 +112,7 @@ class Disks:
             return 400, _refusal(message)
         if disk.status != "DELETING":
             disk.status = "DELETING"
-            self.world.fact("deleting", name=disk.name)
+            self.world.deleting(name=disk.name)
             wait = self.world.duration(self.world.faults.slow_end, (5, 300), (0.1, 3))
             self.world.after(wait, lambda: self._gone(disk))
         return 200, {"name": "operation-delete"}

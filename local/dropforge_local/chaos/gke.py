@@ -118,9 +118,10 @@ class Gke:
 
     def _begin_end(self, cluster: Cluster) -> None:
         cluster.status = "STOPPING"
+        cluster.api.is_ending = True
         world = self.world
         for name in [cluster.name, *cluster.api.objects]:
-            world.fact("deleting", name=name)
+            world.deleting(name=name)
         wait = world.duration(world.faults.slow_end, (300, 600), (60, 200))
         world.after(wait / 2, cluster.api.close)
         world.after(wait, lambda: self._end(cluster))

@@ -52,6 +52,7 @@ class Api:
         self.classes: set[str] = set()
         self.events: list[Object] = []
         self.is_open = True
+        self.is_ending = False  # the cluster's deletion has begun: its controllers begin nothing
         self.made: Callable[[Object], None] = lambda _: None
         self.deletion_began: Callable[[Object], None] = self.release
         self.removed: Callable[[Object], None] = lambda _: None
@@ -173,8 +174,8 @@ class Api:
         return self.is_open and self.objects.get(self.name_of(item)) is item
 
     def is_live(self, item: Object) -> bool:
-        """Whether the object exists and its deletion has not begun."""
-        return self.exists(item) and "deletionTimestamp" not in item["metadata"]
+        """Whether the object exists and its deletion has not begun, alone or with its cluster."""
+        return self.exists(item) and not self.is_ending and "deletionTimestamp" not in item["metadata"]
 
     def owned(self, item: Object) -> list[Object]:
         uid = item["metadata"]["uid"]
@@ -193,7 +194,7 @@ class Api:
         if "deletionTimestamp" in metadata:
             return
         metadata["deletionTimestamp"] = self.stamp()
-        self.world.fact("deleting", name=self.name_of(item))
+        self.world.deleting(name=self.name_of(item))
         for child in self.owned(item):
             if orphan:
                 del child["metadata"]["ownerReferences"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .lives import CHECK_SECONDS, SLACK_SECONDS, SWEEP_SECONDS, Life, Machine, Sweep, duration_of, seconds_of
 
@@ -100,13 +100,13 @@ def people_are_warned(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def limits_end_in_order(life: Life) -> Iterator[tuple[float, str]]:
-    """A run that a limit ends can first save a checkpoint, and is torn down before it is over."""
-    if life.over is None or (life.last["error"] or {}).get("error_class") not in ("budget", "deadline"):
+    """A run that a limit ends is torn down before it is over. An attempt that it ends can first save a checkpoint."""
+    if life.over is None or not _is_limit(life.last["error"]):
         return
     if "TEARING_DOWN" not in [entry["state"] for entry in life.last["history"]]:
         yield life.over.time, "a limit ended the run, but no resource was torn down"
-    if not life.last["attempts"]:
-        return
+    if not life.last["attempts"] or not _is_limit(life.last["attempts"][-1]["error"]):
+        return  # the last attempt ended for another reason, and nothing was left for the next one
     last = life.last["attempts"][-1]
     stops, number = seconds_of(last["deadline"]) - SLACK_SECONDS, last["number"]
     events = [event for event in life.job_events if event.value["attempt"] == number]
@@ -285,6 +285,10 @@ def _not_sent_by_sweep(life: Life, keys: list[str], use: Use, due: float) -> Ite
         return
     for where in _places_without(life, keys, sweep.ended.time):
         yield sweep.ended.time, f"a clean sweep did not send {keys[0]} by {where}, although it was due"
+
+
+def _is_limit(error: dict[str, Any] | None) -> bool:
+    return error is not None and error["error_class"] in ("budget", "deadline")
 
 
 def _sweep_after(life: Life, time: float) -> Sweep | None:

@@ -124,8 +124,12 @@ class Life:
     intents: list[At] = field(default_factory=list)  # cancel marks, written before the record existed
     job_events: list[At] = field(default_factory=list)
     received: list[At] = field(default_factory=list)  # attempt, sequence and type of each job event
+    manifests: list[At] = field(default_factory=list)
+    completions: list[At] = field(default_factory=list)  # of every run: what answered a completion, by URL
     silenced: set[int] = field(default_factory=set)  # attempts whose container could not report its end
     delays: list[tuple[float, float]] = field(default_factory=list)
+    touched: list[At] = field(default_factory=list)  # by which process: writes to the run's objects, and deletions
+    callers: dict[str, At] = field(default_factory=dict)  # of every run: the calls, by process
     handled: dict[str, At] = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     publish_faults: bool = False
@@ -189,6 +193,7 @@ def read(history: History) -> dict[str, Life]:
         reader.take(At(index, fact.time, fact.data), fact.kind)
     for run, life in reader.lives.items():
         life.run, life.handled, life.publish_faults, life.sweeps = run, reader.handled, reader.faults, reader.sweeps
+        life.completions, life.callers = reader.completions, reader.calls
         life.delays = sorted([*life.delays, *reader.delays])
         dropped = life.dropped[0].value if life.dropped else {}
         life.was_lost = (dropped.get("object"), dropped.get("generation")) in reader.lost
@@ -207,6 +212,7 @@ class _Reader:
         self.calls: dict[str, At] = {}
         self.handled: dict[str, At] = {}
         self.sweeps: list[Sweep] = []
+        self.completions: list[At] = []
         self.delays: list[tuple[float, float]] = []  # of every run
         self.lost: set[tuple[str, str]] = set()
         self.faults = False
@@ -221,13 +227,15 @@ class _Reader:
         elif kind == "created":
             self._created(here)
         elif kind in ("made", "running", "ended", "deleting", "gone", "orphaned"):
-            _happened(self.machines[data["name"]], kind, here)
+            self._happened(self.machines[data["name"]], kind, here)
         elif kind == "call":
             self.calls[data["instance"]] = here
         elif kind == "answer":
             self._answered(here)
         elif kind == "write":
             self._wrote(here)
+        elif kind == "completion":
+            self.completions.append(here)
         else:
             _record_message(self.lives, kind, here)
 
@@ -241,6 +249,17 @@ class _Reader:
         machine = Machine(data["name"], data.get("type", ""), data["labels"], here, late, owner, share)
         self.machines[machine.name] = machine
         self.lives[machine.origin.labels.get("dropforge-run", "")].machines.append(machine)
+
+    def _happened(self, machine: Machine, kind: str, here: At) -> None:
+        if kind in ("running", "ended"):
+            setattr(machine, kind, here.time)
+        elif kind in ("made", "gone"):
+            setattr(machine, kind, here)
+        elif kind == "orphaned":
+            machine.orphaned = True
+        elif machine.deleting is None:
+            machine.deleting = here
+            self.lives[machine.origin.labels.get("dropforge-run", "")].touched.append(here)
 
     def _failed(self, here: At) -> None:
         """Record a fault and the longest delay that it explains: to the next check, retry, or second sweep."""
@@ -275,7 +294,11 @@ class _Reader:
 
     def _wrote(self, here: At) -> None:
         parts = here.value["name"].split("/")
-        if len(parts) == 3 and parts[0] == "runs":
+        if parts[0] == "runs" and len(parts) > 2:
+            self.lives[parts[1]].touched.append(here)
+        if parts[0] == "models" and parts[2:] == ["MANIFEST.json"]:
+            self.lives[parts[1]].manifests.append(At(here.index, here.time, here.value["content"]))
+        elif len(parts) == 3 and parts[0] == "runs":
             content = At(here.index, here.time, here.value["content"])
             if parts[2] == "record.json":
                 self.lives[parts[1]].records.append(content)
@@ -288,17 +311,6 @@ class _Reader:
         elif parts[0] == "runs" and parts[2:3] == ["events"]:
             attempt, sequence, kind = parts[3].removesuffix(".json").split("-")
             self.lives[parts[1]].received.append(At(here.index, here.time, (int(attempt), int(sequence), kind)))
-
-
-def _happened(machine: Machine, kind: str, here: At) -> None:
-    if kind in ("running", "ended"):
-        setattr(machine, kind, here.time)
-    elif kind in ("made", "gone"):
-        setattr(machine, kind, here)
-    elif kind == "orphaned":
-        machine.orphaned = True
-    elif machine.deleting is None:
-        machine.deleting = here
 
 
 def _record_message(lives: dict[str, Life], kind: str, here: At) -> None:

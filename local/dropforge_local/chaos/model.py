@@ -399,6 +399,8 @@ def broken(before: State, after: State) -> Iterator[str]:
             yield f"{jobs} existed when the run was {new['state']}"
         if before.is_cancelled and new["state"] != "CANCELLED":
             yield f"the cancel was recorded, but the run ended {new['state']}"
+        if old.get("cancel_requested") and new["state"] == "SUCCEEDED":
+            yield "the run succeeded, although its record had a cancel request"
         if any(attempt["ended"] is None for attempt in new["attempts"]):
             yield "an attempt has no end in the record of a finished run"
     if len(after.holding) > 1:

@@ -84,7 +84,8 @@ class Storage:
         objects[name] = StoredObject(data, self._generation, self.world.now)
         leaf = name.rsplit("/", 1)[-1]
         shown = json.loads(data) if leaf in _JSON else len(data)
-        self.world.fact("write", bucket=bucket, name=name, generation=self._generation, replaced=present, content=shown)
+        about = {"generation": self._generation, "replaced": present, "by": self.world.scheduler.current.name}
+        self.world.fact("write", bucket=bucket, name=name, **about, content=shown)
         if present:
             self.deleted(bucket, name, present)  # the service sends a `deleted` event for a replaced object, too
         self.uploaded(bucket, name, self._generation, len(data))

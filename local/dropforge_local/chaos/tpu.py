@@ -161,7 +161,7 @@ class Tpu:
         if queued.state == "DELETING":
             raise FailedPrecondition(f"{name} is being deleted")
         queued.state = "DELETING"
-        self.world.fact("deleting", name=name)
+        self.world.deleting(name=name)
         node = self.nodes.get(queued.node)
         if node is not None and node.queued == name:
             self._begin_end(node)
@@ -284,7 +284,7 @@ class Tpu:
     def _begin_end(self, node: Node) -> None:
         self._stop(node)
         node.state = "DELETING"
-        self.world.fact("deleting", name=node.name)
+        self.world.deleting(name=node.name)
 
     def _end_node(self, node: Node) -> None:
         if self.nodes.get(node.name) is not node:

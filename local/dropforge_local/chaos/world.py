@@ -43,6 +43,10 @@ class World:
     def fact(self, kind: str, **data: Any) -> None:
         self.history.add(self.now, kind, data)
 
+    def deleting(self, name: str) -> None:
+        """Record the first request to delete a resource, and the process that makes it."""
+        self.fact("deleting", name=name, by=self.scheduler.current.name)
+
     def happens(self, probability: float) -> bool:
         """Whether a fault strikes now. A fault that is off draws no random number."""
         return probability > 0 and self.now < self.calm and self.random.random() < probability
