@@ -5,6 +5,7 @@
     python -m tests.mutants --judge unit --judge model     only by these judges: unit, model, chaos
     python -m tests.mutants --first                        each mutant only up to the first judge that notices it
     python -m tests.mutants --generic 100 --seed 3         mutants that operators make, drawn by a seed
+    python -m tests.mutants --sample 50 --seed 3           a part of the catalogue, drawn by a seed
     python -m tests.mutants --fixed                        the part that CI runs
 
 It prints a line for each verdict, then the survivors and the score. Each verdict is also a line of
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"simulations of judge chaos (default {SEEDS})")
     parser.add_argument("--lanes", type=int, default=1, help="judgements at a time (default 1)")
     parser.add_argument("--generic", type=int, default=0, metavar="N", help="draw N mutants that operators make")
+    parser.add_argument("--sample", type=int, metavar="N", help="draw N mutants of the catalogue")
     parser.add_argument("--seed", type=int, default=0, help="the seed that draws them (default 0)")
     parser.add_argument("--fixed", action="store_true", help="the part that CI runs")
     parser.add_argument("--continue", dest="continued", action="store_true", help="skip what has a verdict already")
@@ -75,6 +78,8 @@ def _mutants(options: argparse.Namespace) -> list[Mutant]:
     mutants = [mutant for mutant in every if not mutant.equivalent and (mutant.fixed or not options.fixed)]
     if options.only:
         mutants = [mutant for mutant in mutants if any(text in mutant.id for text in options.only)]
+    if options.sample is not None:
+        mutants = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
     done = {verdict.mutant for verdict in read(VERDICTS)} if options.continued else set()
     return [mutant for mutant in mutants if mutant.id not in done]
 
