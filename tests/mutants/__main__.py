@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from . import operators
@@ -37,15 +39,16 @@ def main() -> int:
     options = _options()
     mutants = _mutants(options)
     cases = [_case(mutant, options) for mutant in mutants]
-    lanes = Lanes(options.lanes, FIXED_SEEDS if options.fixed else options.seeds, is_small=options.fixed)
-    wanted = tuple(judge for judge in JUDGES if any(judge in case.judges for case in cases))
-    lanes.calibrate(Case(None, wanted, tuple(sorted({test for case in cases for test in case.tests}))))
+    seeds = FIXED_SEEDS if options.fixed else options.seeds
     verdicts: dict[str, list[Verdict]] = defaultdict(list)
-    with open(VERDICTS, "a" if options.continued else "w") as log:
-        for verdict in lanes.judge(cases, first=options.first):
-            verdicts[verdict.mutant].append(verdict)
-            print(json.dumps(verdict), file=log, flush=True)
-            print(_line(verdict), flush=True)
+    with closing(Lanes(options.lanes, seeds, is_small=options.fixed)) as lanes:
+        wanted = tuple(judge for judge in JUDGES if any(judge in case.judges for case in cases))
+        lanes.calibrate(Case(None, wanted, tuple(sorted({test for case in cases for test in case.tests}))))
+        with open(os.devnull if options.fixed else VERDICTS, "a" if options.continued else "w") as log:
+            for verdict in lanes.judge(cases, first=options.first):
+                verdicts[verdict.mutant].append(verdict)
+                print(json.dumps(verdict), file=log, flush=True)
+                print(_line(verdict), flush=True)
     return _sum_up({mutant.id: mutant for mutant in mutants}, verdicts)
 
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,8 +90,15 @@ class Lanes:
         self.seeds = seeds
         self.is_small = is_small
         self.seconds: dict[str, float] = {}  # of each judge on the unchanged tree
-        self.idle = [Lane(_copy(TREES / f"lane-{number}"), Case(None, ())) for number in range(count)]
+        TREES.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="lanes-", dir=TREES)
+        folder = Path(self._folder.name)
+        self.idle = [Lane(_copy(folder / str(number)), Case(None, ())) for number in range(count)]
         self.busy: dict[int, Lane] = {}
+
+    def close(self) -> None:
+        """Remove the copies of the tree."""
+        self._folder.cleanup()
 
     def calibrate(self, unchanged: Case) -> None:
         """Measure judges on the unchanged tree. Raises RuntimeError if a judge finds fault with it."""
@@ -181,8 +189,6 @@ def _copy(tree: Path) -> Path:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    if tree.exists():
-        shutil.rmtree(tree)
     for name in listed.stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
