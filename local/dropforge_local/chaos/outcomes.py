@@ -143,7 +143,9 @@ def ends_in_time(life: Life) -> Iterator[tuple[float, str]]:
     if not life.records or not life.valid or life.last["state"] == "REJECTED":
         return
     serve = life.spec.get("serve") or {}
-    since = max(life.calm, life.records[0].time)
+    since = max(
+        life.calm, life.records[0].time, seconds_of(life.last.get("placed") or life.records[0].value["created"])
+    )
     allowed = duration_of(life.spec["limits"]["max_duration"]) + CHECK_SECONDS + DELETION_SECONDS + UNTOLD_SECONDS
     allowed += duration_of(serve.get("startup_timeout", "20m")) if serve else 0.0
     due = since + allowed + 2 * SWEEP_SECONDS
