@@ -20,7 +20,7 @@ from dropforge.base.clock import utc_now
 from dropforge.run.record import Record, RunState, Transition
 from dropforge.spec import JobSpec
 from dropforge_local.base.identity import Identity
-from dropforge_local.base.recording import FILE, TRAINER
+from dropforge_local.base.recording import FILE, SERVER, TRAINER
 from dropforge_local.stack import control as local
 from dropforge_local.stack.functions_host import entry_points
 
@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the fixture waits 
 # Permissions that no run of this test needs, and the case that needs them.
 NOT_STARTED = "needed when a pod does not start"
 WARNS = "needed when a run has used half of its budget, or is stuck"
+KEYED = "needed when a spec with an endpoint that has a key comes by a message, or is submitted again"
 EXISTS_ALREADY = "needed when an earlier call has created the object and its answer was lost"
 # The local stack lacks these: the platform's own log, and the docker of a machine.
 ELSEWHERE = {"logging.entries.write", "a pull by docker on a TPU VM"}
@@ -63,6 +64,8 @@ UNUSED = {
     Grant("inspect", "own_clusters", "container.events.list"): NOT_STARTED,
     Grant("inspect", "run_events_topic", "pubsub.topics.publish"): WARNS,
     Grant("inspect", "webhook_secrets", "secretmanager.versions.access"): WARNS,
+    Grant("on_spec_message", "endpoint_keys", "secretmanager.versions.get"): KEYED,
+    Grant("sweep", "endpoint_keys", "secretmanager.versions.get"): KEYED,
     Grant("provision", "tpus", "compute.zoneOperations.get"): "needed when a disk's creation ends without a disk",
 }
 
@@ -103,7 +106,8 @@ def test_every_call_is_granted(needed: set[Need]) -> None:
 
 
 def test_every_function_and_container_has_called(needed: set[Need]) -> None:
-    assert {need.account for need in needed} == {*entry_points(), TRAINER}
+    # The server reads its API key. The demo's test covers the rest of what it calls.
+    assert {need.account for need in needed} == {*entry_points(), TRAINER, SERVER}
 
 
 def test_every_grant_is_needed(needed: set[Need]) -> None:
