@@ -10,8 +10,9 @@ import click
 
 from dropforge_local.chaos.checker import Problem, check
 from dropforge_local.chaos.faults import STRIKES, Strike
+from dropforge_local.chaos.focus import Aim, cell_of, coverage
 from dropforge_local.chaos.history import History
-from dropforge_local.chaos.simulation import run, run_struck
+from dropforge_local.chaos.simulation import run, run_focused, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
 from .plain import echo
@@ -29,6 +30,7 @@ Simulation = tuple[str, Callable[[], History]]  # the options that replay a simu
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first seed.")
 @click.option("--strike", metavar="EFFECT:FAULT", help="Replay one run with only this fault.")
 @click.option("--each", is_flag=True, help="Strike one run at each of its effects with each fault, one at a time.")
+@click.option("--focused", is_flag=True, help="One run for each seed, struck once, in a state that the seed chooses.")
 @click.option(
     "--target",
     "targets",
@@ -38,7 +40,14 @@ Simulation = tuple[str, Callable[[], History]]  # the options that replay a simu
 )
 @click.option("--verbose", is_flag=True, help="Print the whole history.")
 def chaos(
-    seed: int | None, seeds: int, first: int, strike: str | None, each: bool, targets: tuple[str, ...], verbose: bool
+    seed: int | None,
+    seeds: int,
+    first: int,
+    strike: str | None,
+    each: bool,
+    focused: bool,
+    targets: tuple[str, ...],
+    verbose: bool,
 ) -> None:
     """Run the functions and the workflow in a simulated cloud whose faults are drawn from a seed.
 
@@ -47,12 +56,14 @@ def chaos(
     """
     began = time.monotonic()
     count, broken = 0, 0
+    cells: list[Aim | None] = []
     is_replay = seed is not None or strike is not None
     chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
-    for options, simulate in _simulations(chosen, strike, each, targets):
+    for options, simulate in _simulations(chosen, strike, each, focused, targets):
         history = simulate()
         problems = check(history)
         count, broken = count + 1, broken + bool(problems)
+        cells.append(cell_of(history) if focused else None)
         if verbose:
             for fact in history.facts:
                 echo(str(fact))
@@ -63,15 +74,20 @@ def chaos(
     if not is_replay:
         rate = count / (time.monotonic() - began) * 60
         echo(f"{count} simulations, {broken} with broken promises, {rate:.0f} per minute")
+    if focused and not is_replay:
+        echo(coverage(cells, targets or tuple(TARGETS)))
     if broken:
         raise SystemExit(1)
 
 
-def _simulations(seeds: range, strike: str | None, each: bool, targets: tuple[str, ...]) -> Iterator[Simulation]:
+def _simulations(
+    seeds: range, strike: str | None, each: bool, focused: bool, targets: tuple[str, ...]
+) -> Iterator[Simulation]:
     options = "".join(f" --target {target}" for target in targets)
     if strike is None and not each:
         drawn = targets or tuple(TARGETS)
-        yield from ((f"--seed {seed}{options}", partial(run, seed, drawn)) for seed in seeds)
+        simulate, options = (run_focused, f" --focused{options}") if focused else (run, options)
+        yield from ((f"--seed {seed}{options}", partial(simulate, seed, drawn)) for seed in seeds)
         return
     if len(targets) > 1:
         raise click.BadParameter(f"{', '.join(targets)}: --strike and --each run one target", param_hint="--target")

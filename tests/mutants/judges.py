@@ -77,22 +77,23 @@ def chaos(scope: Scope) -> str:
 
 
 def _simulations(file: str, count: int) -> Iterator[tuple[str, Callable[[], History]]]:
-    """Seeds of all targets, seeds of the file's targets, and strikes of a run on them, in turn."""
+    """Seeds of all targets; of the file's targets, wild and focused; and strikes of a run on them, in turn."""
     from dropforge_local.chaos.faults import STRIKES, Strike
-    from dropforge_local.chaos.simulation import run, run_struck
+    from dropforge_local.chaos.simulation import run, run_focused, run_struck
     from dropforge_local.chaos.specs import TARGETS
 
     targets = _targets(file, tuple(sorted(TARGETS)))
     effects = {target: run_struck(Strike(0, STRIKES[0]), target).facts[-1].data["effects"] for target in targets}
     draw = random.Random(0)
     for number in range(count):
-        target = targets[number // 3 % len(targets)]
+        target = targets[number // 4 % len(targets)]
         strike = Strike(draw.randint(1, effects[target]), draw.choice(STRIKES))
         yield (
             (f"seed {number}", partial(run, number)),
             (f"seed {number} of {target}", partial(run, number, (target,))),
+            (f"focused seed {number} of {target}", partial(run_focused, number, (target,))),
             (f"strike {strike.effect}:{strike.fault} of {target}", partial(run_struck, strike, target)),
-        )[number % 3]
+        )[number % 4]
 
 
 JUDGES: dict[str, Judge] = {"unit": unit, "model": model, "chaos": chaos}

@@ -1,10 +1,11 @@
-"""One life from its first event to its last: of a seed, or of one run that one fault strikes."""
+"""One life from its first event to its last: of a seed, or of one run that one fault strikes, anywhere or by aim."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
+from . import focus
 from .cloud import Cloud
 from .faults import Strike
 from .history import History
@@ -18,6 +19,7 @@ SWEEP_SECONDS = 600.0  # as var.sweep_schedule of Terraform has it
 # seeds that revealed a defect end in other digits.
 LIMITED = (2, 7)
 MOST_IN_TURN = 3  # so many times SETTLE_SECONDS are enough for all runs of a seed, one after the other
+FOCUSED_SECONDS = 5400.0  # from the begin of a focused life to its last fault
 SETTLE_SECONDS = 10800.0  # from the last fault to the end: every run is over, and every endpoint past its ttl
 
 
@@ -42,6 +44,26 @@ def run_struck(strike: Strike, target: str = "cloud_run") -> History:
     world.calm = START + 3600
     world.actions = {"cancel": workload.cancel_all, "restart": cloud.workflows.restart, "sweep": cloud.sweep}
     return _live(world, cloud, world.calm + 3600)
+
+
+def run_focused(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
+    """The history of one run that can succeed and serve, and that the aim of this seed strikes."""
+    every = focus.aims(targets)
+    aim = every[seed % len(every)]
+    world = World(seed, Strike(0, aim.fault))
+    cloud = Cloud(world, clusters([aim.target]))
+    workload = Workload(world, cloud, [aim.target])
+    workload.begin_focused()
+    world.calm = START + FOCUSED_SECONDS
+    world.actions = {
+        "cancel": workload.cancel_all,
+        "delete": workload.delete_all,
+        "execution": lambda: _cancel_executions(world, cloud, 1.0),
+        "restart": cloud.workflows.restart,
+        "sweep": cloud.sweep,
+    }
+    focus.arm(world, cloud, aim)
+    return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
 def _live(world: World, cloud: Cloud, end: float) -> History:
@@ -75,8 +97,9 @@ def _plan_restarts(world: World, cloud: Cloud) -> None:
             world.scheduler.at(START + world.random.random() * seconds, lambda: _cancel_executions(world, cloud))
 
 
-def _cancel_executions(world: World, cloud: Cloud) -> None:
+def _cancel_executions(world: World, cloud: Cloud, rate: float | None = None) -> None:
+    """Cancel each active execution by hand, with the rate of the seed's faults or with this rate."""
     for execution in list(cloud.workflows.executions.values()):
-        if execution.state == "ACTIVE" and world.happens(world.faults.cancelled_execution):
+        if execution.state == "ACTIVE" and world.happens(world.faults.cancelled_execution if rate is None else rate):
             world.fact("fault", what="cancelled_execution", id=execution.id, run=execution.run)
             cloud.workflows.cancel(execution.id)

@@ -45,6 +45,16 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
     return dropped, valid
 
 
+def servable(draw: random.Random, kind: str) -> dict[str, Any]:
+    """A spec of a target that asks for an endpoint, with the time to reach it."""
+    dropped, _ = drawn(draw, "job-0", kind)
+    dropped.pop("epochs", None)
+    limits = dropped["limits"] | {"max_duration": "40m", "max_attempts": 3}
+    limits.pop("max_cost_usd", None)
+    serve = draw.choice(SERVERS[kind])(draw) | {"startup_timeout": "20m"}
+    return {**dropped, "limits": limits, "serve": serve}
+
+
 def whole(kind: str) -> dict[str, Any]:
     """A spec with two placements, a gate, an endpoint and a budget."""
     places: dict[str, list[dict[str, Any]]] = {

@@ -33,6 +33,7 @@ class Workload:
         self.cloud = cloud
         self.targets = targets
         self.dropped: list[str] = []
+        self.objects: list[tuple[str, int]] = []  # the specs of the dropped runs: name and generation
 
     def begin(self) -> None:
         """Plan all actions of the users."""
@@ -48,6 +49,19 @@ class Workload:
         spec = specs.whole(self.targets[0])
         work = Work(total=300.0, metric=0.9, fates=["preempted"])
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
+
+    def begin_focused(self) -> None:
+        """Plan one run that has the time and the money to serve, and perhaps loses its first machine."""
+        draw, kind = self.world.random, self.targets[0]
+        spec = specs.servable(draw, kind)
+        fates = draw.choice(([], [], ["preempted"], ["lost_machine"], ["silent"]))
+        work = Work(total=draw.uniform(20, 600), metric=0.9, fates=[*fates, ""])
+        self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
+
+    def delete_all(self) -> None:
+        """A user deletes every spec."""
+        for run, (name, generation) in zip(self.dropped, self.objects, strict=True):
+            self._delete(name, generation, run)
 
     def cancel_all(self) -> None:
         """A user cancels every run."""
@@ -74,6 +88,7 @@ class Workload:
         self.cloud.trainer.work[run] = work
         self.world.fact("dropped", run=run, valid=valid, spec=spec, object=name, generation=str(generation))
         self.dropped.append(run)
+        self.objects.append((name, generation))
         self._perhaps_cancel(run, OPERATIONS, 0)
         draw, faults = self.world.random, self.world.faults
         delay = draw.choice(REGRETS_SECONDS) * draw.random()

@@ -110,6 +110,11 @@ class World:
         self.scheduler.wait(self.random.uniform(0.002, 0.05))
         return answer()
 
+    def act(self, action: str) -> None:
+        """Strike by an action."""
+        self.fact("struck", fault=action)
+        self.actions[action]()
+
     def _struck(self, process: Process) -> str:
         """The fault of this life's strike, if this is its effect; else ""."""
         self.effects += 1
@@ -119,7 +124,9 @@ class World:
         if fault in ("killed_before", "killed_after"):
             process.kill_at = (process.effects, fault == "killed_after")
         elif fault in self.actions:
-            self.after(0, self.actions[fault])
+            self.after(0, lambda: self.act(fault))
+            return fault
+        self.fact("struck", fault=fault)
         return fault
 
     def _die(self, name: str, done: bool) -> None:
