@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= examples/local/cloud_run.json
 TARGET ?= cloud_run
+NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/tpu_vm tests/contract \
+	tests/mutants tests/chaos/test_seeds.py
 
 # Modules are compiled when they are first imported (tools/install.py), which must not be at each start of a process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,6 +35,9 @@ demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a serve
 
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30
+
+test-fast: $(STAMP) ## the tests that start no stack, no emulator, no machine and no training (a minute)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(NOT_FAST:%=--ignore=%)
 
 check: $(STAMP) ## formatting, lint, types, imports, generated files
 	@$(BIN)/ruff format --check .
@@ -90,4 +95,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test check format schemas bench crash mutants lock registry images images-local deploy destroy tables checkov clean
+.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash mutants lock registry images images-local deploy destroy tables checkov clean

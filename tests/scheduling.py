@@ -21,7 +21,7 @@ COMPUTE = (
     "tests/containers/train_trl/test_same_class.py",
     "tests/containers/train_ray/test_train_ray.py",
     "tests/containers/train_maxtext/test_maxtext.py",
-    "tests/cli/test_demo.py",
+    "tests/cli/test_real_demo.py",
     "tests/emulators/kubernetes/test_ray.py",
     "tests/containers/serve_vllm/test_serve.py",
     "tests/containers/common/test_chat.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -26,6 +28,7 @@ from dropforge_local.emulators.pubsub import PubSubEmulator
 from dropforge_local.emulators.storage import StorageEmulator
 
 from ..deployments import clients, forget
+from .commands import NOOP_COMMAND, Process, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cloud-run-gemma-2b-qlora.json"
@@ -44,6 +47,38 @@ def dropforge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
                 del os.environ[name]
         yield lambda *arguments: CliRunner().invoke(cli, [str(argument) for argument in arguments])
     forget()
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Let Ctrl-C reach the started commands, also when the tests run in the background.
+
+    A child process inherits an ignored signal, but not a handled signal. (A preexec function cannot restore the signal:
+    this process has gRPC, which prints a warning after a fork.)
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
+    """Start commands in an empty directory. A leftover process is killed, and fails the test."""
+    started = []
+
+    def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
+        started.append(Process([*command, *arguments], tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()
+    left = processes_of(tmp_path)
+    for pid in left:
+        psutil.Process(pid).kill()
+    assert not left, [process.text() for process in started]
 
 
 @dataclass

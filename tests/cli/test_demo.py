@@ -3,62 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.patience import PATIENCE_SECONDS
 
-from dropforge_local.base.recording import FILE, SERVER, TRAINER
-
-from ..contract.calls import grants, needs, unmet, unused
-from .conftest import ROOT
+from .commands import COMMAND, NOOP, NOOP_COMMAND, Process, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-# The real demo on a stack whose containers train and serve nothing, so that it takes seconds.
-NOOP = """
-import sys
-from dropforge_local.stack import control as stack
-from dropforge_local.stack.config import StackConfig
-from dropforge_local.stack.deployment import IMAGES
-images, start = sys.argv.pop(1), stack.up
-def up(state, **options):
-    settings = {
-        "DROPFORGE_TRAIN_TRL_IMAGE": f"{IMAGES}/train-noop:test",
-        "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
-        "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
-    }
-    StackConfig(images=images, settings=settings).save(state)
-    return start(state, **options)
-stack.up = up
-from dropforge_cli.main import cli
-cli(prog_name="dropforge")
-"""
-NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
-# The real demo on a stack that records the calls of its containers.
-RECORDED = """
-from dropforge_local.stack import control as stack
-from dropforge_local.stack.config import StackConfig
-start = stack.up
-def up(state, **options):
-    StackConfig(record=True).save(state)
-    return start(state, **options)
-stack.up = up
-from dropforge_cli.main import cli
-cli(prog_name="dropforge")
-"""
-RECORDED_COMMAND = [sys.executable, "-c", RECORDED]
-COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
 
 
 def noop_spec(behave: str = "succeed", **changes: Any) -> dict[str, Any]:
@@ -74,77 +32,6 @@ def noop_spec(behave: str = "succeed", **changes: Any) -> dict[str, Any]:
         "labels": {"behave": behave},
         **changes,
     }
-
-
-class Process:
-    """A running command. A test can wait for its output."""
-
-    def __init__(self, command: list[str], directory: Path) -> None:
-        clean = {n: v for n, v in os.environ.items() if not n.startswith("DROPFORGE_") and "EMULATOR" not in n}
-        self.output = directory / f"output-{time.monotonic_ns()}"
-        with self.output.open("wb") as file:
-            self.popen = subprocess.Popen(command, stdout=file, stderr=file, cwd=directory, env=clean)
-
-    def wait_for(self, text: str, timeout: float = PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + timeout
-        while text not in self.text():
-            assert self.popen.poll() is None, f"ended before {text!r}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.text()}"
-            time.sleep(0.01)
-
-    def code(self, timeout: float = PATIENCE_SECONDS) -> int:
-        try:
-            return self.popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.popen.args!r} did not end in {timeout:.0f} s:\n{self.text()}") from None
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-
-@pytest.fixture
-def foreground() -> Iterator[None]:
-    """Let Ctrl-C reach the started commands, also when the tests run in the background.
-
-    A child process inherits an ignored signal, but not a handled signal. (A preexec function cannot restore the signal:
-    this process has gRPC, which prints a warning after a fork.)
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def start(tmp_path: Path, foreground: None) -> Iterator[Callable[..., Process]]:
-    """Start commands in an empty directory. A leftover process is killed, and fails the test."""
-    started = []
-
-    def start(*arguments: str, command: list[str] = NOOP_COMMAND) -> Process:
-        started.append(Process([*command, *arguments], tmp_path))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.wait()
-    left = processes_of(tmp_path)
-    for pid in left:
-        psutil.Process(pid).kill()
-    assert not left, [process.text() for process in started]
-
-
-def processes_of(directory: Path) -> list[int]:
-    """Return every process whose command line, working directory or environment names a directory."""
-    pids = []
-    for process in psutil.process_iter():
-        try:
-            marks = [*process.cmdline(), process.cwd(), process.environ().get("DROPFORGE_CONTAINER_ID", "")]
-        except psutil.Error:
-            continue
-        if any(str(directory) in mark for mark in marks):
-            pids.append(process.pid)
-    return pids
 
 
 def listening(state: Path) -> list[int]:
@@ -306,45 +193,3 @@ def test_every_command_on_a_local_stack(start: Callable[..., Process], tmp_path:
     assert "Traceback" not in follower.text()
     assert "no resources" not in output("logs", run)
     output("down", "--delete")
-
-
-@pytest.mark.timeout(1200)
-def test_the_real_demo_trains_serves_answers_and_keeps_its_secret(
-    start: Callable[..., Process], tmp_path: Path
-) -> None:
-    cache = ROOT / "build" / "tiny"
-    cache.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "tiny").symlink_to(cache)  # pre-trained once
-    demo = start("demo", str(ROOT / "examples" / "local" / "cloud_run.json"), command=RECORDED_COMMAND)
-    assert demo.code(1000) == 0, demo.text()
-    output = demo.text()
-    before, after = re.search(r"exact match +(\S+) +(\S+)", output).groups()  # type: ignore[union-attr]
-    assert float(before) < 0.1
-    assert float(after) >= 0.8
-    assert re.search(r"^expected +(select .*)\nbase +.*\nserved +select ", output, re.M)
-    assert "what is left  0 resources, 0 processes, 0 ports" in output
-    assert canaries(tmp_path / "build" / "demo") == []
-    assert "local-canary-" not in output
-    assert_containers_hold_what_they_need(tmp_path / "build" / "demo")
-
-
-def assert_containers_hold_what_they_need(state: Path) -> None:
-    """Check that the real trainer and server have a permission for every call, and few unused permissions."""
-    made = {need for need in needs(state / FILE) if need.account in (TRAINER, SERVER)}
-    assert unmet(made, grants()) == set()
-    left = {(grant.account, grant.scope) for grant in unused(made, grants(), (TRAINER, SERVER))}
-    assert left == NOT_ON_CLOUD_RUN
-
-
-# Cloud Run pulls images, reads secrets and checks callers itself. Only a TPU VM writes a machine's log and status.
-NOT_ON_CLOUD_RUN = {
-    (TRAINER, "machine_objects"), (SERVER, "machine_objects"), (TRAINER, "registry"), (SERVER, "registry"),
-    (TRAINER, "training_secrets"), (SERVER, "endpoint_keys"),
-}  # fmt: skip
-
-
-def canaries(state: Path) -> list[Path]:
-    """Return files with the secret's value, except the database of the emulated Secret Manager."""
-    files = [path for path in state.rglob("*") if path.is_file() and not path.name.startswith("state.db")]
-    return [path for path in files if b"local-canary-" in path.read_bytes()]
