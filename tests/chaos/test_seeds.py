@@ -11,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from dropforge_cli.main import cli
-from dropforge_local.chaos.checker import check
+from dropforge_local.chaos.checker import check, hostile_does_nothing
 from dropforge_local.chaos.faults import STRIKES, Strike
-from dropforge_local.chaos.simulation import run, run_struck
+from dropforge_local.chaos.history import History
+from dropforge_local.chaos.hostile import ACTS
+from dropforge_local.chaos.simulation import run, run_beside_hostile, run_struck
 from dropforge_local.chaos.specs import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +75,43 @@ def test_no_single_fault_breaks_a_promise(fault: str, target: str) -> None:
     struck = range(1 + STRIKES.index(fault), effects + 1, effects // SAMPLES)
     results = ((at, check(run_struck(Strike(at, fault), target))) for at in struck)
     assert [f"{fault} at {at}: {problem}" for at, problems in results for problem in problems] == []
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_a_hostile_trainer_changes_nothing_of_another_run(target: str) -> None:
+    """The honest run has the same states at the same times as beside an honest trainer, and both succeed."""
+    beside_hostile, beside_honest = (run_beside_hostile(target, hostile=hostile) for hostile in (True, False))
+    acts = list(beside_hostile.of("hostile"))
+    assert len(acts) == ACTS
+    assert {act.data["victim"] for act in acts} == {second_run(beside_honest)}
+    assert check(beside_hostile) == []
+    assert states(beside_hostile) == states(beside_honest)
+    assert set(states(beside_hostile).values()) == {"SUCCEEDED"}
+
+
+def second_run(history: History) -> str:
+    return str([fact.data["run"] for fact in history.of("dropped")][1])
+
+
+def states(history: History) -> dict[str, str]:
+    """The last state of each run, and its number of attempts."""
+    records = [fact.data["content"] for fact in history.of("write") if is_record(fact.data["name"])]
+    assert all(len(record["attempts"]) <= 1 for record in records)
+    return {record["run"]: record["state"] for record in records}
+
+
+def is_record(name: str) -> bool:
+    return name.startswith("runs/") and name.endswith("/record.json")
+
+
+def test_the_checker_finds_a_forged_event_that_was_kept() -> None:
+    for name in (
+        "runs/job-0123456789ab/events/0001-100000000000007-failed.json",
+        "runs/unknown-fedcba987654/record.json",
+    ):
+        history = History(0)
+        history.add(1.0, "write", {"name": name})
+        assert list(hostile_does_nothing(history))
 
 
 def test_a_seed_has_the_same_history_in_another_process() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import limits, outcomes, places, progress
+from . import hostile, limits, outcomes, places, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -53,6 +53,7 @@ def check(history: History) -> list[Problem]:
             problems += [Problem(rule.__name__, life.run, time, text) for time, text in rule(life)]
     problems += [Problem("places_are_kept", "", *found) for found in places.places_are_kept(history, lives.values())]
     problems += [Problem("sweeps_end", "", time, text) for time, text in outcomes.sweeps_end(history)]
+    problems += [Problem("hostile_does_nothing", "", *found) for found in hostile_does_nothing(history)]
     problems += _defects(history)
     return sorted(problems, key=lambda problem: problem.time)
 
@@ -279,6 +280,13 @@ RULES: tuple[Rule, ...] = (
     *outcomes.RULES,
     progress.stuck_is_told,
 )
+
+
+def hostile_does_nothing(history: History) -> Iterator[tuple[float, str]]:
+    """No function keeps a forged job event, and nothing is written about a run that nobody has."""
+    for fact in history.of("write"):
+        if hostile.is_kept(fact.data["name"]):
+            yield fact.time, f"{fact.data['name']} was written because of a forgery"
 
 
 def _defects(history: History) -> Iterator[Problem]:

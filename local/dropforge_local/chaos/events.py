@@ -49,6 +49,10 @@ class Events:
         if self.world.happens(self.world.faults.forged):
             self._to_subscriber("job-events", self._forged(event), {"forged": True})
 
+    def forge(self, event: dict[str, Any]) -> None:
+        """A hostile training container publishes an event."""
+        self._to_subscriber("job-events", event, {"forged": True})
+
     def _forged(self, event: dict[str, Any]) -> dict[str, Any]:
         """A forged end: of another run, of another attempt, or with another shape."""
         ended = {key: event[key] for key in ("run", "attempt", "sequence", "time")} | {"type": "preempted", "step": 0}

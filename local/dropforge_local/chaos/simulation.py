@@ -66,6 +66,17 @@ def run_focused(seed: int, targets: Sequence[str] = tuple(TARGETS)) -> History:
     return _live(world, cloud, world.calm + SETTLE_SECONDS)
 
 
+def run_beside_hostile(target: str = "cloud_run", *, hostile: bool = True) -> History:
+    """The history of two runs without any fault. The trainer of the first one is hostile, unless `hostile` is False."""
+    world = World(0, Strike(0, ""))
+    cloud = Cloud(world, clusters([target]))
+    workload = Workload(world, cloud, [target])
+    workload.begin_pair()
+    cloud.trainer.is_hostile = lambda run: hostile and run == workload.dropped[0]
+    world.calm = START + 3600
+    return _live(world, cloud, world.calm + 3600)
+
+
 def _live(world: World, cloud: Cloud, end: float) -> History:
     _plan_sweeps(world, cloud, end)
     try:

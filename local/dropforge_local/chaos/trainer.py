@@ -10,6 +10,7 @@ from typing import Any
 
 from google.api_core.exceptions import PreconditionFailed
 
+from . import hostile
 from .events import Events
 from .storage import Storage
 from .world import World
@@ -53,11 +54,15 @@ class Trainer:
         self.events = events
         self.bucket = bucket
         self.work: dict[str, Work] = {}
+        self.is_hostile: Callable[[str], bool] = lambda run: hostile.is_due(world)
 
     def start(self, container: Container) -> None:
         """Start the container's command."""
         attempt = _Attempt(self, container)
         attempt.begin()
+        if self.is_hostile(attempt.run):
+            acts = hostile.Hostile(self.world, self.storage, self.events, self.bucket, attempt.run, attempt.number)
+            acts.begin(lambda: sorted(set(self.work) - {attempt.run}), container.is_over)
 
 
 class _Attempt:

@@ -63,6 +63,12 @@ class Workload:
         for run, (name, generation) in zip(self.dropped, self.objects, strict=True):
             self._delete(name, generation, run)
 
+    def begin_pair(self) -> None:
+        """Plan two runs with full specs, at the same time."""
+        for number in range(2):
+            work, name = Work(total=300.0, metric=0.9), f"specs/job-{number}.json"
+            self.world.after(1 + number, partial(self._drop, name, specs.whole(self.targets[0]), True, work))
+
     def cancel_all(self) -> None:
         """A user cancels every run."""
         for run in self.dropped:
