@@ -134,3 +134,15 @@ def _prose(text: str) -> str:
     """A page without code blocks, code, quotations and the addresses of links."""
     text = re.sub(r"```.*?```", "", text, flags=re.S)
     return re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", text)
+
+
+def test_every_row_of_the_trust_model_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    table = page.partition("## The trust model")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit(" | ", 1)[1])
+        assert named, f"no test in {row}"
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"
