@@ -8,9 +8,9 @@
     python -m tests.mutants --sample 50 --seed 3           a part of the catalogue, drawn by a seed
     python -m tests.mutants --fixed                        the part that CI runs
 
-It prints a line for each verdict, then the survivors and the score. Each verdict is also a line of
-build/mutants/verdicts.jsonl; --continue skips the mutants that it has. The exit code is 1 if a mutant survives whose
-entry does not say why.
+It prints a line for each verdict, then who killed whom, the score and the survivors. Each verdict is also a line of
+build/mutants/verdicts.jsonl: --continue skips the mutants that it has, --table sums it up. The exit code is 1 if a
+mutant survives whose entry does not say why.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ SHOWN = 110  # characters of what noticed a mutant
 
 def main() -> int:
     options = _options()
+    if options.table:
+        noted: dict[str, list[Verdict]] = defaultdict(list)
+        for verdict in read(VERDICTS):
+            noted[verdict.mutant].append(verdict)
+        return _sum_up({mutant.id: mutant for mutant in catalogue()}, noted)
     mutants = _mutants(options)
     cases = [_case(mutant, options) for mutant in mutants]
     seeds = FIXED_SEEDS if options.fixed else options.seeds
@@ -72,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the seed that draws them (default 0)")
     parser.add_argument("--fixed", action="store_true", help="the part that CI runs")
     parser.add_argument("--continue", dest="continued", action="store_true", help="skip what has a verdict already")
+    parser.add_argument("--table", action="store_true", help="only sum up the verdicts of earlier commands")
     return parser.parse_args()
 
 
@@ -98,13 +104,23 @@ def _line(verdict: Verdict) -> str:
 
 
 def _sum_up(mutants: dict[str, Mutant], verdicts: dict[str, list[Verdict]]) -> int:
-    """Print the survivors and the score. Returns the exit code."""
+    """Print who killed whom, the score and the survivors. Returns the exit code."""
     survivors = [id_ for id_, given in verdicts.items() if not any(verdict.killer for verdict in given)]
-    print(f"\n{_score(verdicts.values())}")
+    print(f"\n{_table(verdicts)}\n\n{_score(verdicts.values())}")
     for id_ in survivors:
-        mutant = mutants[id_]
-        print(f"survives: {id_}: {mutant.breaks or mutant.survives}")
-    return 1 if any(not mutants[id_].survives for id_ in survivors) else 0
+        mutant = mutants.get(id_)
+        print(f"survives: {id_}{f': {mutant.breaks or mutant.survives}' if mutant else ''}")
+    explained = {mutant.id for mutant in mutants.values() if mutant.survives}
+    return 0 if explained.issuperset(survivors) else 1
+
+
+def _table(verdicts: dict[str, list[Verdict]]) -> str:
+    """A row for each mutant and a column for each judge; empty where a judge did not see the mutant."""
+    rows = [["mutant", *JUDGES]]
+    for id_, given in sorted(verdicts.items()):
+        by = {verdict.judge: "killed" if verdict.killer else "survives" for verdict in given}
+        rows.append([id_, *(by.get(judge, "") for judge in JUDGES)])
+    return "\n".join(f"{name:<62}" + "".join(f"{cell:<10}" for cell in cells) for name, *cells in rows)
 
 
 def _score(verdicts: Iterable[list[Verdict]]) -> str:
