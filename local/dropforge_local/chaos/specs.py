@@ -45,14 +45,18 @@ def drawn(draw: random.Random, name: str, kind: str) -> tuple[dict[str, Any], bo
     return dropped, valid
 
 
-def servable(draw: random.Random, kind: str) -> dict[str, Any]:
-    """A spec of a target that asks for an endpoint, with the time to reach it."""
+def servable(draw: random.Random, kind: str, *, is_watched: bool) -> dict[str, Any]:
+    """A spec of a target that asks for an endpoint, with the time and the money to reach it.
+
+    `is_watched`: a stuck attempt is restarted.
+    """
     dropped, _ = drawn(draw, "job-0", kind)
     dropped.pop("epochs", None)
-    limits = dropped["limits"] | {"max_duration": "40m", "max_attempts": 3}
-    limits.pop("max_cost_usd", None)
+    limits = {"max_duration": "40m", "max_attempts": 3}
+    budget = {"max_cost_usd": 2.0} if draw.random() < 0.3 else {}
+    watched = {"stuck_after": "5m", "on_stuck": "restart"} if is_watched else {}
     serve = draw.choice(SERVERS[kind])(draw) | {"startup_timeout": "20m"}
-    return {**dropped, "limits": limits, "serve": serve}
+    return {**dropped, "limits": {**limits, **budget, **watched}, "serve": serve}
 
 
 def whole(kind: str) -> dict[str, Any]:

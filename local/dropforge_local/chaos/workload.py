@@ -51,11 +51,11 @@ class Workload:
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
 
     def begin_focused(self) -> None:
-        """Plan one run that has the time and the money to serve, and perhaps loses its first machine."""
-        draw, kind = self.world.random, self.targets[0]
-        spec = specs.servable(draw, kind)
-        fates = draw.choice(([], [], ["preempted"], ["lost_machine"], ["silent"]))
-        work = Work(total=draw.uniform(20, 600), metric=0.9, fates=[*fates, ""])
+        """Plan one run that has the time and the money to serve. Its first attempt may be stuck or lose its machine."""
+        draw = self.world.random
+        fate = draw.choice(("", "", "preempted", "lost_machine", "silent", "stuck"))
+        spec = specs.servable(draw, self.targets[0], is_watched=fate == "stuck")
+        work = Work(total=draw.uniform(20, 600), metric=0.9, reports=fate == "stuck", fates=[fate, ""])
         self.world.after(1, lambda: self._drop("specs/job-0.json", spec, True, work))
 
     def delete_all(self) -> None:
