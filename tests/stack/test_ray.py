@@ -66,7 +66,7 @@ def test_tensorstore_reaches_the_bucket_as_the_account_of_the_host(user: User, m
         done = subprocess.run([*command, uri], env=environment, capture_output=True, text=True)
         assert (done.stdout == "weights\n") is is_its_own, done.stderr
         assert is_its_own or "PERMISSION_DENIED" in done.stderr
-    user.publish("dropforge-requests", json.dumps({"cancel": run}).encode())
+    user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait(run)
 
 
