@@ -28,6 +28,7 @@ from .mutant import ROOT, Mutant
 
 TREES = ROOT / "build" / "mutants"
 SOURCES = ("", "functions", "local", "cli")  # the folders of a tree that are on the import path
+GENERATED = ("build", "__pycache__", ".*_cache", ".hypothesis", ".git")
 # A judgement that takes longer than the judgement of the unchanged tree times SLOWER, plus MORE_SECONDS, does not end.
 SLOWER, MORE_SECONDS = 3, 20
 LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
@@ -184,15 +185,8 @@ def _enter(tree: Path) -> None:
 
 
 def _copy(tree: Path) -> Path:
-    """Copy the files that git knows, or would know, and compile what the judges import."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    for name in listed.stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
+    """Copy the project without what was generated, and compile what the judges import."""
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*GENERATED), symlinks=True)
     command = [sys.executable, "-m", "compileall", "-q", *(folder for folder in SOURCES if folder)]
     subprocess.run(command, cwd=tree, check=True)
     (tree / "build").mkdir()
