@@ -58,11 +58,15 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 @contextmanager
-def running_stack() -> Iterator[tuple[Path, StackInfo]]:
-    """Start a new stack with enough GPUs for all runs; yield its state directory and its addresses."""
+def running_stack(**changes: Any) -> Iterator[tuple[Path, StackInfo]]:
+    """Start a new stack with enough GPUs for all runs; yield its state directory and its addresses.
+
+    `changes` are further fields of its configuration.
+    """
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory) / "stack"
-        config = StackConfig(images=str(ROOT / "tests" / "images"), settings=SETTINGS, cloud_run={"gpu_quota": 10**6})
+        images, quota = str(ROOT / "tests" / "images"), {"gpu_quota": 10**6}
+        config = StackConfig(images=images, settings=SETTINGS, cloud_run=quota, **changes)
         config.save(state)
         info = local.up(state)
         os.environ.update(info.environment)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from bench import crowd
 from click.testing import CliRunner, Result
 from google.api_core.exceptions import ServiceUnavailable
 
@@ -283,6 +284,29 @@ def test_the_sweep_announces_an_unannounced_end(user: User) -> None:
     count = len(user.slack(run, "failed"))
     sweep()
     assert len(user.slack(run, "failed")) == count
+
+
+def test_a_crowd_of_marks_and_junk_specs_delays_no_end_of_an_endpoint(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep without any time for marks and specs deletes the endpoint; the next sweeps have the rest."""
+    number = time.time_ns() % 10**9
+    marks = [names.open_object(f"marked-{number + n:012x}") for n in range(100)]
+    junk = [f"specs/junk-{number + n}.json" for n in range(10)]
+    crowd.write(user.state, user.settings.runs_bucket, marks, b"")
+    crowd.write(user.state, user.settings.specs_bucket, junk, b"{")
+    run = f"served-{number:012x}"
+    crowd.serve(clients, user.settings, run)
+    with monkeypatch.context() as patch:
+        patch.setattr("dropforge.stages.sweep.sweep.MARKS_UNTIL", -1.0)
+        patch.setattr("dropforge.stages.sweep.sweep.SPECS_UNTIL", -1.0)
+        assert any(run in name for name in sweep()["deleted"])
+    assert set(marks) <= set(user.store.names(names.OPEN_PREFIX))
+    resubmitted = sweep()["resubmitted"]
+    blobs = clients.storage().list_blobs(user.settings.specs_bucket, prefix="specs/junk-")
+    rejected = {names.run_id_of_object(user.settings.specs_bucket, blob.name, blob.generation) for blob in blobs}
+    assert rejected <= set(resubmitted)
+    assert set(marks).isdisjoint(user.store.names(names.OPEN_PREFIX))
 
 
 def test_the_audit_reports_differences_between_ledgers_and_cloud(user: User) -> None:

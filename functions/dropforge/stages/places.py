@@ -42,7 +42,7 @@ def wait_for_place(context: Context, run: str, execution: str, spec: JobSpec) ->
     if record.execution != execution or record.state is not RunState.ACCEPTED or record.placed:
         return None
     entry = _entry(record, spec)
-    _, waits = _change(context, rules, lambda places: places.with_waiting(entry))
+    waits = _change(context, rules, lambda places: places.with_waiting(entry))
     now = context.now()
     if wait := waits.get(run):
         record = store.update(run, lambda latest: latest.with_wait(wait.rule, wait.place, now))
@@ -101,14 +101,17 @@ def _rules(context: Context) -> list[Rule]:
     return [rule for rule in rules if rule.runs is not None or rule.usd is not None]
 
 
-def _change(context: Context, rules: list[Rule], change: Callable[[Places], Places]) -> tuple[Places, dict[str, Wait]]:
-    """Change the places and give out those that are free, in one conditional write, again after each conflict."""
+def _change(context: Context, rules: list[Rule], change: Callable[[Places], Places]) -> dict[str, Wait]:
+    """Change the places and give out those that are free, in one conditional write, again after each conflict.
+
+    Returns what each run waits for. Raises Conflict.
+    """
     today = context.now().date().isoformat()
     for attempt in range(UPDATE_TRIES):
         before, generation = _read(context)
         after, waits = change(before).given_out(rules, today)
         if after == before or context.store.write(OBJECT, after.model_dump_json().encode(), generation):
-            return after, waits
+            return waits
         context.cloud.clock.sleep(context.cloud.chance.uniform(0, 0.01 * 2**attempt))
     raise Conflict(f"{OBJECT} kept changing through {UPDATE_TRIES} tries")
 
