@@ -97,13 +97,14 @@ def train_on_host(config: dict[str, Any]) -> None:
     import jax
     import ray
 
-    from containers.train_maxtext.train import train
+    from containers.train_maxtext.train import initial_weights, train
 
     exchange, inputs = config["exchange"], ray.get(config["inputs"])
     first = jax.process_index() == 0
     with tempfile.TemporaryDirectory(prefix="dropforge-") as directory:
         work = unpack(Path(directory), inputs)
         try:
+            read_weights(initial_weights(work.spec, work))
             result = train(work, reporter_to(exchange) if first else lambda **_: None, stop_together(exchange))
         except Exception as error:
             failure = classify_stage(error)
@@ -112,6 +113,17 @@ def train_on_host(config: dict[str, Any]) -> None:
             result = {"error": failure.to_json()}
     if first:
         ray.get(exchange.finish.remote(result))
+
+
+def read_weights(uri: str) -> None:
+    """Read the description of the weights, if there are any, as Orbax does; raises what TensorStore says.
+
+    MaxText calls every error of this read a missing checkpoint, also a permission that the host's account lacks.
+    """
+    if uri:
+        import tensorstore
+
+        tensorstore.KvStore.open(f"{uri}/").result().read("_METADATA").result()
 
 
 def reporter_to(exchange: Any) -> Callable[..., None]:

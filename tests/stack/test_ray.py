@@ -22,6 +22,8 @@ from .test_runs import assert_clean
 
 TARGET: dict[str, Any] = {"type": "ray", **PARTS["ray"]}
 HOSTS = 2
+ROOT = Path(__file__).resolve().parents[2]
+READ_WEIGHTS = "import sys; from containers.train_ray.train import read_weights; read_weights(sys.argv[1])"
 WRITE_AND_READ = """
 import sys, tensorstore
 bucket = tensorstore.KvStore.open(sys.argv[1]).result()
@@ -66,6 +68,13 @@ def test_tensorstore_reaches_the_bucket_as_the_account_of_the_host(user: User, m
         done = subprocess.run([*command, uri], env=environment, capture_output=True, text=True)
         assert (done.stdout == "weights\n") is is_its_own, done.stderr
         assert is_its_own or "PERMISSION_DENIED" in done.stderr
+    refused = {
+        **environment,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "of-another-stack",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}",
+    }
+    done = subprocess.run([command[0], "-c", READ_WEIGHTS, uri], env=refused, capture_output=True, text=True)
+    assert "PERMISSION_DENIED: Request had invalid authentication credentials" in done.stderr
     user.publish("dropforge-operations", json.dumps({"cancel": run}).encode())
     user.wait(run)
 
