@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= examples/local/cloud_run.json
 TARGET ?= cloud_run
+COUNT ?= 100000
 NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/tpu_vm tests/contract \
 	tests/mutants tests/chaos/test_seeds.py
 
@@ -64,6 +65,9 @@ crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an ho
 mutants: $(STAMP) ## judge every mutant of the catalogue (three hours on two idle cores); see docs/mutants.md
 	@$(BIN)/python -m tests.mutants --lanes 2
 
+fuzz: $(STAMP) ## give COUNT random inputs (100,000) to the functions (some minutes)
+	@$(BIN)/python -m tests.fuzz --count $(COUNT)
+
 lock: $(STAMP) ## regenerate every lock with its hashes (functions/, containers/)
 	@$(BIN)/python tools/lock.py
 
@@ -95,4 +99,4 @@ build/checkov/bin/checkov:
 clean: ## remove everything that was generated
 	rm -rf build
 
-.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash mutants lock registry images images-local deploy destroy tables checkov clean
+.PHONY: help setup maxtext vllm demo test test-fast check format schemas bench crash fuzz mutants lock registry images images-local deploy destroy tables checkov clean

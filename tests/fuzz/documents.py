@@ -95,17 +95,17 @@ def mutated(draw: st.DrawFn, documents: list[Any]) -> Any:
     """A copy of one document with one to three values replaced, removed or added."""
     document = copy.deepcopy(draw(st.sampled_from(documents)))
     for _ in range(draw(st.integers(1, 3))):
-        places = list(_places(document))
-        if not places:
+        known = list(places(document))
+        if not known:
             break
-        container, key = draw(st.sampled_from(places))
+        container, key = draw(st.sampled_from(known))
         change = draw(st.sampled_from(["replace", "remove", "add", "swap"]))
         if change == "replace":
             container[key] = draw(odd_values)
         elif change == "swap":
-            container[key] = copy.deepcopy(draw(st.sampled_from([other[name] for other, name in places])))
+            container[key] = copy.deepcopy(draw(st.sampled_from([other[name] for other, name in known])))
         elif change == "add" and isinstance(container, dict):
-            elsewhere = [name for _, name in places if isinstance(name, str)]
+            elsewhere = [name for _, name in known if isinstance(name, str)]
             odd = ["__proto__", "type", "$ref", "hf_" + "Canary" * 4]
             container[draw(st.text(max_size=8) | st.sampled_from([*odd, *elsewhere]))] = draw(odd_values)
         else:
@@ -129,9 +129,9 @@ def torn(draw: st.DrawFn, documents: list[Any]) -> bytes:
     return bytes(data)
 
 
-def _places(node: Any) -> Any:
+def places(node: Any) -> Any:
     """Yield every (container, key) of a document, at any depth."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in list(items):
         yield node, key
-        yield from _places(value)
+        yield from places(value)

@@ -109,6 +109,14 @@ def test_an_envelope_that_cannot_be_stored_is_acknowledged(app: App, name: str, 
     assert app.post(name, body, {"Content-Type": "application/json", **EVENT}) == 200
 
 
+@pytest.mark.parametrize("bucket", ["specs/a.json", "a", "../b", "b?x=1", "", "B-B-B", "b" * 300])
+def test_a_bucket_that_cannot_exist_is_acknowledged(app: App, bucket: str) -> None:
+    """A slash in the name once made another URL of the request, whose answer was an unhandled exception."""
+    body = {"bucket": bucket, "name": "specs/a.json", "generation": "1", "size": "1"}
+    for name in ("on_spec_uploaded", "on_spec_deleted"):
+        assert app.post(name, body, {"Content-Type": "application/json", **EVENT}) == 200
+
+
 def test_the_name_of_an_object_that_is_no_text_is_acknowledged(app: App) -> None:
     body = {"bucket": SPECS, "name": "specs/\ud800.json", "generation": "1", "size": "1"}
     for name in ("on_spec_uploaded", "on_spec_deleted"):

@@ -145,7 +145,8 @@ def read_job_event(data: bytes, run: str) -> JobEvent | None:
 class Upload(BaseModel):
     """The part of a Cloud Storage `finalized` or `deleted` CloudEvent's data that names the object."""
 
-    bucket: str = Field(min_length=3)
+    # A name with a slash would make another URL of a request: https://cloud.google.com/storage/docs/buckets#naming
+    bucket: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
     name: str = Field(min_length=1)
     generation: int
     size: int = 0
