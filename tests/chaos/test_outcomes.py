@@ -46,6 +46,11 @@ def _success_without_the_endpoint(story: Story) -> None:
         record["endpoint"] = None
 
 
+def _failure_without_a_reason(story: Story) -> None:
+    for record in _records(story):
+        record["error"] = None
+
+
 def _deployment_too_long(story: Story) -> None:
     _delay(story, _first(story, "completion"), 1300)
 
@@ -128,6 +133,7 @@ MUTATIONS: list[tuple[str, Callable[[], Story], Callable[[Story], None]]] = [
     ("ready_means_answered", served, _completion_of_another_endpoint),
     ("ready_means_answered", served, _completion_after_the_endpoint_was_ready),
     ("success_serves", served, _success_without_the_endpoint),
+    ("failure_says_why", stopped, _failure_without_a_reason),
     ("startup_is_limited", served, _deployment_too_long),
     ("cancel_is_prompt", cancelled, _cancel_without_effect_for_minutes),
     ("cancel_prevents_success", served, _success_after_a_cancel),

@@ -60,6 +60,12 @@ def success_serves(life: Life) -> Iterator[tuple[float, str]]:
         yield over.time, "the run succeeded without the endpoint that its spec asks for"
 
 
+def failure_says_why(life: Life) -> Iterator[tuple[float, str]]:
+    """A failed run has the error that ended it in its record."""
+    if life.over is not None and life.over.value["state"] == "FAILED" and not life.over.value["error"]:
+        yield life.over.time, "the run failed, but its record does not say why"
+
+
 def startup_is_limited(life: Life) -> Iterator[tuple[float, str]]:
     """A deployment ends within startup_timeout, with an endpoint or without."""
     began = _first(life, "DEPLOYING")
@@ -201,6 +207,7 @@ RULES: tuple[Rule, ...] = (
     success_has_a_model,
     ready_means_answered,
     success_serves,
+    failure_says_why,
     startup_is_limited,
     cancel_is_prompt,
     cancel_prevents_success,
