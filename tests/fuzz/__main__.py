@@ -144,9 +144,9 @@ class Fuzzer:
             elif change == 1:
                 container[key] = copy.deepcopy(other[0][other[1]])
             elif change == 2 and isinstance(container, dict):
-                container[self._draw.choice(ODD_TEXT)] = self._draw.choice(ODD)
+                container[self._draw.choice(ODD_TEXT)] = copy.deepcopy(self._draw.choice(ODD))
             else:
-                container[key] = self._draw.choice(ODD)
+                container[key] = copy.deepcopy(self._draw.choice(ODD))  # it may be changed next
         return document
 
 
