@@ -49,10 +49,11 @@ def compare(
     """The comparison after this call's share of the rows; `known` is what earlier calls have found, `key` the API key.
 
     Also the error that ended the call early: TRANSIENT if the endpoint did not answer, PARITY if it differs from its
-    model.
+    model. A difference that an earlier call has found is final: a call whose answer was lost is repeated.
     """
     if known is not None and known.is_over:
-        return known, None
+        refused = CloudError(ErrorClass.PARITY, known.reason, HINT) if known.state == "failed" else None
+        return known, refused
     storage, bucket = context.cloud.clients.storage(), context.settings.runs_bucket
     manifest = read_manifest(storage, bucket, run)
     seal = read_seal(storage, bucket, manifest) if manifest else None
