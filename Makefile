@@ -8,6 +8,7 @@ VENV := build/venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= examples/local/cloud_run.json
+SERVE ?= transformers
 TARGET ?= cloud_run
 COUNT ?= 100000
 NOT_FAST := tests/stack tests/containers tests/emulators tests/platforms/tpu_vm tests/contract \
@@ -31,8 +32,8 @@ maxtext: $(STAMP) ## create build/maxtext, MaxText's own environment (Python 3.1
 vllm: $(STAMP) ## create build/vllm, the environment of vLLM's CPU build, if it is not there (Linux, x86-64)
 	@$(BIN)/python tools/vllm_env.py
 
-demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model
-	@$(BIN)/dropforge demo $(SPEC)
+demo: $(STAMP) ## drop SPEC in the local stack's bucket and follow it to a served model (SERVE=vllm: by vLLM)
+	@$(BIN)/dropforge demo --serve $(SERVE) $(SPEC)
 
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 30

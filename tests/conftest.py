@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, settings
 from .untested import untested_targets
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_PYTHON = 3  # the exit code of tools/maxtext_env.py without Python 3.12
-MAKER = pytest.StashKey["Maker"]()
+IMPOSSIBLE = 3  # the exit code of a tool whose environment this machine cannot have
+MAKERS = pytest.StashKey[dict[str, "Maker"]]()
+TOOLS = {"maxtext_environment": "maxtext_env.py", "vllm_environment": "vllm_env.py"}  # by the fixture
 
 # Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -47,9 +48,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """If a test needs MaxText's environment, start its installation while the first tests run."""
-    if any("maxtext_environment" in getattr(item, "fixturenames", ()) for item in session.items):
-        start_maker(session.config)
+    """Start the installation of the environments that tests need while the first tests run."""
+    for fixture in TOOLS:
+        if any(fixture in getattr(item, "fixturenames", ()) for item in session.items):
+            start_maker(session.config, fixture)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own summary: the line comes last
@@ -60,19 +62,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.write_line(line, yellow=True)
 
 
-def start_maker(config: pytest.Config) -> Maker:
-    if MAKER not in config.stash:
-        config.stash[MAKER] = Maker()
-        config.add_cleanup(config.stash[MAKER].stop)
-    return config.stash[MAKER]
+def start_maker(config: pytest.Config, fixture: str) -> Maker:
+    makers = config.stash.setdefault(MAKERS, {})
+    if fixture not in makers:
+        makers[fixture] = Maker(TOOLS[fixture])
+        config.add_cleanup(makers[fixture].stop)
+    return makers[fixture]
 
 
 class Maker:
-    """Runs tools/maxtext_env.py as a process."""
+    """Runs a tool that creates an environment as a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tool: str) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would fill up until wait() reads it)
-        command = [sys.executable, str(ROOT / "tools" / "maxtext_env.py")]
+        command = [sys.executable, str(ROOT / "tools" / tool)]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output, start_new_session=True)
 
     def wait(self) -> tuple[int, str]:
@@ -94,8 +97,22 @@ def maxtext_environment(pytestconfig: pytest.Config) -> Path:
 
     Skip the test if the machine has no Python 3.12.
     """
-    code, output = start_maker(pytestconfig).wait()
-    if code == NO_PYTHON:
+    return made(pytestconfig, "maxtext_environment")
+
+
+@pytest.fixture(scope="session")
+def vllm_environment(pytestconfig: pytest.Config) -> Path:
+    """Return build/vllm, which has vLLM's CPU build in the version of its lock file.
+
+    Skip the test if the machine is no Linux on x86-64 with Python 3.11.
+    """
+    return made(pytestconfig, "vllm_environment")
+
+
+def made(config: pytest.Config, fixture: str) -> Path:
+    """Wait for the environment of a fixture. Skip the test if this machine cannot have it."""
+    code, output = start_maker(config, fixture).wait()
+    if code == IMPOSSIBLE:
         pytest.skip(output)
     assert code == 0, output
     return Path(output.splitlines()[-1]).parent.parent

@@ -3,8 +3,8 @@
 Training alone keeps both cores busy; a stack mostly waits. So a single worker takes the files that compute, and the two
 other workers take the files that wait. A worker without files of its own kind takes files of the other kind, from their
 end. The computing worker has a low priority: a waiting test gets a core as soon as its event arrives. A file stays
-whole, because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's
-environment are not the first to compute: the environment is installed while the first tests run (conftest.py).
+whole, because its tests share fixtures, and the files that compute share session fixtures. Files that need MaxText's or
+vLLM's environment are not the first to compute: both are installed while the first tests run (conftest.py).
 """
 
 from __future__ import annotations

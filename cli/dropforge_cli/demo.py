@@ -34,27 +34,36 @@ from .specs import read_spec, upload_spec
 CACHE = Path("build/tiny")
 ENDING_SECONDS = 60.0
 POLL_SECONDS = 0.1
+ENGINES = ("transformers", "vllm")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @click.command()
 @click.argument("spec", type=SPEC_FILE, default="examples/local/cloud_run.json")
 @click.option(
+    "--serve",
+    "engine",
+    type=click.Choice(ENGINES),
+    default=ENGINES[0],
+    show_default=True,
+    help="The engine that serves: `transformers serve`, or vLLM's CPU build in build/vllm.",
+)
+@click.option(
     "--state", metavar="DIR", default="build/demo", show_default=True, help="Directory of the demo's own stack."
 )
-def demo(spec: Path, state: str) -> None:
+def demo(spec: Path, engine: str, state: str) -> None:
     """Train and serve a small model on this machine, then end everything it started."""
     directory, job = Path(state).resolve(), read_spec(spec, policy_in_use(None))
     with _alone(directory):
-        raise SystemExit(run_demo(job, spec, directory, stdout()))
+        raise SystemExit(run_demo(job, spec, engine, directory, stdout()))
 
 
-def run_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
+def run_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> int:
     """Run a demo of `spec` and return its exit code. In every case, end everything it started."""
     began = time.monotonic()
     code = FAILED
     try:
-        code = _try_demo(spec, path, state, out)
+        code = _try_demo(spec, path, engine, state, out)
     finally:
         for number in SIGNALS:  # a second Ctrl-C must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
@@ -63,12 +72,12 @@ def run_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
     return code or (0 if nothing_left else FAILED)
 
 
-def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
+def _try_demo(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> int:
     try:
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
         with explained():
-            return 0 if _demonstrate(spec, path, state, out) else FAILED
+            return 0 if _demonstrate(spec, path, engine, state, out) else FAILED
     except CliError as error:
         error.show()
         return FAILED
@@ -77,11 +86,12 @@ def _try_demo(spec: JobSpec, path: Path, state: Path, out: Console) -> int:
         return INTERRUPTED
 
 
-def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
+def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Console) -> bool:
     """Run the demo and print its report; return whether the run succeeded."""
-    if tool := ENVIRONMENTS.get(spec.target.type):
-        _step(out, f"prepared the environment for training on {spec.target.type}", lambda: make_environment(tool))
-    deployment = _start(state, out)
+    for purpose in (f"training on {spec.target.type}", f"serving by {engine}"):
+        if tool := ENVIRONMENTS.get(purpose):
+            _step(out, f"prepared the environment for {purpose}", lambda tool=tool: make_environment(tool))  # type: ignore[misc]
+    deployment = _start(state, engine, out)
     _step(out, "created the secrets that the spec names", lambda: make_secrets(spec, deployment))
     for uri in spec.sources.values():
         if uri in SOURCES:
@@ -93,8 +103,8 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
         report.show_failure(deployment, deployment.store, record, out)
         return False
     report.show_metrics(record, out)
+    report.show_parity(record, out)
     if record.endpoint is not None:
-        report.show_parity(record, out)
         report.show_answer(deployment, record, record.endpoint, out)
         record = end_endpoint(deployment, record)
     report.show_stages(record, out)
@@ -103,12 +113,14 @@ def _demonstrate(spec: JobSpec, path: Path, state: Path, out: Console) -> bool:
     return True
 
 
-def _start(state: Path, out: Console) -> Deployment:
+def _start(state: Path, engine: str, out: Console) -> Deployment:
     """Start a new stack, after ending the leftovers of a killed demo."""
     from dropforge_local.stack import control as stack
+    from dropforge_local.stack.config import StackConfig
 
     for name in stack.down(state, delete=True):
         out.print(f"ended {name}, left by an earlier demo")
+    StackConfig(bases=["vllm"] if engine == "vllm" else []).save(state)
     began = time.monotonic()
     with out.status("starting the local stack"):
         deployment = of_stack(stack.up(state))
@@ -130,7 +142,7 @@ def make_environment(tool: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
     if done.returncode:
         message = f"the environment could not be created: tools/{tool} exited with {done.returncode}"
-        raise CliError(message, "fix the problem printed above, or choose a spec with another target")
+        raise CliError(message, "fix the problem printed above, or choose a spec or an engine without that environment")
 
 
 def make_secrets(spec: JobSpec, deployment: Deployment) -> None:
@@ -192,8 +204,12 @@ def _text_to_sql_unseen(cache: Path) -> Path:
     return tiny.dataset(cache / "text-to-sql-unseen.jsonl", tiny.UNSEEN_ROWS, held_out=True)
 
 
-# The tools that create an environment for training images that need another Python than the stack's.
-ENVIRONMENTS = {"ray": "maxtext_env.py", "tpu_vm": "maxtext_env.py"}
+# The tools that create an environment for images with other packages than the stack's.
+ENVIRONMENTS = {
+    "training on ray": "maxtext_env.py",
+    "training on tpu_vm": "maxtext_env.py",
+    "serving by vllm": "vllm_env.py",
+}
 
 # The sources that the demo creates. It leaves other sources alone.
 SOURCES: dict[str, Callable[[Path], Path]] = {

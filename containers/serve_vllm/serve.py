@@ -38,11 +38,11 @@ from .engine import (
     engine_environment,
     has_gpu,
     has_tpu,
-    has_vllm,
     reasoning_parser,
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
+    vllm_python,
     vllm_tpu_argv,
     vllm_tpu_environment,
     without_sampling,
@@ -62,6 +62,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         settings = Settings.from_environment()
+        engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=vllm_python() is not None)
     except BadSettings as error:
         log(str(error), stage="serve", severity="ERROR")
         return BAD_CONFIG
@@ -73,7 +74,6 @@ def main() -> int:
     except DropforgeError as error:
         log(str(error), stage="serve", severity="ERROR")
         return NOT_FOUND
-    engine = choose(settings.engine, gpu=has_gpu(), tpu=has_tpu(), vllm=has_vllm())
     log("starting", stage="serve", model=model, engine=engine)
     if engine in ("vllm", "vllm-tpu") and (problem := unknown_model(read_config(client, model))):
         log(problem, stage="serve", severity="ERROR")
@@ -198,7 +198,9 @@ def start_engine(
     if engine == "transformers":
         command = transformers_argv(model, port)
     else:
-        command = vllm_cpu_argv(settings, model, port, parser)
+        python = vllm_python()
+        assert python is not None, "`choose` names an engine that is installed"
+        command = vllm_cpu_argv(python, settings, model, port, parser)
     environment = {**os.environ, **engine_environment(directory)}
     environment.pop(KEY, None)  # the gate checks it
     prepare = _die_with_parent if sys.platform == "linux" else None

@@ -322,6 +322,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
         log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
         metrics |= method.metrics(before, after)
         evaluation.write_samples(directory, examples.split.held_out, before, after)
+    metrics |= links
     seal_export(spec, job, inputs, served, directory, links)
     provenance = Provenance(inputs.base_source, examples.source)
     write_card(directory, spec, method.describe(spec), provenance, metrics)

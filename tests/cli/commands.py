@@ -16,6 +16,7 @@ COMMAND = [str(Path(sys.executable).with_name("dropforge"))]
 # The real demo on a stack whose containers train and serve nothing, so that it takes seconds.
 NOOP = """
 import sys
+from dataclasses import replace
 from dropforge_local.stack import control as stack
 from dropforge_local.stack.config import StackConfig
 from dropforge_local.stack.deployment import IMAGES
@@ -26,7 +27,7 @@ def up(state, **options):
         "DROPFORGE_SERVE_VLLM_IMAGE": f"{IMAGES}/serve-noop:test",
         "DROPFORGE_CHECK_INTERVAL_SECONDS": "2",
     }
-    StackConfig(images=images, settings=settings).save(state)
+    replace(StackConfig.of(state), images=images, settings=settings).save(state)
     return start(state, **options)
 stack.up = up
 from dropforge_cli.main import cli

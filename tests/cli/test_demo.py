@@ -123,13 +123,17 @@ def test_two_demos_do_not_share_a_directory_and_a_killed_one_is_cleaned_up(
     assert re.search(r"ended stack \(pid \d+\), left by an earlier demo", third.text())
 
 
-def test_the_demo_ends_before_it_starts_a_stack_if_the_environment_cannot_be_created(
-    start: Callable[..., Process], tmp_path: Path
+@pytest.mark.parametrize(
+    ("purpose", "engine"), [("training on cloud_run", "transformers"), ("serving by vllm", "vllm")]
+)
+def test_the_demo_ends_before_it_starts_a_stack_if_an_environment_cannot_be_created(
+    start: Callable[..., Process], tmp_path: Path, purpose: str, engine: str
 ) -> None:
     code = NOOP.replace(
-        "cli(prog", "from dropforge_cli import demo; demo.ENVIRONMENTS = {'cloud_run': 'none.py'}; cli(prog"
-    )
-    demo = start("demo", write_spec(tmp_path, noop_spec()), command=[sys.executable, "-c", code, NOOP_COMMAND[-1]])
+        "cli(prog", "from dropforge_cli import demo; demo.ENVIRONMENTS = {PURPOSE: 'none.py'}; cli(prog"
+    ).replace("PURPOSE", repr(purpose))
+    options = ("--serve", engine, write_spec(tmp_path, noop_spec()))
+    demo = start("demo", *options, command=[sys.executable, "-c", code, NOOP_COMMAND[-1]])
     assert demo.code() == 1
     assert "error: the environment could not be created: tools/none.py exited with 2" in demo.text()
     assert "started the local stack" not in demo.text()

@@ -19,11 +19,12 @@ pytestmark = pytest.mark.slow
 
 # The real demo on a stack that records the calls of its containers.
 RECORDED = """
+from dataclasses import replace
 from dropforge_local.stack import control as stack
 from dropforge_local.stack.config import StackConfig
 start = stack.up
 def up(state, **options):
-    StackConfig(record=True).save(state)
+    replace(StackConfig.of(state), record=True).save(state)
     return start(state, **options)
 stack.up = up
 from dropforge_cli.main import cli

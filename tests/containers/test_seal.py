@@ -19,7 +19,7 @@ import pytest
 
 from containers.common.chat import MINIMAL_TEMPLATE, load_tokenizer, render
 from containers.common.evaluation import generate_ids
-from containers.common.sealing import make_seal
+from containers.common.sealing import make_seal, with_other_kernel
 from containers.serve_vllm.standin import prompt_logprobs
 from containers.train_trl import export, merge
 from dropforge.base.errors import CloudError, ErrorClass
@@ -141,16 +141,6 @@ def cause(exported: Export, served: Served) -> str:
     return caught.value.message.rpartition("likely cause: ")[2]
 
 
-def int4(model: Any) -> Any:
-    """Round the linear layers to 16 levels in groups of 32 weights."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
-            groups = parameter.data.float().reshape(-1, 32)
-            step = groups.abs().amax(-1, keepdim=True) / 7
-            parameter.data = ((groups / step).round() * step).reshape(parameter.shape).to(parameter.dtype)
-    return model
-
-
 def test_good_endpoints_are_sealed(exported: Export) -> None:
     """The same precision, another precision, another kernel, and the adapter beside its base."""
     import torch
@@ -171,13 +161,26 @@ def test_good_endpoints_are_sealed(exported: Export) -> None:
     assert exported.seal.noise.divergence > 0
 
 
+def test_the_noise_rounds_the_weights_and_not_the_rotary_frequencies(exported: Export) -> None:
+    """As in a server that loads a model of 32 bits in 16 bits."""
+    import torch
+
+    model = exported.model(dtype=torch.float32)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    row = exported.seal.rows[0]
+    with_other_kernel(model, [(row.prompt, row.answer)])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert any("inv_freq" in name for name in before)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def scaled(exported: Export, tmp_path: Path) -> Any:
     return load(merged(exported.base, exported.checkpoint, tmp_path, 0.9))
 
 
 WEIGHTS: dict[str, tuple[Callable[[Export, Path], Any], str]] = {
     "scale x 0.9": (scaled, "scale"),
-    "int4": (lambda exported, _: int4(exported.model()), "quantisation"),
+    "int4": (lambda exported, _: trained.int4(exported.model()), "quantisation"),
     "unmerged adapter": (lambda exported, _: load(exported.base), "adapter"),
 }
 

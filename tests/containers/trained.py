@@ -57,6 +57,16 @@ def make(family: same_class.Family) -> tuple[Path, Path]:
     return directory / "base", directory / "checkpoint"
 
 
+def int4(model: Any) -> Any:
+    """Round the linear layers to 16 levels in groups of 32 weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            groups = parameter.data.float().reshape(-1, 32)
+            step = groups.abs().amax(-1, keepdim=True) / 7
+            parameter.data = ((groups / step).round() * step).reshape(parameter.shape).to(parameter.dtype)
+    return model
+
+
 def _make(family: same_class.Family, base: Path, checkpoint: Path) -> None:
     import torch
     from peft import get_peft_model

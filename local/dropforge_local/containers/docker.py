@@ -36,7 +36,12 @@ INHERITED = (MARKER, "LANG", "TMPDIR", "GCE_METADATA_HOST", "GCE_METADATA_IP")
 def configure(root: Path, images: ImageStore, environment: Mapping[str, str]) -> None:
     """Configure `docker` on the machine whose files are below `root`: its images, and the environment that the platform
     gives every container."""
-    settings = {"images": str(images.root), "directory": str(images.directory), "environment": dict(environment)}
+    settings = {
+        "images": str(images.root),
+        "directory": str(images.directory),
+        "bases": images.bases,
+        "environment": dict(environment),
+    }
     (root / SETTINGS).write_text(json.dumps(settings))
 
 
@@ -138,7 +143,7 @@ def inspect(root: Path, options: argparse.Namespace) -> int:
 
 def _read_settings(root: Path) -> tuple[ImageStore, dict[str, str]]:
     settings = json.loads((root / SETTINGS).read_text())
-    images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable))
+    images = ImageStore(Path(settings["images"]), Path(settings["directory"]), Path(sys.executable), settings["bases"])
     return images, settings["environment"]
 
 

@@ -3,7 +3,9 @@
 The final stage's COPYs become a root file system directory, so a forgotten COPY fails here as it would in the cloud;
 installed packages come from the local virtual environment, without this repository's own packages. A label names other
 environments that RUN creates: `dev.dropforge.environments="/opt/maxtext=maxtext /opt/torch=venv"` maps /opt/maxtext to
-build/maxtext (`make maxtext`) and /opt/torch to the local stack's own environment ("venv").
+build/maxtext (`make maxtext`) and /opt/torch to the local stack's own environment ("venv"). Another label names
+environments that stand for the image's base: with `dev.dropforge.base="vllm"`, the programs of build/vllm are on the
+PATH, after the image's own, if the stack is configured with "vllm".
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +31,7 @@ URI = re.compile(
     r"(?:\w[\w.-]*(?::\d+)?/)*(?P<name>[a-z0-9]+(?:[._-][a-z0-9]+)*)(?::(?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:\w{64}))?"
 )
 ENVIRONMENTS = "dev.dropforge.environments"
+BASE = "dev.dropforge.base"
 PYTHON = re.compile(r"(?:/[\w./-]*/)?python(?:3(?:\.\d+)?)?")
 ABSOLUTE_PATH = re.compile(r"(?:^|(?<=[:=,\s\"']))/[^:=,\s\"']*")
 # Directories that the machine also has: only the files that the image put there belong to the image.
@@ -64,6 +67,7 @@ class Image:
     own_paths: frozenset[str] = field(default_factory=frozenset)
     environments: Mapping[str, Path] = field(default_factory=dict)
     programs: frozenset[str] = frozenset()  # names, beside those of its own files and its environments
+    base_programs: tuple[Path, ...] = ()  # directories
 
     def unpack(
         self,
@@ -108,7 +112,7 @@ class Image:
             argv=(words[0], *(_map(word, places) for word in words[1:])),
             env={name: _map(value, places) for name, value in merged.items()},
             workdir=directory,
-            search_path=programs,
+            search_path=(*programs, *self.base_programs),
         )
 
     def program_directories(self, rootfs: Path, env: Mapping[str, str]) -> list[Path]:
@@ -147,11 +151,15 @@ def _map(text: str, places: Mapping[str, str]) -> str:
 
 
 class ImageStore:
-    """Resolves image URIs against containers/ of a repository; `python` is the environment with the packages."""
+    """Resolves image URIs against containers/ of a repository; `python` is the environment with the packages.
 
-    def __init__(self, root: Path, directory: Path, python: Path) -> None:
+    `bases` are the environments that stand for the bases of images, by their names in build/.
+    """
+
+    def __init__(self, root: Path, directory: Path, python: Path, bases: Collection[str] = ()) -> None:
         self.root = root.resolve()
         self.directory = directory.resolve()
+        self.bases = sorted(bases)
         self._environment = python.absolute().parent.parent
         self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
         self.python = self._isolated(python.absolute(), self._environment, self.directory / "python")
@@ -177,26 +185,29 @@ class ImageStore:
         digest = self._digest(stage)
         if match["digest"] not in (None, digest) and match["tag"] is None:
             raise ImageNotFound(f"image {uri!r} not found: containers/{role} is {digest} now")
-        return self._image(uri, stage, digest, self._environments(uri, stage))
+        return self._image(uri, stage, digest)
 
     def _environments(self, uri: str, stage: Stage) -> dict[str, Path]:
         """This machine's environments for the environments that the image's label names, by their path in the image."""
         environments = {}
         for word in stage.labels.get(ENVIRONMENTS, "").split():
             path, _, name = word.partition("=")
-            environment = self.root / "build" / name
-            python = environment / "bin" / "python"
             if name == "venv":
                 environments[path] = self.python.parent.parent
-            elif python.exists():
-                environments[path] = self._isolated(
-                    python, environment, self.directory / f"python-{name}"
-                ).parent.parent
             else:
-                raise ImageNotFound(f"image {uri!r} cannot be built: {environment} is not there; run `make {name}`")
+                made = self._made(uri, name)
+                python = self._isolated(made / "bin" / "python", made, self.directory / f"python-{name}")
+                environments[path] = python.parent.parent
         return environments
 
-    def _image(self, uri: str, stage: Stage, digest: str, environments: Mapping[str, Path]) -> Image:
+    def _made(self, uri: str, name: str) -> Path:
+        """The environment build/<name>. Raises ImageNotFound."""
+        environment = self.root / "build" / name
+        if not (environment / "bin" / "python").exists():
+            raise ImageNotFound(f"image {uri!r} cannot be built: {environment} is not there; run `make {name}`")
+        return environment
+
+    def _image(self, uri: str, stage: Stage, digest: str) -> Image:
         owned = {path for path in stage.directories if not SHARED_DIRECTORIES.fullmatch(path)} | set(stage.files)
         return Image(
             uri=uri,
@@ -208,8 +219,11 @@ class ImageStore:
             env=stage.env,
             python=self.python,
             own_paths=frozenset(owned),
-            environments=environments,
+            environments=self._environments(uri, stage),
             programs=programs_of(stage.packages),
+            base_programs=tuple(
+                self._made(uri, name) / "bin" for name in stage.labels.get(BASE, "").split() if name in self.bases
+            ),
         )
 
     def _digest(self, stage: Stage) -> str:

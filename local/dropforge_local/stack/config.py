@@ -33,7 +33,8 @@ class StackInfo:
 class StackConfig:
     """A stack's configuration beside its ports, kept in <state>/config.json so that a restart reads it.
 
-    `images` is the repository whose containers/ the images are built from; `settings` overrides the functions'
+    `images` is the repository whose containers/ the images are built from; `bases` names environments in build/ that
+    stand for the bases of images (images.py): with "vllm", vLLM's CPU build serves. `settings` overrides the functions'
     environment; `cloud_run`, `gke`, `kubernetes`, `tpu` and `compute` are fields of the emulators' CloudRunConfig,
     GkeConfig, KubernetesConfig, TpuConfig and ComputeConfig (quota, latencies). `record` writes the calls of functions
     and containers to <state>/calls.jsonl (recording.py); start such a stack only once. `sweep_seconds` stands for the
@@ -44,6 +45,7 @@ class StackConfig:
     """
 
     images: str = str(ROOT)
+    bases: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     cloud_run: dict[str, Any] = field(default_factory=dict)
     gke: dict[str, Any] = field(default_factory=dict)

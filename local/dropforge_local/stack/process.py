@@ -132,7 +132,9 @@ class Stack:
 
     def _build_compute(self) -> None:
         """The emulators that run containers, and the disks of TPU VMs and of clusters."""
-        self.images = ImageStore(Path(self.config.images), self.state / "images", Path(sys.executable))
+        self.images = ImageStore(
+            Path(self.config.images), self.state / "images", Path(sys.executable), self.config.bases
+        )
         self.cloudrun = CloudRunEmulator(
             self._host("containers", self._platform_environment),
             access_secret=self.secrets.access,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from containers.serve_vllm.engine import (
     transformers_argv,
     vllm_argv,
     vllm_cpu_argv,
+    vllm_python,
     vllm_tpu_argv,
     vllm_tpu_environment,
     without_sampling,
@@ -31,7 +31,7 @@ from containers.serve_vllm.gate import refused_field
 from containers.serve_vllm.prompt import PromptCounter, describe_answers
 from containers.serve_vllm.serve import find_parser
 
-from ..conftest import ROOT, RUNS
+from ..conftest import RUNS
 
 ENVIRONMENT = {
     "DROPFORGE_MODEL_URI": "gs://runs/models/demo-0123456789ab",
@@ -69,7 +69,7 @@ def test_thoughts_are_parsed_where_the_template_has_them(model_type: str, templa
     for argv in (
         vllm_argv(settings(), "gs://runs/m", parser),
         vllm_tpu_argv(settings(), "/m", parser),
-        vllm_cpu_argv(settings(), "/m", 9000, parser),
+        vllm_cpu_argv("python", settings(), "/m", 9000, parser),
     ):
         at = argv.index("--reasoning-parser") if "--reasoning-parser" in argv else len(argv)
         assert argv[at : at + 2] == found
@@ -114,8 +114,8 @@ def test_chips_are_devices(tmp_path: Path, device: str, expected: bool) -> None:
 
 
 def test_the_command_on_a_cpu_does_not_use_what_its_build_lacks() -> None:
-    argv = vllm_cpu_argv(settings(), "/tmp/model", 9000)
-    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
+    argv = vllm_cpu_argv("/opt/vllm/bin/python", settings(), "/tmp/model", 9000)
+    assert argv[:3] == ["/opt/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server"]  # not `vllm serve`
     assert {"--enforce-eager", "float32", "127.0.0.1", "9000"} <= set(argv)
 
 
@@ -126,7 +126,7 @@ def test_transformers_serves_one_model_on_loopback() -> None:
 
 def test_requests_get_the_answers_of_the_evaluation_unless_the_spec_asks_for_the_base_model_s() -> None:
     sampled = Settings.from_environment({**ENVIRONMENT, "DROPFORGE_SAMPLING": "base_model"})
-    for argv in (vllm_argv, vllm_tpu_argv, lambda settings, model: vllm_cpu_argv(settings, model, 9000)):
+    for argv in (vllm_argv, vllm_tpu_argv, lambda settings, model: vllm_cpu_argv("python", settings, model, 9000)):
         greedy, base = argv(settings(), "/m"), argv(sampled, "/m")
         assert json.loads(greedy[greedy.index("--override-generation-config") + 1]) == {"temperature": 0}
         assert greedy[greedy.index("--generation-config") + 1] == "vllm"
@@ -160,13 +160,25 @@ def test_the_stand_in_refuses_what_its_engine_ignores(body: dict[str, Any], fiel
         ("auto", {"tpu"}, False, "transformers"),
         ("auto", {}, True, "vllm-cpu"),
         ("auto", {}, False, "transformers"),
-        ("vllm", {}, False, "vllm-cpu"),
-        ("vllm", {"gpu"}, False, "vllm"),
+        ("vllm", {}, True, "vllm-cpu"),
+        ("vllm", {"gpu"}, True, "vllm"),
         ("transformers", {"gpu", "tpu"}, True, "transformers"),
     ],
 )
 def test_the_engine_follows_the_machine_unless_told(wanted: str, devices: set[str], vllm: bool, engine: str) -> None:
     assert choose(wanted, gpu="gpu" in devices, tpu="tpu" in devices, vllm=vllm) == engine
+
+
+def test_an_engine_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(BadSettings, match="DROPFORGE_ENGINE is 'vllm', and the program vllm is not on the PATH"):
+        choose("vllm", gpu=False, tpu=False, vllm=False)
+
+
+def test_the_interpreter_of_vllm_is_beside_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert vllm_python() is None
+    (tmp_path / "vllm").touch(mode=0o755)
+    assert vllm_python() == str(tmp_path / "python")
 
 
 def test_every_wrong_setting_is_named() -> None:
@@ -220,11 +232,8 @@ def test_a_qwen_with_turns_of_its_own_answers_without_the_prompt(base_model: Pat
 
 
 @pytest.mark.slow
-def test_vllm_s_own_parser_reads_every_flag() -> None:
+def test_vllm_s_own_parser_reads_every_flag(vllm_environment: Path) -> None:
     """The parser of the CPU build (`make vllm`); the images have other versions of vLLM, for GPUs and TPUs."""
-    python = ROOT / "build" / "vllm" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("vLLM is not installed: run `make vllm`")
     several = {**ENVIRONMENT, "DROPFORGE_TENSOR_PARALLEL_SIZE": "2"}
     chosen = [Settings.from_environment({**several, "DROPFORGE_SAMPLING": name}) for name in ("greedy", "base_model")]
     lines = [
@@ -233,11 +242,17 @@ def test_vllm_s_own_parser_reads_every_flag() -> None:
         for line in (
             vllm_argv(each, "gs://runs/m", "qwen3")[2:],  # after `vllm serve`
             vllm_tpu_argv(each, "/m", "qwen3")[2:],
-            vllm_cpu_argv(each, "/m", 9000, "qwen3")[3:],  # after `python -m MODULE`
+            vllm_cpu_argv("python", each, "/m", 9000, "qwen3")[3:],  # after `python -m MODULE`
         )
     ]
     script = Path(__file__).with_name("parse_flags.py")
-    done = subprocess.run([python, script], input=json.dumps(lines), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [vllm_environment / "bin" / "python", script],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     parsed = json.loads(done.stdout)
     assert [each["generation_config"] for each in parsed] == ["vllm"] * 3 + ["auto"] * 3
     assert [each["override_generation_config"] for each in parsed] == [{"temperature": 0.0}] * 3 + [{}] * 3

@@ -1,15 +1,19 @@
-"""The contract of the serving container, through the openai client, for every installed engine."""
+"""The contract of the serving container, through the openai client, and the parity seal against real engines.
+
+`transformers serve` runs in a process of the container, vLLM's CPU build in a local stack, as the end of a whole run.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +23,56 @@ import pytest
 import requests
 from tests.patience import PATIENCE_SECONDS
 
+from containers.common.chat import load_tokenizer
+from containers.common.rows import Row
+from containers.common.sealing import make_seal
+from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.run.artifacts import Manifest, download_prefix, read_artifact, read_manifest
+from dropforge.run.record import Parity, RunState
+from dropforge.run.seal import ROWS, Seal, SealedRow, read_seal
+from dropforge.spec import parse_spec
+from dropforge.stages.parity import Endpoint as Asked
+from dropforge.stages.parity import progress
 from dropforge_local.base.ports import free_port
+
+from ..conftest import RUNS, job_spec
+from ..trained import int4
+from .conftest import MAX_MODEL_LEN, WholeRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first test trains the model that the others serve
 ROOT = Path(__file__).resolve().parents[3]
-ENGINES = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
-MAX_MODEL_LEN = 96
+SEALED_ROWS = 8  # a seal has up to 32; fewer take less time
 PORTS = range(20000, 30000)  # below the ports that the kernel gives to clients
 
 
 @dataclass
 class Endpoint:
-    process: subprocess.Popen[str]
+    """An endpoint, the committed model that it serves, and how it ends."""
+
     url: str
     openai: openai.OpenAI
+    token: str
+    client: Any
+    bucket: str
+    manifest: Manifest
+    processes: Callable[[], list[psutil.Process]]
+    end: Callable[[], None]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The held-out rows that the trainer kept with the model's answers."""
+        return list(json.loads(read_artifact(self.client, self.bucket, self.manifest, "samples.json")))
+
+    @property
+    def seal(self) -> Seal:
+        """The first rows of the model's seal."""
+        seal = read_seal(self.client, self.bucket, self.manifest)
+        assert seal is not None
+        return seal.model_copy(update={"rows": seal.rows[:SEALED_ROWS]})
+
+    def post(self, route: str, **options: Any) -> requests.Response:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
+        return requests.post(f"{self.url}/v1/{route}", headers=headers, timeout=PATIENCE_SECONDS, **options)
 
 
 def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subprocess.Popen[str]:
@@ -70,42 +110,63 @@ def alive(processes: list[psutil.Process], timeout: float) -> list[psutil.Proces
     return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_vllm_is_tested_where_it_is_installed() -> None:
-    if "vllm" not in ENGINES:
-        pytest.skip("vLLM is not installed (extra `serve`, an environment of its own): its endpoints are not tested")
-    assert ENGINES == ["transformers", "vllm"]
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def endpoint(request: pytest.FixtureRequest, cloud: Any, uninterrupted: Any) -> Iterator[Endpoint]:
+@pytest.fixture(scope="module")
+def stand_in(cloud: Any, uninterrupted: Any) -> Iterator[Endpoint]:
+    """`transformers serve`, in a process of the container."""
+    attempt, manifest = uninterrupted
     port = free_port(PORTS, set())
     url = f"http://127.0.0.1:{port}"
-    uri = f"gs://runs-bucket/models/{uninterrupted[0].run}"
-    process = start(cloud, uri, port, DROPFORGE_ENGINE=request.param)
+    process = start(cloud, f"gs://{RUNS}/models/{attempt.run}", port, DROPFORGE_ENGINE="transformers")
+
+    def end() -> None:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+
     try:
         wait_until_ready(process, url)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_SECONDS) as client:
-            yield Endpoint(process, url, client)
+        with client_of(url, "unused") as client:
+            children = partial(psutil.Process(process.pid).children, recursive=True)
+            yield Endpoint(url, client, "unused", cloud.client, RUNS, manifest, children, end)
     finally:
         process.kill()
         process.communicate()
 
 
 @pytest.fixture(scope="module")
-def samples(cloud: Any, uninterrupted: Any) -> list[dict[str, Any]]:
-    import json
+def vllm(vllm_run: WholeRun) -> Iterator[Endpoint]:
+    """vLLM's CPU build, in the container that a whole run has deployed and compared with its seal."""
+    deployment, record = vllm_run.deployment, vllm_run.record
+    endpoint = record.endpoint
+    assert endpoint is not None, record
+    assert record.state is RunState.SUCCEEDED, record.error
+    assert record.parity is not None
+    assert (record.parity.state, record.parity.rows) == ("sealed", ROWS)
+    commands = [" ".join(process.cmdline()) for process in vllm_run.processes()]
+    assert any("vllm.entrypoints.openai.api_server" in command for command in commands), commands
+    storage, bucket = deployment.clients.storage(), deployment.settings.runs_bucket
+    manifest = read_manifest(storage, bucket, vllm_run.run)
+    assert manifest is not None
+    token, url = vllm_run.token, endpoint.url
+    with client_of(url, token) as client:
+        yield Endpoint(url, client, token, storage, bucket, manifest, vllm_run.processes, vllm_run.end)
 
-    from dropforge.run.artifacts import read_artifact
 
-    return list(json.loads(read_artifact(cloud.client, "runs-bucket", uninterrupted[1], "samples.json")))
+@pytest.fixture(scope="module", params=["stand_in", "vllm"])
+def endpoint(request: pytest.FixtureRequest) -> Endpoint:
+    found: Endpoint = request.getfixturevalue(request.param)
+    return found
+
+
+def client_of(url: str, token: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_SECONDS)
 
 
 def test_the_model_is_listed_under_its_served_name(endpoint: Endpoint) -> None:
     assert [model.id for model in endpoint.openai.models.list()] == ["text-to-sql"]
 
 
-def test_answers_are_those_of_the_evaluation(endpoint: Endpoint, samples: list[dict[str, Any]]) -> None:
-    for sample in samples:
+def test_answers_are_those_of_the_evaluation(endpoint: Endpoint) -> None:
+    for sample in endpoint.samples:
         answer = endpoint.openai.chat.completions.create(
             model="text-to-sql", messages=sample["prompt"], max_tokens=40, temperature=0
         )
@@ -114,15 +175,17 @@ def test_answers_are_those_of_the_evaluation(endpoint: Endpoint, samples: list[d
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_without_a_limit_the_answer_ends_at_its_turn(endpoint: Endpoint, samples: list[dict[str, Any]]) -> None:
-    answer = endpoint.openai.chat.completions.create(model="text-to-sql", messages=samples[0]["prompt"], temperature=0)
-    assert (answer.choices[0].message.content or "").strip() == samples[0]["after"]
+def test_without_a_limit_the_answer_ends_at_its_turn(endpoint: Endpoint) -> None:
+    answer = endpoint.openai.chat.completions.create(
+        model="text-to-sql", messages=endpoint.samples[0]["prompt"], temperature=0
+    )
+    assert (answer.choices[0].message.content or "").strip() == endpoint.samples[0]["after"]
 
 
-def test_streams_carry_the_same_answer_and_end_with_done(endpoint: Endpoint, samples: list[dict[str, Any]]) -> None:
+def test_streams_carry_the_same_answer_and_end_with_done(endpoint: Endpoint) -> None:
     body = {
         "model": "text-to-sql",
-        "messages": samples[0]["prompt"],
+        "messages": endpoint.samples[0]["prompt"],
         "max_tokens": 40,
         "temperature": 0,
         "stream": True,
@@ -131,8 +194,8 @@ def test_streams_carry_the_same_answer_and_end_with_done(endpoint: Endpoint, sam
     chunks = list(stream)
     assert {chunk.model for chunk in chunks} == {"text-to-sql"}
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text.strip() == samples[0]["after"]
-    raw = requests.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=PATIENCE_SECONDS)
+    assert text.strip() == endpoint.samples[0]["after"]
+    raw = endpoint.post("chat/completions", json=body)
     assert raw.headers["Content-Type"].startswith("text/event-stream")
     lines = [line for line in raw.text.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -173,36 +236,132 @@ def test_an_answer_ends_with_the_context(endpoint: Endpoint) -> None:
     "body", ["not json", "[1]", '{"model": "text-to-sql", "messages": "hello"}', '{"model": "text-to-sql"}']
 )
 def test_malformed_requests_are_bad_requests(endpoint: Endpoint, body: str) -> None:
-    headers = {"Content-Type": "application/json"}
-    response = requests.post(
-        f"{endpoint.url}/v1/chat/completions", data=body, headers=headers, timeout=PATIENCE_SECONDS
-    )
+    response = endpoint.post("chat/completions", data=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
 
 
-def test_concurrent_requests_are_all_answered(endpoint: Endpoint, samples: list[dict[str, Any]]) -> None:
+def test_concurrent_requests_are_all_answered(endpoint: Endpoint) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def ask(_: int) -> str:
         return (
             endpoint.openai.chat.completions.create(
-                model="text-to-sql", messages=samples[0]["prompt"], max_tokens=40, temperature=0
+                model="text-to-sql", messages=endpoint.samples[0]["prompt"], max_tokens=40, temperature=0
             ).choices[0].message.content
             or ""
         )  # fmt: skip
 
     with ThreadPoolExecutor(8) as pool:
-        assert {answer.strip() for answer in pool.map(ask, range(8))} == {samples[0]["after"]}
+        assert {answer.strip() for answer in pool.map(ask, range(8))} == {endpoint.samples[0]["after"]}
 
 
-def test_sigterm_ends_everything(endpoint: Endpoint) -> None:
-    """Keep this test last: it ends the endpoint that the other tests use."""
-    children = psutil.Process(endpoint.process.pid).children(recursive=True)
-    assert children
-    endpoint.process.send_signal(signal.SIGTERM)
-    assert endpoint.process.wait(PATIENCE_SECONDS) == 0
-    assert alive(children, timeout=PATIENCE_SECONDS) == []
+class Sampling:
+    """A session whose chat requests are sampled, as by an engine that keeps the base model's defaults."""
+
+    def __init__(self, session: requests.Session) -> None:
+        self._session = session
+
+    def post(self, url: str, json: dict[str, Any], timeout: float) -> requests.Response:
+        body = {"temperature": 2.0, **json} if "messages" in json else json
+        return self._session.post(url, json=body, timeout=timeout)
+
+
+def session_of(endpoint: Endpoint) -> requests.Session:
+    session = requests.Session()
+    session.headers["Authorization"] = f"Bearer {endpoint.token}"
+    return session
+
+
+def parity(endpoint: Endpoint, seal: Seal, session: Any = None) -> Parity:
+    """What stage deploy concludes of the endpoint. Raises CloudError."""
+    asked = Asked(session or session_of(endpoint), endpoint.url, "text-to-sql")
+    *_, last = progress(Parity(state="checking"), seal, asked)
+    return last
+
+
+def cause(endpoint: Endpoint, seal: Seal, session: Any = None) -> str:
+    """Why stage deploy refuses the endpoint."""
+    with pytest.raises(CloudError) as caught:
+        parity(endpoint, seal, session)
+    assert caught.value.error_class is ErrorClass.PARITY
+    return caught.value.message.rpartition("likely cause: ")[2]
+
+
+def test_the_endpoint_answers_as_its_model(endpoint: Endpoint) -> None:
+    found = parity(endpoint, endpoint.seal)
+    assert (found.state, found.rows) == ("sealed", SEALED_ROWS)
+    assert found.divergence < endpoint.seal.limit / 2, "the margin to a fault is lost"
+
+
+@pytest.fixture(scope="module")
+def exported(endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the model that the endpoint serves."""
+    directory = tmp_path_factory.mktemp("exported")
+    manifest = endpoint.manifest
+    download_prefix(endpoint.client, f"gs://{endpoint.bucket}/models/{manifest.run}/{manifest.serve_path}", directory)
+    return directory
+
+
+def scaled(exported: Any, base: Any) -> Any:
+    """The exported model as if its adapter had nine tenths of its scale."""
+    import torch
+
+    with torch.no_grad():
+        for new, old in zip(exported.parameters(), base.parameters(), strict=True):
+            new.copy_(old + 0.9 * (new - old))
+    return exported
+
+
+WEIGHTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "scale x 0.9": (scaled, "scale"),
+    "int4": (lambda exported, base: int4(exported), "quantisation"),
+    "unmerged adapter": (lambda exported, base: base, "adapter"),
+}
+
+
+@pytest.mark.parametrize("fault", WEIGHTS)
+def test_other_weights_than_the_sealed_ones_are_refused(
+    endpoint: Endpoint, exported: Path, base_model: Path, fault: str
+) -> None:
+    """The seal is of the faulty model, and the endpoint serves the good one: they differ as in the reverse case."""
+    from transformers import AutoModelForCausalLM
+
+    change, word = WEIGHTS[fault]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (exported, base_model)]
+    spec = parse_spec(json.dumps(job_spec(serve={"type": "cloud_run", "max_model_len": MAX_MODEL_LEN})).encode())
+    rows = [Row((*row.messages, {"role": "assistant", "content": "?"})) for row in endpoint.seal.rows if row.messages]
+    tokenizer = load_tokenizer(str(exported), trust_remote_code=False)
+    seal = make_seal(change(*models), tokenizer, rows, spec)
+    assert seal is not None
+    assert word in cause(endpoint, seal)
+
+
+PROMPTS: dict[str, tuple[Callable[[list[int]], list[int]], str]] = {
+    "first token lost": (lambda prompt: prompt[1:], "bos: the endpoint's prompt has a further first token"),
+    "first token twice": (lambda prompt: [prompt[0], *prompt], "bos: the endpoint's prompt lacks its first token"),
+    "newline lost": (lambda prompt: prompt[:-1], "the chat template, or the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("fault", PROMPTS)
+def test_another_prompt_than_the_sealed_one_is_refused(endpoint: Endpoint, fault: str) -> None:
+    change, expected = PROMPTS[fault]
+    first: SealedRow = endpoint.seal.rows[0]
+    row = first.model_copy(update={"prompt": change(first.prompt)})
+    assert cause(endpoint, endpoint.seal.model_copy(update={"rows": [row]})) == expected
+
+
+def test_sampling_defaults_of_the_base_are_refused(endpoint: Endpoint) -> None:
+    assert "generation config" in cause(endpoint, endpoint.seal, Sampling(session_of(endpoint)))
+
+
+def test_its_end_ends_every_process(endpoint: Endpoint) -> None:
+    """SIGTERM, or a request to end a run's endpoint. Keep this test last: the other tests use the endpoint."""
+    processes = endpoint.processes()
+    assert processes
+    endpoint.end()
+    assert alive(processes, timeout=PATIENCE_SECONDS) == []
 
 
 def test_the_engine_does_not_outlive_a_killed_server(cloud: Any, uninterrupted: Any) -> None:

@@ -39,6 +39,8 @@ def test_a_lora_run_leaves_a_committed_model_that_learnt(uninterrupted: Any, clo
     assert (metrics["steps"], metrics["rows_eval"]) == (60, 33)
     assert metrics["tokens"] == pytest.approx(60 * 16 * 50, rel=0.2)
     assert metrics["rows_per_step"] == 16
+    assert metrics["saved_to_reloaded"] == 0
+    assert metrics["adapter_to_merged"] < 5e-4
     assert metrics["tokens_per_step"] == pytest.approx(metrics["tokens"] / 60, abs=0.1)
     assert '"rows_per_step": 16, "tokens_per_step": ' in attempt.output
     card = read_artifact(cloud.client, RUNS, manifest, "README.md").decode()

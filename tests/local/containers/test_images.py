@@ -235,3 +235,17 @@ ENTRYPOINT ["/opt/other/bin/python"]
     assert subprocess.run([python, "-c", "import only_there"]).returncode == 0
     assert subprocess.run([torch_python, "-c", "import pytest"]).returncode == 0
     assert subprocess.run([torch_python, "-c", "import only_there"], stderr=subprocess.DEVNULL).returncode == 1
+
+
+def test_an_environment_stands_for_the_base_of_an_image_where_the_stack_asks_for_it(
+    root: Path, store: ImageStore, tmp_path: Path
+) -> None:
+    write(root, 'FROM x\nLABEL dev.dropforge.base="engine"\nENTRYPOINT ["engine"]\n')
+    assert store.resolve(URI).unpack(tmp_path / "without").search_path == ()
+    asked = ImageStore(root, tmp_path / "images", Path(sys.executable), ["engine", "another"])
+    with pytest.raises(ImageNotFound, match=r"build/engine is not there; run `make engine`"):
+        asked.resolve(URI)
+    programs = root / "build" / "engine" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").touch()
+    assert asked.resolve(URI).unpack(tmp_path / "with").search_path == (programs.resolve(),)

@@ -69,7 +69,7 @@ class Workloads:
             points = mount_points(container, directory)
             process = image.unpack(directory / "rootfs", *words, own, container.working_dir, points)
             memory = parse_memory(container.resources.limits["memory"])
-            return ContainerSpec(process.argv, process.env, process.workdir, memory)
+            return ContainerSpec(process.argv, process.env, process.workdir, memory, search_path=process.search_path)
 
         try:
             return self.runtime.launch(container_id, prepare)
