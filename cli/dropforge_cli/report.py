@@ -90,6 +90,8 @@ def show_parity(record: Record, out: Console) -> None:
     rows = table("", "nats", right=("nats",))
     if (merged := record.metrics.get("adapter_to_merged")) is not None:
         rows.add_row("adapter to merged", f"{merged:.2g}")
+    if (exported := record.metrics.get("trained_to_exported")) is not None:
+        rows.add_row("trained to exported, mean loss", f"{exported:.2g}")
     if "saved_to_reloaded" in record.metrics:
         rows.add_row("saved to reloaded", "equal in every bit")
     if parity is not None:

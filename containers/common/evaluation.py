@@ -101,9 +101,9 @@ def compare(before: Score, after: Score) -> dict[str, float | None]:
     }
 
 
-def write_samples(directory: Path, rows: Sequence[Row], before: Score, after: Score) -> None:
-    """Write samples.json: a few rows with the model's answers before and after training."""
-    triples = list(zip(rows, before.answers, after.answers, strict=True)) if after.answers else []
+def write_samples(directory: Path, rows: Sequence[Row], before: Sequence[str], after: Sequence[str]) -> None:
+    """Write samples.json: a few rows with the model's answers before and after training; none for plain texts."""
+    triples = list(zip(rows, before, after, strict=True)) if after else []
     samples = [
         {"prompt": row.prompt, "expected": row.answer, "before": old, "after": new}
         for row, old, new in triples[:SAMPLES]

@@ -19,28 +19,39 @@ DECIMALS = 6
 
 
 def write_seal(
-    directory: Path, model: Any, tokenizer: Any, rows: Sequence[Row], spec: JobSpec, links: dict[str, float]
+    directory: Path,
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    spec: JobSpec,
+    links: dict[str, float],
+    count: int = seal.ROWS,
 ) -> Seal | None:
-    """Write seal.json into `directory`, for up to 32 rows that fit; None if no row fits.
+    """Write seal.json into `directory`, for up to `count` rows that fit; None if no row fits.
 
     `model` is the exported model, loaded from its files as a server loads it. It is of no further use: the noise is
     measured in 16 bits, because a server may compute a model of 32 bits in 16.
     """
-    made = make_seal(model, tokenizer, rows, spec, links)
+    made = make_seal(model, tokenizer, rows, spec, links, count)
     if made is not None:
         (directory / seal.SEAL).write_text(made.model_dump_json(), encoding="utf-8")
     return made
 
 
 def make_seal(
-    model: Any, tokenizer: Any, rows: Sequence[Row], spec: JobSpec, links: dict[str, float] | None = None
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    spec: JobSpec,
+    links: dict[str, float] | None = None,
+    count: int = seal.ROWS,
 ) -> Seal | None:
     """Ask the model for its greedy answers and the probabilities of their tokens, with two attention kernels.
 
     See `write_seal`.
     """
     model.eval()
-    prompts = _prompts(tokenizer, rows, spec)
+    prompts = _prompts(tokenizer, rows, spec, count)
     if not prompts:
         return None
     ids = generate_ids(model, tokenizer, [prompt for _, prompt in prompts], seal.ANSWER_TOKENS)
@@ -129,7 +140,7 @@ def _lead(reference: Distribution, of: Distribution) -> float:
     return of.get(first, most) - of.get(second, most)
 
 
-def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec) -> list[tuple[int, list[int]]]:
+def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec, count: int) -> list[tuple[int, list[int]]]:
     """The numbers and prompts of the first rows that leave room for an answer, in the seal and at the endpoint."""
     room = min(seal.ROW_TOKENS, spec.serve.max_model_len - 1 if spec.serve else seal.ROW_TOKENS) - seal.ANSWER_TOKENS
     prompts = []
@@ -139,7 +150,7 @@ def _prompts(tokenizer: Any, rows: Sequence[Row], spec: JobSpec) -> list[tuple[i
         prompt = encode_prompt(tokenizer, row.prompt) if row.messages else text[: max(1, len(text) // 2)]
         if 0 < len(prompt) <= room:
             prompts.append((number, prompt))
-        if len(prompts) == seal.ROWS:
+        if len(prompts) == count:
             break
     return prompts
 

@@ -5,8 +5,8 @@ The rows of a step depend on nothing else, so a run that resumes at a step sees 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from containers.common.chat import IGNORED
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+_ARRAYS = ("ids", "labels", "starts")
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,30 @@ class Data:
     probe: Rows  # held-out rows, or training rows where none are held out: stages compare their loss on them
     sequences: list[list[int]]
     length: int
+    held_out: Rows = field(default_factory=lambda: Rows.of([], []))
+    # The number of tokens at the end of each held-out row that are its answer; 0 for an answer that cannot be matched.
+    answers: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def save(self, path: Path) -> None:
-        flat = _flat(self.sequences)
+        parts = {"train": self.train, "probe": self.probe, "held_out": self.held_out}
         np.savez(
             path,
-            **{f"train_{name}": getattr(self.train, name) for name in ("ids", "labels", "starts")},
-            **{f"probe_{name}": getattr(self.probe, name) for name in ("ids", "labels", "starts")},
-            sequences=flat,
+            **{f"{part}_{name}": getattr(rows, name) for part, rows in parts.items() for name in _ARRAYS},
+            sequences=_flat(self.sequences),
             sequence_starts=np.cumsum([0, *map(len, self.sequences)]),
             length=np.array(self.length),
+            answers=self.answers,
         )
 
     @classmethod
     def load(cls, path: Path) -> Data:
         with np.load(path) as arrays:
             starts, flat = arrays["sequence_starts"], arrays["sequences"]
-            return cls(
-                train=Rows(*(arrays[f"train_{name}"] for name in ("ids", "labels", "starts"))),
-                probe=Rows(*(arrays[f"probe_{name}"] for name in ("ids", "labels", "starts"))),
-                sequences=[flat[a:b].tolist() for a, b in pairwise(starts)],
-                length=int(arrays["length"]),
+            train, probe, held_out = (
+                Rows(*(arrays[f"{part}_{name}"] for name in _ARRAYS)) for part in ("train", "probe", "held_out")
             )
+            sequences = [flat[a:b].tolist() for a, b in pairwise(starts)]
+            return cls(train, probe, sequences, int(arrays["length"]), held_out, arrays["answers"])
 
     def batch(self, step: int, size: int, seed: int) -> dict[str, Ints]:
         """The `size` sequences of step `step` (from 0). Every epoch has another order; there is no last step."""
@@ -85,9 +88,16 @@ class Data:
 
     def probes(self, size: int) -> list[dict[str, Ints]]:
         """The probe rows, one per sequence, in batches of `size`; empty sequences fill the last batch."""
-        alone = [[index] for index in range(len(self.probe))]
-        alone += [[] for _ in range(-len(alone) % size)]
-        return [collate(self.probe, alone[at : at + size], self.length) for at in range(0, len(alone), size)]
+        return [collate(self.probe, chosen, self.length) for chosen in _alone(len(self.probe), size)]
+
+    def judged(self, size: int) -> Iterator[dict[str, Ints]]:
+        """The held-out rows as `probes` gives them, with `answers`: 1 at the targets that are tokens of an answer."""
+        for chosen in _alone(len(self.held_out), size):
+            marks = np.zeros((size, self.length), np.int32)
+            for line, row in enumerate(index for sequence in chosen for index in sequence):
+                last = self.held_out.lengths[row] - 1  # a token is the target at the position before it
+                marks[line, last - int(self.answers[row]) : last] = 1
+            yield {**collate(self.held_out, chosen, self.length), "answers": marks}
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -149,6 +159,13 @@ def _order(seed: int, epoch: int, count: int) -> Ints:
         _orders.clear()  # only the current epoch's order is needed
         _orders[key] = np.random.default_rng([seed, epoch]).permutation(count).astype(np.int32)
     return _orders[key]
+
+
+def _alone(count: int, size: int) -> list[list[list[int]]]:
+    """Batches of `size` sequences with one row each."""
+    alone = [[index] for index in range(count)]
+    alone += [[] for _ in range(-count % size)]
+    return [alone[at : at + size] for at in range(0, len(alone), size)]
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> Ints:

@@ -1,22 +1,19 @@
 """The second half of the export: loads the exported model as a server does, and compares it with the trained model.
 
-Then scores base and exported model on the held-out rows, as containers/train_trl does. Runs on the CPU, with the
-interpreter that has PyTorch.
+Then asks it for the answers of a few held-out rows, and seals it, as containers/train_trl does. The chips have judged
+it on all held-out rows (hooks.py). Runs on the CPU, with the interpreter that has PyTorch.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from containers.common import chat
+from containers.common import chat, sealing
 from containers.common.errors import JobError, code_error
-from containers.common.evaluation import compare, evaluate, mean_loss, write_samples
+from containers.common.evaluation import SAMPLES, generate, mean_loss, write_samples
 from containers.common.rows import Row
 from containers.common.token_rows import TokenRows
 from dropforge.base.log import log
@@ -30,12 +27,16 @@ from .work import Result, Work
 # bfloat16, weights and activations are rounded as well. A wrong layer changes the loss by whole numbers.
 LOSS_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
 
-MODEL_SECONDS = 300.0  # to judge one model; the evaluation judges two
-PILOT_ROWS = 2
+# On a CPU, a token of a model with 8 billion parameters takes about a second, while the chips wait.
+SAMPLE_TOKENS = 128
+SEALED_ROWS = 16
 
 
 def run(work: Work) -> Result:
-    """The exported model's loss on the probe rows, and the metrics of the evaluation if rows were held out."""
+    """The exported model's loss on the probe rows, and how far it is from the trained model's loss.
+
+    Leaves samples.json and seal.json beside the model.
+    """
     import torch
 
     prepared, trained, spec = work.done("prepare"), work.done("train"), work.spec
@@ -48,41 +49,36 @@ def run(work: Work) -> Result:
     tolerance = LOSS_TOLERANCE["bfloat16" if prepared["tpu"] else prepared["dtype"]]
     if not abs(probe - trained["loss"]) <= tolerance:
         raise mismatch(f"it has the loss {probe:.6f} where the trained one has {trained['loss']:.6f} (+- {tolerance})")
-    result: Result = {"loss_exported": probe, "loss_trained": trained["loss"], "evaluation": {}}
-    rows = [Row(tuple(row["messages"]), row["text"]) for row in json.loads(work.held_out.read_text())]
-    if spec.evaluation and rows:
-        held_out = chat.encode(tokenizer, rows, spec.training.max_length, spec.dataset.source)
-        limit = spec.evaluation.max_new_tokens
-        count = affordable_rows(lambda n: evaluate(model, tokenizer, rows[:n], first(held_out, n), limit), len(rows))
-        if count < len(rows):
-            log(f"judging {count} of {len(rows)} held-out rows: more would take too long on a CPU", stage="check")
-        rows, held_out = rows[:count], first(held_out, count)
-        after = evaluate(model, tokenizer, rows, held_out, limit)
-        del model  # the host's memory may not hold two models
+    links = {"trained_to_exported": abs(probe - trained["loss"])}
+    samples = [row for row in read_rows(work.held_out)[:SAMPLES] if row.messages]
+    after = answers(model, tokenizer, samples, work)
+    seal(work, model, tokenizer, links)
+    del model  # the host's memory may not hold two models
+    if samples:
         base, _ = load(Path(prepared["base"]), spec.model.trust_remote_code)
-        before = evaluate(base, tokenizer, rows, held_out, limit)
-        result["evaluation"] = {**compare(before, after), "rows_eval": len(rows)}
-        write_samples(work.exported, rows, before, after)
-    return result
+        write_samples(work.exported, samples, answers(base, tokenizer, samples, work), after)
+    return {"loss_exported": probe, "loss_trained": trained["loss"], "links": links}
 
 
-def affordable_rows(judge: Callable[[int], Any], count: int, clock: Callable[[], float] = time.monotonic) -> int:
-    """How many of `count` rows may be judged: a large model would take hours on a CPU while the chips wait.
-
-    `judge` judges the first n rows. Rows are shuffled, so the first rows are a sample.
-    """
-    pilot = min(PILOT_ROWS, count)
-    judge(pilot)  # the first time is longer than the others
-    began = clock()
-    judge(pilot)
-    per_row = (clock() - began) / pilot
-    if per_row * count <= MODEL_SECONDS:
-        return count
-    return max(pilot, int(MODEL_SECONDS / per_row))
+def answers(model: Any, tokenizer: Any, rows: list[Row], work: Work) -> list[str]:
+    """The model's greedy answers to the rows."""
+    if not rows or work.spec.evaluation is None:
+        return []
+    prompts = [chat.encode_prompt(tokenizer, row.prompt) for row in rows]
+    return generate(model, tokenizer, prompts, min(SAMPLE_TOKENS, work.spec.evaluation.max_new_tokens))
 
 
-def first(encoded: chat.Encoded, count: int) -> chat.Encoded:
-    return replace(encoded, input_ids=encoded.input_ids[:count], labels=encoded.labels[:count])
+def seal(work: Work, model: Any, tokenizer: Any, links: dict[str, float]) -> None:
+    """Write what an endpoint of the exported model must answer (seal.json). The model is of no further use."""
+    made = sealing.write_seal(
+        work.exported, model, tokenizer, read_rows(work.sealed), work.spec, links, count=SEALED_ROWS
+    )
+    if made is None:
+        log("no row is short enough for a seal: the model is not sealed", stage="check")
+
+
+def read_rows(path: Path) -> list[Row]:
+    return [Row(tuple(row["messages"]), row["text"]) for row in json.loads(path.read_text())]
 
 
 def check_weights(model: Any, missing: list[str]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.input_pipeline.multihost_dataloading import MultiHostDataLoadIterator
 from maxtext.trainers.post_train.sft.hooks import SFTDataHooks
@@ -97,3 +99,43 @@ def probe_loss(trainer: Any, mesh: Any, config: Any, data: Data, hooks: BatchHoo
             _, sums = evaluate(hooks.put(batch))
             total, count = total + float(sums["xent_sum"]), count + float(sums["total_weights"])
     return total / count
+
+
+def judge(trainer: Any, mesh: Any, config: Any, data: Data, hooks: BatchHooks) -> dict[str, float | None]:
+    """The model's loss on the held-out rows and the share of their answers that it predicts; {} without such rows.
+
+    `exact_match` counts the answers of which every token, and the token that ends it, is the likeliest one given all
+    tokens before it: then greedy decoding gives this answer, and none else. It is None for plain texts.
+    """
+    sums = {"loss": 0.0, "tokens": 0.0, "matches": 0.0}
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        for batch in data.judged(config.micro_batch_size_to_eval_on):
+            found = _judge_batch(trainer.model, hooks.put(batch))
+            sums = {name: value + float(found[name]) for name, value in sums.items()}
+    if not len(data.held_out):
+        return {}
+    exact_match = sums["matches"] / len(data.held_out) if len(data.answers) else None
+    return {"loss": sums["loss"] / max(1.0, sums["tokens"]), "exact_match": exact_match}
+
+
+@nnx.jit  # type: ignore[untyped-decorator]
+def _judge_batch(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Sums over a batch of all hosts; one forward pass, as in MaxText's own loss (trainers/pre_train/train.py)."""
+    logits = model(
+        decoder_input_tokens=batch["inputs"],
+        decoder_positions=batch["inputs_position"],
+        decoder_segment_ids=batch["inputs_segmentation"],
+        enable_dropout=False,
+        decoder_target_tokens=batch["targets"],
+        decoder_target_mask=batch["targets_segmentation"],
+    )
+    nnx.pop(model, nnx.Intermediate)
+    labelled, answered = batch["targets_segmentation"] != 0, batch["answers"] != 0
+    logarithms = jax.nn.log_softmax(logits.astype(jnp.float32))
+    own = jnp.take_along_axis(logarithms, batch["targets"][..., None], axis=-1)[..., 0]
+    is_likeliest = logits.argmax(-1) == batch["targets"]
+    return {
+        "loss": -jnp.where(labelled, own, 0.0).sum(),
+        "tokens": labelled.sum(),
+        "matches": ((is_likeliest | ~answered).all(-1) & answered.any(-1)).sum(),
+    }

@@ -33,8 +33,8 @@ def run(work: Work) -> Result:
     family = family_of(config, spec.model.source)
     prepared = method.read(work, client, base, config["vocab_size"], tpu)
     prepared.data.save(work.rows)
-    held_out = [{"messages": row.messages, "text": row.text} for row in prepared.held_out]
-    work.held_out.write_text(json.dumps(held_out))
+    for path, rows in ((work.held_out, prepared.held_out), (work.sealed, prepared.sealed)):
+        path.write_text(json.dumps([{"messages": row.messages, "text": row.text} for row in rows]))
     result: Result = {
         "base": base,
         "base_source": base_source.model_dump(),

@@ -45,8 +45,11 @@ def all_metrics(work: Work) -> Metrics:
         "probe_loss_before": trained["loss_before"] if trained["loss_before"] is not None else notes.get("loss_before"),
         "probe_loss": trained["loss"],
         "probe_loss_exported": checked["loss_exported"],
+        **checked["links"],
     }
-    return {**metrics, **checked["evaluation"]}
+    judged_before = trained["judged_before"] if trained["judged_before"] is not None else notes.get("judged_before")
+    metrics |= trained["judged"]
+    return metrics | {f"{name}_before": value for name, value in (judged_before or {}).items()}
 
 
 if __name__ == "__main__":

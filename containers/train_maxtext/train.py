@@ -43,13 +43,13 @@ def run(work: Work) -> Result:
 def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     """Train to the last step, or to the next step once `stop` is true; resumes the newest checkpoint.
 
-    The result has the last step, and the loss on the probe rows before and after.
+    The result has the last step, and from before and after: the loss on the probe rows, and the held-out rows' scores.
     """
     import jax
     from maxtext.configs import pyconfig
     from maxtext.trainers.post_train.sft import train_sft
 
-    from .hooks import BatchHooks, StepHooks, probe_loss
+    from .hooks import BatchHooks, StepHooks, judge, probe_loss
 
     parse_flags()
     spec, prepared, data = work.spec, work.done("prepare"), Data.load(work.rows)
@@ -64,8 +64,9 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
     batch_hooks, step_hooks = BatchHooks(config, mesh, source), StepHooks(report, steps)
     trainer.with_data_hooks(batch_hooks)
     trainer.with_training_hooks(step_hooks)
-    before = probe_loss(trainer, mesh, config, data, batch_hooks) if resumed == 0 else None
-    report(step=resumed, total_steps=steps, loss_before=before, **size)
+    now = (trainer, mesh, config, data, batch_hooks)
+    before, judged_before = (probe_loss(*now), judge(*now)) if resumed == 0 else (None, None)
+    report(step=resumed, total_steps=steps, loss_before=before, judged_before=judged_before, **size)
     began = time.monotonic()
     train_sft.train_model(config, trainer, mesh)
     seconds = time.monotonic() - began
@@ -78,7 +79,9 @@ def train(work: Work, report: Report, stop: Callable[[], bool]) -> Result:
         "device": jax.devices()[0].device_kind,
         "stopped": stopped,
         "loss_before": before,
-        "loss": None if stopped else probe_loss(trainer, mesh, config, data, batch_hooks),
+        "judged_before": judged_before,
+        "loss": None if stopped else probe_loss(*now),
+        "judged": None if stopped else judge(*now),
         "train_seconds": round(seconds, 3),
         **size,
         **step_hooks.summary(),

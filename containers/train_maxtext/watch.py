@@ -71,7 +71,8 @@ class Watch:
             size = {name: report[name] for name in ("rows_per_step", "tokens_per_step")}
             log("training", stage="train", step=report["step"], total_steps=report["total_steps"], **size)
             if report["loss_before"] is not None:
-                self._notes = {**self._notes, "loss_before": report["loss_before"]}
+                before = {name: report[name] for name in ("loss_before", "judged_before")}
+                self._notes = {**self._notes, **before}
             return
         self._reports[report["step"]] = report
         self._meter.note(report["loss"], None)
@@ -98,6 +99,7 @@ class Watch:
         return {
             "train_loss": latest["loss"],
             "loss_before": self._notes.get("loss_before"),
+            "judged_before": self._notes.get("judged_before"),
             "tokens": self._notes.get("tokens", 0) + latest["tokens"],
             "train_seconds": self._notes.get("train_seconds", 0.0) + latest["seconds"],
         }

@@ -38,6 +38,7 @@ class Work:
     base = Entry("base")  # the base model from a bucket; the Hub's models are in the Hub's own cache
     rows = Entry("rows.npz")
     held_out = Entry("held_out.json")
+    sealed = Entry("sealed.json")
     imported = Entry("imported")
     progress = Entry("progress.jsonl")
     exported = Entry("export")

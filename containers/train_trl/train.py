@@ -321,7 +321,7 @@ def export_and_publish(spec: JobSpec, attempt: Attempt, inputs: Inputs, checkpoi
         after = method.evaluate(served, inputs.tokenizer, examples, spec.evaluation.max_new_tokens)
         log("evaluated the model", stage="train", run=job.run, exact_match=after.exact_match, loss=after.loss)
         metrics |= method.metrics(before, after)
-        evaluation.write_samples(directory, examples.split.held_out, before, after)
+        evaluation.write_samples(directory, examples.split.held_out, before.answers, after.answers)
     metrics |= links
     seal_export(spec, job, inputs, served, directory, links)
     provenance = Provenance(inputs.base_source, examples.source)

@@ -23,12 +23,16 @@ METHODS = ("pretrain", "sft")
 
 @dataclass(frozen=True)
 class Prepared:
-    """The token ids to train on, their source, and counts of the rows behind them."""
+    """The token ids to train on, their source, and counts of the rows behind them.
+
+    `sealed` are the rows whose answers may seal the model: held-out rows, or training rows where none are held out.
+    """
 
     data: Data
     source: Source
     packing: bool = False
     held_out: tuple[Row, ...] = ()
+    sealed: tuple[Row, ...] = ()
     dropped: int = 0
     truncated: int = 0
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from containers.common import chat
 from containers.common import rows as data
+from containers.common.chat import IGNORED
 from containers.common.errors import config_error
 from containers.common.evaluation import check_gate
 from containers.common.job import Job
 from containers.common.publish import Description, describe_fine_tuning
 from containers.common.tokenise import TokenCache, Tokeniser
 from dropforge.fit.maxtext import padded_length
+from dropforge.run.seal import ROWS
 from dropforge.spec import Dataset, JobSpec
 
-from ..batches import Data, Rows, pack
+from ..batches import Data, Ints, Rows, pack
 from ..work import Work
 from . import Prepared
 
@@ -23,6 +27,7 @@ STARTS_FROM_BASE = True
 # The trained loss and the exported model's loss are compared on so many rows and tokens, on a CPU: 8192 tokens of a
 # model with 8 billion parameters take it some minutes.
 PROBE_ROWS, PROBE_TOKENS = 64, 8192
+SEALED_ROWS = 4 * ROWS  # training rows to choose from: a seal has the first ROWS that are short enough
 
 
 def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prepared:
@@ -46,9 +51,35 @@ def read(work: Work, client: Any, base: str, vocabulary: int, tpu: bool) -> Prep
         probe=Rows.of(held_out.input_ids[:probed], held_out.labels[:probed]),
         sequences=pack(train.lengths, length) if packing else [[index] for index in range(len(train))],
         length=length,
+        **judged(spec, split, held_out, tokeniser.tokenizer),
     )
     dropped = split.dropped + encoded.dropped
-    return Prepared(prepared, source, packing, tuple(split.held_out), dropped, encoded.truncated)
+    held_out_rows, sealed = tuple(split.held_out), tuple(split.held_out or split.train[:SEALED_ROWS])
+    return Prepared(prepared, source, packing, held_out_rows, sealed, dropped, encoded.truncated)
+
+
+def judged(spec: JobSpec, split: data.Split, held_out: chat.Encoded, tokenizer: Any) -> dict[str, Any]:
+    """The fields of Data for the held-out rows, which the chips judge; {} if none are held out.
+
+    Greedy decoding cannot match an answer that was cut, or that is longer than `evaluation.max_new_tokens`. Plain texts
+    have no answers.
+    """
+    if not split.held_out or spec.evaluation is None:
+        return {}
+    rows, stop = Rows.of(held_out.input_ids, held_out.labels), chat.end_of_turn(tokenizer)
+    if not all(row.messages for row in split.held_out):
+        return {"held_out": rows}
+    longest = spec.evaluation.max_new_tokens + 1  # with the token that ends the answer
+    sizes = [answer_tokens(*rows.row(index), stop) for index in range(len(rows))]
+    return {"held_out": rows, "answers": np.array([size if size <= longest else 0 for size in sizes], np.int32)}
+
+
+def answer_tokens(ids: Ints, labels: Ints, stop: int) -> int:
+    """The number of labelled tokens at the end of a row; 0 if the row does not end as an answer."""
+    if ids[-1] != stop:
+        return 0
+    before = np.flatnonzero(labels == IGNORED)
+    return int(len(ids) - 1 - before[-1]) if len(before) else len(ids)
 
 
 def probe_rows(lengths: list[int]) -> int:

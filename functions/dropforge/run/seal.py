@@ -82,7 +82,8 @@ class Seal(_Part):
     """The content of seal.json.
 
     `links` has what was measured at the export: `adapter_to_merged` is a mean divergence in nats, `saved_to_reloaded`
-    the number of tensors that differ in a bit. `greedy`: a request without sampling parameters gets the greedy answer.
+    the number of tensors that differ in a bit, `trained_to_exported` the difference in nats between the mean losses of
+    MaxText's model and the exported one. `greedy`: a request without sampling parameters gets the greedy answer.
     """
 
     version: Literal[1] = 1

@@ -18,6 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from containers.common.chat import encode, load_tokenizer
+from containers.common.evaluation import Score, evaluate
+from containers.train_maxtext.check import read_rows
 from dropforge.base.errors import ErrorClass
 from dropforge.run.artifacts import (
     COMPLETE,
@@ -29,6 +32,7 @@ from dropforge.run.artifacts import (
     upload_directory,
     verify_manifest,
 )
+from dropforge.run.seal import read_seal
 from dropforge_local import tiny
 from dropforge_local.containers.images import ImageStore
 
@@ -234,7 +238,7 @@ class Chain:
     codes: list[int]
     preempted_step: int
     saved_after_kill: int
-    second_prepare: str
+    disk: Path  # of the attempts that resumed
     expected: dict[str, Any]
     manifest: Manifest
 
@@ -274,7 +278,7 @@ def chain(
         [attempt.process.returncode for attempt in (first, second, third)],
         preempted_step,
         saved_after_kill,
-        (second_disk / run / "logs" / "prepare.log").read_text(),
+        second_disk / run,
         expected,
         manifest,
     )
@@ -284,7 +288,7 @@ def chain(
 def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(chain: Chain, events: Any) -> None:
     assert chain.codes == [-signal.SIGKILL, 75, 0], chain.outputs
     assert chain.saved_after_kill in (PERIOD, 2 * PERIOD)
-    assert "read the token ids of an earlier attempt" in chain.second_prepare
+    assert "read the token ids of an earlier attempt" in (chain.disk / "logs" / "prepare.log").read_text()
     assert chain.saved_after_kill < chain.preempted_step < STEPS
     metrics = chain.manifest.metrics
     for name in ("loss", "loss_before", "train_loss"):
@@ -305,10 +309,10 @@ def test_killed_and_stopped_and_resumed_it_ends_with_the_same_loss(chain: Chain,
 
 
 @pytest.mark.timeout(1800)
-def test_it_learnt_and_the_exported_model_is_the_trained_one(chain: Chain, cloud: Any, tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_it_learnt_and_the_exported_model_is_the_trained_one(
+    chain: Chain, cloud: Any, base_qwen3: Path, tmp_path: Path
+) -> None:
+    """MaxText's scores of the held-out rows, by one forward pass, are those of greedy decoding with transformers."""
     manifest = chain.manifest
     metrics: dict[str, Any] = manifest.metrics
     assert verify_manifest(cloud.client, RUNS, manifest) == []
@@ -317,15 +321,36 @@ def test_it_learnt_and_the_exported_model_is_the_trained_one(chain: Chain, cloud
     assert metrics["loss"] < metrics["loss_before"] / 3
     assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=EXPORT_TOLERANCE)
     download_prefix(cloud.client, f"gs://{RUNS}/models/{chain.run}/{manifest.serve_path}", tmp_path)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     samples = json.loads(read_artifact(cloud.client, RUNS, manifest, "samples.json"))
-    for sample in samples:
-        inputs = tokenizer.apply_chat_template(
-            sample["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            output = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert tokenizer.decode(output, skip_special_tokens=True).strip() == sample["after"]
+    for directory, suffix, answer in ((base_qwen3, "_before", "before"), (tmp_path, "", "after")):
+        score = by_transformers(directory, chain.disk / "held_out.json")
+        assert metrics[f"exact_match{suffix}"] == score.exact_match
+        assert metrics[f"loss{suffix}"] == pytest.approx(score.loss, abs=EXPORT_TOLERANCE)
+        assert [sample[answer] for sample in samples] == score.answers[: len(samples)]
+    assert metrics["rows_eval"] == len(score.answers) == 16
+
+
+@pytest.mark.timeout(1800)
+def test_the_exported_model_is_sealed(chain: Chain, cloud: Any) -> None:
+    seal = read_seal(cloud.client, RUNS, chain.manifest)
+    assert seal is not None
+    assert [row.row for row in seal.rows] == list(range(1, 17))
+    assert seal.noise.divergence > 0
+    assert seal.links == {"trained_to_exported": chain.manifest.metrics["trained_to_exported"]}
+    tokenizer = load_tokenizer(str(chain.disk / "export" / "model"), trust_remote_code=False)
+    answers = [tokenizer.decode(row.answer, skip_special_tokens=True).strip() for row in seal.rows]
+    samples = json.loads(read_artifact(cloud.client, RUNS, chain.manifest, "samples.json"))
+    assert all(sample["after"].startswith(answer) for sample, answer in zip(samples, answers, strict=False))
+
+
+def by_transformers(directory: Path, held_out: Path) -> Score:
+    """A model's scores on held-out rows, as containers/train_trl judges a model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer, rows = load_tokenizer(str(directory), trust_remote_code=False), read_rows(held_out)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return evaluate(model, tokenizer, rows, encode(tokenizer, rows, 128, "the held-out rows"), 40)
 
 
 @pytest.mark.timeout(1800)
@@ -408,19 +433,20 @@ def test_pretraining_on_synthetic_data_exports_the_model_that_it_trained(
 def test_a_llama_with_scaled_rotary_embeddings_is_converted_both_ways(
     image_driver: Driver, cloud: Any, spec: Spec, base_qwen3: Path, tmp_path: Path
 ) -> None:
+    source, disk = upload_llama(cloud, base_qwen3, tmp_path), tmp_path / "disk"
     document = spec(
-        model={"source": upload_llama(cloud, base_qwen3, tmp_path)},
-        training={"max_steps": 2, "packing": True},
-        evaluation={"max_new_tokens": 2},
+        model={"source": source}, training={"max_steps": 2, "packing": True}, evaluation={"max_new_tokens": 2}
     )
-    attempt = image_driver.start(document)
+    attempt = image_driver.start(document, DROPFORGE_WORK_DIRECTORY=str(disk))
     assert attempt.wait() == 0, attempt.output
     manifest = read_manifest(cloud.client, RUNS, attempt.run)
     assert manifest is not None
     metrics = manifest.metrics
-    assert metrics["loss_before"] == pytest.approx(metrics["probe_loss_before"], abs=EXPORT_TOLERANCE)
+    work = disk / attempt.run
+    base = by_transformers(work / "base", work / "held_out.json")
+    assert metrics["loss_before"] == pytest.approx(base.loss, abs=EXPORT_TOLERANCE)
     # Saved in 16 bits, like the base.
-    assert metrics["loss"] == pytest.approx(metrics["probe_loss"], abs=5e-2)
+    assert metrics["probe_loss_exported"] == pytest.approx(metrics["probe_loss"], abs=5e-2)
 
 
 def wait_for_object(cloud: Any, name: str, attempt: Attempt, timeout: float = 600) -> None:

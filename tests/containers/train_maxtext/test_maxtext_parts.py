@@ -18,13 +18,12 @@ from containers.common.redactor import Redactor
 from containers.common.report import Reporter
 from containers.common.stop import Stopped
 from containers.train_maxtext.batches import Data, Rows, collate, pack
-from containers.train_maxtext.check import affordable_rows
 from containers.train_maxtext.driver import train
 from containers.train_maxtext.export_hf import check_tensors, tensors
 from containers.train_maxtext.family import FAMILIES, family_of
 from containers.train_maxtext.methods import METHODS, load_method
 from containers.train_maxtext.methods.pretrain import PROBE_TOKENS, synthetic
-from containers.train_maxtext.methods.sft import probe_rows, sequence_shape
+from containers.train_maxtext.methods.sft import answer_tokens, probe_rows, sequence_shape
 from containers.train_maxtext.prepare import step_size, total_steps
 from containers.train_maxtext.stages import AFTER_TRAIN, MODULES, Runner, killed
 from containers.train_maxtext.train import schedule
@@ -159,6 +158,33 @@ def test_probes_are_all_rows_once_whatever_the_batch() -> None:
     batches = Data(rows(3), rows(4, 5, 6), [[0]], 8).probes(2)
     assert [batch["inputs"].shape for batch in batches] == [(2, 8), (2, 8)]
     assert sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches) == 2 + 3 + 4
+
+
+def test_the_targets_of_an_answer_are_marked_whatever_the_batch(tmp_path: Path) -> None:
+    """Row i has the tokens 1 to its length; the last two are its answer, but for the second row."""
+    data = Data(rows(3), rows(3), [[0]], 8, rows(4, 5, 6), np.array([2, 0, 2], np.int32))
+    data.save(tmp_path / "rows.npz")
+    batches = list(Data.load(tmp_path / "rows.npz").judged(2))
+    assert [batch["answers"].shape for batch in batches] == [(2, 8), (2, 8)]
+    marked = [batch["targets"][line][batch["answers"][line] == 1].tolist() for batch in batches for line in (0, 1)]
+    assert marked == [[3, 4], [], [5, 6], []]
+    assert list(Data(rows(3), rows(3), [[0]], 8).judged(2)) == []
+
+
+STOP = 9
+
+
+@pytest.mark.parametrize(
+    ("labels", "ids", "expected"),
+    [
+        ([IGNORED, IGNORED, 5, STOP], [3, 4, 5, STOP], 2),
+        ([IGNORED, 5, STOP, IGNORED, 6, 7, STOP], [3, 5, STOP, 4, 6, 7, STOP], 3),  # the last answer of two
+        ([IGNORED, IGNORED, 5, 6], [3, 4, 5, 6], 0),  # cut before its end
+        ([5, STOP], [5, STOP], 2),
+    ],
+)
+def test_an_answer_is_the_labelled_end_of_a_row(labels: list[int], ids: list[int], expected: int) -> None:
+    assert answer_tokens(np.array(ids, np.int32), np.array(labels, np.int32), STOP) == expected
 
 
 def spec(**training: Any) -> JobSpec:
@@ -311,7 +337,8 @@ def save(step):
     (work / "training/run/checkpoints" / str(step)).mkdir(parents=True)
 with (work / "progress.jsonl").open("a", buffering=1) as file:
     size = {"rows_per_step": 8, "tokens_per_step": 800.0}
-    print(json.dumps({"step": 0, "total_steps": 10, "loss_before": 9.0, **size}), file=file)
+    before = {"loss_before": 9.0, "judged_before": {"exact_match": 0.0}}
+    print(json.dumps({"step": 0, "total_steps": 10, **before, **size}), file=file)
     for step in range(1, 11):
         print(json.dumps({"step": step, "loss": 9.0 - step, "tokens": 100 * step, "seconds": float(step)}), file=file)
         if step in (1, 4, 8):
@@ -359,7 +386,8 @@ def test_checkpoints_that_were_asked_for_go_to_the_bucket_with_what_was_so_at_th
     runner, watch, store = watched_training(tmp_path, monkeypatch, waits=False)
     train(runner, watch, lambda: 10)
     assert list(store.notes) == [4, 8, 10]
-    assert store.notes[4] == {"train_loss": 5.0, "loss_before": 9.0, "tokens": 5400, "train_seconds": 54.0}
+    before = {"loss_before": 9.0, "judged_before": {"exact_match": 0.0}}
+    assert store.notes[4] == {"train_loss": 5.0, **before, "tokens": 5400, "train_seconds": 54.0}
     assert store.notes[10]["tokens"] == 6000
     assert runner.work.trained() == {"step": 10, "stopped": False}
     assert sorted(path.name for path in runner.work.checkpoints.iterdir()) == ["10"]
@@ -400,19 +428,6 @@ def test_a_request_to_stop_reaches_the_trainer_and_its_last_checkpoint_the_bucke
 )
 def test_sequences_have_a_length_that_the_kernel_takes(longest: int, tpu: bool, expected: int) -> None:
     assert padded_length(longest, tpu) == expected
-
-
-@pytest.mark.parametrize(("seconds_per_row", "expected"), [(0.1, 200), (1.5, 200), (12.0, 25), (400.0, 2)])
-def test_an_evaluation_on_a_cpu_ends_within_its_limit(seconds_per_row: float, expected: int) -> None:
-    now, judged = [0.0], []
-
-    def judge(count: int) -> None:
-        judged.append(count)
-        now[0] += count * seconds_per_row + (100 if len(judged) == 1 else 0)  # the first time compiles and allocates
-
-    assert affordable_rows(judge, 200, lambda: now[0]) == expected
-    assert judged == [2, 2]
-    assert affordable_rows(judge, 1, lambda: now[0]) == 1
 
 
 def test_the_loss_is_compared_on_rows_that_a_cpu_computes_in_minutes() -> None:
