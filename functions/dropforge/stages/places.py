@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pydantic import ValidationError
 
 from dropforge.base.errors import Conflict, NotFound
+from dropforge.base.redact import cut
 from dropforge.context import Context
 from dropforge.run.places import Entry, Places, Rule, Wait
 from dropforge.run.record import Notice, Record, RunState
@@ -125,7 +126,7 @@ def _read(context: Context) -> tuple[Places, int]:
     try:
         return Places.model_validate_json(data), generation
     except ValidationError as error:
-        context.log(f"{OBJECT} is begun again: {error!r}"[:500], stage="provision", severity="ERROR")
+        context.log(cut(f"{OBJECT} is begun again: {error!r}", 500), stage="provision", severity="ERROR")
         return Places(), generation
 
 
