@@ -48,6 +48,7 @@ DEFECTS = {
         233,
         tuple(TARGETS),
     ): "a warning became due during an inspection, after its search for due warnings: it waited a check interval",
+    (277, tuple(TARGETS)): "an attempt that waited until its deadline was charged for all of that time",
     (90, tuple(TARGETS)): "the cost did not include the minutes of a machine that started while provision stalled",
 }
 

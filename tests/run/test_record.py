@@ -123,6 +123,13 @@ def test_an_attempt_that_never_ran_costs_nothing_if_the_cloud_had_no_capacity(er
     assert run.with_end(1, error, NOW + timedelta(hours=1)).training_cost(NOW + timedelta(hours=2)) == usd
 
 
+def test_an_attempt_whose_deadline_passed_while_it_waited_costs_only_the_time_that_nobody_saw() -> None:
+    error = RunError(error_class=ErrorClass.DEADLINE, message="x")
+    run = record().model_copy(update={"attempts": [attempt(1, 60.0, None)]})
+    run = run.with_waiting(1, NOW + timedelta(minutes=56)).with_end(1, error, NOW + timedelta(hours=1))
+    assert run.training_cost(NOW + timedelta(hours=2)) == 4.0
+
+
 def test_the_cost_of_an_endpoint_counts_all_instances_until_its_expiry() -> None:
     run = record().entered(RunState.PROVISIONING, NOW).entered(RunState.DEPLOYING, NOW)
     assert run.serving_cost(NOW + timedelta(hours=1)) is None

@@ -104,14 +104,14 @@ class Attempt(Stored):
         """US dollars so far, at the price that was pinned when the attempt was opened; None if the price is unknown.
 
         Waiting for capacity costs nothing. If an attempt ended before it was seen running, and not for lack of
-        capacity, its machine may have run from the start.
+        capacity, its machine may have run since the attempt was last seen waiting.
         """
         if self.usd_per_hour is None:
             return None
         waited = self.ended is None or (self.error is not None and self.error.error_class.moves_on)
         if self.running is None and waited:
             return 0.0
-        spent = (self.ended or now) - (self.running or self.started)
+        spent = (self.ended or now) - (self.running or self.waiting or self.started)
         return self.usd_per_hour * max(0.0, spent.total_seconds()) / 3600
 
 

@@ -160,7 +160,10 @@ def ends_in_time(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def cost_is_true(life: Life) -> Iterator[tuple[float, str]]:
-    """The record charges an attempt for the time in which its machines were paid for, within one or two looks."""
+    """The record charges an attempt for the time in which its machines were paid for, within one or two looks.
+
+    A machine that is lost between two looks may stay unseen. The time since an attempt was last seen waiting counts.
+    """
     uses = list(training_uses(life)) if life.valid else []
     for attempt in life.last.get("attempts", []):
         own = [use for use in uses if use.machine.attempt == attempt["number"] and not life.is_stray(use.machine)]
@@ -171,7 +174,8 @@ def cost_is_true(life: Life) -> Iterator[tuple[float, str]]:
         whole = max((use.until for use in own), default=0.0) - min((use.since for use in own), default=0.0)
         started = seconds_of(attempt["started"])
         delay = life.delay(started - CHECK_SECONDS, ended)
-        if charged < paid - SLACK_SECONDS - delay:
+        unseen = CHECK_SECONDS if charged < SLACK_SECONDS else 0.0
+        if charged < paid - SLACK_SECONDS - unseen - delay:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but was paid for {paid:.0f} s"
         if charged > whole + 2 * CHECK_SECONDS + SLACK_SECONDS + delay:
             yield ended, f"attempt {attempt['number']} is charged for {charged:.0f} s, but ran {whole:.0f} s"
@@ -264,7 +268,8 @@ def _charged(attempt: dict[str, Any]) -> float:
     """The seconds for which the record charges an attempt."""
     if attempt.get("running") is None and (attempt["error"] is None or _is_capacity(attempt)):
         return 0.0 if _is_capacity(attempt) else seconds_of(attempt["ended"]) - seconds_of(attempt["started"])
-    return max(0.0, seconds_of(attempt["ended"]) - seconds_of(attempt.get("running") or attempt["started"]))
+    since = attempt.get("running") or attempt.get("waiting") or attempt["started"]
+    return max(0.0, seconds_of(attempt["ended"]) - seconds_of(since))
 
 
 def _is_capacity(attempt: dict[str, Any]) -> bool:
