@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dropforge_local.chaos import checker, limits, lives, outcomes, progress
+from dropforge_local.chaos import checker, forgeries, limits, lives, outcomes, places, progress
 from dropforge_local.chaos.checker import RULES, check
 from dropforge_local.chaos.history import Fact, History
 
@@ -650,7 +650,9 @@ def test_every_rule_has_a_mutation() -> None:
     assert {rule.__name__ for rule in own} <= {rule for rule, _, _ in MUTATIONS}
 
 
-@pytest.mark.parametrize("module", [checker, limits, lives, outcomes, progress], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [checker, forgeries, limits, lives, outcomes, places, progress], ids=lambda module: module.__name__
+)
 def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
@@ -659,7 +661,7 @@ def test_the_checker_reads_nothing_but_the_history(module: ModuleType) -> None:
     }
     others = {node.module for node in imported if isinstance(node, ast.ImportFrom) and not node.level}
     others |= {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
-    assert siblings <= {"history", "limits", "lives", "outcomes", "progress"}
+    assert siblings <= {"forgeries", "history", "limits", "lives", "outcomes", "places", "progress"}
     assert {str(name).split(".")[0] for name in others} <= set(sys.stdlib_module_names)
 
 

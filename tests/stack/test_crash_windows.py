@@ -337,7 +337,7 @@ def test_a_deploy_during_teardown_records_no_endpoint(user: User, monkeypatch: p
     run = launched(user, "silent", serve={"type": "cloud_run", "ttl": "1h"})
     assert eventually(lambda: inspect(run, ME, 1, URL))["status"] == "SUCCEEDED"
 
-    def tear_down_first(cloud: Cloud, url: str, model: str) -> str:
+    def tear_down_first(cloud: Cloud, url: str, model: str, key: str) -> str:
         eventually(lambda: teardown(run, ME, "run", False))
         return ""
 

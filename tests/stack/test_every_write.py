@@ -108,7 +108,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     deaths.around(requests.Session, "request", change_of)
     deaths.around(RESTClientObject, "request", change_of)
     deaths.around(type(clients.publisher()), "publish", lambda *_, **event: f"publish {event.get('ce-id')}")
-    deaths.around(WebhookClient, "send", lambda _, text, blocks: f"slack {blocks[-1]}")
+    deaths.around(WebhookClient, "send", lambda _, text, blocks, **options: f"slack {blocks[-1]}")
     return deaths
 
 

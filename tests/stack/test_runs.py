@@ -123,7 +123,7 @@ class HandMadeWorkflow:
     def cancel(self) -> None:
         """Deliver a cancel until its function acknowledges it."""
         request = json.dumps({"cancel": self.run}).encode()
-        self._user.until(lambda: deliver_message(self._user, "on_spec_message", request))
+        self._user.until(lambda: deliver_message(self._user, "on_spec_message", "dropforge-operations", request))
 
     def _train(self) -> str:
         provisioned = self._call("provision", attempt=1)
@@ -271,7 +271,7 @@ FORGED = "forged-0123456789ab"
     ],
 )
 def test_a_malformed_or_forged_job_event_is_acknowledged_and_does_nothing(user: User, event: bytes) -> None:
-    assert deliver_message(user, "on_job_event", event)
+    assert deliver_message(user, "on_job_event", "dropforge-job-events", event)
     assert list(user.store.names(f"runs/{FORGED}/")) == []
 
 
@@ -280,16 +280,16 @@ def test_a_late_job_event_changes_nothing(user: User) -> None:
     before = user.wait(run)
     late = {"type": "failed", "run": run, "attempt": 1, "sequence": 9, "time": "2026-01-01T00:00:00Z"}
     event = {**late, "error_class": "code", "message": "late"}
-    assert deliver_message(user, "on_job_event", json.dumps(event).encode())
+    assert deliver_message(user, "on_job_event", "dropforge-job-events", json.dumps(event).encode())
     assert user.store.record(run) == before
 
 
-def deliver_message(user: User, function: str, data: bytes) -> bool:
+def deliver_message(user: User, function: str, topic: str, data: bytes) -> bool:
     """Deliver a Pub/Sub message as Eventarc does; return whether the function acknowledges it."""
     event = {"message": {"data": b64encode(data).decode(), "messageId": "1"}, "subscription": "s"}
     headers = {
         "ce-id": uuid.uuid4().hex,
-        "ce-source": "//pubsub.googleapis.com/test",
+        "ce-source": f"//pubsub.googleapis.com/{user.settings.topic(topic)}",
         "ce-type": "google.cloud.pubsub.topic.v1.messagePublished",
         "ce-specversion": "1.0",
     }

@@ -170,7 +170,7 @@ def test_a_served_run_answers_until_it_is_cancelled(user: User, serve: Part) -> 
     url = f"{record.endpoint.url}/v1/chat/completions"
     assert requests.post(url, json=question, timeout=60).status_code in (401, 403)
     key = endpoint_key(here().cloud, user.store.spec(run))
-    assert bool(key) is (serve["type"] != "cloud_run")  # IAM guards endpoints on Cloud Run
+    assert bool(key) is (serve["type"] in ("gke", "tpu_vm"))  # IAM guards other endpoints
     answer = clients.endpoint(record.endpoint.url, key).post(url, json=question, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "ok"
     remaining = [entry.name for entry in user.store.ledger(run).remaining()]

@@ -144,8 +144,8 @@ def test_the_end_of_an_attempt_is_noted_once() -> None:
         (Status(Phase.PENDING), 30, None, 0),
         (Status(Phase.PENDING), 60, NOW, 0),
         (Status(Phase.PENDING, is_paid=True), 60, NOW, 5),
-        (Status(Phase.RUNNING), 60, NOW, 31),  # the start is unknown
-        (None, 60, NOW, 31),
+        (Status(Phase.RUNNING), 60, NOW, 5),  # it may have started after it was last seen waiting
+        (None, 60, NOW, 5),
     ],
 )
 def test_an_attempt_that_ends_while_it_waits_costs_only_its_paid_machines(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from . import hostile, limits, outcomes, places, progress
+from . import forgeries, limits, outcomes, places, progress
 from .history import History
 from .limits import Rule, outlives
 from .lives import SWEEP_SECONDS, TERMINAL, At, Life, Machine, read, seconds_of
@@ -285,7 +285,7 @@ RULES: tuple[Rule, ...] = (
 def hostile_does_nothing(history: History) -> Iterator[tuple[float, str]]:
     """No function keeps a forged job event, and nothing is written about a run that nobody has."""
     for fact in history.of("write"):
-        if hostile.is_kept(fact.data["name"]):
+        if forgeries.is_kept(fact.data["name"]):
             yield fact.time, f"{fact.data['name']} was written because of a forgery"
 
 

@@ -11,19 +11,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from dropforge.base import names
 from dropforge.run.events import MAX_JOB_EVENT_BYTES
 
 from .events import Events
+from .forgeries import FIRST_SEQUENCE, NOBODY
 from .storage import Storage
 from .world import World
 
 # Last digits of the seeds whose training containers are hostile. Kept seeds that revealed a defect end in other digits.
 SEEDS = (2, 8)
-NOBODY = "unknown-fedcba987654"
 ACTS = 6  # of an attempt
 WITHIN_SECONDS = 200.0
-FIRST_SEQUENCE = 10**14  # of forged events, far above those of honest ones: the checker finds them by it
 
 
 def is_due(world: World) -> bool:
@@ -102,10 +100,3 @@ class Hostile:
         )
         self._world.fact("hostile", run=self._run, victim=victim, sequence=sequence)
         self._events.forge(forged)
-
-
-def is_kept(name: str) -> bool:
-    """Whether an object is a forged event that a function kept, or is about a run that nobody has."""
-    events = names.run_of_object(name) if "/events/" in name else ""
-    forged = bool(events) and FIRST_SEQUENCE <= int(name.rsplit("/", 1)[1].split("-")[1]) < 2 * FIRST_SEQUENCE
-    return forged or name.startswith((f"runs/{NOBODY}/", names.open_object(NOBODY)))

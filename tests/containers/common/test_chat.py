@@ -138,8 +138,9 @@ def test_answers_stop_at_the_end_of_turn_first(tokenizer: Any) -> None:
 
 def test_short_rows_are_refused_with_their_mean(tokenizer: Any) -> None:
     rows = [talk(f"cars {n}", "1") for n in range(20)]
-    with pytest.raises(JobError, match=r"have \d\.\d tokens on average; expected at least 8.*'cars 0"):
+    with pytest.raises(JobError, match=r"have \d\.\d tokens on average; expected at least 8") as caught:
         chat.encode(tokenizer, rows, 128, "gs://data/x.jsonl")
+    assert "cars" not in str(caught.value)
 
 
 def test_rows_that_are_too_long_are_refused_with_the_longest(tokenizer: Any) -> None:

@@ -1,8 +1,12 @@
-"""Whole runs on tiny models of the real models' classes (same_class.py): what a text-only model cannot show."""
+"""Whole runs on tiny models of the real models' classes (same_class.py): what a text-only model cannot show.
+
+With the variable DROPFORGE_TEST_FAMILIES, every family goes through every kind of training (six minutes).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import uuid
 from collections.abc import Callable
@@ -26,6 +30,21 @@ ADAPTERS: dict[same_class.Family, dict[str, Any]] = {
     "qwen3": {"type": "lora", "r": 4, "target_modules": ["q_proj", "v_proj"]},
     "llama31": {"type": "none"},
 }
+LAYERS = {
+    "gemma3": "Gemma3DecoderLayer",
+    "gemma1": "GemmaDecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "llama31": "LlamaDecoderLayer",
+}
+KINDS: list[dict[str, Any]] = [{"type": "lora", "r": 4}, {"type": "qlora", "r": 4}, {"type": "none"}]
+ALL = bool(os.environ.get("DROPFORGE_TEST_FAMILIES"))
+RUNS_OF_ONE = [(family, kind) for family in ADAPTERS for kind in KINDS] if ALL else list(ADAPTERS.items())
+RUNS_OF_TWO = [(family, kind) for family in ADAPTERS for kind in KINDS[::2]] if ALL else [("gemma3", KINDS[0])]
+
+
+def name_of(value: Any) -> str:
+    return str(value["type"] if isinstance(value, dict) else value)
+
 
 Spec = Callable[..., dict[str, Any]]
 
@@ -38,15 +57,15 @@ def upload(cloud: Any, family: same_class.Family) -> tuple[str, Path]:
     return uri, directory
 
 
-@pytest.mark.parametrize("family", ADAPTERS)
+@pytest.mark.parametrize(("family", "adapter"), RUNS_OF_ONE, ids=name_of)
 def test_a_run_ends_with_a_model_that_loads_as_its_base_does(
-    family: same_class.Family, trainer: Any, spec: Spec, cloud: Any, tmp_path: Path
+    family: same_class.Family, adapter: dict[str, Any], trainer: Any, spec: Spec, cloud: Any, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     uri, directory = upload(cloud, family)
     document = spec(model={"source": uri}, training={"max_steps": 4, "max_length": 256, "learning_rate": 1e-3})
-    document["training"]["adapter"] = ADAPTERS[family]
+    document["training"]["adapter"] = adapter
     attempt = trainer.start(document)
     assert attempt.wait() == 0, attempt.output
     manifest = trainer.manifest(attempt.run)
@@ -67,11 +86,15 @@ def test_a_run_ends_with_a_model_that_loads_as_its_base_does(
     assert set(known if isinstance(known, list) else [known]) <= set(stops)
 
 
-def test_two_ranks_that_are_killed_resume_a_model_that_sees(trainer: Any, spec: Spec, cloud: Any, events: Any) -> None:
-    """Adapters on the vision tower had no state in the optimiser, so ranks could not load the checkpoint."""
-    uri, _ = upload(cloud, "gemma3")
+@pytest.mark.parametrize(("family", "adapter"), RUNS_OF_TWO, ids=name_of)
+def test_two_ranks_that_are_killed_resume(
+    family: same_class.Family, adapter: dict[str, Any], trainer: Any, spec: Spec, cloud: Any, events: Any
+) -> None:
+    """Adapters on the vision tower of Gemma 3 had no state in the optimiser, so ranks could not load the checkpoint."""
+    uri, _ = upload(cloud, family)
     training = {"max_steps": 8, "max_length": 256, "checkpoint_steps": 1, "per_device_train_batch_size": 4}
-    document, run = spec(model={"source": uri}, training=training), f"sees-{uuid.uuid4().hex[:12]}"
+    document, run = spec(model={"source": uri}, training=training), f"{family}-{uuid.uuid4().hex[:12]}"
+    document["training"]["adapter"] = adapter
     first = trainer.start(document, run, processes=2)
     wait_for(lambda: any(checkpoint.step > 1 for checkpoint in checkpoints(cloud.client, RUNS, run)))
     rank_processes(first.process.pid)[1].send_signal(signal.SIGKILL)
@@ -81,5 +104,5 @@ def test_two_ranks_that_are_killed_resume_a_model_that_sees(trainer: Any, spec: 
     assert second.wait() == 0, second.output
     started = next(event for event in events(run) if event.attempt == 2)
     assert started.resumed_step == resumed >= 2
-    assert '"wrapped": ["Gemma3DecoderLayer"]' in second.output
+    assert f'"wrapped": ["{LAYERS[family]}"]' in second.output
     assert trainer.manifest(run).metrics["steps"] == 8
