@@ -18,7 +18,7 @@ from typing import Any
 MIB = 2**20
 LENGTH, BATCH, STEPS = 512, 4, 2
 VOCABULARY = 8192
-SIZES = {"small": (4, 512, 1536), "medium": (8, 640, 1920), "large": (10, 832, 2496)}  # layers, hidden, intermediate
+SIZES = {"small": (4, 512, 1536), "medium": (8, 640, 1920), "large": (12, 768, 2304)}  # layers, hidden, intermediate
 ADAPTERS: dict[str, dict[str, Any]] = {
     "whole": {"type": "none"},
     "lora": {"type": "lora", "r": 16},

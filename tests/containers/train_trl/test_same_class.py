@@ -1,6 +1,6 @@
 """Whole runs on tiny models of the real models' classes (same_class.py): what a text-only model cannot show.
 
-With the variable DROPFORGE_TEST_FAMILIES, every family goes through every kind of training (six minutes).
+With the variable DROPFORGE_TEST_FAMILIES, every family goes through every kind of training (ten minutes).
 """
 
 from __future__ import annotations
