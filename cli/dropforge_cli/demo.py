@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _demonstrate(spec: JobSpec, path: Path, engine: str, state: Path, out: Conso
     """Run the demo and print its report; return whether the run succeeded."""
     for purpose in (f"training on {spec.target.type}", f"serving by {engine}"):
         if tool := ENVIRONMENTS.get(purpose):
-            _step(out, f"prepared the environment for {purpose}", lambda tool=tool: make_environment(tool))  # type: ignore[misc]
+            _step(out, f"prepared the environment for {purpose}", partial(make_environment, tool))
     deployment = _start(state, engine, out)
     _step(out, "created the secrets that the spec names", lambda: make_secrets(spec, deployment))
     for uri in spec.sources.values():

@@ -127,7 +127,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def result(exported: Export, served: Served) -> Parity:
-    """What stage deploy concludes. Raises CloudError."""
+    """The verdict of stage deploy. Raises CloudError."""
     *_, last = progress(Parity(state="checking"), exported.seal, Endpoint(served, "http://endpoint", "demo"))
     return last
 

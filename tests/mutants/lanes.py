@@ -34,7 +34,7 @@ SLOWER, MORE_SECONDS = 3, 20
 LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
 MEMORY_BYTES = 6 << 30
 WAIT_SECONDS = 1200  # for a judgement that waits for itself; a busy machine needs minutes for a good one
-# What the judges import in the end; each fork has it already.
+# The libraries that the judges import. The command imports them once, before it forks.
 LIBRARIES = (
     "aiohttp", "click", "flask", "functions_framework", "google.api_core.exceptions", "google.auth.transport.requests",
     "google.cloud.container_v1", "google.cloud.pubsub_v1", "google.cloud.run_v2", "google.cloud.secretmanager_v1",

@@ -52,7 +52,7 @@ class Entry(Stored):
 
 
 class Wait(NamedTuple):
-    """What a run waits for: a rule, by its name in the policy, and the run's place among those that wait for it."""
+    """The wait of a run: a rule's name in the policy, and the run's number among those that wait for this rule."""
 
     rule: str
     place: int
@@ -120,7 +120,7 @@ class Places(Stored):
 
 
 class _Room:
-    """What is left of each rule while places are given out, by the rule's key; and how many runs wait, by limit."""
+    """The rest of each rule while places are given out, by its key, and the number of waiting runs of each limit."""
 
     def __init__(self, rules: Sequence[Rule], holding: Iterable[Entry], used: dict[str, float]) -> None:
         self.rules = rules
@@ -129,7 +129,7 @@ class _Room:
         self.waiting = Counter[str]()
 
     def wait_of(self, entry: Entry) -> Wait | None:
-        """What the next run waits for; None if there is room for it, which is then taken.
+        """The wait of the next run. None if the rules have room for the run; the method then takes that room.
 
         The first run that waits for places of a rule keeps its money, and its places in rules that do not cover all
         runs of the first rule: otherwise later runs could overtake it again and again. A run that waits for money keeps

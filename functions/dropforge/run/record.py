@@ -160,7 +160,7 @@ class Notice(NamedTuple):
 
 
 class Queued(Stored):
-    """What an accepted run waits for: the rule of the policy, and the run's place among those that wait for it."""
+    """The wait of an accepted run: a rule of the policy, and the run's number among those that wait for this rule."""
 
     rule: str
     place: int

@@ -26,7 +26,7 @@ SHOWN = 12
 
 
 class Aim(NamedTuple):
-    """What strikes a run on a target, and the state of the run then."""
+    """A fault or request, the target of the run that it strikes, and the state in which the run is struck."""
 
     target: str
     state: str
@@ -57,7 +57,7 @@ def arm(world: World, cloud: Cloud, aim: Aim) -> None:
 
 
 def cell_of(history: History) -> Aim | None:
-    """What struck the run of a focused life, and in which state it was really; None if nothing did."""
+    """The fault that struck the run of a focused life, and the run's state at that moment. None if no fault struck."""
     target, state = "", ""
     for fact in history.facts:
         if fact.kind == "dropped":

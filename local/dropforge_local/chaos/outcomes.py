@@ -127,7 +127,7 @@ def retries_are_counted(life: Life) -> Iterator[tuple[float, str]]:
 
 
 def told_once(life: Life) -> Iterator[tuple[float, str]]:
-    """What Slack has taken is not sent again, unless a fault may have hidden that it was taken.
+    """A message that Slack has taken is not sent again, unless a fault may have hidden the answer of Slack.
 
     Two deliveries or two sweeps at the same time may both send. A delivery that repeats a rejection tells it again.
     """

@@ -113,8 +113,11 @@ def environment(http: str, grpc: str, token: str) -> dict[str, str]:
 
 
 def libraries_environment(http: str, grpc: str, token: str) -> dict[str, str]:
-    """What Google's own client libraries read. TensorStore, with which Orbax reads and writes buckets, has variables of
-    its own, and looks for real credentials without a token."""
+    """The variables that Google's own client libraries read.
+
+    TensorStore, with which Orbax reads and writes buckets, has variables of its own, and looks for real credentials if
+    it has no token.
+    """
     return {
         "STORAGE_EMULATOR_HOST": http,
         "PUBSUB_EMULATOR_HOST": grpc,

@@ -274,7 +274,7 @@ def session_of(endpoint: Endpoint) -> requests.Session:
 
 
 def parity(endpoint: Endpoint, seal: Seal, session: Any = None) -> Parity:
-    """What stage deploy concludes of the endpoint. Raises CloudError."""
+    """The verdict of stage deploy on the endpoint. Raises CloudError."""
     asked = Asked(session or session_of(endpoint), endpoint.url, "text-to-sql")
     *_, last = progress(Parity(state="checking"), seal, asked)
     return last
