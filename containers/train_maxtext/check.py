@@ -17,6 +17,7 @@ from containers.common.evaluation import SAMPLES, generate, mean_loss, write_sam
 from containers.common.rows import Row
 from containers.common.token_rows import TokenRows
 from dropforge.base.log import log
+from dropforge.fit.maxtext import SEALED_ROWS
 
 from .batches import Data, Rows
 from .stages import stage_main
@@ -29,7 +30,6 @@ LOSS_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
 
 # On a CPU, a token of a model with 8 billion parameters takes about a second, while the chips wait.
 SAMPLE_TOKENS = 128
-SEALED_ROWS = 16
 
 
 def run(work: Work) -> Result:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dropforge.fit.known import KNOWN_MODELS
+from dropforge.fit.maxtext import SEALED_ROWS
 from dropforge.fit.phases import Row, phase_rows
 from dropforge.fit.plan import phase_problems
 from dropforge.fit.shape import ModelShape, shape_of
@@ -22,7 +23,7 @@ BY_NAME = {path.stem: json.loads(path.read_text()) for path in EXAMPLES}
 L4, GKE, TPU, RAY = "cloud-run-gemma-2b-qlora", "gke-gemma-3-12b-fsdp", "tpu-vm-qwen3-4b", "ray-llama3-8b-sft"
 H100 = {"type": "gke", "accelerator": "nvidia-h100-80gb", "placements": [{"region": "us-central1"}]}
 TRL = ["download", "tokenise", "train", "checkpoint", "merge", "evaluate", "export", "upload"]
-MAXTEXT = ["download", "tokenise", "convert", "train", "checkpoint", "export", "evaluate", "upload"]
+MAXTEXT = ["download", "tokenise", "convert", "train", "checkpoint", "evaluate", "export", "upload"]
 
 
 def spec_of(name: str, **changes: Any) -> JobSpec:
@@ -70,6 +71,8 @@ def test_every_phase_of_a_full_size_example_fits_its_machine(path: Path) -> None
         (TPU, "train", 10.5),
         (RAY, "train", 15.5),
         (GKE, "evaluate", 40),
+        (TPU, "evaluate", 8.5),
+        (RAY, "evaluate", 13.5),
         (RAY, "serve", 18.5),
     ],
 )
@@ -84,6 +87,33 @@ def test_the_disk_holds_two_checkpoints_and_the_weights_before_and_after() -> No
     assert row_of(spec_of(TPU), "export").need.disk == base + 4 * tpu.parameters + checkpoint + base
     whole = on_h100("meta-llama/Llama-3.1-8B", "none")
     assert row_of(whole, "checkpoint").need.disk == pytest.approx((2 + 24) * 8.03e9, rel=0.01)
+
+
+@pytest.mark.parametrize("example", [TPU, RAY])
+def test_maxtext_evaluates_on_the_chips_and_compares_the_export_on_the_host(example: str) -> None:
+    """As containers/train_maxtext does: the trainer's process judges the held-out rows; PyTorch loads the export."""
+    spec = spec_of(example)
+    shape = shape_for(spec)
+    train, evaluate, export = (row_of(spec, phase) for phase in ("train", "evaluate", "export"))
+    assert evaluate.machine == train.machine == spec.target.machine
+    assert train.need.accelerator > evaluate.need.accelerator > 12 * shape.parameters // spec.target.machine.devices
+    assert evaluate.need.host < 2 * shape.parameters  # no copy of the weights
+    assert evaluate.need.disk == row_of(spec, "checkpoint").need.disk
+    assert (export.machine, export.need.accelerator) == (spec.target.driver_machine, 0)
+    assert export.need.host > 8 * shape.parameters
+
+
+def test_many_held_out_rows_and_long_answers_cost_maxtext_no_host_memory() -> None:
+    """The host answers a few rows after the training, however many the chips judge."""
+    few, many = (spec_of(TPU, evaluation={"max_rows": rows}) for rows in (SEALED_ROWS, 2000))
+    assert row_of(many, "export").need == row_of(few, "export").need
+    assert row_of(many, "evaluate").need == row_of(few, "evaluate").need
+
+
+def test_logits_of_a_large_batch_are_counted_in_the_evaluation_on_the_chips() -> None:
+    one, four = (spec_of(TPU, training={"per_device_train_batch_size": batch}) for batch in (1, 4))
+    more = row_of(four, "evaluate").need.accelerator - row_of(one, "evaluate").need.accelerator
+    assert more > 3 * 1024 * 8 * shape_for(one).vocabulary
 
 
 def test_files_on_cloud_run_count_as_memory_unless_there_is_a_disk() -> None:

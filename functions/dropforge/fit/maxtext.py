@@ -10,6 +10,7 @@ FAMILIES = ("llama", "qwen3")
 # sequence if that is shorter (MaxText 0.2.5, attention_op.py: sa_block_q and its like).
 TPU_BLOCK, TPU_LANES, CPU_LANES = 512, 128, 16
 BATCH_SIZE = 1  # sequences of a chip in a step, where the spec has no number: that of tutorial 002
+SEALED_ROWS = 16  # PyTorch answers so many at once after the training, on the host's CPU, for the seal
 
 
 def padded_length(length: int, tpu: bool) -> int:

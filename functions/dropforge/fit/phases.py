@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .batch import default_batch
-from .maxtext import padded_length
+from .maxtext import SEALED_ROWS, padded_length
 from .memory import (
     Estimate,
     Step,
@@ -133,14 +133,17 @@ def chosen_step(spec: JobSpec, shape: ModelShape, machine: Machine) -> tuple[Ste
     return step, estimate
 
 
-def evaluation_bytes(spec: JobSpec, shape: ModelShape, size: int) -> int:
-    """Bytes that scoring a model takes beside its weights: a generation's cache and layer, or a loss's logits."""
+def evaluation_bytes(spec: JobSpec, shape: ModelShape, size: int, most: int = GENERATION_ROWS) -> int:
+    """Bytes that scoring a model takes beside its weights: a generation's cache and layer, or a loss's logits.
+
+    A generation answers `most` rows at once.
+    """
     longest = spec.training.max_length
     loss = max(LOSS_TOKENS, longest) * shape.vocabulary * (size + 4)
     if spec.evaluation is None:
         return loss
     row = longest + spec.evaluation.max_new_tokens
-    rows = max(1, min(GENERATION_ROWS, spec.evaluation.max_rows, GENERATION_TOKENS // row))
+    rows = max(1, min(most, spec.evaluation.max_rows, GENERATION_TOKENS // row))
     layer = rows * longest * (3 * shape.intermediate + 4 * shape.hidden) * size
     return max(loss, rows * row * shape.key_value_bytes(size) + layer)
 
@@ -210,19 +213,24 @@ def _maxtext(spec: JobSpec, shape: ModelShape, machine: Machine, *, alone: bool)
     saved = PROCESS_BYTES + checkpoint // machine.hosts  # Orbax copies the state to the host, and writes from there
     state = 16 * shape.parameters // machine.devices
     yield Need("checkpoint", state, saved, on_disk + (CHECKPOINTS * checkpoint if alone else 0)), True
+    # The chips judge the held-out rows before and after the training, in the trainer's process.
+    kept = PROCESS_BYTES + data
+    yield (
+        Need(
+            "evaluate", judging_memory(spec, shape, machine), kept, on_disk + (CHECKPOINTS * checkpoint if alone else 0)
+        ),
+        True,
+    )
     trained = checkpoint if alone else 4 * shape.parameters  # a head downloads the weights alone
     disk = files + imported + trained + shape.file_bytes
-    yield Need("export", 0, PROCESS_BYTES + 8 * shape.parameters, disk), False
-    beside = evaluation_bytes(spec, shape, 4)
-    yield Need("evaluate", 0, PROCESS_BYTES + 4 * shape.parameters + beside, disk), False
+    compared = 4 * shape.parameters + evaluation_bytes(spec, shape, 4, SEALED_ROWS)  # in 32 bits, by PyTorch
+    yield Need("export", 0, PROCESS_BYTES + max(8 * shape.parameters, compared), disk), False
     yield Need("upload", 0, PROCESS_BYTES, disk), False
 
 
 def maxtext_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
     """Bytes of a chip in a step of MaxText: all chips share weights, gradients and Adam's moments."""
-    training = spec.training
-    batch = training.per_device_train_batch_size or default_batch("maxtext")
-    tokens = batch * padded_length(training.max_length, tpu=True)
+    training, tokens = spec.training, _maxtext_tokens(spec)
     accumulated = 4 if training.gradient_accumulation_steps > 1 else 0
     layer = tokens * saved_bytes(shape, training.adapter, 4) // 2  # the whole model's, computed in 16 bits
     kept = (
@@ -230,8 +238,31 @@ def maxtext_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
         if training.gradient_checkpointing is False
         else (2 * tokens * shape.hidden * shape.layers + layer)
     )
-    gathered = 2 * (shape.embedding * (1 if shape.tied else 2) + 2 * shape.linear // shape.layers)
-    return (16 + accumulated) * shape.parameters // machine.devices + gathered + kept + 8 * tokens * shape.vocabulary
+    state = (16 + accumulated) * shape.parameters // machine.devices
+    return state + _gathered_bytes(shape) + kept + 8 * tokens * shape.vocabulary
+
+
+def judging_memory(spec: JobSpec, shape: ModelShape, machine: Machine) -> int:
+    """Bytes of a chip in a forward pass over held-out rows, in batches of the training's size.
+
+    The trainer's weights and moments stay; there are no gradients, and one layer's activations at a time. The logits
+    and their logarithms have 32 bits (containers/train_maxtext/hooks.py).
+    """
+    tokens = _maxtext_tokens(spec)
+    layer = tokens * saved_bytes(shape, spec.training.adapter, 4) // 2
+    state = STATE_BYTES * shape.parameters // machine.devices
+    return state + _gathered_bytes(shape) + layer + 8 * tokens * shape.vocabulary
+
+
+def _maxtext_tokens(spec: JobSpec) -> int:
+    """The tokens of a chip in a forward pass."""
+    batch = spec.training.per_device_train_batch_size or default_batch("maxtext")
+    return batch * padded_length(spec.training.max_length, tpu=True)
+
+
+def _gathered_bytes(shape: ModelShape) -> int:
+    """Weights that a chip holds in full, in 16 bits: the embeddings, the current layer, and the next one."""
+    return 2 * (shape.embedding * (1 if shape.tied else 2) + 2 * shape.linear // shape.layers)
 
 
 def _serve(spec: JobSpec, shape: ModelShape, machine: Machine) -> Need:
