@@ -25,6 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 FUNCTIONS, TRAINER, SERVER = "functions", "trainer", "server"
 CALLERS = (FUNCTIONS, TRAINER, SERVER)
 FILE = "calls.jsonl"
+INVOCATION = "invocation"  # the call that a function itself is; every other call is a request that a caller sends
 _ACCOUNT = re.compile(rb'"([\w.-]+@[\w-]+\.iam\.gserviceaccount\.com)"')
 
 caller: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="")

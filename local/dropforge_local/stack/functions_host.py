@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dropforge_local.base.identity import Identity
-from dropforge_local.base.recording import caller, tell_callers
+from dropforge_local.base.recording import FILE, INVOCATION, Recorder, caller, tell_callers
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 SOURCE = Path(__file__).resolve().parents[3] / "functions" / "main.py"
@@ -41,11 +41,16 @@ def entry_points(source: Path = SOURCE) -> list[str]:
 
 
 def build(
-    identity: Identity, base_url: str, source: Path = SOURCE, invokers: Mapping[str, Collection[str]] | None = None
+    identity: Identity,
+    base_url: str,
+    source: Path = SOURCE,
+    invokers: Mapping[str, Collection[str]] | None = None,
+    recorder: Recorder | None = None,
 ) -> Wsgi:
     """One WSGI application with every function at /<name>; callers need an OIDC token for that URL, as in the cloud.
 
     `invokers` names the callers that may call each function, besides the owner; without it every caller may.
+    `recorder` notes each call of a function.
     """
     import functions_framework
     from werkzeug.exceptions import NotFound
@@ -60,6 +65,8 @@ def build(
         problem = _refusal(identity, environ.get("HTTP_AUTHORIZATION", ""), base_url, name, invokers)
         if not problem:
             caller.set(name)  # of this thread, until it serves another request
+            if recorder:
+                recorder.note(name, INVOCATION)
             return dispatch(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])
         return [f"{name}: {problem}\n".encode()]
@@ -80,11 +87,17 @@ def _refusal(
     return f"the account of {claims.caller!r} lacks run.routes.invoke (terraform/functions.tf)"
 
 
-def serve(url: str, descriptor: int, identity: Identity, invokers: Mapping[str, Collection[str]] | None = None) -> None:
-    """Serve at a bound socket until SIGTERM. `invokers` is that of `build`."""
+def serve(
+    url: str,
+    descriptor: int,
+    identity: Identity,
+    invokers: Mapping[str, Collection[str]] | None = None,
+    recorder: Recorder | None = None,
+) -> None:
+    """Serve at a bound socket until SIGTERM. `invokers` and `recorder` are those of `build`."""
     from gunicorn.app.base import BaseApplication
 
-    app = build(identity, url, invokers=invokers)
+    app = build(identity, url, invokers=invokers, recorder=recorder)
 
     class Application(BaseApplication):  # type: ignore[misc]
         def load_config(self) -> None:
@@ -129,7 +142,8 @@ def main() -> None:
     start = json.loads(line)
     os.environ.update(start["environment"])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(start["url"], int(sys.argv[1]), Identity(start["secret"]), start["invokers"])
+    recorder = Recorder(Path(FILE)) if start["records"] else None  # the working directory is the stack's state
+    serve(start["url"], int(sys.argv[1]), Identity(start["secret"]), start["invokers"], recorder)
 
 
 if __name__ == "__main__":

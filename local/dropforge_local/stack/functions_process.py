@@ -50,10 +50,23 @@ class FunctionsProcess:
                 cwd=self._state,
             )
 
-    def tell(self, environment: dict[str, str], secret: str, invokers: Mapping[str, Collection[str]] | None) -> None:
-        """Send the functions' environment, the secret that signs tokens, which no environment contains, and who may
-        call which function (None: every caller)."""
-        start = {"url": self.url, "environment": environment, "secret": secret, "invokers": invokers}
+    def tell(
+        self,
+        environment: dict[str, str],
+        secret: str,
+        invokers: Mapping[str, Collection[str]] | None,
+        *,
+        records: bool = False,
+    ) -> None:
+        """Send the functions' environment, the secret that signs tokens, which no environment contains, who may call
+        which function (None: every caller), and whether calls of functions are recorded."""
+        start = {
+            "url": self.url,
+            "environment": environment,
+            "secret": secret,
+            "invokers": invokers,
+            "records": records,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(start).encode() + b"\n")
         self._process.stdin.flush()

@@ -269,7 +269,8 @@ class Stack:
         self.engine.deploy(name, source, env={"FUNCTIONS_URL": self.functions_url})
 
     def _tell_functions(self) -> None:
-        self._functions.tell(self.environment(FUNCTIONS), _secret(self.state), self._invokers())
+        records = self.recorder is not None
+        self._functions.tell(self.environment(FUNCTIONS), _secret(self.state), self._invokers(), records=records)
 
     def _invokers(self) -> dict[str, list[str]] | None:
         """Who may call which function: callers of the platform, and functions; None if nothing is enforced."""

@@ -1,0 +1,35 @@
+"""The calls of a no-op run are counted, so that they cannot grow unnoticed. `python -m bench.calls` prints them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from bench.calls import Counts, count_runs
+from bench.stack import User, running_stack
+
+RUNS = 6
+# The mean of RUNS runs. An event that comes while the workflow looks costs one more look.
+MOST_REQUESTS, MOST_INVOCATIONS, MOST_STEPS = 67, 12, 88
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def counted() -> Counts:
+    with patch.dict(os.environ), running_stack(record=True) as (state, info):
+        return count_runs(User(info), Path(state), RUNS)
+
+
+def test_requests(counted: Counts) -> None:
+    assert counted.requests.total() / RUNS <= MOST_REQUESTS, counted.requests
+
+
+def test_calls_of_functions(counted: Counts) -> None:
+    assert counted.invocations.total() / RUNS <= MOST_INVOCATIONS, counted.invocations
+
+
+def test_billed_steps(counted: Counts) -> None:
+    assert counted.steps / RUNS <= MOST_STEPS
