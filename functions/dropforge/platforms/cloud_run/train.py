@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dropforge.base import names
-from dropforge.base.errors import CloudError, ErrorClass
+from dropforge.base.errors import ErrorClass
 from dropforge.cloud.classify import classify, classify_text, client_errors
 from dropforge.cloud.clients import TIMEOUT_SECONDS
 from dropforge.cloud.context import Cloud
@@ -27,7 +27,7 @@ from .preview import with_launch_stage
 from .spec import CloudRunTarget
 
 KIND = "run.googleapis.com/Job"
-LAUNCH_WAIT_SECONDS = 5.0  # most creates and deletes take less; the next call looks at the rest
+DELETE_WAIT_SECONDS = 5.0  # most deletions take less; the next call looks at the rest
 LOOK_SECONDS = 0.1
 WORK = "/work"  # where an ephemeral disk is mounted
 _DEADLINE_EXCEEDED = 4  # google.rpc.Code
@@ -68,29 +68,43 @@ class CloudRunJobs:
         return [Resource(KIND, job_name(launch), job_request(launch))]
 
     def provision(self, cloud: Cloud, launch: Launch) -> bool:
+        """Create the job. `inspect` sees whether Cloud Run can start its execution."""
+        from google.api_core.exceptions import Conflict
+
         try:
-            job = self._job(cloud, launch) or self._create(cloud, launch)
-        except CloudError:
-            raise
+            self._create(cloud, launch)
+        except Conflict:  # an earlier create whose answer was lost, or another owner's job
+            return self._is_own(cloud, launch)
         except client_errors() as error:
             raise classify(error) from error
-        if job is None:
-            return False
-        check_owner(job.name, job.labels, launch.run)
-        _raise_if_failed(job.terminal_condition)
-        return self._execution(cloud, launch) is not None
+        return True
 
     def inspect(self, cloud: Cloud, launch: Launch) -> Status:
-        from google.api_core.exceptions import NotFound
-
         try:
-            if (execution := self._execution(cloud, launch)) is not None:
-                return status_of_execution(execution, lambda: self._result(cloud, execution.name))
-        except NotFound:
-            pass  # the execution was deleted between the two reads
+            return self._status(cloud, launch)
         except client_errors() as error:
             raise classify(error) from error
-        return Status(Phase.GONE, f"{execution_name(launch)} does not exist")
+
+    def _status(self, cloud: Cloud, launch: Launch) -> Status:
+        """The status of the execution or, while the job has none, of the job. Raises client errors."""
+        if status := self._status_of_execution(cloud, launch):
+            return status
+        job = self._job(cloud, launch)
+        if job is not None and (status := status_before_execution(job.terminal_condition)):
+            return status
+        # The execution may have started between the two reads.
+        gone = Status(Phase.GONE, f"{execution_name(launch)} does not exist")
+        return (self._status_of_execution(cloud, launch) if job is not None else None) or gone
+
+    def _status_of_execution(self, cloud: Cloud, launch: Launch) -> Status | None:
+        from google.api_core.exceptions import NotFound
+
+        name = execution_name(launch)
+        try:
+            execution = cloud.clients.run_executions().get_execution(name=name, timeout=TIMEOUT_SECONDS)
+            return status_of_execution(execution, lambda: self._result(cloud, name))
+        except NotFound:
+            return None
 
     def listed(self, cloud: Cloud) -> Iterator[Listed]:
         """List each region with GPUs, because the API cannot list all regions at once."""
@@ -110,50 +124,37 @@ class CloudRunJobs:
         except NotFound:
             return None
 
-    def _create(self, cloud: Cloud, launch: Launch) -> Any:
-        """Create the job and wait a moment; None while Cloud Run still creates it."""
-        from google.api_core.exceptions import Conflict
+    def _is_own(self, cloud: Cloud, launch: Launch) -> bool:
+        """Whether the job exists and is the run's. Raises CloudError for the job of another owner."""
+        try:
+            job = self._job(cloud, launch)
+        except client_errors() as error:
+            raise classify(error) from error
+        if job is not None:
+            check_owner(job.name, job.labels, launch.run)
+        return job is not None
+
+    def _create(self, cloud: Cloud, launch: Launch) -> None:
+        """Ask Cloud Run to create the job. Raises client errors, such as Conflict if the job exists."""
         from google.cloud import run_v2
 
         if _target(launch.spec).disk_gib is not None:
-            return self._create_with_disk(cloud, launch)
+            self._create_with_disk(cloud, launch)
+            return
         parent, _, job_id = job_name(launch).rpartition("/jobs/")
         job = run_v2.Job.from_json(json.dumps(job_request(launch)["job"]), ignore_unknown_fields=False)
-        try:
-            operation = cloud.clients.run_jobs().create_job(
-                parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS
-            )
-        except Conflict:
-            return self._job(cloud, launch)  # an earlier create whose reply was lost; the caller checks the owner
-        deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS
-        while not operation.done():
-            if cloud.clock.monotonic() > deadline:
-                return None
-            cloud.clock.sleep(LOOK_SECONDS)
-        if operation.exception() is not None:
-            raise classify(operation.exception())
-        return operation.result()
+        cloud.clients.run_jobs().create_job(parent=parent, job=job, job_id=job_id, timeout=TIMEOUT_SECONDS)
 
-    def _create_with_disk(self, cloud: Cloud, launch: Launch) -> Any:
-        """Create the job by plain REST, because run_v2 does not know the medium DISK; None while it is created."""
-        from google.api_core.exceptions import Conflict, from_http_response
+    def _create_with_disk(self, cloud: Cloud, launch: Launch) -> None:
+        """Create the job by plain REST, because run_v2 does not know the medium DISK. Raises client errors."""
+        from google.api_core.exceptions import from_http_response
 
         request = job_request(launch)
         session, root = cloud.clients.run_rest()
         url, query = f"{root}/{request['parent']}/jobs", {"jobId": request["jobId"]}
         response = session.post(url, params=query, json=request["job"], timeout=TIMEOUT_SECONDS)
-        if not response.ok and not isinstance(error := from_http_response(response), Conflict):
-            raise error
-        # The job may be that of an earlier create whose reply was lost. The caller checks the owner.
-        return self._job(cloud, launch)
-
-    def _execution(self, cloud: Cloud, launch: Launch) -> Any:
-        from google.api_core.exceptions import NotFound
-
-        try:
-            return cloud.clients.run_executions().get_execution(name=execution_name(launch), timeout=TIMEOUT_SECONDS)
-        except NotFound:
-            return None
+        if not response.ok:
+            raise from_http_response(response)
 
     def _result(self, cloud: Cloud, execution: str) -> Any:
         """The result of the first failed task: its exit code, or a status if Cloud Run ended the task."""
@@ -162,32 +163,37 @@ class CloudRunJobs:
         return next((r for r in results if r.exit_code or r.term_signal or r.status.code), None)
 
     def _delete(self, cloud: Cloud, name: str) -> bool:
-        from google.api_core.exceptions import NotFound
+        from google.api_core.exceptions import BadRequest, Conflict, NotFound
 
         jobs = cloud.clients.run_jobs()
-        deadline = cloud.clock.monotonic() + LAUNCH_WAIT_SECONDS
+        deadline = cloud.clock.monotonic() + DELETE_WAIT_SECONDS
+        _cancel_execution(cloud, name)
         try:
-            if not jobs.get_job(name=name, timeout=TIMEOUT_SECONDS).delete_time:
-                self._cancel_executions(cloud, name)
+            try:
                 jobs.delete_job(name=name, timeout=TIMEOUT_SECONDS)
+            except (BadRequest, Conflict):  # a refusal, unless the job is being deleted already
+                if not jobs.get_job(name=name, timeout=TIMEOUT_SECONDS).delete_time:
+                    raise
             while cloud.clock.monotonic() < deadline:
+                cloud.clock.sleep(LOOK_SECONDS)  # a deletion takes longer than a request
                 jobs.get_job(name=name, timeout=TIMEOUT_SECONDS)
-                cloud.clock.sleep(LOOK_SECONDS)
         except NotFound:
             return True
         return False
 
-    def _cancel_executions(self, cloud: Cloud, job: str) -> None:
-        """Cancel the running executions: Cloud Run does not document that deleting a job ends them."""
-        from google.api_core.exceptions import BadRequest, NotFound
 
-        executions = cloud.clients.run_executions()
-        for execution in executions.list_executions(parent=job, timeout=TIMEOUT_SECONDS):
-            if not execution.completion_time:
-                try:
-                    executions.cancel_execution(name=execution.name, timeout=TIMEOUT_SECONDS)
-                except (NotFound, BadRequest):
-                    continue  # it ended in the meantime
+def _cancel_execution(cloud: Cloud, job: str) -> None:
+    """Cancel the execution of a job: Cloud Run does not document that deleting a job ends it."""
+    from google.api_core.exceptions import BadRequest, NotFound
+
+    attempt = names.training_of(job.rsplit("/", 1)[1])
+    if attempt is None:
+        return
+    try:
+        execution = _execution_of(job, attempt[1])
+        cloud.clients.run_executions().cancel_execution(name=execution, timeout=TIMEOUT_SECONDS)
+    except (NotFound, BadRequest):
+        pass  # it never started, or it has ended
 
 
 def job_name(launch: Launch) -> str:
@@ -199,8 +205,11 @@ def job_name(launch: Launch) -> str:
 
 def execution_name(launch: Launch) -> str:
     """The full resource name of the job's only execution: `<job>-<token>`."""
-    job = job_name(launch)
-    return f"{job}/executions/{job.rsplit('/', 1)[1]}-{_token(launch)}"
+    return _execution_of(job_name(launch), launch.attempt)
+
+
+def _execution_of(job: str, attempt: int) -> str:
+    return f"{job}/executions/{job.rsplit('/', 1)[1]}-{_token(attempt)}"
 
 
 def job_request(launch: Launch) -> dict[str, Any]:
@@ -226,10 +235,28 @@ def job_request(launch: Launch) -> dict[str, Any]:
     job = {
         "labels": labels,
         "template": {"labels": labels, "taskCount": 1, "parallelism": 1, "template": task},
-        "startExecutionToken": _token(launch),
+        "startExecutionToken": _token(launch.attempt),
     }
     parent, _, job_id = job_name(launch).rpartition("/jobs/")
     return {"parent": parent, "jobId": job_id, "job": with_launch_stage(job)}
+
+
+def status_before_execution(condition: Any) -> Status | None:
+    """The status of a job without an execution, from its condition; None for a job that has started its execution.
+
+    A job is ready when its execution has started (startExecutionToken).
+    """
+    from google.cloud import run_v2
+
+    if condition.state == run_v2.Condition.State.CONDITION_SUCCEEDED:
+        return None
+    if condition.state != run_v2.Condition.State.CONDITION_FAILED:
+        return Status(Phase.PENDING, condition.message)
+    reason = run_v2.Condition.CommonReason(condition.reason).name
+    error = classify_text("FAILED_PRECONDITION", f"{reason}: {condition.message}")
+    # Another look at the same job would see the same.
+    error_class = ErrorClass.INFRASTRUCTURE if error.error_class is ErrorClass.TRANSIENT else error.error_class
+    return Status(Phase.FAILED, error.message, error_class, hint=error.hint)
 
 
 def status_of_execution(execution: Any, result_of_task: Callable[[], Any]) -> Status:
@@ -286,13 +313,5 @@ def _target(spec: JobSpec) -> CloudRunTarget:
     return spec.target
 
 
-def _token(launch: Launch) -> str:
-    return f"t{launch.attempt}"
-
-
-def _raise_if_failed(condition: Any) -> None:
-    from google.cloud import run_v2
-
-    if condition and condition.state == run_v2.Condition.State.CONDITION_FAILED:
-        reason = run_v2.Condition.CommonReason(condition.reason).name
-        raise classify_text("FAILED_PRECONDITION", f"{reason}: {condition.message}")
+def _token(attempt: int) -> str:
+    return f"t{attempt}"
