@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from dropforge_local.containers import shim
 from dropforge_local.stack import control as local
 from dropforge_local.stack.config import StackConfig, StackInfo
 from dropforge_local.stack.deployment import IMAGES
@@ -201,14 +202,22 @@ class Cpu(NamedTuple):
     @classmethod
     def now(cls, info: StackInfo) -> Cpu:
         stack, functions = processes(info)
-        times = stack.cpu_times()
-        ended = times.children_user + times.children_system  # the ended children of the stack are containers
-        return cls(sum(times[:2]), sum(sum(process.cpu_times()[:2]) for process in functions), ended)
+        # Containers are the ended children of the stack, and the processes that fork their shims, with their children.
+        forks = [child for child in stack.children() if shim.__file__ in child.cmdline()]
+        own, ended = _times(stack)
+        containers = ended + sum(sum(_times(process)) for process in forks)
+        return cls(own, sum(_times(process)[0] for process in functions), containers)
 
     def since(self, before: Cpu, runs: int) -> str:
         milliseconds = [(now - then) / runs * 1000 for now, then in zip(self, before, strict=True)]
         parts = ", ".join(f"{name} {value:.0f}" for name, value in zip(self._fields, milliseconds, strict=True))
         return f"{sum(milliseconds):.0f} ms ({parts})"
+
+
+def _times(process: psutil.Process) -> tuple[float, float]:
+    """Seconds of CPU of a process, and of its ended children."""
+    times = process.cpu_times()
+    return times.user + times.system, times.children_user + times.children_system
 
 
 def processes(info: StackInfo) -> tuple[psutil.Process, list[psutil.Process]]:

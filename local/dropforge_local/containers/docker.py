@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .images import ImageNotFound, ImageStore
-from .processes import MARKER
+from .shim import MARKER
 
 SETTINGS = "etc/dropforge-docker.json"
 STATE = "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}"  # the only supported format of `inspect`

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import psutil
 
-from . import shim
 from .logs import append_platform_line, read_output
+from .shim import MARKER
+from .shims import Shims
 
-MARKER = "DROPFORGE_CONTAINER_ID"
 KILLED = 137  # 128 + SIGKILL, as Docker and Cloud Run report it
 OUT_OF_MEMORY = "OOM"
 LOST = "LOST"
@@ -132,6 +132,7 @@ class Runtime:
         self.directory = directory.resolve()
         self.search_path = os.pathsep.join([*map(str, search_path), "/usr/local/bin", "/usr/bin", "/bin"])
         self.containers: dict[str, Container] = {}
+        self._shims = Shims()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -143,6 +144,7 @@ class Runtime:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._shims.close()
         self.containers.clear()
 
     def launch(self, container_id: str, prepare: Callable[[Path], ContainerSpec]) -> Container:
@@ -195,15 +197,7 @@ class Runtime:
                 filter(None, [*map(str, spec.search_path), self.search_path, spec.env.get("PATH")])
             ),
         }
-        argv = [sys.executable, "-I", "-S", shim.__file__, str(directory), str(spec.log_bytes), str(spec.workdir)]
-        pid = os.posix_spawn(
-            sys.executable,
-            [*argv, *spec.argv],
-            env,
-            file_actions=_shim_files(directory),
-            setsigmask=(),
-            setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGTERM),
-        )
+        pid = self._shims.start(directory, [str(spec.log_bytes), str(spec.workdir), *spec.argv], env)
         created = _created(pid) or time.time()
         record = {"pid": pid, "created": created, "memory_bytes": spec.memory_bytes, "argv": list(spec.argv)}
         # Without a record (full disk), a later stack still finds the container by the mark in its environment.
@@ -338,15 +332,6 @@ async def _readable(descriptor: int) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(descriptor)
-
-
-def _shim_files(directory: Path) -> list[tuple[int, int, str, int, int]]:
-    errors = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, str(directory / "shim.log"), errors, 0o600),
-        (os.POSIX_SPAWN_OPEN, 2, str(directory / "shim.log"), errors, 0o600),
-    ]
 
 
 def _marks(prefix: str) -> Iterable[tuple[int, str]]:

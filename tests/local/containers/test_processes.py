@@ -26,6 +26,27 @@ from dropforge_local.containers.processes import (
     find_members,
     temporary_directory,
 )
+from dropforge_local.containers.shims import ForkServer, Shims
+
+
+@pytest.fixture(autouse=True, params=["forked", "new"])
+def shims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test with forked shims and with shims that are new processes."""
+    if request.param == "new":
+        monkeypatch.setattr(ForkServer, "is_ready", lambda _: False)
+    else:
+        monkeypatch.setattr(Shims, "__init__", _with_forks)
+    return str(request.param)
+
+
+def _with_forks(shims: Shims) -> None:
+    if sys.platform != "linux":
+        pytest.skip("shims are forked on Linux only")
+    shims._forks = ForkServer()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not shims._forks.is_ready():
+        assert time.monotonic() < deadline, "the process that forks was not ready in time"
+        time.sleep(0.005)
 
 
 def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **env: str) -> ContainerSpec:
