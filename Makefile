@@ -63,7 +63,7 @@ bench: $(STAMP) ## measure; prints medians
 crash: $(STAMP) ## kill the local stack at every commit of runs on TARGET (an hour on two idle cores)
 	@$(BIN)/python -m tests.stack.crash --target $(TARGET) --all --lanes 4
 
-mutants: $(STAMP) ## judge every mutant of the catalogue (three hours on two idle cores); see docs/mutants.md
+mutants: $(STAMP) ## judge every mutant of the catalogue (an hour on two idle cores); see docs/mutants.md
 	@$(BIN)/python -m tests.mutants --lanes 2
 
 fuzz: $(STAMP) ## give COUNT random inputs (100,000) to the functions (some minutes)

@@ -6,40 +6,40 @@ Every judge returns what noticed the mutant, or "". Only this process imports dr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from .reach import Reach, Recorder, TestsRecorder
+
 if TYPE_CHECKING:
     from dropforge_local.chaos.history import History
 
-# Folders whose tests take seconds: no stack, no training. A mutant's own folder comes first.
+# Folders whose tests take seconds: no stack, no training.
 UNIT = ("stages", "run", "money", "tell", "platforms", "cloud", "base")
 # Tests of the workflow's text with mocked calls.
 WORKFLOW = "tests/contract/test_run_workflow.py"
-# The targets that use a file, by a part of its path.
-OF_TARGETS = {
-    "platforms/cloud_run": ("cloud_run",),
-    "platforms/gke/serve": ("gke", "ray"),
-    "platforms/gke": ("gke",),
-    "platforms/ray": ("ray",),
-    "platforms/tpu_vm": ("tpu_vm",),
-    "cloud/tpu": ("tpu_vm",),
-    "cloud/disks": ("tpu_vm", "gke"),
-    "cloud/kubernetes": ("gke", "ray"),
-    "cloud/pods": ("gke", "ray"),
-}
+# Without a choice of simulations: so many of each kind. The focused ones try each aim of all targets once.
+WILD, STRUCK = 48, 48
+EFFECTS = 600  # of a single run, at least
 
 
 class Scope(NamedTuple):
-    """How thoroughly to judge: the mutated file, the simulations, and the files of unit tests (none: all of UNIT)."""
+    """What judges: the unit tests (none: all of UNIT), and the names of the simulations (none: all).
 
-    file: str
-    seeds: int
+    record: a file for the reach of tests or simulations. is_small: the model has only a cancel.
+    """
+
     tests: tuple[str, ...] = ()
-    is_small: bool = False  # the model of a cancel only
+    simulations: tuple[str, ...] = ()
+    record: Path | None = None
+    is_small: bool = False
 
 
 Judge = Callable[[Scope], str]
@@ -47,10 +47,12 @@ Judge = Callable[[Scope], str]
 
 def unit(scope: Scope) -> str:
     """The first unit test that fails."""
-    failed = _Failed()
-    every = sorted([WORKFLOW, *(f"tests/{folder}" for folder in UNIT)], key=lambda path: -_likeness(path, scope.file))
+    failed, recorder = _Failed(), TestsRecorder(Path.cwd())
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "-W", "ignore"]
-    code = pytest.main([*options, *(scope.tests or every)], plugins=[failed])
+    tests = scope.tests or (WORKFLOW, *(f"tests/{folder}" for folder in UNIT))
+    code = pytest.main([*options, *tests], plugins=[failed, *([recorder] if scope.record else [])])
+    if scope.record:
+        recorder.reach.write(scope.record)
     return failed.test or ("" if code == pytest.ExitCode.OK else f"pytest ended with {code!r}")
 
 
@@ -67,36 +69,51 @@ def model(scope: Scope) -> str:
 
 
 def chaos(scope: Scope) -> str:
-    """The first promise that a simulation breaks; each simulation is a seed, or one strike of a single run."""
+    """The first promise that a simulation breaks."""
     from dropforge_local.chaos.checker import check
 
-    for name, simulate in _simulations(scope.file, scope.seeds):
-        if problems := check(simulate()):
+    reach, recorder = Reach(), Recorder(Path.cwd())
+    for name in scope.simulations or simulations():
+        began = time.process_time()
+        simulate = simulation(name)
+        with ExitStack() as stack:
+            reach.simulations[name] = stack.enter_context(recorder.on()) if scope.record else []
+            history = simulate()
+        if problems := check(history):
             return f"{name}: {problems[0]}"
+        reach.seconds[name] = time.process_time() - began
+    if scope.record:
+        reach.write(scope.record)
     return ""
 
 
-def _simulations(file: str, count: int) -> Iterator[tuple[str, Callable[[], History]]]:
-    """Seeds of all targets; of the file's targets, wild and focused; and strikes of a run on them, in turn."""
-    from dropforge_local.chaos.faults import STRIKES, Strike
-    from dropforge_local.chaos.simulation import run, run_focused, run_struck
+def simulations() -> tuple[str, ...]:
+    """The names of all simulations, the kinds in turn: wild seeds, focused seeds, and strikes of a single run."""
+    from dropforge_local.chaos.faults import STRIKES
+    from dropforge_local.chaos.focus import aims
     from dropforge_local.chaos.specs import TARGETS
 
-    targets = _targets(file, tuple(sorted(TARGETS)))
-    effects = {target: run_struck(Strike(0, STRIKES[0]), target).facts[-1].data["effects"] for target in targets}
-    draw = random.Random(0)
-    for number in range(count):
-        target = targets[number // 4 % len(targets)]
-        strike = Strike(draw.randint(1, effects[target]), draw.choice(STRIKES))
-        yield (
-            (f"seed {number}", partial(run, number)),
-            (f"seed {number} of {target}", partial(run, number, (target,))),
-            (f"focused seed {number} of {target}", partial(run_focused, number, (target,))),
-            (f"strike {strike.effect}:{strike.fault} of {target}", partial(run_struck, strike, target)),
-        )[number % 4]
+    draw, targets = random.Random(0), sorted(TARGETS)
+    wild = [f"wild {number}" for number in range(WILD)]
+    focused = [f"focused {number}" for number in range(len(aims(targets)))]
+    struck = [f"struck {target} {draw.randint(1, EFFECTS)} {draw.choice(STRIKES)}" for target in targets * STRUCK]
+    kinds = (wild, focused, struck[:STRUCK])
+    return tuple(name for names in zip_longest(*kinds) for name in names if name)
 
 
-JUDGES: dict[str, Judge] = {"unit": unit, "model": model, "chaos": chaos}
+def simulation(name: str) -> Callable[[], History]:
+    """The simulation of a name: "wild SEED", "focused SEED", or "struck TARGET EFFECT FAULT"."""
+    from dropforge_local.chaos.faults import Strike
+    from dropforge_local.chaos.simulation import run, run_focused, run_struck
+
+    kind, *rest = name.split(" ")
+    if kind == "struck":
+        target, effect, fault = rest
+        return partial(run_struck, Strike(int(effect), fault), target)
+    return partial({"wild": run, "focused": run_focused}[kind], int(rest[0]))
+
+
+JUDGES: dict[str, Judge] = {"unit": unit, "chaos": chaos, "model": model}
 
 
 class _Failed:
@@ -111,16 +128,3 @@ class _Failed:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed and not self.test:
             self.test = f"{report.nodeid} (not collected)"
-
-
-def _targets(file: str, every: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets that use a file: those in its path, those that share its client, or all."""
-    for part, targets in OF_TARGETS.items():
-        if part in file:
-            return targets
-    return every
-
-
-def _likeness(path: str, file: str) -> int:
-    """How many parts of a mutated file's path the path of its tests shares."""
-    return len(set(file.removesuffix(".py").split("/")) & set(path.split("/")))

@@ -17,21 +17,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from .judges import JUDGES, Scope
 from .mutant import ROOT, Mutant
+from .reach import Reach
 
 TREES = ROOT / "build" / "mutants"
 SOURCES = ("", "functions", "local", "cli")  # the folders of a tree that are on the import path
 GENERATED = ("build", "__pycache__", ".*_cache", ".hypothesis", ".git")
 # A judgement that takes longer than the judgement of the unchanged tree times SLOWER, plus MORE_SECONDS, does not end.
-SLOWER, MORE_SECONDS = 3, 20
+SLOWER, MORE_SECONDS = 3, 10
 LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
+RECORD = "reach-{}.json"  # in a lane's folder build, by the judge
 MEMORY_BYTES = 6 << 30
 WAIT_SECONDS = 1200  # for a judgement that waits for itself; a busy machine needs minutes for a good one
 # The libraries that the judges import. The command imports them once, before it forks.
@@ -54,15 +56,17 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A mutant, None for the unchanged tree, and its judges in order. `tests` are its unit tests; none: all."""
+    """A mutant, None for the unchanged tree, and its judges in order.
+
+    `tests` are its unit tests, and `simulations` its simulations; none: all. `usual` has the processor seconds of the
+    judges on the unchanged tree.
+    """
 
     mutant: Mutant | None
     judges: tuple[str, ...]
     tests: tuple[str, ...] = ()
-
-    @property
-    def file(self) -> str:
-        return self.mutant.file if self.mutant else ""
+    simulations: tuple[str, ...] = ()
+    usual: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,15 +86,13 @@ class Lane:
 
 
 class Lanes:
-    """`count` judgements at a time. Judge chaos has `seeds` simulations; `is_small`: the model has only a cancel."""
+    """`count` judgements at a time. `is_small`: the model has only a cancel."""
 
-    def __init__(self, count: int, seeds: int, *, is_small: bool = False) -> None:
+    def __init__(self, count: int, *, is_small: bool = False) -> None:
         for name in LIBRARIES:
             importlib.import_module(name)
         gc.freeze()  # the memory of the libraries stays shared
-        self.seeds = seeds
         self.is_small = is_small
-        self.seconds: dict[str, float] = {}  # of each judge on the unchanged tree
         TREES.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="lanes-", dir=TREES)
         folder = Path(self._folder.name)
@@ -101,12 +103,18 @@ class Lanes:
         """Remove the copies of the tree."""
         self._folder.cleanup()
 
-    def calibrate(self, unchanged: Case) -> None:
-        """Measure judges on the unchanged tree. Raises RuntimeError if a judge finds fault with it."""
+    def record(self, unchanged: Case) -> Reach:
+        """What the tests and simulations reach, and what judges take. Raises RuntimeError if a judge finds fault."""
+        reach = Reach()
         for verdict in self.judge([unchanged]):
             if verdict.killer:
                 raise RuntimeError(f"judge {verdict.judge} finds fault with the unchanged tree: {verdict.killer}")
-            self.seconds[verdict.judge] = verdict.seconds
+            reach.seconds[verdict.judge] = verdict.seconds
+        for path in self.idle[-1].tree.glob(f"build/{RECORD.format('*')}"):
+            recorded = Reach.read(path)
+            for name, known in vars(reach).items():
+                known.update(getattr(recorded, name))
+        return reach
 
     def judge(self, cases: Iterable[Case], *, first: bool = False) -> Iterator[Verdict]:
         """The verdicts of every case's judges; `first`: only up to the first judge that notices the mutant."""
@@ -134,8 +142,8 @@ class Lanes:
         if pid := os.fork():
             self.busy[pid] = lane
             return
-        scope = Scope(lane.case.file, self.seeds, lane.case.tests, self.is_small)
-        _judge(lane, scope, self.seconds.get(lane.judge, LONGEST_SECONDS))
+        record = None if lane.case.mutant else lane.tree / "build" / RECORD.format(lane.judge)
+        _judge(lane, Scope(lane.case.tests, lane.case.simulations, record, self.is_small))
 
     def _end(self) -> tuple[Verdict, Lane]:
         """Wait for a judgement."""
@@ -148,7 +156,7 @@ class Lanes:
         return Verdict(id_, lane.judge, killer, used.ru_utime + used.ru_stime), lane
 
 
-def _judge(lane: Lane, scope: Scope, usual: float) -> NoReturn:
+def _judge(lane: Lane, scope: Scope) -> NoReturn:
     """Judge in a forked process."""
     code = 1
     try:
@@ -156,7 +164,7 @@ def _judge(lane: Lane, scope: Scope, usual: float) -> NoReturn:
         with open(lane.tree / "build" / "output.txt", "wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        most = int(usual * SLOWER + MORE_SECONDS)
+        most = int(lane.case.usual.get(lane.judge, LONGEST_SECONDS) * SLOWER + MORE_SECONDS)
         resource.setrlimit(resource.RLIMIT_CPU, (most, most + 5))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         faulthandler.dump_traceback_later(WAIT_SECONDS, exit=True)

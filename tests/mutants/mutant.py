@@ -17,7 +17,8 @@ class Mutant:
 
     `breaks` is the promise that the change breaks. A mutant that breaks none says why in `equivalent`, and no judge
     sees it. `survives` says why the judges do not notice a mutant yet. `fixed` is what kills the mutant in CI: "model",
-    "chaos", or a file of unit tests. `place` is the index of the old text in the file; None: it occurs once.
+    a file of unit tests, or the name of a simulation (judges.py). `place` is the index of the old text in the file;
+    None: it occurs once.
     """
 
     id: str
@@ -29,6 +30,13 @@ class Mutant:
     survives: str = ""
     fixed: str = ""
     place: int | None = None
+
+    @property
+    def fixed_judge(self) -> str:
+        """The judge that kills the mutant in CI; "" if CI does not judge it."""
+        if self.fixed in ("", "model"):
+            return self.fixed
+        return "unit" if self.fixed.startswith("tests/") else "chaos"
 
     def applied(self, source: str) -> str:
         """The file's text with the change. Raises ValueError if the old text does not occur exactly once."""
