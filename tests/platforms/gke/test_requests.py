@@ -15,6 +15,7 @@ from kubernetes import client
 
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import kubernetes
+from dropforge.platforms.gke import serve
 from dropforge.platforms.gke import train as gke
 from dropforge.platforms.gke.catalog import GKE_DRIVER_VERSION, GKE_DRIVERS, GKE_GPUS
 from dropforge.platforms.gke.requests import cluster_request, job_manifest, service_manifest
@@ -518,3 +519,17 @@ def test_every_pod_with_a_gpu_selects_the_driver_of_the_table() -> None:
     labels = pod_spec(launch())["nodeSelector"]
     assert labels["cloud.google.com/gke-gpu-driver-version"] == GKE_DRIVER_VERSION
     assert GKE_DRIVERS[GKE_DRIVER_VERSION].branch >= max(gpu.least_driver for gpu in GPUS.values())
+
+
+def test_the_pods_of_an_endpoint_are_deleted_with_its_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also pods that were orphaned from it. The other parts of an endpoint have no pods."""
+    selected: dict[str, str] = {}
+
+    def delete(_: Any, name: str, of_it: str = "") -> bool:
+        selected[name] = of_it
+        return True
+
+    monkeypatch.setattr(kubernetes, "delete", delete)
+    for kind in ("apps.k8s.io/Deployment", "core.k8s.io/Service"):
+        assert serve.GkeDeployment().teardown(cloud_with(SETTINGS), kind, f"clusters/c/k8s/{kind}/df-{RUN}-serve")
+    assert list(selected.values()) == [f"{serve.INSTANCE}=df-{RUN}-serve", ""]

@@ -16,9 +16,11 @@ from google.longrunning import operations_pb2
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.cloud import tpu
+from dropforge.cloud.listing import Listed
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.shape import shape_of
-from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, machine, status_of, status_of_node
+from dropforge.platforms.tpu_vm.serve import TpuVmServer
+from dropforge.platforms.tpu_vm.train import STARTUP_SCRIPT, TpuVms, machine, status_of, status_of_node
 from dropforge.platforms.training import Launch, Phase
 from dropforge.spec import parse_spec
 from dropforge.stages.admission import deployment_problems, fit_problems
@@ -204,3 +206,17 @@ def test_a_spec_that_does_not_fit_or_has_no_image_is_refused_early() -> None:
     [problem] = fit_problems(large, None)
     assert problem.expected is not None
     assert problem.expected.startswith("at most 128 GiB on 1 v5litepod-8")
+
+
+def test_the_sweep_sees_training_and_serving_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adapter lists its own: the label of an attempt or of an expiry tells them apart."""
+    training, serving = (
+        Listed(tpu.NODE, f"nodes/{label}", names.labels("demo-0123456789ab", {label: "1"}), None)
+        for label in (names.ATTEMPT_LABEL, names.EXPIRES_LABEL)
+    )
+    monkeypatch.setattr(tpu, "list_queued", lambda _: [])
+    monkeypatch.setattr(tpu, "list_nodes", lambda _: [training, serving])
+    monkeypatch.setattr("dropforge.platforms.tpu_vm.train.list_disks", lambda _: [])
+    cloud = cloud_with()
+    assert list(TpuVms().listed(cloud)) == [training]
+    assert list(TpuVmServer().listed(cloud)) == [serving]
