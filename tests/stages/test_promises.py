@@ -94,12 +94,16 @@ class Place:
         platforms = Platforms(
             target=lambda _: platform, server=lambda _: platform, owner=lambda _: platform, all=lambda: [platform]
         )
-        publisher = SimpleNamespace(publish=lambda *_, **__: SimpleNamespace(result=lambda timeout=None: "id"))
+        self.events: list[dict[str, Any]] = []
+
+        def publish(topic: str, data: bytes, **_: Any) -> Any:
+            self.events.append(json.loads(data))
+            return SimpleNamespace(result=lambda timeout=None: "id")
 
         def log(message: str, **details: Any) -> None:
             self.logged.append({"message": message, **details})
 
-        cloud = cloud_with(SETTINGS, NOW, log, storage=storage, publisher=publisher)
+        cloud = cloud_with(SETTINGS, NOW, log, storage=storage, publisher=SimpleNamespace(publish=publish))
         self.context = Context(cloud, platforms)
         self.store: RunStore = self.context.store
         attempt = Attempt(number=1, placement=0, region="us-central1", started=NOW - MINUTE, deadline=NOW + 60 * MINUTE)
@@ -218,6 +222,14 @@ def test_a_cancel_does_not_change_a_finished_run_without_a_live_endpoint(kept: E
     assert place.record.cancel_requested is None
     if kept is None or kept.ended:
         assert place.record == before
+
+
+def test_the_end_of_a_run_that_was_cancelled_before_its_start_is_told() -> None:
+    place = Place(RunState.ACCEPTED, attempts=[], execution=None)
+    cancel(place.context, RUN)
+    assert place.record.state is RunState.CANCELLED
+    assert [event["state"] for event in place.events] == ["CANCELLED"]
+    assert json.loads(place.store.read(names.report_object(RUN)).data)["state"] == "CANCELLED"
 
 
 @pytest.mark.parametrize("status", [200, 404, 409, 410, 429, 500, 503, 408])
