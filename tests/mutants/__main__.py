@@ -14,7 +14,7 @@
 A judge begins with the tests and simulations that call the changed function, the cheapest first. The first command on
 a tree records which these are (build/mutants/reach.json, some minutes), and that the judges find no fault with it.
 
-It prints a line for each verdict, then who killed whom, the score and the survivors. Each verdict is also a line of
+It prints a line for each verdict, then a table by file, the score and the survivors. Each verdict is also a line of
 build/mutants/verdicts.jsonl. The exit code is 1 if a mutant survives whose entry does not say why.
 """
 
@@ -24,7 +24,7 @@ import argparse
 import json
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -45,8 +45,9 @@ SHOWN = 110  # characters of what noticed a mutant
 def main() -> int:
     options = _options()
     known = _by_mutant(read(VERDICTS))
+    entries = {mutant.id: mutant for mutant in catalogue()}
     if options.table:
-        return _sum_up({mutant.id: mutant for mutant in catalogue()}, known)
+        return _sum_up(entries, known)
     mutants = _mutants(options, known)
     verdicts: dict[str, list[Verdict]] = defaultdict(list)
     is_kept = options.continued or options.survivors
@@ -59,7 +60,7 @@ def main() -> int:
                 print(_line(verdict), flush=True)
     if is_kept:
         verdicts = _by_mutant(read(VERDICTS))
-    return _sum_up({mutant.id: mutant for mutant in catalogue()} | {mutant.id: mutant for mutant in mutants}, verdicts)
+    return _sum_up(entries | {mutant.id: mutant for mutant in mutants}, verdicts)
 
 
 def _fixed_cases(lanes: Lanes, mutants: list[Mutant]) -> list[Case]:
@@ -164,7 +165,7 @@ def _line(verdict: Verdict) -> str:
 def _sum_up(mutants: dict[str, Mutant], verdicts: dict[str, list[Verdict]]) -> int:
     """Print who killed whom, the score and the survivors. Returns the exit code."""
     survivors = [id_ for id_, given in verdicts.items() if not _is_killed(given)]
-    print(f"\n{_table(verdicts)}\n\n{_score(verdicts.values())}")
+    print(f"\n{_table(mutants, verdicts)}\n\n{_score(verdicts.values())}")
     for id_ in survivors:
         mutant = mutants.get(id_)
         print(f"survives: {id_}{f': {mutant.breaks or mutant.survives}' if mutant else ''}")
@@ -172,13 +173,16 @@ def _sum_up(mutants: dict[str, Mutant], verdicts: dict[str, list[Verdict]]) -> i
     return 0 if explained.issuperset(survivors) else 1
 
 
-def _table(verdicts: dict[str, list[Verdict]]) -> str:
-    """A row for each mutant and a column for each judge; empty where a judge did not see the mutant."""
-    rows = [["mutant", *JUDGES]]
-    for id_, given in sorted(verdicts.items()):
-        by = {verdict.judge: "killed" if verdict.killer else "survives" for verdict in given}
-        rows.append([id_, *(by.get(judge, "") for judge in JUDGES)])
-    return "\n".join(f"{name:<62}" + "".join(f"{cell:<10}" for cell in cells) for name, *cells in rows)
+def _table(mutants: dict[str, Mutant], verdicts: dict[str, list[Verdict]]) -> str:
+    """A row for each file, in Markdown: its mutants, those that were judged, and how many each judge killed first."""
+    rows = ["| file | mutants | judged | " + " | ".join(JUDGES) + " | survive |", "|---|" + "--:|" * (len(JUDGES) + 3)]
+    for file in sorted({mutants[id_].file for id_ in verdicts if id_ in mutants}):
+        ids = [mutant.id for mutant in mutants.values() if mutant.file == file and not mutant.equivalent]
+        judged = [verdicts[id_] for id_ in ids if id_ in verdicts]
+        killers = Counter(next((verdict.judge for verdict in each if verdict.killer), "") for each in judged)
+        cells = (len(ids), len(judged), *(killers[judge] for judge in JUDGES), killers[""])
+        rows.append(f"| `{file.removeprefix('functions/dropforge/')}` | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
 
 
 def _score(verdicts: Iterable[list[Verdict]]) -> str:

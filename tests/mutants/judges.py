@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from .reach import Reach, Recorder, TestsRecorder
+from .reach import WORKFLOW, Reach, Recorder, TestsRecorder
 
 if TYPE_CHECKING:
     from dropforge_local.chaos.history import History
 
 # Folders whose tests take seconds: no stack, no training.
 UNIT = ("stages", "run", "money", "tell", "platforms", "cloud", "base")
-# Tests of the workflow's text with mocked calls.
-WORKFLOW = "tests/contract/test_run_workflow.py"
 # Without a choice of simulations: so many of each kind. The focused ones try each aim of all targets once.
 WILD, STRUCK = 48, 48
 EFFECTS = 600  # of a single run, at least

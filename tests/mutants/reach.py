@@ -26,6 +26,7 @@ from .mutant import ROOT, Mutant
 
 # The sources that decide what a test reaches.
 SOURCES = ("functions", "workflows", "local/dropforge_local", "tests")
+WORKFLOW = "tests/contract/test_run_workflow.py"  # the tests of the workflow's text, with mocked calls
 LEAST = 12  # tests or simulations of a mutant whose function hardly any reach
 MOST_TESTS = 150  # of a mutant: the cheapest ones
 
@@ -55,11 +56,11 @@ class Reach:
         function = function_of(mutant)
         ranks: dict[str, int] = {}
         for test, called in self.tests.items():
-            if function in called:
+            if function in called or (not function and _is_about(test, called, mutant.file)):
                 ranks[test] = 0
             elif function in self.fixtures.get(_file(test), ()):
                 ranks[test] = 1
-            elif any(each.startswith(f"{mutant.file}::") for each in called):
+            elif _is_about(test, called, mutant.file):
                 ranks[test] = 2
         chosen: list[str] = []
         for test in sorted(ranks, key=lambda each: (ranks[each], self.seconds[each])):
@@ -168,6 +169,13 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
         elif isinstance(child, ast.ClassDef):
             inner = f"{prefix}{child.name}."
         yield from _functions(child, inner)
+
+
+def _is_about(test: str, called: list[str], file: str) -> bool:
+    """Whether a test calls any function of a file, or runs the workflow."""
+    if file.endswith(".yaml"):
+        return _file(test) == WORKFLOW
+    return any(each.startswith(f"{file}::") for each in called)
 
 
 def _file(test: str) -> str:

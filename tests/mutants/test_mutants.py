@@ -113,6 +113,22 @@ def test_a_mutant_of_nothing_that_is_called_meets_a_few_simulations(monkeypatch:
     assert 0 < len(REACH.simulations_of(Mutant("m/name", "functions/m.py", "a", "b"), 30)) < 30
 
 
+def test_a_mutant_outside_of_functions_meets_all_tests_of_its_file() -> None:
+    workflow = f"{reach.WORKFLOW}::test"
+    known = Reach(
+        tests={
+            workflow: [],
+            **{f"tests/a.py::{number}": ["functions/dropforge/money.py::due"] for number in range(20)},
+        },
+        seconds={workflow: 0.1, **{f"tests/a.py::{number}": 0.1 for number in range(20)}},
+    )
+    constant = next(mutant for mutant in CATALOGUE if mutant.file.endswith("yaml"))
+    assert known.tests_of(constant, 10) == (workflow,)
+    source = (ROOT / "functions/dropforge/money.py").read_text()
+    name = next(line for line in source.splitlines() if line.startswith("MIN_ATTEMPT_SECONDS"))
+    assert len(known.tests_of(Mutant("money/name", "functions/dropforge/money.py", name, "x"), 10)) == 20
+
+
 def test_the_function_of_a_mutant_is_the_innermost_one_with_the_change() -> None:
     functions = {mutant.id: reach.function_of(mutant) for mutant in CATALOGUE}
     assert functions["stages/provision/creates-without-an-intent"].endswith("stages/provision.py::_launch")
