@@ -15,7 +15,7 @@ from dropforge.run.record import Attempt, Record, RunState, Transition
 from dropforge.run.store import RunStore
 from dropforge.stages.await_.decide import MOST_REPORTS, Heard, Report, decide, hear
 
-from ..deployments import SETTINGS, Memory
+from ..deployments import SETTINGS, Memory, settings_with
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 RUN = "job-0123456789ab"
@@ -95,6 +95,17 @@ def test_pending_too_long_is_a_stockout() -> None:
     decision = verdict([], Status(Phase.PENDING), started=timedelta(seconds=-1801))
     assert decision.error.error_class is ErrorClass.STOCKOUT
     assert "us-central1" in decision.error.message
+
+
+@pytest.mark.parametrize(("most", "waits"), [(200, False), (400, True)])
+def test_an_attempt_waits_for_capacity_no_longer_than_max_wait(most: int, waits: bool) -> None:
+    """It has waited for 300 s. Without max_wait the deployment's setting would decide, and otherwise."""
+    run = record()
+    limited = run.attempts[0].model_copy(update={"max_wait_seconds": most})
+    run = run.model_copy(update={"attempts": [limited]})
+    settings = settings_with(provision_deadline_seconds=100 if waits else 10_000)
+    decision = decide(heard([]), None, Status(Phase.PENDING), run, NOW, settings)
+    assert (decision.error is None) is waits
 
 
 def test_the_wait_for_capacity_begins_at_the_launch() -> None:

@@ -15,7 +15,7 @@ from dropforge.run.events import Request
 from dropforge.run.record import Record, RunState
 from dropforge.stages import submit
 from dropforge.stages.cancel import cancel_requested
-from dropforge.stages.submit import submit_message, submit_uri
+from dropforge.stages.submit import submit_message, submit_object, submit_uri
 
 from ..deployments import Memory, context_with, settings_with
 from .test_ceiling import document
@@ -126,6 +126,19 @@ def test_a_cancel_before_its_run_counts_only_from_the_source_of_the_run(
     deployment.cancel(run, "requests-other", "m-0")
     deployment.cancel(run, topic)
     assert deployment.submit("requests").state is (RunState.CANCELLED if counts else RunState.ACCEPTED)
+    states = [event["state"] for event in deployment.events if event["run"] == run and event["state"] != "UNKNOWN"]
+    assert states == ["CANCELLED" if counts else "ACCEPTED"]
+
+
+def test_the_end_of_a_run_whose_spec_was_deleted_before_it_was_read_is_told(deployment: Deployment) -> None:
+    name, generation = "specs/deleted.json", "7"
+    run = names.run_id_of_object("specs", name, generation)
+    deployment.cancel(run, "operations")
+    deployment.events.clear()
+    for _ in range(2):  # the event of the upload may be delivered again
+        record = submit_object(deployment.context, "specs", name, generation, 100)
+        assert [transition.state for transition in record.history] == [RunState.CANCELLED]
+    assert [event["state"] for event in deployment.events] == ["CANCELLED"]
 
 
 def test_a_cancel_that_an_earlier_version_stored_still_counts(deployment: Deployment) -> None:
