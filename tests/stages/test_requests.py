@@ -138,7 +138,7 @@ def test_the_end_of_a_run_whose_spec_was_deleted_before_it_was_read_is_told(depl
     for _ in range(2):  # the event of the upload may be delivered again
         record = submit_object(deployment.context, "specs", name, generation, 100)
         assert [transition.state for transition in record.history] == [RunState.CANCELLED]
-    assert [event["state"] for event in deployment.events] == ["CANCELLED"]
+        assert [event["state"] for event in deployment.events] == ["CANCELLED"]
 
 
 def test_a_cancel_that_an_earlier_version_stored_still_counts(deployment: Deployment) -> None:
