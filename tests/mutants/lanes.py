@@ -35,6 +35,7 @@ SLOWER, MORE_SECONDS = 3, 10
 LONGEST_SECONDS = 300.0  # of processor time, for a judgement of the unchanged tree
 RECORD = "reach-{}.json"  # in a lane's folder build, by the judge
 MEMORY_BYTES = 6 << 30
+PATIENCE_SECONDS = 60.0  # for an event that a test waits for: a mutant may be why it never comes
 WAIT_SECONDS = 1200  # for a judgement that waits for itself; a busy machine needs minutes for a good one
 # The libraries that the judges import. The command imports them once, before it forks.
 LIBRARIES = (
@@ -169,6 +170,7 @@ def _judge(lane: Lane, scope: Scope) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         faulthandler.dump_traceback_later(WAIT_SECONDS, exit=True)
         _enter(lane.tree)
+        vars(importlib.import_module("tests.patience"))["PATIENCE_SECONDS"] = PATIENCE_SECONDS
         try:
             killer = JUDGES[lane.judge](scope)
         except BaseException as error:  # noqa: BLE001  # also of the simulation, and a pytest that gives up
