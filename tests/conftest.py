@@ -19,6 +19,7 @@ from .untested import untested_targets
 ROOT = Path(__file__).resolve().parent.parent
 IMPOSSIBLE = 3  # the exit code of a tool whose environment this machine cannot have
 MAKERS = pytest.StashKey[dict[str, "Maker"]]()
+COLLECTED = pytest.StashKey[frozenset[str]]()  # the names of the modules that the collection imported
 TOOLS = {"maxtext_environment": "maxtext_env.py", "vllm_environment": "vllm_env.py"}  # by the fixture
 
 # Neither the speed of the machine nor chance decides a test: no time for an example, and the same examples in each run.
@@ -28,6 +29,8 @@ settings.load_profile("suite")
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the Hub, which may answer slowly or not at all
+    # PyTorch's threads spin while one of them waits for a core: on two busy cores a training took ten times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         from .scheduling import COMPUTES, NICENESS
 
@@ -44,6 +47,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.hookimpl
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[COLLECTED] = frozenset(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,8 +20,7 @@ import pytest
 from containers.common.chat import MINIMAL_TEMPLATE, load_tokenizer, render
 from containers.common.evaluation import generate_ids
 from containers.common.sealing import make_seal, with_other_kernel
-from containers.serve_vllm.standin import prompt_logprobs
-from containers.train_trl import export, merge
+from containers.train_trl import export
 from dropforge.base.errors import CloudError, ErrorClass
 from dropforge.run.record import Parity
 from dropforge.run.seal import Seal
@@ -30,6 +29,9 @@ from dropforge.stages.parity import Endpoint, progress
 
 from . import same_class, trained
 from .conftest import job_spec
+from .lazy import Lazy
+
+merge, standin = Lazy("containers.train_trl.merge"), Lazy("containers.serve_vllm.standin")
 
 # PEFT uses a name that transformers will remove; the trainer ignores such warnings, too.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -69,7 +71,7 @@ class Served:
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         choice = {"prompt_token_ids": body["prompt"], "token_ids": self._answer(body["prompt"], body)}
         if body.get("prompt_logprobs"):
-            choice["prompt_logprobs"] = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"])
+            choice["prompt_logprobs"] = standin.prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"])
         return {"choices": [choice]}
 
     def _answer(self, ids: list[int], body: dict[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ until their answers are neither random nor certain, in seconds, without a traine
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from typing import Any
 
 from containers.common.chat import encode_prompt, load_tokenizer
 from containers.common.rows import Row
-from containers.train_trl.trainer import lora_config
 
 from . import same_class
 from .conftest import ROOT, job_spec
@@ -72,6 +72,7 @@ def _make(family: same_class.Family, base: Path, checkpoint: Path) -> None:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
+    from containers.train_trl.trainer import lora_config
     from dropforge.spec import parse_spec
 
     shutil.copytree(same_class.make(ROOT / "build" / "same_class", family), base)
@@ -83,8 +84,6 @@ def _make(family: same_class.Family, base: Path, checkpoint: Path) -> None:
         path.unlink()
     model.to(torch.bfloat16).save_pretrained(base, max_shard_size="200KB")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    import json
-
     spec = parse_spec(json.dumps(job_spec()).encode())
     adapter = get_peft_model(model, lora_config(spec, model))
     _train(adapter, tokenizer, rows(" limit 10;"), ADAPTER_STEPS, 5e-3)

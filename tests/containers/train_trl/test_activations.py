@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from containers.train_trl.plan import divided_map, shape_of, shape_on_meta
-from containers.train_trl.trainer import lora_config
 from dropforge.fit.known import KNOWN_MODELS
 from dropforge.fit.memory import adapter_parameters, saved_bytes
 from dropforge.spec import JobSpec, parse_spec
 
 from .. import same_class
 from ..conftest import ROOT, job_spec
+from ..lazy import Lazy
+
+peft, torch, transformers = Lazy("peft"), Lazy("torch"), Lazy("transformers")
+trainer = Lazy("containers.train_trl.trainer")
 
 # PEFT uses a name that transformers will remove; the trainer ignores such warnings, too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -28,16 +28,16 @@ LAYERS, TOKENS = (2, 4), (256, 512)
 
 def model_of(directory: str, layers: int, spec: JobSpec, size: int) -> Any:
     """A model of the family with so many layers, and weights of `size` bytes: 2 for an adapter on a GPU."""
-    config = AutoConfig.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory)
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = ["full_attention"] * layers
     whole = spec.training.adapter.type == "none"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if size == 4 else torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32 if size == 4 else torch.bfloat16)
     if whole:
         return model.train()
-    model = get_peft_model(model, lora_config(spec, model))
+    model = peft.get_peft_model(model, trainer.lora_config(spec, model))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
@@ -48,9 +48,9 @@ def model_of(directory: str, layers: int, spec: JobSpec, size: int) -> Any:
 def bytes_saved(model: Any, tokens: int) -> int:
     """The bytes that a forward pass keeps for the backward pass; a storage counts once, parameters do not."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept: dict[int, Any] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage
@@ -112,8 +112,10 @@ def test_the_plan_counts_the_parameters_of_an_adapter(family: same_class.Family,
     document = job_spec()
     document["training"]["adapter"] = adapter
     spec = parse_spec(json.dumps(document).encode())
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    trained = sum(p.numel() for p in get_peft_model(model, lora_config(spec, model)).parameters() if p.requires_grad)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
+    trained = sum(
+        p.numel() for p in peft.get_peft_model(model, trainer.lora_config(spec, model)).parameters() if p.requires_grad
+    )
     assert adapter_parameters(shape_of(directory, trust_remote_code=False), spec.training.adapter) == trained
 
 

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from containers.common.errors import JobError
-from containers.train_trl import export, merge, parity
-from containers.train_trl.trainer import freeze_other_parts, lora_config, trained_parameters
+from containers.train_trl import export
 from dropforge.spec import JobSpec, parse_spec
 
 from .. import same_class
 from ..conftest import ROOT, job_spec
+from ..lazy import Lazy
+
+peft, safetensors, torch, transformers = Lazy("peft"), Lazy("safetensors.torch"), Lazy("torch"), Lazy("transformers")
+merge, parity, trainer = (Lazy(f"containers.train_trl.{name}") for name in ("merge", "parity", "trainer"))
 
 FAMILIES = ("gemma3", "gemma1", "qwen3", "llama31")
 
@@ -38,10 +37,10 @@ def job(**training: Any) -> JobSpec:
 def adapted(base: Path, checkpoint: Path, **training: Any) -> Path:
     """Save an adapter with random weights on `base`, where the trainer would leave it."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = lora_config(job(**training), model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = trainer.lora_config(job(**training), model)
     assert config is not None
-    model = get_peft_model(model, config)
+    model = peft.get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -49,7 +48,7 @@ def adapted(base: Path, checkpoint: Path, **training: Any) -> Path:
     return checkpoint
 
 
-def logits(model: Any, tokenizer: Any) -> torch.Tensor:
+def logits(model: Any, tokenizer: Any) -> Any:
     ids = tokenizer("how many orders have amount above 7?", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         return model(input_ids=ids).logits
@@ -59,13 +58,13 @@ def logits(model: Any, tokenizer: Any) -> torch.Tensor:
 def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, tmp_path: Path) -> None:
     base = base_of(family)
     checkpoint = adapted(base, tmp_path / "checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template or "{{ messages[0]['content'] }}"
     export.save(base, checkpoint, tokenizer, tmp_path / "export", job())
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    expected = PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True).state_dict()
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(model, checkpoint).merge_and_unload(safe_merge=True).state_dict()
     served = export.reload(tmp_path / "export", None, job())
     assert type(served) is type(model)
     assert served.dtype == torch.bfloat16
@@ -73,16 +72,18 @@ def test_the_merge_equals_peft_s_bit_for_bit(family: same_class.Family, tmp_path
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor.to(torch.bfloat16)), name
-    unmerged = AutoModelForCausalLM.from_pretrained(base)
+    unmerged = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert not torch.equal(logits(served, tokenizer), logits(unmerged, tokenizer))
 
 
 def test_only_the_language_layers_of_a_model_that_sees_are_trained() -> None:
     for type_ in ("lora", "none"):
-        model = AutoModelForCausalLM.from_pretrained(base_of("gemma3"))
-        freeze_other_parts(model)
-        config = lora_config(job(adapter={"type": type_} if type_ == "none" else {"type": type_, "r": 4}), model)
-        names = trained_parameters(get_peft_model(model, config) if config else model)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base_of("gemma3"))
+        trainer.freeze_other_parts(model)
+        config = trainer.lora_config(
+            job(adapter={"type": type_} if type_ == "none" else {"type": type_, "r": 4}), model
+        )
+        names = trainer.trained_parameters(peft.get_peft_model(model, config) if config else model)
         assert names
         assert not [name for name in names if "language_model" not in name]
 
@@ -91,32 +92,34 @@ def test_only_the_language_layers_of_a_model_that_sees_are_trained() -> None:
 def test_an_adapter_that_cannot_be_merged_is_refused_before_the_training(tmp_path: Path) -> None:
     base = base_of("qwen3")
     for module in ("lm_head", "embed_tokens"):
-        model = AutoModelForCausalLM.from_pretrained(base)
-        adapter = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", module]))
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        adapter = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", module]))
         with pytest.raises(JobError, match=rf"target_modules includes '[a-z.]*{module}'"):
-            merge.check_adapter(base, trained_parameters(adapter))
-    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
-    merge.check_adapter(base, trained_parameters(adapter))
+            merge.check_adapter(base, trainer.trained_parameters(adapter))
+    adapter = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    merge.check_adapter(base, trainer.trained_parameters(adapter))
     quantised = tmp_path / "quantised"
     shutil.copytree(base, quantised)
-    tensors = load_file(quantised / "model.safetensors")
+    tensors = safetensors.load_file(quantised / "model.safetensors")
     for name in tensors:
         if "q_proj" in name:
             tensors[name] = tensors[name].to(torch.int8)
-    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    safetensors.save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     with pytest.raises(JobError, match="have the type I8"):
-        merge.check_adapter(quantised, trained_parameters(adapter))
+        merge.check_adapter(quantised, trainer.trained_parameters(adapter))
     (quantised / "model.safetensors").unlink()
     with pytest.raises(JobError, match="no weights in the safetensors format"):
-        merge.check_adapter(quantised, trained_parameters(adapter))
+        merge.check_adapter(quantised, trainer.trained_parameters(adapter))
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     checkpoint = adapted(base_of("gemma1"), tmp_path / "checkpoint")
-    tensors = load_file(checkpoint / merge.ADAPTER)
+    tensors = safetensors.load_file(checkpoint / merge.ADAPTER)
     name = next(name for name in tensors if "lora_B" in name)
     tensors[name][0, 0] = float("inf")
-    save_file(tensors, checkpoint / merge.ADAPTER)
+    safetensors.save_file(tensors, checkpoint / merge.ADAPTER)
     (tmp_path / "model").mkdir()
     with pytest.raises(JobError, match=r"not finite.*\n?") as caught:
         merge.merge_adapter(base_of("gemma1"), checkpoint, tmp_path / "model")
@@ -126,12 +129,12 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_a_whole_model_is_written_in_the_precision_of_its_base(tmp_path: Path) -> None:
     """Full fine-tuning trains in 32 bits. The shards' files, names and shapes stay."""
     checkpoint = tmp_path / "checkpoint"
-    model = AutoModelForCausalLM.from_pretrained(base_of("llama31"), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base_of("llama31"), dtype=torch.float32)
     model.save_pretrained(checkpoint, max_shard_size="200KB")
     (tmp_path / "model").mkdir()
     merge.cast(checkpoint, tmp_path / "model", torch.bfloat16)
     shutil.copy(base_of("llama31") / "config.json", tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16)), name
@@ -147,7 +150,7 @@ def test_the_comparison_passes_a_good_export_and_refuses_a_wrong_one(tmp_path: P
     trained = parity.log_probabilities(export.trained_model(base, checkpoint, None, spec), rows)
     served = export.reload(tmp_path / "export", None, spec)
     assert parity.check(trained, served, rows) < parity.DIVERGENCE
-    unmerged = AutoModelForCausalLM.from_pretrained(base)
+    unmerged = transformers.AutoModelForCausalLM.from_pretrained(base)
     with pytest.raises(JobError, match="diverge by"):
         parity.check(trained, unmerged, rows)
     config = json.loads((checkpoint / merge.ADAPTER_CONFIG).read_text())
