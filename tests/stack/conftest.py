@@ -8,6 +8,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..deployments import clients, forget
 from .clusters import Clusters
 from .machines import machines_of_run
 from .targets import PARTS, SERVES
+from .zygote import Zygote
 
 NOOP_IMAGES = Path(__file__).resolve().parents[1] / "images"
 NOOP_SETTINGS = {
@@ -216,14 +218,45 @@ def open_user() -> Iterator[Callable[[Path], User]]:
     forget()
 
 
+@pytest.fixture(scope="session")
+def fork_stack() -> Iterator[Callable[[Path], StackInfo]]:
+    """Yield a function that does what `control.up` does, but forks the stack (zygote.py): a start takes 3 s otherwise.
+
+    The stacks of tests/cli and of tests/contract are started as users start them.
+    """
+    with closing(Zygote()) as zygote:
+
+        def fork(state: Path) -> StackInfo:
+            with patch.object(local, "_spawn", zygote.spawn):
+                return local.up(state)
+
+        yield fork
+
+
 @pytest.fixture
-def own_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
+def own_stack(
+    tmp_path: Path, open_user: Callable[[Path], User], fork_stack: Callable[[Path], StackInfo]
+) -> Iterator[Callable[[], User]]:
     """Yield a function that starts or restarts a stack that only this test uses."""
-    state = tmp_path / "stack"
+    with _own_stack(tmp_path / "stack", open_user, fork_stack) as start:
+        yield start
+
+
+@pytest.fixture
+def unforked_stack(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[Callable[[], User]]:
+    """Yield `own_stack` for a stack that starts as users start it: the functions are the stack's child process."""
+    with _own_stack(tmp_path / "stack", open_user, local.up) as start:
+        yield start
+
+
+@contextmanager
+def _own_stack(
+    state: Path, open_user: Callable[[Path], User], up: Callable[[Path], StackInfo]
+) -> Iterator[Callable[[], User]]:
     NOOP_CONFIG.save(state)
 
     def start() -> User:
-        local.up(state)
+        up(state)
         return open_user(state)
 
     yield start
@@ -244,11 +277,11 @@ def serve(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared_stack(tmp_path_factory: pytest.TempPathFactory, fork_stack: Callable[[Path], StackInfo]) -> Iterator[Path]:
     """Yield the state directory of the stack that the tests share; a test must not break it."""
     state = tmp_path_factory.mktemp("stack")
     replace(NOOP_CONFIG, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
-    local.up(state)
+    fork_stack(state)
     yield state
     local.down(state)
     remains = local.leftovers(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -64,13 +63,13 @@ def test_a_restarted_stack_notices_a_container_that_ended_meanwhile(own_stack: C
     assert record.error.error_class == "data"
 
 
-def test_killed_functions_are_restarted(own_stack: Callable[[], User]) -> None:
-    user = own_stack()
+def test_killed_functions_are_restarted(unforked_stack: Callable[[], User]) -> None:
+    user = unforked_stack()
     run = user.drop(user.spec("slow"))
     user.wait(run, "TRAINING")
-    for process in psutil.Process(user.info.pid).children():
-        if "functions_host" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
+    children = psutil.Process(user.info.pid).children()
+    (functions,) = [child for child in children if any("functions_host" in word for word in child.cmdline())]
+    functions.kill()
     record = user.wait(run)
     assert record.state is RunState.SUCCEEDED
     assert_clean(user, run)

@@ -14,6 +14,7 @@ from tests.patience import PATIENCE_SECONDS
 from dropforge.run.record import RunState
 from dropforge_local.base.identity import Identity
 from dropforge_local.stack import control as local
+from dropforge_local.stack.config import StackInfo
 from dropforge_local.stack.deployment import IMAGES
 
 from ..deployments import clients
@@ -31,13 +32,13 @@ ALLOWED = {
 
 
 @pytest.fixture
-def user(tmp_path: Path, open_user: Callable[[Path], User]) -> Iterator[User]:
+def user(tmp_path: Path, open_user: Callable[[Path], User], fork_stack: Callable[[Path], StackInfo]) -> Iterator[User]:
     """The user of a stack on which every trainer is hostile."""
     state, image = tmp_path / "stack", f"{IMAGES}/train-hostile:test"
     trainers = {f"DROPFORGE_TRAIN_{kind}_IMAGE": image for kind in ("TRL", "MAXTEXT", "RAY")}
     settings = {**NOOP_CONFIG.settings, **trainers}
     replace(NOOP_CONFIG, settings=settings, sweep_seconds=RARE_SWEEP_SECONDS).save(state)
-    local.up(state)
+    fork_stack(state)
     yield open_user(state)
     local.down(state)
 

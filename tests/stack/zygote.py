@@ -47,24 +47,25 @@ class Zygote:
         with child_socket:
             command = [sys.executable, "-P", __file__, str(child_socket.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_socket.fileno()])
-        self._last: psutil.Process | None = None
+        self._last: dict[str, psutil.Process] = {}  # by state directory
 
     def spawn(self, command: Sequence[str], log_path: object) -> int:
         """Start a stack as `python -P -m dropforge_local.stack.main ARGUMENTS` does; return its pid."""
-        while self._last and _threads(self._last) > 1:  # the previous stack may still end, and holds its ports
+        state = command[4]
+        while state in self._last and _threads(self._last[state]) > 1:  # it may still end, and holds its ports
             time.sleep(0.01)
         request = {"arguments": list(command[4:]), "log": str(log_path), "environment": dict(os.environ)}
         self._socket.send(json.dumps(request).encode())
         pid = int(self._socket.recv(MESSAGE_BYTES))
         with suppress(psutil.NoSuchProcess):
-            self._last = psutil.Process(pid)
+            self._last[state] = psutil.Process(pid)
         return pid
 
     def close(self) -> None:
-        """End the zygote and its last stack: no command line identifies a stack that never became ready."""
-        with suppress(psutil.NoSuchProcess):
-            if self._last:
-                self._last.kill()
+        """End the zygote and its last stacks: no command line identifies a stack that never became ready."""
+        for stack in self._last.values():
+            with suppress(psutil.NoSuchProcess):
+                stack.kill()
         self._socket.close()
         self._process.wait(60)
 
@@ -157,6 +158,7 @@ def _modules_of(source: str) -> list[str]:
 
 
 def _stack(stack_main: Any, functions_process: Any, request: Mapping[str, Any]) -> None:
+    os.umask(0o077)  # as control._spawn
     with open(os.devnull, "rb") as empty, open(request["log"], "ab") as log:
         _become(request, [empty.fileno(), log.fileno(), log.fileno()])
     nursery = _nursery()
