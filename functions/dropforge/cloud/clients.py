@@ -21,14 +21,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
+from threading import RLock
 from typing import Any, TypeVar
 
 from .hub import Hub
 
 # Bounds one request; the functions' own deadline is 540 s.
 TIMEOUT_SECONDS = 30.0
-# Connections that a client keeps: as many as a sweep has threads. The default of ten would make most of them again.
-CONNECTIONS = 32
 
 _SILENT = logging.getLogger(f"{__name__}.slack")  # the SDK logs the webhook's URL, which is a secret
 _SILENT.disabled = True
@@ -40,11 +39,15 @@ C = TypeVar("C", bound=Callable[..., Any])
 def _once(make: C) -> C:
     """A method that makes its client on the first call and returns the same client afterwards."""
 
+    name = make.__name__
+
     @wraps(make)
     def client(self: Clients) -> Any:
-        if make.__name__ not in self._made:
-            self._made[make.__name__] = make(self)
-        return self._made[make.__name__]
+        if name not in self._made:
+            with self._making:
+                if name not in self._made:
+                    self._made[name] = make(self)
+        return self._made[name]
 
     return client  # type: ignore[return-value]
 
@@ -56,6 +59,7 @@ class Clients:
         self.environment = environment
         self.kubernetes = lru_cache(maxsize=8)(self._kubernetes)
         self._made: dict[str, Any] = {}
+        self._making = RLock()  # a client may need another
 
     @_once
     def storage(self) -> Any:
@@ -65,19 +69,18 @@ class Clients:
         # Otherwise the client reads the bucket metadata for tracing after each 404: one more thread and request.
         os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
         if self.environment.get("STORAGE_EMULATOR_HOST"):
-            return storage.Client(project=self._project(), credentials=_anonymous(), _http=_loopback())
-        import requests
+            from .sessions import loopback_session
 
-        client = storage.Client(project=self._project())
-        client._http.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
-        return client
+            return storage.Client(project=self._project(), credentials=_anonymous(), _http=loopback_session())
+        return storage.Client(project=self._project(), credentials=self._credentials(), _http=self._google())
 
     @_once
     def publisher(self) -> Any:
         """A publisher that sends each message at once: messages are few, and a caller waits for each of them."""
         from google.cloud import pubsub_v1
 
-        return pubsub_v1.PublisherClient(pubsub_v1.types.BatchSettings(max_messages=1))
+        credentials = None if self.environment.get("PUBSUB_EMULATOR_HOST") else self._credentials()
+        return pubsub_v1.PublisherClient(pubsub_v1.types.BatchSettings(max_messages=1), credentials=credentials)
 
     @_once
     def run_jobs(self) -> Any:
@@ -92,11 +95,8 @@ class Clients:
 
         For values that run_v2 does not know: its 0.16.2 lacks the medium DISK of an ephemeral disk.
         """
-        if endpoint := self.environment.get("CLOUD_RUN_EMULATOR_HOST"):
-            return _session(self.environment.get("DROPFORGE_EMULATOR_TOKEN", "")), f"{endpoint}/v2"
-        from google.auth.transport.requests import AuthorizedSession
-
-        return AuthorizedSession(_credentials()), "https://run.googleapis.com/v2"
+        endpoint = self.environment.get("CLOUD_RUN_EMULATOR_HOST", "https://run.googleapis.com")
+        return self._session("CLOUD_RUN_EMULATOR_HOST"), f"{endpoint}/v2"
 
     @_once
     def run_executions(self) -> Any:
@@ -139,11 +139,8 @@ class Clients:
 
         Three calls do not justify google-cloud-compute: 136 MiB of memory on import.
         """
-        if endpoint := self.environment.get("COMPUTE_EMULATOR_HOST"):
-            return _session(self.environment.get("DROPFORGE_EMULATOR_TOKEN", "")), f"{endpoint}/compute/v1"
-        from google.auth.transport.requests import AuthorizedSession
-
-        return AuthorizedSession(_credentials()), "https://compute.googleapis.com/compute/v1"
+        endpoint = self.environment.get("COMPUTE_EMULATOR_HOST", "https://compute.googleapis.com")
+        return self._session("COMPUTE_EMULATOR_HOST"), f"{endpoint}/compute/v1"
 
     def _kubernetes(self, host: str, authority: str) -> Any:
         """kubernetes.client.ApiClient for the API at `host`, an https URL, with a Google token that is never stale.
@@ -180,7 +177,7 @@ class Clients:
 
         address = self.environment.get("WORKFLOWS_EMULATOR_HOST")
         if not address:
-            return executions_v1.ExecutionsClient()
+            return executions_v1.ExecutionsClient(credentials=self._credentials())
         import grpc
         from google.cloud.workflows.executions_v1.services.executions.transports import ExecutionsGrpcTransport
 
@@ -189,26 +186,20 @@ class Clients:
     @_once
     def callbacks(self) -> Any:
         """A requests session that may call workflow callbacks (permission workflows.callbacks.send)."""
-        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
-            return _session(token)
-        from google.auth.transport.requests import AuthorizedSession
-
-        return AuthorizedSession(_credentials())
+        return self._session("DROPFORGE_EMULATOR_TOKEN")
 
     def endpoint(self, audience: str, key: str = "") -> Any:
         """A requests session for a served model: with its API key, or with a token for Cloud Run."""
-        if key:
-            return _session(key)
-        if token := self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
-            return _session(token)
-        if audience.startswith("http://"):  # the server checks nothing, and the network could read a token
-            import requests
+        from .sessions import LeanSession, session_with
 
-            return requests.Session()
+        if token := key or self.environment.get("DROPFORGE_EMULATOR_TOKEN"):
+            return session_with(token)
+        if audience.startswith("http://"):  # the server checks nothing, and the network could read a token
+            return LeanSession()
         from google.auth.transport.requests import Request
         from google.oauth2 import id_token
 
-        return _session(id_token.fetch_id_token(Request(), audience))
+        return session_with(id_token.fetch_id_token(Request(), audience))
 
     def hub(self) -> Hub:
         """The Hugging Face Hub."""
@@ -228,7 +219,7 @@ class Clients:
             return lambda: token
         from google.auth.transport.requests import Request
 
-        credentials = _credentials()
+        credentials = self._credentials()
 
         def fresh() -> str:
             if not credentials.valid:  # becomes false shortly before the token expires
@@ -242,40 +233,38 @@ class Clients:
 
     def _rest(self, client: Any, variable: str) -> Any:
         """A client over gRPC in the cloud, or over plain HTTP to the emulator that `variable` names."""
-        if endpoint := self.environment.get(variable):
-            return client(transport="rest", credentials=_anonymous(), client_options={"api_endpoint": endpoint})
-        return client()
+        endpoint = self.environment.get(variable)
+        if not endpoint:
+            return client(credentials=self._credentials())
+        made = client(transport="rest", credentials=_anonymous(), client_options={"api_endpoint": endpoint})
+        made.transport._session.trust_env = False  # else it looks for proxies and netrc before each call
+        return made
 
+    def _session(self, variable: str) -> Any:
+        """The session for Google's APIs, or a session for the emulator that `variable` names."""
+        if not self.environment.get(variable):
+            return self._google()
+        from .sessions import loopback_session
 
-def _credentials() -> Any:
-    import google.auth
+        return loopback_session(self.environment.get("DROPFORGE_EMULATOR_TOKEN", ""))
 
-    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
-    return credentials
+    @_once
+    def _google(self) -> Any:
+        """The session of all REST calls to Google: one pool of connections, one token."""
+        from .sessions import GoogleSession
+
+        return GoogleSession(self._credentials())  # type: ignore[call-arg]
+
+    @_once
+    def _credentials(self) -> Any:
+        """The process's Google credentials: every client has the same, so the token is renewed once for all."""
+        import google.auth
+
+        credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+        return credentials
 
 
 def _anonymous() -> Any:
     from google.auth.credentials import AnonymousCredentials
 
     return AnonymousCredentials()
-
-
-def _session(token: str) -> Any:
-    import requests
-
-    session = requests.Session()
-    session.headers["Authorization"] = f"Bearer {token}"
-    return session
-
-
-def _loopback() -> Any:
-    """A requests session for an emulator on this machine; every calling thread keeps its connection.
-
-    It ignores proxies and netrc of the environment: looking for them takes a quarter of the time of a call.
-    """
-    import requests
-
-    session = requests.Session()
-    session.trust_env = False
-    session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
-    return session
