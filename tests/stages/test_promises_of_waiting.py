@@ -1,0 +1,317 @@
+"""More promises of single calls of stages: of waiting attempts, job events, takeovers, cancels and endpoints."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+
+from dropforge.base import names
+from dropforge.base.errors import CloudError, ErrorClass, RetryLater
+from dropforge.platforms.training import Phase, Status
+from dropforge.run.events import Started
+from dropforge.run.record import Attempt, Outcome, ResourceState, RunError, RunState, Transition
+from dropforge.stages.await_.inspect import inspect
+from dropforge.stages.await_.job_events import receive_job_event
+from dropforge.stages.cancel import cancel, cancel_deleted
+from dropforge.stages.deploy import deploy
+from dropforge.stages.provision import provision
+from dropforge.stages.teardown import teardown
+
+from ..platforms.shared import ME
+from .test_promises import JOB, MINUTE, NOW, RUN, Place, endpoint
+
+CALLBACK = "http://callback"
+DAY = {"limits": {"max_duration": "6h"}}
+
+
+def running(minutes: float = 30, left: float = 300, **fields: Any) -> Attempt:
+    """An attempt that has run for so many minutes, with so many left until its deadline."""
+    began = NOW - minutes * MINUTE
+    times = {"started": began, "launched": began, "running": began, "seen": began, "deadline": NOW + left * MINUTE}
+    return Attempt(number=1, placement=0, region="us-central1", usd_per_hour=10, **{**times, **fields})
+
+
+def look(place: Place, status: Status) -> dict[str, Any]:
+    place.platform.inspect = lambda *_: status  # type: ignore[method-assign]
+    return inspect(place.context, RUN, ME, 1, CALLBACK).to_json()
+
+
+def test_people_are_warned_once_about_the_budget() -> None:
+    """30 minutes at 10 USD per hour have cost 5 of 8 USD."""
+    place = Place(spec={"limits": {"max_duration": "6h", "max_cost_usd": 8}, "serve": None}, attempts=[running()])
+    for _ in range(2):
+        assert look(place, Status(Phase.RUNNING))["status"] == "WAITING"
+        assert len(place.record.notices) == 1
+        assert len(place.events) == 1
+    assert "budget" in json.dumps(place.events)
+
+
+@pytest.mark.parametrize(("on_stuck", "status"), [("notify", "WAITING"), ("restart", "FAILED"), ("fail", "FAILED")])
+def test_a_stuck_attempt_is_told_and_ended_if_the_spec_says_so(on_stuck: str, status: str) -> None:
+    limits = {"max_duration": "6h", "stuck_after": "10m", "on_stuck": on_stuck}
+    place = Place(spec={"limits": limits, "serve": None}, attempts=[running()])
+    answer = look(place, Status(Phase.RUNNING))
+    assert (answer["status"], place.record.notices) == (status, ["stuck-a1"])
+    if status == "FAILED":
+        assert (answer["error"]["error_class"], answer["retry"]) == ("stuck", on_stuck == "restart")
+
+
+@pytest.mark.parametrize(("left", "least", "most"), [(300, 60, 60), (0.5, 30, 32)])
+def test_the_next_look_is_within_the_check_interval_and_at_the_deadline(left: float, least: int, most: int) -> None:
+    place = Place(spec={**DAY, "serve": None}, attempts=[running(left=left)])
+    interval = place.context.settings.check_interval_seconds
+    answer = look(place, Status(Phase.RUNNING))
+    assert answer["status"] == "WAITING"
+    assert min(least, interval) <= answer["wait_seconds"] <= max(most, interval if left > 1 else most)
+
+
+def test_the_wait_for_a_machine_and_its_start_are_noted() -> None:
+    waiting = running(5, launched=None, running=None, seen=None)
+    place = Place(RunState.PROVISIONING, spec={**DAY, "serve": None}, attempts=[waiting])
+    look(place, Status(Phase.PENDING))
+    [attempt] = place.record.attempts
+    assert (attempt.waiting, attempt.running, attempt.cost(NOW)) == (NOW, None, 0)
+    look(place, Status(Phase.RUNNING))
+    [attempt] = place.record.attempts
+    assert (attempt.running, attempt.seen) == (NOW, NOW)
+    later = place.record.with_seen(1, NOW + MINUTE)
+    assert later.attempts[0].seen == NOW  # a noted time stays
+
+
+class Callback:
+    """The callback of an execution, which answers with a status, or cannot be reached."""
+
+    def __init__(self, place: Place, status: int = 200) -> None:
+        self.status, self.posted = status, list[str]()
+        clients: Any = place.context.cloud.clients
+        clients.callbacks = lambda: self
+
+    def post(self, url: str, **_: Any) -> Any:
+        self.posted.append(url)
+        if not self.status:
+            raise requests.ConnectionError("reset")
+        return SimpleNamespace(status_code=self.status)
+
+
+def started(attempt: int = 1) -> bytes:
+    event = Started(run=RUN, attempt=attempt, sequence=5, time=NOW, type="started")
+    return event.model_dump_json().encode()
+
+
+def kept(place: Place) -> list[str]:
+    return list(place.store.names(names.events_prefix(RUN)))
+
+
+def test_a_job_event_is_kept_and_wakes_the_execution_that_waits() -> None:
+    place = Place(callback_url=CALLBACK)
+    callback = Callback(place)
+    receive_job_event(place.context, started())
+    assert kept(place) == [names.event_object(RUN, 1, 5, "started")]
+    assert callback.posted == [CALLBACK]
+
+
+def test_a_job_event_reads_the_callback_after_it_is_kept() -> None:
+    """An inspection that crosses it notes its callback before it reads the events."""
+    place = Place()
+    callback, put_new = Callback(place), place.store.put_new
+
+    def put(name: str, data: bytes) -> bool:
+        place.store.update(RUN, lambda record: record.model_copy(update={"callback_url": CALLBACK}))
+        return put_new(name, data)
+
+    place.store.put_new = put  # type: ignore[assignment,method-assign]
+    receive_job_event(place.context, started())
+    assert callback.posted == [CALLBACK]
+
+
+@pytest.mark.parametrize(("state", "attempt"), [(RunState.TRAINING, 2), (RunState.FAILED, 1)], ids=str)
+def test_an_event_of_no_running_attempt_has_no_effect(state: RunState, attempt: int) -> None:
+    place = Place(state, callback_url=CALLBACK)
+    callback = Callback(place)
+    receive_job_event(place.context, started(attempt))
+    assert (kept(place), callback.posted) == ([], [])
+
+
+@pytest.mark.parametrize("status", [0, 500])
+def test_a_job_event_that_did_not_reach_its_execution_is_delivered_again(status: int) -> None:
+    place = Place(callback_url=CALLBACK)
+    Callback(place, status)
+    with pytest.raises(RetryLater, match="callback"):
+        receive_job_event(place.context, started())
+    assert len(kept(place)) == 1
+
+
+@pytest.mark.parametrize("status", [0, 500])
+def test_a_cancel_is_kept_even_if_the_execution_cannot_be_woken(status: int) -> None:
+    place = Place(callback_url=CALLBACK)
+    callback = Callback(place, status)
+    cancel(place.context, RUN)
+    assert place.record.cancel_requested == NOW
+    assert callback.posted == [CALLBACK]
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "status", "error"),
+    [
+        (RunState.DEPLOYING, None, "RUNNING", None),
+        (RunState.TEARING_DOWN, Outcome(state=RunState.SUCCEEDED), "SUCCEEDED", None),
+        (RunState.TEARING_DOWN, Outcome(state=RunState.CANCELLED), "CANCELLED", None),
+        (
+            RunState.TEARING_DOWN,
+            Outcome(state=RunState.FAILED, error=RunError(error_class=ErrorClass.GATE, message="x")),
+            "FAILED",
+            "gate",
+        ),
+        (RunState.TEARING_DOWN, None, "FAILED", "infrastructure"),
+    ],
+    ids=str,
+)
+def test_a_takeover_after_the_training_continues_with_what_was_decided(
+    state: RunState, outcome: Outcome | None, status: str, error: str | None
+) -> None:
+    place = Place(state, outcome=outcome)
+    answer = provision(place.context, RUN, ME, 1).to_json()
+    assert (answer["status"], (answer.get("error") or {}).get("error_class")) == (status, error)
+    assert place.platform.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error_class", "waited", "answer"),
+    [
+        (ErrorClass.TRANSIENT, 1, "raises"),
+        (ErrorClass.TRANSIENT, 10_000, "FAILED"),
+        (ErrorClass.STOCKOUT, 1, "FAILED"),
+        (ErrorClass.CONFIG, 1, "FAILED"),
+    ],
+    ids=str,
+)
+def test_only_a_temporary_error_of_a_creation_is_tried_again(error_class: ErrorClass, waited: int, answer: str) -> None:
+    place = Place(RunState.PROVISIONING, attempts=[running(waited / 60, launched=None, running=None, seen=None)])
+
+    def refuse(*_: Any) -> bool:
+        raise CloudError(error_class, "refused")
+
+    place.platform.provision = refuse  # type: ignore[assignment,method-assign]
+    if answer == "raises":
+        with pytest.raises(CloudError, match="refused"):
+            provision(place.context, RUN, ME, 1)
+        assert place.record.attempts[-1].ended is None
+    else:
+        assert provision(place.context, RUN, ME, 1).status == answer
+        assert place.record.attempts[-1].error is not None
+
+
+def test_in_a_pause_no_placement_is_asked() -> None:
+    full = RunError(error_class=ErrorClass.STOCKOUT, message="x")
+    place = Place(RunState.PROVISIONING, spec=DAY, attempts=[running(5, ended=NOW, error=full)])
+    answer = provision(place.context, RUN, ME, 2).to_json()
+    assert answer["status"] == "PENDING"
+    assert 0 < answer["wait_seconds"] <= place.context.settings.capacity_pause_seconds
+    assert (len(place.record.attempts), place.platform.asked) == (1, [])
+
+
+def test_the_ledger_says_which_resources_were_seen_to_exist() -> None:
+    place = Place(RunState.PROVISIONING)
+    assert provision(place.context, RUN, ME, 1).status == "RUNNING"
+    assert [(entry.name, entry.state) for entry in place.store.ledger(RUN).entries] == [(JOB, ResourceState.CREATED)]
+
+
+def test_a_call_that_was_suspended_past_the_deployment_creates_nothing() -> None:
+    """Between its read of the record and its entry in the ledger, the run was torn down."""
+    place = Place(RunState.TRAINING)
+    intend = place.store.intend
+
+    def late(*arguments: Any) -> bool:
+        place.store.update(RUN, lambda record: record.entered(RunState.TEARING_DOWN, NOW))
+        return intend(*arguments)
+
+    place.store.intend = late  # type: ignore[assignment,method-assign]
+    assert deploy(place.context, RUN, ME).status == "SUPERSEDED"
+    assert place.platform.asked == []
+
+
+def test_a_machine_that_serves_is_kept_and_the_others_are_not() -> None:
+    place = Place()
+    for name in ("serves", "trains"):
+        place.store.intend(RUN, "kind", f"projects/p/df-{RUN}-{name}", 1)
+    for _ in range(2):
+        place.store.keep(RUN, f"projects/p/df-{RUN}-serves")
+    place.store.keep(RUN, "unknown")
+    kept_ones = [entry.name.rsplit("-", 1)[1] for entry in place.store.ledger(RUN).entries if entry.kept]
+    assert kept_ones == ["serves"]
+
+
+def test_the_record_says_when_the_endpoint_ended() -> None:
+    live = endpoint(NOW + MINUTE)
+    place = Place(RunState.DEPLOYING, endpoint=live, cancel_requested=NOW)
+    place.store.intend(RUN, "run.googleapis.com/Service", live.service, 1)
+    answer = teardown(place.context, RUN, ME, "run", True)
+    assert (answer.status, answer.to_json()["cancelled"]) == ("GONE", True)
+    assert place.platform.asked == [f"teardown {live.service}"]
+    assert place.record.endpoint is not None
+    assert place.record.endpoint.ended == NOW
+
+
+def test_a_cancelled_endpoint_expires_at_once_so_that_the_sweep_deletes_it_in_any_case() -> None:
+    place = Place(RunState.SUCCEEDED, endpoint=endpoint(NOW + 60 * MINUTE))
+    place.platform.teardown = lambda *_: False  # type: ignore[method-assign]
+    place.store.intend(RUN, "run.googleapis.com/Service", endpoint(NOW).service, 1)
+    with pytest.raises(RetryLater, match="being deleted"):
+        cancel(place.context, RUN)
+    assert place.record.endpoint is not None
+    assert (place.record.endpoint.expires, place.record.endpoint.ended) == (NOW, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_overwritten", "cancelled"),
+    [
+        (RunState.TRAINING, False, True),
+        (RunState.TRAINING, True, False),
+        (RunState.SUCCEEDED, False, False),
+    ],
+)
+def test_a_deleted_spec_cancels_its_run_unless_it_ended_or_another_spec_took_its_name(
+    state: RunState, is_overwritten: bool, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(state, endpoint=endpoint(NOW + 60 * MINUTE) if state.is_terminal else None)
+    monkeypatch.setattr(names, "run_id_of_object", lambda *_: RUN)
+    storage: Any = place.context.cloud.clients.storage()
+    other = SimpleNamespace(generation=8) if is_overwritten else None
+    storage.get_blob = lambda name, timeout: other
+    cancel_deleted(place.context, "specs", "specs/a.json", "7")
+    assert (place.record.cancel_requested is not None) is cancelled
+    if place.record.endpoint:
+        assert place.record.endpoint.expires == NOW + 60 * MINUTE
+
+
+def test_a_cancel_that_crosses_the_creation_of_the_record_is_seen() -> None:
+    """The record is created after the cancel has found none, and before the cancel is kept beside it."""
+    place = Place()
+    record = place.record.model_copy(update={"history": [Transition(state=RunState.TRAINING, time=NOW)]})
+    removed = names.record_object(RUN)
+    place.context.cloud.clients.storage().objects.pop(removed)
+    store = place.context.store
+    vars(store)["_known"].clear()
+    put_new = store.put_new
+
+    def put(name: str, *arguments: Any) -> bool:
+        is_new = put_new(name, *arguments)
+        if name == names.cancel_object(RUN):
+            store.create(record)
+        return is_new
+
+    store.put_new = put  # type: ignore[assignment,method-assign]
+    cancel(place.context, RUN)
+    assert store.record(RUN).cancel_requested == NOW
+
+
+def test_the_wait_since_the_launch_decides_about_a_stockout() -> None:
+    late = timedelta(hours=9)
+    waiting = running(5, launched=NOW - late, running=None, seen=None, started=NOW - late)
+    place = Place(RunState.PROVISIONING, spec={**DAY, "serve": None}, attempts=[waiting])
+    assert look(place, Status(Phase.PENDING))["error"]["error_class"] == "stockout"
