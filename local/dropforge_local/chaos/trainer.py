@@ -20,6 +20,7 @@ REPORT_SECONDS = (40.0, 100.0)  # between two reports of progress
 GRACE_SECONDS = 8.0  # at most, until a preempted machine has ended
 DEADLINE_MARGIN_SECONDS = 30.0  # how long before its deadline a container saves a checkpoint and stops
 PREEMPTED, CODE_ERROR = 75, 70  # exit codes of dropforge's containers
+KILLED = 137  # of a container that SIGKILL ended
 
 
 @dataclass
@@ -87,6 +88,7 @@ class _Attempt:
             "lost_machine": lambda: self._vanish("lost_machine", self.container.lose),
             "silent": lambda: self._vanish("silent", self.container.die),
             "code_error": self._break,
+            "killed": lambda: self.container.end(KILLED),
         }
         if fate in endings:
             self._at(halfway, endings[fate])

@@ -171,6 +171,11 @@ def killed() -> int:
     return 1
 
 
+def lost() -> int:
+    publish("started")
+    return killed()
+
+
 def preempted_once() -> int:
     if ATTEMPT > 1:
         return succeed()
@@ -244,6 +249,7 @@ BEHAVIOURS: dict[str, Callable[[], int]] = {
     "preempted": preempted,
     "killed": killed,
     "killed-once": lambda: succeed() if ATTEMPT > 1 else killed(),
+    "lost-once": lambda: succeed() if ATTEMPT > 1 else lost(),  # killed after its report of the start
     "hang": hang,
     "hang-once": lambda: succeed() if ATTEMPT > 1 else hang(),
     "hang-at-first-boot": hang_at_first_boot,
