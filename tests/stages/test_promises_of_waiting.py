@@ -13,17 +13,21 @@ import requests
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
 from dropforge.platforms.training import Phase, Status
-from dropforge.run.events import Started
+from dropforge.run.events import Request, Started
 from dropforge.run.record import Attempt, Outcome, ResourceState, RunError, RunState, Transition
+from dropforge.stages import submit
 from dropforge.stages.await_.inspect import inspect
 from dropforge.stages.await_.job_events import receive_job_event
 from dropforge.stages.cancel import cancel, cancel_deleted
 from dropforge.stages.deploy import deploy
 from dropforge.stages.provision import provision
+from dropforge.stages.sweep import lost_work
 from dropforge.stages.teardown import teardown
+from dropforge.tell import channels
+from dropforge.tell.channel import Failure
 
 from ..platforms.shared import ME
-from .test_promises import JOB, MINUTE, NOW, RUN, Place, endpoint
+from .test_promises import JOB, MINUTE, NOW, RUN, SPEC, Place, endpoint
 
 CALLBACK = "http://callback"
 DAY = {"limits": {"max_duration": "6h"}}
@@ -315,3 +319,80 @@ def test_the_wait_since_the_launch_decides_about_a_stockout() -> None:
     waiting = running(5, launched=NOW - late, running=None, seen=None, started=NOW - late)
     place = Place(RunState.PROVISIONING, spec={**DAY, "serve": None}, attempts=[waiting])
     assert look(place, Status(Phase.PENDING))["error"]["error_class"] == "stockout"
+
+
+def test_only_the_execution_that_owns_a_run_creates_its_endpoint() -> None:
+    place = Place(RunState.TRAINING)
+    assert deploy(place.context, RUN, "another execution").status == "SUPERSEDED"
+    assert (place.platform.asked, place.record.state) == ([], RunState.TRAINING)
+
+
+def test_an_attempt_that_waits_for_its_creation_notes_that() -> None:
+    """So the wait costs nothing, however the attempt ends."""
+    place = Place(RunState.PROVISIONING, attempts=[running(5, launched=None, running=None, seen=None)])
+    place.platform.provision = lambda *_: False  # type: ignore[method-assign]
+    assert provision(place.context, RUN, ME, 1).status == "PENDING"
+    assert place.record.attempts[-1].waiting == NOW
+
+
+class Deaf:
+    """A channel whose messages never arrive."""
+
+    def secrets_of(self, spec: Any) -> dict[str, str]:
+        return {}
+
+    def secret_of(self, spec: Any, settings: Any) -> str:
+        return "secret"
+
+    def state_message(self, *_: Any) -> str:
+        return "message"
+
+    def send(self, *_: Any) -> Failure:
+        return Failure("it is down", may_pass=True)
+
+
+@pytest.mark.parametrize(("state", "waits"), [(RunState.TRAINING, False), (RunState.FAILED, True)], ids=str)
+def test_only_the_end_of_a_run_waits_for_a_channel(
+    state: RunState, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "CHANNELS", (Deaf(),))
+    place = Place(state)
+    if waits:
+        with pytest.raises(CloudError, match="it is down"):
+            channels.send_state(place.context, place.record)
+    else:
+        channels.send_state(place.context, place.record)
+    assert [entry["message"] for entry in place.logged if entry["stage"] == "notify"] == ["it is down"]
+
+
+@pytest.mark.parametrize(
+    ("state", "execution"), [(RunState.REJECTED, None), (RunState.FAILED, ME)], ids=["rejected", "lost execution"]
+)
+def test_a_sweep_tells_an_untold_end_once(
+    state: RunState, execution: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def note(_: Any, run: str, execution: str, ended: str, error: Any) -> Any:
+        told.append(ended)
+        return SimpleNamespace(status="NOTIFIED")
+
+    monkeypatch.setattr(lost_work, "state_of", lambda *_: "FAILED")
+    monkeypatch.setattr(lost_work, "tell", lambda _, record: told.append(record.state))
+    monkeypatch.setattr(lost_work, "notify", note)
+    place = Place(state, execution=execution)
+    for _ in range(2):
+        assert lost_work._tell_end(place.context, place.record, frozenset())
+    assert told == [state]
+
+
+def test_of_two_specs_under_a_key_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first delivery stored its spec, and crashed before the record."""
+    monkeypatch.setattr("dropforge.stages.admission.check", lambda *_: None)
+    monkeypatch.setattr(submit, "start_execution", lambda *_: "e-1")
+    place = Place()
+    request = Request(place.context.settings.requests_topic, "key", "m-1")
+    run, first = submit.run_of_request(place.context.settings, request), {**SPEC, "name": "first"}
+    place.store.put_new(names.spec_object(run), json.dumps(first).encode())
+    record = submit.submit_message(place.context, json.dumps({**SPEC, "name": "second"}).encode(), request)
+    assert record.name == "first"
