@@ -142,7 +142,10 @@ class Server:
                 stack.push_async_callback(emulator.stop)
 
     async def _stop_grpc(self) -> None:
-        await asyncio.gather(*(server.stop(grace=0.5) for server in self._grpc_servers))
+        stops = [asyncio.create_task(server.stop(grace=0.5)) for server in self._grpc_servers]
+        await asyncio.wait(stops)  # the listeners close together, and all of them also if one raises
+        for stop in stops:
+            stop.result()
 
     def _entering(self) -> Any:
         """A middleware that lets each request act as its account."""

@@ -7,6 +7,7 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from aiohttp import web
 from dropforge_local.base.ports import HOST
 from dropforge_local.iam.policy import current
 
+from ..kit.background import stop_all
 from . import discovery
 from .kinds import JOB, POD, SERVICE, SERVICE_ACCOUNT, Kind
 from .kubelet.logs import LogRequest
@@ -68,17 +70,14 @@ class ApiServer:
         await self._site.start()
 
     async def stop(self) -> None:
-        """Stop listening and cut every connection.
+        """Stop listening and cut every connection, also after one of them raises.
 
         A TLS transport that is only closed waits 30 s for its client's goodbye. It is aborted before `cleanup` closes
         it, because asyncio cannot abort a TLS transport that was closed twice: the connection stays open (Python 3.11),
         or `abort` raises AttributeError (Python 3.12).
         """
-        await self._site.stop()
-        for connection in self._server.connections:
-            if connection.transport is not None:
-                connection.transport.abort()
-        await self._runner.cleanup()
+        transports = [each.transport for each in self._server.connections if each.transport is not None]
+        await stop_all(self._site.stop, *(partial(_abort, each) for each in transports), self._runner.cleanup)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -384,6 +383,10 @@ class Call:
             return {}
         texts = [warning.replace("\\", "\\\\").replace('"', '\\"') for warning in self.warnings]
         return {"Warning": ", ".join(f'299 - "{text}"' for text in texts)}
+
+
+async def _abort(transport: asyncio.Transport) -> None:
+    transport.abort()
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
