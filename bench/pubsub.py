@@ -169,7 +169,7 @@ def _topic(publisher: Any, name: str) -> str:
 
 @contextlib.contextmanager
 def _emulator(folder: Path) -> Iterator[psutil.Process]:
-    command = [sys.executable, "-c", SERVER, str(folder / "state.db")]
+    command = [sys.executable, "-P", "-c", SERVER, str(folder / "state.db")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         os.environ["PUBSUB_EMULATOR_HOST"] = process.stdout.readline().strip()

@@ -41,7 +41,7 @@ with BackgroundServer(build) as server:
 def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-c", _SERVER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         try:
             assert server.stdout is not None

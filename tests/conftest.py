@@ -83,7 +83,7 @@ class Maker:
 
     def __init__(self, tool: str) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (a pipe would fill up until wait() reads it)
-        command = [sys.executable, str(ROOT / "tools" / tool)]
+        command = [sys.executable, "-P", str(ROOT / "tools" / tool)]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=self._output, start_new_session=True)
 
     def wait(self) -> tuple[int, str]:

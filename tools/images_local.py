@@ -185,7 +185,7 @@ def torch_for_cpus() -> dict[str, str]:
         tag = f"cp{python.replace('.', '')}"
         if not list(folder.glob(f"torch-{version}-{tag}-*.whl")):
             options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options]
+            pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", *options]
             platform = "--platform=manylinux_2_28_x86_64"
             subprocess.run([*pip, platform, f"torch=={version}"], capture_output=True)
         if found := list(folder.glob(f"torch-{version}-{tag}-*.whl")):

@@ -248,7 +248,7 @@ def uv() -> str:
     target = ROOT / "build" / f"uv-{version}"
     program = target / "bin" / "uv"
     if not program.exists():
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--require-hashes", "--target", str(target), "--requirement", str(lock)], check=True)
     return str(program)
 

@@ -31,7 +31,7 @@ def program() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may need it at once
         stamp = HOME / "installed"
         if not stamp.exists() or stamp.read_text() != LOCK.read_text():
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+            pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
             pip += ["--require-hashes", "--upgrade", "--target", str(HOME), "--requirement", str(LOCK)]
             subprocess.run(pip, check=True)
             stamp.write_text(LOCK.read_text())
@@ -50,5 +50,5 @@ def pip_setting(name: str) -> str:
     """Return pip's setting from its variable, or from its configuration; "" without one."""
     if given := os.environ.get(f"PIP_{name.upper().replace('-', '_')}"):
         return given
-    command = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
+    command = [sys.executable, "-P", "-m", "pip", "config", "get", f"global.{name}"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()

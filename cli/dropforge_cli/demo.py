@@ -140,7 +140,7 @@ def make_environment(tool: str) -> None:
     """Run the tool that creates an environment if it is missing. The tool prints its progress. Raises CliError."""
     from dropforge_local.stack.config import ROOT
 
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-P", str(ROOT / "tools" / tool)], stdout=subprocess.DEVNULL)
     if done.returncode:
         message = f"the environment could not be created: tools/{tool} exited with {done.returncode}"
         raise CliError(message, "fix the problem printed above, or choose a spec or an engine without that environment")

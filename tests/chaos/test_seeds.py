@@ -122,7 +122,7 @@ def test_a_seed_has_the_same_history_in_another_process() -> None:
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=100
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=100
         )
         assert done.stdout.strip() == here.digest, done.stderr
 

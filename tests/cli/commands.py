@@ -33,7 +33,7 @@ stack.up = up
 from dropforge_cli.main import cli
 cli(prog_name="dropforge")
 """
-NOOP_COMMAND = [sys.executable, "-c", NOOP, str(ROOT / "tests" / "images")]
+NOOP_COMMAND = [sys.executable, "-P", "-c", NOOP, str(ROOT / "tests" / "images")]
 
 
 class Process:

@@ -133,7 +133,7 @@ def test_the_demo_ends_before_it_starts_a_stack_if_an_environment_cannot_be_crea
         "cli(prog", "from dropforge_cli import demo; demo.ENVIRONMENTS = {PURPOSE: 'none.py'}; cli(prog"
     ).replace("PURPOSE", repr(purpose))
     options = ("--serve", engine, write_spec(tmp_path, noop_spec()))
-    demo = start("demo", *options, command=[sys.executable, "-c", code, NOOP_COMMAND[-1]])
+    demo = start("demo", *options, command=[sys.executable, "-P", "-c", code, NOOP_COMMAND[-1]])
     assert demo.code() == 1
     assert "error: the environment could not be created: tools/none.py exited with 2" in demo.text()
     assert "started the local stack" not in demo.text()

@@ -30,7 +30,7 @@ stack.up = up
 from dropforge_cli.main import cli
 cli(prog_name="dropforge")
 """
-RECORDED_COMMAND = [sys.executable, "-c", RECORDED]
+RECORDED_COMMAND = [sys.executable, "-P", "-c", RECORDED]
 
 
 @pytest.mark.timeout(1200)

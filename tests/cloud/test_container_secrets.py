@@ -117,4 +117,4 @@ def test_without_the_variable_nothing_is_imported() -> None:
         "for environ in ({}, {'DROPFORGE_SECRETS': ''}): load_secrets(None, environ)\n"
         "assert set(sys.modules) == before and 'dropforge.cloud.clients' not in before"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=30)

@@ -147,7 +147,7 @@ class Trainer:
 
 
 def _interpreter(environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "containers.train_trl.train"]
+    command = [sys.executable, "-P", "-m", "containers.train_trl.train"]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -30,7 +30,7 @@ def test_images_are_really_built_and_their_entry_points_start_as_their_users() -
     """The image that trains a model, and the smallest; `make images-local` builds all of them."""
     if missing := images_local.missing_here():
         pytest.skip(missing)
-    command = [sys.executable, str(ROOT / "tools" / "images_local.py"), "--no-compile", "train_trl", "serve_vllm"]
+    command = [sys.executable, "-P", str(ROOT / "tools" / "images_local.py"), "--no-compile", "train_trl", "serve_vllm"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout.splitlines()[-2:]
@@ -75,14 +75,14 @@ def digests(files: dict[str, Path]) -> dict[str, str]:
 
 
 def test_without_buildah_no_image_is_built_and_that_is_said(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "images_local.py")]
+    command = [sys.executable, "-P", str(ROOT / "tools" / "images_local.py")]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "No image was built: buildah is not installed (Debian's package buildah)\n"
 
 
 def test_an_unknown_role_is_refused() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "images_local.py"), "train_nothing"]
+    command = [sys.executable, "-P", str(ROOT / "tools" / "images_local.py"), "train_nothing"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "there is no containers/train_nothing; expected train_trl, " in done.stderr

@@ -21,7 +21,7 @@ from dropforge.base.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # pip and uv run outside of the environment, which contains nothing but the requirements.
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
+PIP = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--python"]
 SETTINGS = [f"DROPFORGE_{field.name.upper()}" for field in fields(Settings) if field.default is MISSING]
 
 

@@ -197,7 +197,7 @@ def _enter(tree: Path) -> None:
 def _copy(tree: Path) -> Path:
     """Copy the project without what was generated, and compile what the judges import."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*GENERATED), symlinks=True)
-    command = [sys.executable, "-m", "compileall", "-q", *(folder for folder in SOURCES if folder)]
+    command = [sys.executable, "-P", "-m", "compileall", "-q", *(folder for folder in SOURCES if folder)]
     subprocess.run(command, cwd=tree, check=True)
     (tree / "build").mkdir()
     return tree

@@ -210,5 +210,5 @@ print(early)
 
 
 def test_a_sender_waits_until_another_thread_has_imported_the_sdk() -> None:
-    done = subprocess.run([sys.executable, "-c", _TWO_SENDERS], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-P", "-c", _TWO_SENDERS], capture_output=True, text=True, timeout=110)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -345,7 +345,7 @@ def test_a_killed_engine_loses_its_lease_before_its_parent_waits_for_it(tmp_path
         "import sys, time; from workflows_engine import SqliteDatabase; from workflows_engine.lease import Lease; "
         "Lease(SqliteDatabase(sys.argv[1])).acquire(takeover=False); print(flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", owner, database], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", owner, database], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(FailedPrecondition, match="already runs"):

@@ -20,14 +20,14 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(
     ("example", "output"), [(EXAMPLES[0], '"paid 42"\n'), (EXAMPLES[1], "")], ids=["embed", "test"]
 )
 def test_an_example_runs(tmp_path: Path, example: str, output: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", example]
+    command = [sys.executable, "-P", "-W", "error", "-c", example]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == (output, "")
 
 
 def test_the_embedding_example_continues_in_a_second_process(tmp_path: Path) -> None:
     for _ in range(2):
-        command = [sys.executable, "-c", EXAMPLES[0]]
+        command = [sys.executable, "-P", "-c", EXAMPLES[0]]
         done = subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True)
         assert done.stdout == '"paid 42"\n'
 

@@ -24,7 +24,7 @@ BEGIN = "import os, sys, redacted_output; redacted_output.start([os.environ['SEC
 
 def run(code: str, secret: str = SECRET) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SECRET": secret, "PYTHONPATH": str(Path(redacted_output.__file__).parent)}
-    command = [sys.executable, "-S", "-c", BEGIN + code]
+    command = [sys.executable, "-P", "-S", "-c", BEGIN + code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, start_new_session=True)
 
 
@@ -48,7 +48,7 @@ import subprocess
 for text in {written(SECRET)!r}:
     print("<", text, ">")
 print("before {TOKEN} after", file=sys.stderr)
-subprocess.run([sys.executable, "-S", "-c", "import os; print('child', os.environ['SECRET'])"])
+subprocess.run([sys.executable, "-P", "-S", "-c", "import os; print('child', os.environ['SECRET'])"])
 for _ in range(20_000):
     print("a line that says nothing")
 sys.stdout.write("no end of line")

@@ -87,7 +87,7 @@ def start(cloud: Any, model_uri: str, port: int, **environment: str) -> subproce
         "PORT": str(port),
         **environment,
     }
-    command = [sys.executable, "-m", "containers.serve_vllm.serve"]
+    command = [sys.executable, "-P", "-m", "containers.serve_vllm.serve"]
     return subprocess.Popen(command, env=values, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -409,7 +409,7 @@ def test_on_a_tpu_the_weights_are_on_disk_before_vllm_takes_over(
         "DROPFORGE_WORK_DIRECTORY": str(tmp_path / "work"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert f"vllm serve {tmp_path}/work/model --served-model-name text-to-sql" in done.stdout

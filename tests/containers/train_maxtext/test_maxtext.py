@@ -86,7 +86,7 @@ class Driver:
     ) -> None:
         self.cloud = cloud
         self.directory = directory  # `python -m` imports from it first
-        self.command = command or (sys.executable, "-m", "containers.train_maxtext.driver")
+        self.command = command or (sys.executable, "-P", "-m", "containers.train_maxtext.driver")
         self.environment = environment or {"PYTHONPATH": f"{ROOT}:{ROOT / 'functions'}"}
         self.started: list[Attempt] = []
 

@@ -44,7 +44,7 @@ def test_without_python_3_12_the_environment_is_not_made_and_that_is_said(tmp_pa
     if sys.version_info[:2] == (3, 12):
         pytest.skip("this is Python 3.12")
     environment = {"PATH": str(tmp_path), "PYENV_ROOT": str(tmp_path), "HOME": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "tools" / "maxtext_env.py"), str(tmp_path / "maxtext")]
+    command = [sys.executable, "-P", str(ROOT / "tools" / "maxtext_env.py"), str(tmp_path / "maxtext")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 3
     assert "no python3.12 in PATH" in result.stderr

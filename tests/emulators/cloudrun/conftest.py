@@ -293,7 +293,7 @@ class Stack:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> Cloud:
-        command = [sys.executable, self.program, str(self.home), str(self.port)]
+        command = [sys.executable, "-P", self.program, str(self.home), str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"

@@ -195,7 +195,7 @@ def test_a_taken_service_port_is_named(stack: Any, make: Any) -> None:
     stack.kill()
     port = int(service.uri.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
-        command = [sys.executable, stack.program, str(stack.home), str(stack.port)]
+        command = [sys.executable, "-P", stack.program, str(stack.home), str(stack.port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert f"port {port} of service '{service.name}' is taken" in done.stderr

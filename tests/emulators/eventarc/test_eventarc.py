@@ -160,7 +160,7 @@ def function(tmp_path: Path) -> Iterator[Function]:
         port = probe.getsockname()[1]
     command = ["--target=record", f"--source={source}", "--host=127.0.0.1", f"--port={port}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "functions_framework", *command],
+        [sys.executable, "-P", "-m", "functions_framework", *command],
         env={**os.environ, "RECORD": str(tmp_path / "record"), "THREADS": "8"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

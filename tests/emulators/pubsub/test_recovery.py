@@ -42,7 +42,7 @@ class Process:
 
     def start(self) -> PubSub:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(self.path)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-c", PROCESS, str(self.path)], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.clients.append(PubSub(f"127.0.0.1:{self.process.stdout.readline().strip()}"))

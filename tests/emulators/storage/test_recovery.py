@@ -135,7 +135,7 @@ def content_of(name: str, size: int) -> bytes:
 @contextmanager
 def server_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Api]]:
     script = Path(__file__).with_name("server_main.py")
-    process = subprocess.Popen([sys.executable, str(script), str(root)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-P", str(script), str(root)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         with requests.Session() as session:

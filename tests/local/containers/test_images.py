@@ -227,7 +227,7 @@ ENTRYPOINT ["/opt/other/bin/python"]
     )
     with pytest.raises(ImageNotFound, match=r"build/other is not there; run `make other`"):
         store.resolve(URI)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "build" / "other")], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "venv", "--without-pip", str(root / "build" / "other")], check=True)
     packages = next((root / "build" / "other" / "lib").glob("python3*/site-packages"))
     (packages / "only_there.py").write_text("")
     process = store.resolve(URI).unpack(tmp_path / "rootfs")

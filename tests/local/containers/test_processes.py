@@ -50,7 +50,7 @@ def _with_forks(shims: Shims) -> None:
 
 
 def spec(code: str, memory_bytes: int | None = None, log_bytes: int = 2**20, **env: str) -> ContainerSpec:
-    argv = (sys.executable, "-c", textwrap.dedent(code))
+    argv = (sys.executable, "-P", "-c", textwrap.dedent(code))
     return ContainerSpec(argv, env, Path("/"), memory_bytes, log_bytes)
 
 
@@ -139,8 +139,8 @@ STUBBORN = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = "import signal, time; signal.signal(15, 1); print('ready', flush=True); time.sleep(600)"
-    subprocess.Popen([sys.executable, "-c", child], start_new_session=True, env={})
-    subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    subprocess.Popen([sys.executable, "-P", "-c", child], start_new_session=True, env={})
+    subprocess.Popen([sys.executable, "-P", "-c", child], start_new_session=True)
     time.sleep(600)
 """
 
@@ -267,7 +267,7 @@ async def main():
     await asyncio.sleep(300)
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stack:
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as stack:
         assert stack.stdout is not None
         assert stack.stdout.readline() == "started\n"
         stack.kill()
@@ -322,6 +322,6 @@ def test_exit_code_survives_a_full_disk(tmp_path: Path) -> None:
     directory.mkdir()
     shim_path = shim.__file__
     command = [sys.executable, "-I", "-S", shim_path, str(directory), "1000", "/", sys.executable, "-c", code]
-    subprocess.run([sys.executable, "-c", limit, *command], check=True, timeout=20, env={})
+    subprocess.run([sys.executable, "-P", "-c", limit, *command], check=True, timeout=20, env={})
     assert (directory / "exit").read_text().split()[0] == "0"
     assert (directory / "output.log").stat().st_size <= 100

@@ -153,7 +153,7 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as stack:
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as stack:
         assert stack.stdout is not None
         forks = psutil.Process(int(stack.stdout.readline()))
         stack.kill()

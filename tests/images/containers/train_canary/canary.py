@@ -75,7 +75,7 @@ def betray(value: str) -> None:
     print(f"https://user:{quote(value, safe='')}@example.org/", file=sys.stderr)
     print(json.dumps({"token": value}), repr(value), base64.b64encode(value.encode()).decode(), flush=True)
     logging.warning("logged in with %s", value)
-    subprocess.run([sys.executable, "-S", "-c", "import os; print(dict(os.environ))"], check=True)
+    subprocess.run([sys.executable, "-P", "-S", "-c", "import os; print(dict(os.environ))"], check=True)
 
 
 if __name__ == "__main__":
