@@ -267,6 +267,7 @@ def test_a_failed_notification_of_training_delays_nothing() -> None:
     run = Run(notify=[*[{"code": 503}] * 9, NOTIFIED])
     assert run.status == "SUCCEEDED"
     assert run.stages[-2:] == END
+    assert run.stages.count("notify TRAINING") == 9  # the tries of call_function
 
 
 @pytest.mark.parametrize("fault", [{"code": 503}, {"code": 403}])

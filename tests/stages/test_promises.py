@@ -209,7 +209,9 @@ def test_only_a_model_that_passes_its_gate_is_served(value: float | None, passed
     place.store.put_new(f"{model_prefix(RUN)}{MANIFEST}", manifest.model_dump_json().encode())
     answer = inspect(place.context, RUN, ME, 1, "http://callback").to_json()
     assert answer["status"] == "SUCCEEDED"
-    assert answer["gate"]["passed"] is passed
+    assert (answer["gate"]["passed"], answer["serve"]) == (passed, True)
+    assert place.record.metrics == {"exact_match": value}
+    assert place.record.attempts[-1].ended == NOW
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import requests
 
 from dropforge.base import names
 from dropforge.base.errors import CloudError, ErrorClass, RetryLater
+from dropforge.money import endpoint_expiry, kept_until
 from dropforge.platforms.training import Phase, Status
 from dropforge.run.events import Request, Started
 from dropforge.run.record import Attempt, Outcome, ResourceState, RunError, RunState, Transition
@@ -396,3 +397,34 @@ def test_of_two_specs_under_a_key_the_first_counts(monkeypatch: pytest.MonkeyPat
     place.store.put_new(names.spec_object(run), json.dumps(first).encode())
     record = submit.submit_message(place.context, json.dumps({**SPEC, "name": "second"}).encode(), request)
     assert record.name == "first"
+
+
+@pytest.mark.parametrize(("execution", "attempt"), [("another execution", 1), (ME, 2)])
+def test_only_the_owner_of_a_run_looks_and_only_at_the_present_attempt(execution: str, attempt: int) -> None:
+    place = Place()
+    assert inspect(place.context, RUN, execution, attempt, CALLBACK).status == "SUPERSEDED"
+    assert place.record.callback_url is None
+
+
+def test_a_repeated_call_keeps_the_endpoint_that_is_ready_with_its_expiry() -> None:
+    place = Place(RunState.DEPLOYING, endpoint=endpoint(NOW + MINUTE))
+    assert deploy(place.context, RUN, ME).to_json() == {"status": "READY", "url": "u"}
+    assert (place.platform.asked, place.record.endpoint) == ([], endpoint(NOW + MINUTE))
+
+
+def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expiry() -> None:
+    """A TPU VM got its label when it was created to train: it ends with the time for training and serving."""
+    zone = {"zone": "us-west4-a"}
+    spec = {
+        "training": {"adapter": {"type": "none"}},
+        "target": {"type": "tpu_vm", "placements": [zone], "price_usd_per_hour": 10},
+        "serve": {"type": "training_vm", "ttl": "1h", "startup_timeout": "20m"},
+        "limits": {"max_duration": "6h"},
+    }
+    place = Place(spec=spec, attempts=[running(left=-5)])
+    expires: list[Any] = []
+    place.platform.deploy = lambda _, deployment: expires.append(deployment.expires)  # type: ignore[assignment,method-assign]
+    deploy(place.context, RUN, ME)
+    record = place.record
+    assert expires == [kept_until(record, place.store.spec(RUN))]
+    assert expires < [endpoint_expiry(record, place.store.spec(RUN), NOW)]

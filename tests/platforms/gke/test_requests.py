@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -533,3 +534,20 @@ def test_the_pods_of_an_endpoint_are_deleted_with_its_deployment(monkeypatch: py
     for kind in ("apps.k8s.io/Deployment", "core.k8s.io/Service"):
         assert serve.GkeDeployment().teardown(cloud_with(SETTINGS), kind, f"clusters/c/k8s/{kind}/df-{RUN}-serve")
     assert list(selected.values()) == [f"{serve.INSTANCE}=df-{RUN}-serve", ""]
+
+
+@pytest.mark.parametrize(
+    ("status", "gone", "deletions"),
+    [(None, True, 0), ("STOPPING", False, 0), ("RUNNING", False, 1), ("PROVISIONING", False, 1)],
+)
+def test_a_cluster_is_gone_only_once_a_read_shows_that(
+    status: str | None, gone: bool, deletions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[str] = []
+    api = SimpleNamespace(delete_cluster=lambda name, timeout: deleted.append(name))
+    cluster = status and SimpleNamespace(status=container_v1.Cluster.Status[status])
+    monkeypatch.setattr(kubernetes, "find_cluster", lambda *_: cluster)
+    monkeypatch.setattr(gke, "_delete_disks", lambda *_: True)
+    name = f"projects/p/locations/us-central1/clusters/df-{RUN}-a1"
+    assert gke.GkeJobs().teardown(cloud_with(SETTINGS, gke=api), kubernetes.CLUSTER, name) is gone
+    assert deleted == [name] * deletions

@@ -126,6 +126,23 @@ def test_a_resource_that_its_run_deleted_after_the_listing_is_no_orphan(
     assert view.problems == []
 
 
+def test_a_resource_whose_record_cannot_be_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[Orphan] = []
+
+    def delete(_: Any, judged: list[Orphan]) -> Deletions:
+        deleted.extend(judged)
+        return Deletions([], [], [])
+
+    monkeypatch.setattr(orphans, "delete_orphans", delete)
+    view = object.__new__(Look)
+    view.context, view.now, view.problems = context_with(SETTINGS), NOW, []
+    vars(view.context)["store"] = Mock(RunStore, ledger=lambda _: Ledger(run=RUN, entries=[]))
+    for records, count in (({}, 0), ({RUN: None}, 1)):
+        view.resources, view.records = [listed()], records  # type: ignore[assignment]
+        view.delete()
+        assert len(deleted) == count
+
+
 def test_only_resources_of_this_deployments_runs_are_inspected() -> None:
     labels = {names.MANAGED_BY: "dropforge", names.RUN_LABEL: RUN, names.DEPLOYMENT_LABEL: SETTINGS.deployment}
     assert is_of_deployment(labels, SETTINGS)
