@@ -117,6 +117,24 @@ class Place:
         return self.store.record(RUN)
 
 
+def commit(place: Place, **metrics: float | None) -> None:
+    """Write the manifest of a model, as a training container does."""
+    source = Source(uri="u", revision="r")
+    manifest = Manifest(
+        run=RUN,
+        attempt=1,
+        created=NOW,
+        spec_sha256="0" * 64,
+        base=source,
+        dataset=source,
+        metrics=metrics,
+        files=[],
+        serve_path="attempt-1/model",
+        versions={},
+    )
+    place.store.put_new(f"{model_prefix(RUN)}{MANIFEST}", manifest.model_dump_json().encode())
+
+
 def endpoint(expires: datetime, **fields: Any) -> Endpoint:
     service = f"projects/p/locations/us-central1/services/df-{RUN}-serve"
     return Endpoint(url="u", model="m", service=service, region="r", ready=NOW, expires=expires, **fields)
@@ -193,20 +211,7 @@ def test_the_wait_for_capacity_counts_from_the_first_look_at_the_launched_attemp
 def test_only_a_model_that_passes_its_gate_is_served(value: float | None, passed: bool) -> None:
     gate = {"holdout_fraction": 0.1, "gate": {"metric": "exact_match", "min": 0.5}}
     place = Place(spec={"evaluation": gate})
-    source = Source(uri="u", revision="r")
-    manifest = Manifest(
-        run=RUN,
-        attempt=1,
-        created=NOW,
-        spec_sha256="0" * 64,
-        base=source,
-        dataset=source,
-        metrics={"exact_match": value},
-        files=[],
-        serve_path="attempt-1/model",
-        versions={},
-    )
-    place.store.put_new(f"{model_prefix(RUN)}{MANIFEST}", manifest.model_dump_json().encode())
+    commit(place, exact_match=value)
     answer = inspect(place.context, RUN, ME, 1, "http://callback").to_json()
     assert answer["status"] == "SUCCEEDED"
     assert (answer["gate"]["passed"], answer["serve"]) == (passed, True)

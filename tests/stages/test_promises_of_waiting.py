@@ -28,9 +28,15 @@ from dropforge.tell import channels
 from dropforge.tell.channel import Failure
 
 from ..platforms.shared import ME
-from .test_promises import JOB, MINUTE, NOW, RUN, SPEC, Place, endpoint
+from .test_promises import JOB, MINUTE, NOW, RUN, SPEC, Place, commit, endpoint
 
 CALLBACK = "http://callback"
+ON_THE_MACHINE = {  # that trained
+    "training": {"adapter": {"type": "none"}},
+    "target": {"type": "tpu_vm", "placements": [{"zone": "us-west4-a"}], "price_usd_per_hour": 10},
+    "serve": {"type": "training_vm", "ttl": "1h", "startup_timeout": "20m"},
+    "limits": {"max_duration": "6h"},
+}
 DAY = {"limits": {"max_duration": "6h"}}
 
 
@@ -54,6 +60,16 @@ def test_people_are_warned_once_about_the_budget() -> None:
         assert len(place.record.notices) == 1
         assert len(place.events) == 1
     assert "budget" in json.dumps(place.events)
+
+
+def test_the_time_of_a_run_counts_over_all_its_attempts() -> None:
+    """It was accepted 5 of 6 hours ago; its present attempt is 5 minutes old."""
+    began = NOW - 300 * MINUTE
+    history = [Transition(state=RunState.ACCEPTED, time=began)]
+    spec = {**DAY, "serve": None}
+    place = Place(spec=spec, created=began, history=history, attempts=[running(5, left=60)])
+    look(place, Status(Phase.RUNNING))
+    assert place.record.notices == ["time-80"]
 
 
 @pytest.mark.parametrize(("on_stuck", "status"), [("notify", "WAITING"), ("restart", "FAILED"), ("fail", "FAILED")])
@@ -412,16 +428,17 @@ def test_a_repeated_call_keeps_the_endpoint_that_is_ready_with_its_expiry() -> N
     assert (place.platform.asked, place.record.endpoint) == ([], endpoint(NOW + MINUTE))
 
 
+def test_the_machine_that_trained_and_serves_is_kept() -> None:
+    place = Place(spec=ON_THE_MACHINE, attempts=[running()])
+    place.store.intend(RUN, "kind", JOB, 1)
+    commit(place)
+    assert look(place, Status(Phase.RUNNING))["status"] == "SUCCEEDED"
+    assert [entry.kept for entry in place.store.ledger(RUN).entries] == [True]
+
+
 def test_the_record_and_the_label_of_a_machine_that_serves_agree_about_its_expiry() -> None:
     """A TPU VM got its label when it was created to train: it ends with the time for training and serving."""
-    zone = {"zone": "us-west4-a"}
-    spec = {
-        "training": {"adapter": {"type": "none"}},
-        "target": {"type": "tpu_vm", "placements": [zone], "price_usd_per_hour": 10},
-        "serve": {"type": "training_vm", "ttl": "1h", "startup_timeout": "20m"},
-        "limits": {"max_duration": "6h"},
-    }
-    place = Place(spec=spec, attempts=[running(left=-5)])
+    place = Place(spec=ON_THE_MACHINE, attempts=[running(left=-5)])
     expires: list[Any] = []
     place.platform.deploy = lambda _, deployment: expires.append(deployment.expires)  # type: ignore[assignment,method-assign]
     deploy(place.context, RUN, ME)
