@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import textwrap
 import time
@@ -12,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from google.api_core.future.polling import RETRY_PREDICATE as is_pending
@@ -28,6 +27,9 @@ from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.cloudrun import CloudRunConfig, CloudRunEmulator
 from dropforge_local.emulators.kit.host import Host
+
+if TYPE_CHECKING:
+    from ..own_process import OwnProcess
 
 PARENT = "projects/p1/locations/us-central1"
 REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"
@@ -290,20 +292,18 @@ class Stack:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.port = free_port(range(30000, 32000), set())
-        self.process: subprocess.Popen[str] | None = None
+        self.process: OwnProcess | None = None
 
     def start(self) -> Cloud:
-        command = [sys.executable, "-P", self.program, str(self.home), str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
+        from ..own_process import OwnProcess  # a `Stack` also runs this file as a program, see build_emulator's import
+
+        self.process = OwnProcess(serve, self.home, self.port)
         return Cloud(f"http://127.0.0.1:{self.port}", self.home / "containers")
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
             self.process = None
 
 
@@ -328,14 +328,14 @@ def make() -> Any:
     return Make
 
 
-async def serve(home: Path, port: int) -> None:
+async def serve(home: Path, port: int, ready: Callable[[Any], None]) -> None:
     """The main program of a `Stack`."""
     config = CloudRunConfig(operation_seconds=0.02, grace_seconds=1.0, probe_seconds=0.05, restart_seconds=0.1)
     server = Server([build_emulator(home, {}, config, SystemClock())], http_port=port)
     await server.start()
-    print("ready", flush=True)
+    ready(server.url)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), print))

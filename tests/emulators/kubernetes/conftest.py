@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import subprocess
 import sys
 import textwrap
 import time
@@ -27,6 +26,8 @@ from dropforge_local.containers.images import ImageStore
 from dropforge_local.containers.processes import end_all, find_members
 from dropforge_local.emulators.kit.host import Host
 from dropforge_local.emulators.kubernetes import Accelerator, KubernetesConfig, KubernetesEmulator
+
+from ..own_process import OwnProcess, Ready
 
 NAME = "projects/p1/locations/us-central1/clusters/c1"
 REGISTRY = "us-central1-docker.pkg.dev/p1/dropforge"
@@ -363,20 +364,17 @@ class Stack:
         self.home = home
         self.kuberay = CONFIG.kuberay
         write_images(home / "repo")
-        self.process: subprocess.Popen[str] | None = None
+        self.process: OwnProcess | None = None
 
     def start(self) -> Kube:
-        command = [sys.executable, "-P", __file__, str(self.home), self.kuberay]  # not with this folder on the path
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        admin, url, authority = json.loads(self.process.stdout.readline())
+        self.process = OwnProcess(serve, self.home, self.kuberay)
+        admin, url, authority = self.process.said
         return Kube(url, admin, authority, self.home / "containers", namespace="default")
 
     def kill(self) -> None:
         """Send SIGKILL, like a crash."""
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
             self.process = None
 
 
@@ -388,16 +386,12 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     end_all(tmp_path / "containers", grace_seconds=0)
 
 
-async def serve(home: Path, kuberay: str) -> None:
+async def serve(home: Path, kuberay: str, ready: Ready) -> None:
     """The process of a `Stack`."""
     emulator = build_emulator(home, replace(CONFIG, kuberay=kuberay))
     server = Server([emulator])
     emulator.add_cluster(NAME)
     await server.start()
     url = f"https://127.0.0.1:{emulator.port_of(NAME)}"
-    print(json.dumps([server.url, url, emulator.authority_of(NAME)]), flush=True)
+    ready((server.url, url, emulator.authority_of(NAME)))
     await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))
