@@ -51,17 +51,18 @@ def report(name: str, value: str, goal: str) -> None:
 # Durable steps
 
 
-def calls(url: str) -> str:
+def calls(url: str, verb: str = "get") -> str:
     steps = "".join(
-        f"    - step{n}: {{call: http.get, args: {{url: '{url}/step?n={n}'}}, result: r}}\n" for n in range(STEPS)
+        f"    - step{n}: {{call: http.{verb}, args: {{url: '{url}/step?n={n}'}}, result: r}}\n" for n in range(STEPS)
     )
     return f"main:\n  steps:\n{steps}    - done: {{return: '${{r.body.n}}'}}\n"
 
 
 async def measure_durable(home: Path, url: str) -> None:
+    """Reads share an fsync; a POST waits for an fsync of its own, whose cost is printed first."""
+    report("fsync of 4 KiB, p50", f"{_fsync_seconds(home) * 1e3:.2f} ms", "")
     engine = Engine(Database(home / "durable.db"), clock=SystemClock())
     await engine.start()
-    engine.deploy(FLOW, calls(url))
 
     async def run_once() -> float:
         begin = time.perf_counter()
@@ -69,13 +70,31 @@ async def measure_durable(home: Path, url: str) -> None:
         assert record.state == "SUCCEEDED", record.error
         return time.perf_counter() - begin
 
-    for _ in range(10):
-        await run_once()
-    times = [await run_once() for _ in range(50)]
-    report(f"durable {STEPS}-step HTTP workflow, p50", f"{statistics.median(times) * 1e3:.1f} ms", "<= 10 ms")
-    rates = [await throughput(run_once, 200, 16) for _ in range(3)]
-    report("200 such workflows, 16 at a time", f"{statistics.median(rates):.0f} /s", "> 152 /s (Restate)")
+    for verb, goal in (("get", "<= 10 ms"), ("post", "20 fsyncs + 10 ms")):
+        engine.deploy(FLOW, calls(url, verb))
+        for _ in range(10):
+            await run_once()
+        before = time.process_time()
+        medians = [statistics.median([await run_once() for _ in range(50)]) for _ in range(3)]
+        cpu = (time.process_time() - before) / 150
+        value = f"{statistics.median(medians) * 1e3:.1f} ms, CPU {cpu * 1e3:.1f} ms"
+        report(f"durable {STEPS}-step workflow, http.{verb}, p50", value, goal)
+        rates = [await throughput(run_once, 200, 16) for _ in range(3)]
+        report(f"200 such workflows, 16 at a time, http.{verb}", f"{statistics.median(rates):.0f} /s", ">= 250 /s")
     await engine.stop()
+
+
+def _fsync_seconds(home: Path) -> float:
+    """The median time of an fsync after a write."""
+    times = []
+    with (home / "fsync").open("wb") as file:
+        for _ in range(50):
+            file.write(bytes(4096))
+            file.flush()
+            begin = time.perf_counter()
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 async def throughput(run_once: Any, count: int, at_once: int) -> float:

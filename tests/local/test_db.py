@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,7 @@ import pytest
 import requests
 from google.cloud.pubsub_v1 import types
 
+from dropforge_local.base import db as db_module
 from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
 from dropforge_local.base.server import BackgroundServer, Server
@@ -23,25 +23,25 @@ TOPIC = "projects/local-project/topics/events"
 
 
 class SlowDisk:
-    """A replacement of os.fsync that returns when the test allows it; by default it returns at once."""
+    """A replacement of the sync of the log that returns when the test allows it; by default it returns at once."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.begun, self.allowed = threading.Event(), threading.Event()
         self.allowed.set()
-        self._fsync = os.fsync
+        self._sync = db_module._sync_data
 
     def __call__(self, descriptor: int) -> None:
         self.calls += 1
         self.begun.set()
         assert self.allowed.wait(60)
-        self._fsync(descriptor)
+        self._sync(descriptor)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     disk = SlowDisk()
-    monkeypatch.setattr(os, "fsync", disk)
+    monkeypatch.setattr(db_module, "_sync_data", disk)
     return disk
 
 
@@ -95,7 +95,7 @@ def test_failing_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError("input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", broken)
+            patch.setattr(db_module, "_sync_data", broken)
             with pytest.raises(OSError, match="input/output error"):
                 await db.durable()
         await db.durable()

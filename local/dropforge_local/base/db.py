@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 Values = Sequence[Any] | Mapping[str, Any]
 
 
@@ -116,12 +117,15 @@ class Database:
 
 
 def _fsync(log: Path) -> None:
-    """Sync through a separate descriptor: SQLite holds no locks on the log, so closing it releases none."""
+    """Sync through a separate descriptor: SQLite holds no locks on the log, so closing it releases none.
+
+    fdatasync leaves out the times of the file, and so mostly the commit of the file system's journal, as SQLite does.
+    """
     try:
         descriptor = os.open(log, os.O_RDWR)
     except FileNotFoundError:  # a database in memory, or a deleted file: nothing to keep
         return
     try:
-        os.fsync(descriptor)
+        _sync_data(descriptor)
     finally:
         os.close(descriptor)

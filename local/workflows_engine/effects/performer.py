@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..clock import Clock
-from ..interpreter.http_requests import IDEMPOTENT, has_idempotency_key
+from ..interpreter.http_requests import IDEMPOTENT, READS, has_idempotency_key
 from ..interpreter.waits import Wait
 from ..values import Value
 from .connectors import Connectors, Later
@@ -63,6 +63,10 @@ class Performer:
             or has_idempotency_key(request["headers"])
             or self._repeatable(request["url"])
         )
+
+    def is_read(self, wait: Wait) -> bool:
+        """True if the effect is an HTTP request that tells its server nothing."""
+        return self.mocks is None and wait.kind == "http" and wait.detail["method"] in READS
 
     async def close(self) -> None:
         await self._http.close()

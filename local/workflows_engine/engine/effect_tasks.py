@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 from ..effects import logs
 from ..effects.connectors import Later
@@ -19,6 +20,8 @@ from .timer import Timer
 
 log = logging.getLogger(__name__)
 
+FLUSH_SECONDS: Final = 0.05  # after a read was sent, until the commits before it are on the disk
+
 
 class EffectTasks:
     """One asyncio task for each effect in flight."""
@@ -29,6 +32,9 @@ class EffectTasks:
         self._timer = timer
         self._machines = machines
         self._tasks: dict[WaitKey, asyncio.Task[None]] = {}
+        # By execution: the threads that told the outside something, and whose answer may not be on the disk yet.
+        self._told: dict[int, set[int]] = {}
+        self._flush: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -37,16 +43,23 @@ class EffectTasks:
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Cancel every effect; returns the cancelled tasks."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._flush] if self._flush else [])]
         self._tasks.clear()
+        self._told.clear()
+        self._flush = None
         for task in tasks:
             task.cancel()
         return tasks
 
     def cancel(self, id_: int) -> None:
-        """Cancel the effects of an execution."""
+        """Cancel the effects of an execution that has ended."""
+        self.forget(id_)
         for key in [key for key in self._tasks if key[0] == id_]:
             self._tasks.pop(key).cancel()
+
+    def forget(self, id_: int) -> None:
+        """Drop what is known about an execution that has ended."""
+        self._told.pop(id_, None)
 
     def dispatch(self, waits: Sequence[tuple[int, Wait]]) -> None:
         """Start the effects and timers of committed waits. Requests that must not be sent twice are marked first."""
@@ -93,7 +106,7 @@ class EffectTasks:
     async def _answer(self, key: WaitKey, wait: Wait) -> Answer | Later | None:
         id_, thread, seq = key
         try:
-            await self._core.db.durable(alone=len(self._tasks) == 1)
+            await self._secure(id_, wait)
             value = await self.performer.perform(wait, f"{id_}-{thread}-{seq}")
         except WorkflowError as error:
             self._log_call(id_, wait, error)
@@ -108,6 +121,30 @@ class EffectTasks:
             return value
         self._log_call(id_, wait, None)
         return Answer(id_, thread, seq, value)
+
+    async def _secure(self, id_: int, wait: Wait) -> None:
+        """Return when the commits before an effect are on the disk, or at once if the effect is a read after a read.
+
+        Consecutive reads share an fsync, which follows them: a power cut in between costs the reads, which are sent
+        again. The answer to anything else is on the disk before the next effect. Its thread counts until then, and
+        until its execution's end if it has no next effect: another thread cannot tell whether the answer is committed.
+        """
+        is_read = self.performer.is_read(wait)
+        if is_read and not self._told.get(id_):
+            if self._flush is None or self._flush.done():
+                self._flush = asyncio.create_task(self._flush_soon())
+            return
+        await self._core.db.durable(alone=len(self._tasks) == 1)
+        self._told.get(id_, set()).discard(wait.thread)
+        if not is_read:
+            self._told.setdefault(id_, set()).add(wait.thread)
+
+    async def _flush_soon(self) -> None:
+        await asyncio.sleep(FLUSH_SECONDS)
+        try:
+            await self._core.db.durable()
+        except OSError:
+            log.exception("commits are not on the disk yet; the next effect that is no read waits for them")
 
     def _postpone(self, id_: int, wait: Wait) -> None:
         """Record the phase of a connector's call, and when the next phase is due."""

@@ -83,6 +83,7 @@ class Rounds:
         error = {"payload": json.dumps({"message": text, "tags": ["SystemError"]}), "context": text}
         with self._core.owned_transaction():
             self._core.store.finish(id_, "FAILED", result=None, error=error, now=self._core.now())
+        self._effects.forget(id_)
         self._executions.after_finish(id_)
         record = self._core.store.execution_by_id(id_)
         self._executions.notify(record.name if record else "")
@@ -157,6 +158,7 @@ class Rounds:
         active.next_chunk += bool(machine.events)
         machine.events, machine.logs, machine.new_callbacks, machine.waits = [], [], [], []
         if machine.outcome is not None:
+            self._effects.forget(id_)
             self._executions.after_finish(id_)
         elif machine.is_ready:
             self._core.inbox.make_runnable(id_)

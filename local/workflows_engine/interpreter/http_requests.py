@@ -17,6 +17,7 @@ from ..values import NotJson, Value, kind, to_json
 USER_AGENT: Final = "GoogleCloudWorkflows; (+https://cloud.google.com/workflows/docs)"
 DEFAULT_TIMEOUT: Final = 1800.0  # seconds
 CLOUD_SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
+READS: Final = frozenset(("GET", "HEAD", "OPTIONS"))  # by HTTP's definition they tell the server nothing
 IDEMPOTENT: Final = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"))
 GOOGLE_HOSTS: Final = re.compile(r"(\.|^)(googleapis\.com|run\.app|cloudfunctions\.net|cloud\.goog)\Z")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
