@@ -12,7 +12,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-MODULES = ("tests.emulators.own_process", "tests.emulators.cloudrun.conftest", "tests.emulators.kubernetes.conftest")
+MODULES = (
+    "tests.emulators.own_process",
+    "tests.emulators.cloudrun.conftest",
+    "tests.emulators.kubernetes.conftest",
+    "tests.emulators.pubsub.test_recovery",
+    "tests.emulators.storage.test_recovery",
+)
 Ready = Callable[[Any], None]
 
 

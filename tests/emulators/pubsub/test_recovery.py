@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,23 +11,20 @@ import pytest
 from google.api_core import exceptions
 from google.pubsub_v1 import PublisherClient as GapicPublisher  # publishes without batching or retries
 
+from dropforge_local.base.clock import SystemClock
+from dropforge_local.base.db import Database
+from dropforge_local.base.server import Server
+from dropforge_local.emulators.pubsub import PubSubEmulator
+
+from ..own_process import OwnProcess, Ready
 from .conftest import Endpoint, PubSub, eventually
 
-PROCESS = """
-import asyncio, sys
-from dropforge_local.base.db import Database
-from dropforge_local.emulators.pubsub import PubSubEmulator
-from dropforge_local.base.server import Server
-from dropforge_local.base.clock import SystemClock
 
-async def main():
-    server = Server([PubSubEmulator(Database(sys.argv[1]), SystemClock())])
+async def serve(path: Path, ready: Ready) -> None:
+    server = Server([PubSubEmulator(Database(path), SystemClock())])
     await server.start()
-    print(server.grpc_port, flush=True)
+    ready(server.grpc_address)
     await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 class Process:
@@ -38,20 +33,16 @@ class Process:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.clients: list[PubSub] = []
-        self.process: subprocess.Popen[str] | None = None
+        self.process: OwnProcess | None = None
 
     def start(self) -> PubSub:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROCESS, str(self.path)], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.clients.append(PubSub(f"127.0.0.1:{self.process.stdout.readline().strip()}"))
+        self.process = OwnProcess(serve, self.path)
+        self.clients.append(PubSub(self.process.said))
         return self.clients[-1]
 
     def kill(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate()
+        self.process.kill()
 
 
 @pytest.fixture

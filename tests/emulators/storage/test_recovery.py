@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import os
 import random
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +17,16 @@ from pathlib import Path
 import pytest
 import requests
 
+from dropforge_local.base.clock import SystemClock
 from dropforge_local.base.db import Database
-from dropforge_local.base.server import BackgroundServer
+from dropforge_local.base.server import BackgroundServer, Server
 from dropforge_local.emulators.storage import StorageEmulator
 from dropforge_local.emulators.storage.blobs import SMALL_BYTES
 from dropforge_local.emulators.storage.preconditions import Preconditions
 from dropforge_local.emulators.storage.uploads import LIFETIME_SECONDS, Upload
 from workflows_engine import VirtualClock
 
+from ..own_process import OwnProcess, Ready
 from .conftest import Api, Running
 
 KIB256 = 256 * 1024
@@ -133,16 +134,20 @@ def content_of(name: str, size: int) -> bytes:
 
 
 @contextmanager
-def server_process(root: Path) -> Iterator[tuple[subprocess.Popen[str], Api]]:
-    script = Path(__file__).with_name("server_main.py")
-    process = subprocess.Popen([sys.executable, "-P", str(script), str(root)], stdout=subprocess.PIPE, text=True)
+def server_process(root: Path) -> Iterator[tuple[OwnProcess, Api]]:
+    process = OwnProcess(serve, root)
     try:
-        assert process.stdout is not None
         with requests.Session() as session:
-            yield process, Api(process.stdout.readline().strip(), session)
+            yield process, Api(process.said, session)
     finally:
         process.kill()
-        process.communicate()
+
+
+async def serve(root: Path, ready: Ready) -> None:
+    server = Server([StorageEmulator(Database(root / "state.sqlite"), root / "blobs", SystemClock())])
+    await server.start()
+    ready(server.url)
+    await asyncio.Event().wait()
 
 
 class Uploader(threading.Thread):
